@@ -27,7 +27,7 @@ from torch import nn
 from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.config import GuardConfig, make_config
 from diloco_orchestrator.demo.text import Corpus, load_corpus
-from diloco_orchestrator.guard.fold import Evidence, fold
+from diloco_orchestrator.guard.fold import RoundReports, fold
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Run, Score
@@ -307,7 +307,7 @@ def judged(sample: Sample) -> Sample:
     state, verdicts = None, []
     for round_, manifests in enumerate(sample["manifests"], start=1):
         scores = [Score(**score) for manifest in manifests for score in manifest["scores"]]
-        evidence = Evidence(
+        evidence = RoundReports(
             round=round_,
             scores=sorted(scores, key=lambda score: score.share),
             in_loop=[Metric(**m["in_loop"]) for m in manifests if m["in_loop"]],

@@ -17,7 +17,7 @@ from guard_trajectories import BOTH_MOVE, CHANGE, FAULTS, Array, healthy, noise,
 from measuring import markdown
 
 from diloco_orchestrator.guard import Evidence, SequentialGuard
-from diloco_orchestrator.guard.vault import VaultChange, asked_base
+from diloco_orchestrator.guard.vault import VaultChange
 
 PHI, SD = 0.5, 0.02
 ROUNDS, LATEST = 600, 400  # of a healthy run; of one with a fault after round 100
@@ -34,7 +34,7 @@ def halt(guard: SequentialGuard, heldout: Array, in_loop: Array, vault: Array, e
     state: dict[str, Any] | None = None
     asked = 0
     for t in range(len(heldout)):
-        against = asked_base(state)
+        against = SequentialGuard.vault_base(state)
         change = None
         if against is not None:
             asked += 1

@@ -56,13 +56,13 @@ from diloco_orchestrator.executors.mixed import MixedExecutor as MixedExecutor
 from diloco_orchestrator.executors.modal_sandboxes import ModalExecutor as ModalExecutor
 from diloco_orchestrator.executors.remote_base import RemoteExecutor as RemoteExecutor
 from diloco_orchestrator.executors.slurm_jobs import SlurmExecutor as SlurmExecutor
-from diloco_orchestrator.guard.evidence import Evidence as Evidence
 from diloco_orchestrator.guard.heldout import CollapseStopError as CollapseStopError
 from diloco_orchestrator.guard.heldout import HeldOutGuard as HeldOutGuard
 from diloco_orchestrator.guard.heldout import TripwireStatus as TripwireStatus
 from diloco_orchestrator.guard.heldout import kl_token_trust_filter as kl_token_trust_filter
+from diloco_orchestrator.guard.rule import Evidence as Evidence
 from diloco_orchestrator.guard.sequential import SequentialGuard as SequentialGuard
-from diloco_orchestrator.guard.set_size import items_needed as items_needed
+from diloco_orchestrator.guard.sequential import items_needed as items_needed
 from diloco_orchestrator.inspection.audit import Audit as Audit
 from diloco_orchestrator.inspection.audit import audit as audit
 from diloco_orchestrator.inspection.pull import pull as pull

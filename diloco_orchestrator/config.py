@@ -19,7 +19,7 @@ TRACKERS = ("tensorboard", "trackio", "wandb")
 _FEWEST_TRIMMED = 4  # replicas of a run whose aggregate leaves some of the contributions or values out
 COORDINATE_WISE = ("trimmed_mean", "median")  # aggregates in which each contribution counts once, whatever its weight
 _GAPS = {"loss": 0.5, "reward": 0.10}  # GuardConfig.max_proxy_real_gap=None: nats per token; of a reward in [0, 1]
-GUARD_RULES = {  # by name: the settings that only this rule reads
+GUARD_RULES = {  # by name, our own: the settings that only this rule reads
     "sequential": ("threshold", "gap_sigmas", "pause_after", "notice_drop", "item_sd", "vault_sigmas"),
     "heldout": ("decline_patience", "max_proxy_real_gap", "ema_alpha", "rise_eps"),
     "off": (),
@@ -101,10 +101,11 @@ class GuardConfig(Tree):
     Settings that only the rule "heldout" reads select it where no rule is named.
     """
 
-    rule: Literal["sequential", "heldout", "off"] = Field(
+    rule: str = Field(
         default="sequential",
         description="sequential: statistics in units of the measured noise, with a stated rate of false halts; "
-        "heldout: tripwires in the metric's unit, also selected by its settings; off: scores are recorded, not judged",
+        "heldout: tripwires in the metric's unit, also selected by its settings; off: scores are recorded, not judged; "
+        "or the name of an installed package's rule",  # `guard.registry` refuses unknown ones, where a rule is needed
     )
     min_steps: int = Field(default=20, ge=1, description="folds before a verdict may fire")
     kl_hard_stop: float = Field(default=0.08, gt=0, description="nats per token of drift from the start that fires")
@@ -154,13 +155,6 @@ class GuardConfig(Tree):
         if isinstance(values, Mapping) and "rule" not in values and set(GUARD_RULES["heldout"]) & set(values):
             return {"rule": "heldout", **values}
         return values
-
-    @field_validator("rule", mode="before")
-    @classmethod
-    def _known_rule(cls, value: Any) -> Any:
-        if not isinstance(value, str) or value not in GUARD_RULES:
-            raise ConfigError(unknown_name("guard rule", str(value), GUARD_RULES))
-        return value
 
     @model_validator(mode="after")
     def _only_its_own_settings(self) -> Self:
@@ -381,7 +375,7 @@ class RunConfig(Tree):
     @property
     def too_few_to_fold(self) -> str:
         """Why most alarms of the kill-switch cannot fire in a run of so few rounds; empty if they can."""
-        if self.guard.rule == "off" or self.rounds >= self.guard.min_steps:
+        if self.guard.rule not in ("sequential", "heldout") or self.rounds >= self.guard.min_steps:
             return ""
         return (
             f"{self.rounds} rounds are fewer than the guard's min_steps={self.guard.min_steps} folds: the kill-switch "
@@ -411,7 +405,7 @@ class OuterSettings(TypedDict, total=False):
 class GuardSettings(TypedDict, total=False):
     """`GuardConfig` as a dict."""
 
-    rule: Literal["sequential", "heldout", "off"]
+    rule: str
     min_steps: int
     kl_hard_stop: float
     threshold: float

@@ -1,7 +1,9 @@
-"""The names under which our packages and what they offer are imported: public names and short names.
+"""The names under which our packages and what they offer are imported: public, registered and short names.
 
 Public names: a package whose `__init__.pyi` lists them hands each one on at first use, so that importing the package
 stays light, and type checkers read the same list.
+
+Registered names: what can be added by other packages is found by the names of their entry points.
 
 Short names: `executors` and `replica` stand for `diloco_orchestrator.executors` and `….replica`. Our own code uses the
 long names, which no file of a user can shadow. For users without files of these names `import executors`, `import
@@ -19,6 +21,10 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 SHORT_NAMES = ("executors", "replica")
 
@@ -36,6 +42,41 @@ def public_names(package_file: str) -> dict[str, str]:
 
 def _long(name: str) -> str:
     return f"diloco_orchestrator.{name}"
+
+
+def registered_names(group: str) -> list[str]:
+    """Names that installed packages register under an entry point group."""
+    from importlib.metadata import entry_points  # takes longer to import than all else that this package needs first
+
+    return sorted({each.name for each in entry_points(group=group)})
+
+
+def registered(kind: str, group: str, name: str) -> tuple[Any, str]:
+    """The object that a package registers under a name, and words for it: "command 'tides' of package y (y.cli:tides)".
+
+    `kind`: of the object in words, such as "command". `group`: of the entry points. Raises `LookupError` if nobody
+    registers the name, and ValueError if more than one package does, or for one that does not load.
+    """
+    from importlib.metadata import entry_points
+
+    found = list(entry_points(group=group, name=name))
+    if not found:
+        raise LookupError(name)
+    if len(found) > 1:
+        raise ValueError(
+            f"{kind} {name!r} is registered by {' and '.join(sorted(map(_package_of, found)))}, so that nobody can "
+            "tell which one is meant. Uninstall all but one."
+        )
+    where = f"{kind} {name!r} of package {_package_of(found[0])} ({found[0].value})"
+    try:
+        return found[0].load(), where
+    except Exception as error:  # the other package's code runs here, and may raise anything
+        words = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{where} does not load: {words}. Repair or uninstall that package.") from error
+
+
+def _package_of(entry: "EntryPoint") -> str:
+    return entry.dist.name if entry.dist is not None else entry.value
 
 
 class _ShortNames(MetaPathFinder, Loader):

@@ -13,7 +13,7 @@ import torch
 from pydantic import JsonValue
 
 from diloco_orchestrator.errors import ConfigError, unknown_name
-from diloco_orchestrator.guard.set_size import check_set_size
+from diloco_orchestrator.guard.registry import rule_of
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.probe import KLProbe
 from diloco_orchestrator.replica.rounds.participant import Participant
@@ -138,13 +138,13 @@ class ReplicaContext:
         scorer = vault = None
         if heldout is not None:
             guard, root = self._attempt.config.guard, manifest.root if manifest else None
+            rule = rule_of(guard.rule)
             scorer = HeldOutScorer(heldout, items, self.replicas, in_loop, root, guard.per_replica)
-            if guard.rule == "sequential" and guard.notice_drop is not None:
-                check_set_size(len(items), guard.notice_drop, item_sd=guard.item_sd)
+            rule.check_set(guard, len(items))
             if vault_items is not None:
                 vault = VaultScorer(heldout, vault_items, self.replicas, in_loop, items)
-                if guard.rule != "sequential" and self.replica_id == 0:
-                    log.warning("vault_items are never scored: only the guard rule sequential asks for them")
+                if not rule.asks_vault and self.replica_id == 0:
+                    log.warning("vault_items are never scored: the guard rule %s does not ask for them", guard.rule)
             # `launch` says so of the items that it was given.
             if self.replica_id == 0 and not self.heldout_items and (few := self._attempt.config.too_few_to_fold):
                 log.warning("%s", few)

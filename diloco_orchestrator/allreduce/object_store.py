@@ -121,7 +121,7 @@ class ObjectStoreAllReduce:
         pauses = _POLL.pauses()
         while True:
             for info in self._store.list(keys.contributions(round_id)):
-                parsed = keys.parse_contribution(info.key)
+                parsed = keys.contribution.parse(info.key)
                 if parsed and parsed[1] not in found:
                     found[parsed[1]] = AllReducePart.from_bytes(self._store.get(info.key), info.key)
             missing = [rank for rank in range(self.world_size) if rank not in found]

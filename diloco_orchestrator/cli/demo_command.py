@@ -8,10 +8,9 @@ import sys
 import time
 from typing import Any
 
-from diloco_orchestrator.cli.console import Console
 from diloco_orchestrator.cli.progress import follow, say
 from diloco_orchestrator.cli.shared import EXIT_COMPLETED, EXIT_FAILED, EXIT_HALTED
-from diloco_orchestrator.cli.terminal import megabytes
+from diloco_orchestrator.cli.terminal import Console, megabytes
 from diloco_orchestrator.config import TimingConfig
 from diloco_orchestrator.demo.text import load_corpus
 from diloco_orchestrator.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from diloco_orchestrator.cli.shared import EXIT_INTERRUPTED, url_argument
+from diloco_orchestrator.cli.shared import EXIT_INTERRUPTED, echo, url_argument
 
 if TYPE_CHECKING:
     from diloco_orchestrator.protocol.attempt_records import Offer
@@ -44,7 +44,6 @@ def join(
     The run needs `--executor join`; it may begin later. Credentials for the bucket and the run's secrets come from this
     machine's environment. SIGTERM lets the replica publish what it has, and leaves with exit code 75.
     """
-    from diloco_orchestrator.cli.shown import echo
     from diloco_orchestrator.clock import SystemClock, random_token
     from diloco_orchestrator.join.machine import Identity, JoinSettings, Machine
     from diloco_orchestrator.protocol.record_format import Stamp

@@ -4,36 +4,96 @@ Kept light: what a command needs is imported when it runs, so that `--help` is q
 2 usage, 3 halted (`demo --hack`: 0 when it halted as meant), 4 `verify` or `audit` found a disagreement, 130 Ctrl-C.
 """
 
+import importlib
 import sys
+from typing import NoReturn
 
 import click
 
-from diloco_orchestrator.cli import (
-    care_commands,
-    join_command,
-    read_commands,
-    run_commands,
-    split_command,
-    whatif_command,
-)
-from diloco_orchestrator.cli.shared import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from diloco_orchestrator.cli.shared import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, echo
+from diloco_orchestrator.import_names import registered, registered_names
 from diloco_orchestrator.protocol.version import VERSION
 
+ENTRY_POINTS = "diloco_orchestrator.commands"  # other packages' commands: each entry point is a `click.Command`
+OURS = {
+    "attach": "diloco_orchestrator.cli.run_commands:attach_",
+    "audit": "diloco_orchestrator.cli.derive_commands:audit",
+    "check": "diloco_orchestrator.cli.before_commands:check",
+    "demo": "diloco_orchestrator.cli.run_commands:demo",
+    "doctor": "diloco_orchestrator.cli.before_commands:doctor",
+    "explain": "diloco_orchestrator.cli.read_commands:explain",
+    "gc": "diloco_orchestrator.cli.run_commands:gc",
+    "halt": "diloco_orchestrator.cli.run_commands:halt",
+    "join": "diloco_orchestrator.cli.join_command:join",
+    "lock": "diloco_orchestrator.cli.before_commands:lock",
+    "logs": "diloco_orchestrator.cli.read_commands:logs",
+    "plan": "diloco_orchestrator.cli.run_commands:plan_",
+    "pull": "diloco_orchestrator.cli.read_commands:pull",
+    "push": "diloco_orchestrator.cli.read_commands:push",
+    "report": "diloco_orchestrator.cli.read_commands:report",
+    "resume": "diloco_orchestrator.cli.run_commands:resume",
+    "run": "diloco_orchestrator.cli.run_commands:run_",
+    "snapshots": "diloco_orchestrator.cli.read_commands:snapshots",
+    "split": "diloco_orchestrator.split.command:split",
+    "status": "diloco_orchestrator.cli.read_commands:status",
+    "verify": "diloco_orchestrator.cli.derive_commands:verify",
+    "watch": "diloco_orchestrator.cli.read_commands:watch",
+    "whatif": "diloco_orchestrator.cli.derive_commands:whatif",
+}
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+
+class Commands(click.Group):
+    """Our commands, and those of other packages by their entry points, each imported when it is asked for.
+
+    No package can take one of our names. A command that does not load fails when it is called; the others work.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*OURS, *registered_names(ENTRY_POINTS)})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in OURS:
+            module, _, attribute = OURS[cmd_name].partition(":")
+            ours: click.Command = getattr(importlib.import_module(module), attribute)
+            return ours
+        try:
+            found, where = registered("command", ENTRY_POINTS, cmd_name)
+        except LookupError:
+            return None
+        except ValueError as error:
+            return _broken(cmd_name, str(error))
+        return found if isinstance(found, click.Command) else _broken(cmd_name, f"{where} is no `click.Command`.")
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            from diloco_orchestrator.errors import unknown_name
+
+            ctx.fail(unknown_name("command", args[0], self.list_commands(ctx)))
+        return super().resolve_command(ctx, args)
+
+
+def _broken(name: str, why: str) -> click.Command:
+    """A command that takes any arguments and raises `ConfigError`, in place of one that cannot be had."""
+
+    def refuse() -> NoReturn:
+        from diloco_orchestrator.errors import ConfigError
+
+        raise ConfigError(why)
+
+    anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return click.Command(name, callback=refuse, help=f"Cannot be used: {why}", context_settings=anything)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(VERSION)
 def diloco() -> None:
     """DiLoCo training whose only infrastructure is a bucket."""
 
 
-_SINGLE = (join_command.join, split_command.split, whatif_command.whatif)
-for _command in (*run_commands.COMMANDS, *read_commands.COMMANDS, *care_commands.COMMANDS, *_SINGLE):
-    diloco.add_command(_command)
-
-
 def main() -> None:
     """Entry point of `diloco`: runs the command, prints expected errors without a traceback, exits with its code."""
-    from diloco_orchestrator.cli.shown import echo
     from diloco_orchestrator.errors import ConfigError, DilocoError
     from diloco_orchestrator.executors.contract import ExecutorError
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import click
 
-from diloco_orchestrator.cli.console import Console
 from diloco_orchestrator.cli.shared import EXIT_COMPLETED, EXIT_FAILED, EXIT_HALTED
-from diloco_orchestrator.cli.terminal import display_for, log_to
+from diloco_orchestrator.cli.terminal import Console, display_for, log_to
 from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.errors import RunFailed
 from diloco_orchestrator.guard import CollapseStopError

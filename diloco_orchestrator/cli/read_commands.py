@@ -1,4 +1,4 @@
-"""Commands that read a run from its bucket and change nothing, such as status, explain, watch, report and verify."""
+"""Commands that read a run from its bucket and change nothing, such as status, explain, watch, pull and report."""
 
 import json
 from collections.abc import Mapping
@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING
 import click
 
 from diloco_orchestrator.cli.shared import (
-    EXIT_DISAGREES,
     build_option,
+    echo,
     items_option,
     json_option,
     named_object,
     reader_of,
     say,
     score_option,
-    store_of,
+    shown,
     trust_option,
     url_argument,
 )
-from diloco_orchestrator.cli.shown import echo, shown
 
 if TYPE_CHECKING:
     from diloco_orchestrator.inspection.follow_logs import LogLine
@@ -36,8 +35,7 @@ def status(url: str, as_json: bool) -> None:
     """Show the state of the run in URL: rounds, scores, replicas, costs."""
     from shlex import quote
 
-    from diloco_orchestrator.cli.console import Console
-    from diloco_orchestrator.cli.terminal import overview
+    from diloco_orchestrator.cli.terminal import Console, overview
     from diloco_orchestrator.clock import SystemClock
     from diloco_orchestrator.inspection.stillness import why_still
     from diloco_orchestrator.run_log.launched_here import failure_seen_here
@@ -240,80 +238,3 @@ def _follow(reader: "RunReader", replica: int | None, tail: int | None, trust_bu
 def _prefix(line: "LogLine") -> str:
     """Replica and attempt of a line, in the replica's colour; click leaves colours out where there is no terminal."""
     return click.style(f"{line.replica_id}.{line.attempt} |", fg=_COLOURS[line.replica_id % len(_COLOURS)])
-
-
-@click.command()
-@url_argument
-@click.option("--load", is_flag=True, help="Load every snapshot with transformers or PEFT, too.")
-@click.option("--build", metavar="PKG.MOD:FN", help="Makes the model, for --load of one that neither knows.")
-@click.option("--score", metavar="PKG.MOD:FN", help="Your heldout(model, items): score what was loaded, and compare.")
-@items_option
-@click.option(
-    "--tolerance", type=float, default=1e-4, show_default=True, help="By which a score may differ; more for bf16."
-)
-@click.option("--expect", metavar="HEAD", help="The log must reach it.  [default: the newest that you saw here]")
-@json_option
-def verify(
-    url: str,
-    load: bool,
-    build: str | None,
-    score: str | None,
-    items: str | None,
-    tolerance: float,
-    expect: str | None,
-    as_json: bool,
-) -> int:
-    """Derive the run in URL again from its bucket: log, guard, averages, outer steps, snapshots. Exit 4: it differs."""
-    store = store_of(url)  # before what is slow to import
-    from diloco_orchestrator.inspection.verify import check_loading, verify_run
-    from diloco_orchestrator.inspection.verify.inventory import shortened
-    from diloco_orchestrator.protocol.head import Head
-    from diloco_orchestrator.run_log.launched_here import head_seen_here
-
-    named = {name: named_object(name, text) for name, text in (("build", build), ("score", score), ("items", items))}
-    expect = expect or head_seen_here(store.url)
-    done = verify_run(store, expect=Head.parse(expect) if expect else None)
-    if (load or build or score) and done.agrees:
-        check_loading(store, done, **named, tolerance=tolerance)
-    if as_json:
-        echo(json.dumps(done.to_json()))
-    else:
-        echo(f"checked:     {_counts(done.checked)}")
-        for words in done.unchecked:
-            echo(f"not checked: {words}")
-        for words in done.notes:
-            echo(f"note:        {words}")
-        if done.agrees:
-            echo(f"pinned:      {_counts(done.pinned)}")
-            echo(f"not pinned:  {_counts(done.unpinned)}  (by nothing in the log; --json says why)")
-        for words in shortened(done.missing):
-            echo(f"missing:     {words}")
-        for words in shortened(done.foreign):
-            echo(f"foreign:     {words}")
-        for words in shortened(done.unreadable):
-            echo(f"unreadable:  {words}")
-        for words in shortened(done.without_exit):
-            echo(f"no exit:     {words}")
-        found = done.disagreement
-        echo(f"models of:   {_spans(sorted(done.bases))}  (diloco pull --round)")
-        echo("everything agrees" if found is None else f"DISAGREES:   {found.key}: {found.words}")
-    return 0 if done.agrees else EXIT_DISAGREES
-
-
-def _counts(found: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in found.items()) or "nothing"
-
-
-def _spans(rounds: list[int]) -> str:
-    """[0, 1, 2, 5] as "rounds 0 to 2, 5"."""
-    spans: list[list[int]] = []
-    for round_ in rounds:
-        if spans and round_ == spans[-1][-1] + 1:
-            spans[-1].append(round_)
-        else:
-            spans.append([round_])
-    words = [str(span[0]) if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in spans]
-    return f"rounds {', '.join(words)}" if words else "no round"
-
-
-COMMANDS = (status, explain, watch, snapshots, pull, push, report, logs, verify)

@@ -1,4 +1,4 @@
-"""Commands that start, supervise or stop a run: run, plan, attach, resume, halt."""
+"""Commands that start, supervise, stop or tidy up a run: run, plan, demo, attach, resume, halt, gc."""
 
 import json
 import sys
@@ -10,6 +10,7 @@ import click
 
 from diloco_orchestrator.cli.shared import (
     ExecutorCommand,
+    echo,
     importable,
     json_option,
     pairs,
@@ -20,7 +21,6 @@ from diloco_orchestrator.cli.shared import (
     trust_option,
     url_argument,
 )
-from diloco_orchestrator.cli.shown import echo
 
 if TYPE_CHECKING:
     from diloco_orchestrator.config import GuardSettings
@@ -235,4 +235,45 @@ def halt(url: str, reason: str, as_json: bool) -> None:
     say(as_json, {"url": reader.store.url, "halt": reason}, "asked; the run stops when its open round is committed")
 
 
-COMMANDS = (run_, plan_, attach_, resume, halt)
+@click.command()
+@url_argument
+@click.option("--keep-snapshots", type=click.IntRange(min=2), help="Newest ones to keep.  [default: the run's setting]")
+@click.option("--payloads", type=click.Choice(["all", "needed"]), help="Which to keep.  [default: the run's setting]")
+@click.option("--dry-run", is_flag=True, help="Only tell what would go.")
+@json_option
+def gc(url: str, keep_snapshots: int | None, payloads: str | None, dry_run: bool, as_json: bool) -> None:
+    """Remove what the run in URL does not need any more: old payloads, states and snapshots, never the log."""
+    from diloco_orchestrator.clock import SystemClock, random_token
+    from diloco_orchestrator.protocol.record_format import Stamp
+    from diloco_orchestrator.supervision.retention import delete, note_wider, plan
+
+    reader = reader_of(url)
+    given = {"snapshots": keep_snapshots, "payloads": payloads}
+    retention = reader.run.config.retention.model_copy(update={k: v for k, v in given.items() if v is not None})
+    made = plan(reader.log, retention)
+    if not dry_run:
+        note_wider(reader.log, retention, "diloco gc", Stamp(random_token(), SystemClock().wall_time))
+        delete(reader.store, made)
+    verb = "would remove" if dry_run else "removed"
+    told = {"removed": not dry_run, "objects": len(made.objects), "bytes": made.size, "snapshots": made.kept_snapshots}
+    kept = ", ".join(f"{round_} ({why})" for round_, why in made.kept_snapshots.items())
+    say(as_json, told, f"{verb} {len(made.objects)} objects, {made.size / 1e6:.1f} MB; snapshots kept: {kept}")
+
+
+@click.command()
+@click.option("--text", metavar="FOLDER", help="Train on the text files below it.  [default: Python's own source]")
+@click.option("--store", metavar="URL", help="The run's folder, or s3://bucket/x.  [default: runs/demo-<time>]")
+@click.option("--replicas", type=click.IntRange(min=1), default=4, show_default=True, help="Processes that train.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Outer steps.  [default: about two minutes on 2 cores]")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights and data order.")
+@click.option(
+    "--quorum", metavar="N|all", help='Contributions a round needs; "all" waits for everybody.  [default: half]'
+)
+@click.option("--kill-one", is_flag=True, help="Kill -9 a replica in mid-run to show the recovery.")
+@click.option("--hack", is_flag=True, help="Let the held-out score collapse to show the kill-switch.")
+@json_option
+def demo(as_json: bool, **options: Any) -> int:
+    """Train a small language model with 4 local replicas over a folder: the whole product in two minutes."""
+    from diloco_orchestrator.cli.demo_command import show
+
+    return show(as_json=as_json, **options)

@@ -1,6 +1,11 @@
-"""Common parts of the commands: exit codes, options and their parsing, the reader of a URL, output as text or JSON."""
+"""Common parts of the commands: exit codes, options and their parsing, the reader of a URL, output as text or JSON.
+
+Whoever may write to the bucket chooses the reasons, host names and log lines that a reader sees: all text is printed so
+that it can neither move the terminal's cursor nor change its colours.
+"""
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,8 +139,23 @@ def pairs(flag: str, given: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
+# C0 without tab and newline, DEL, C1, and what changes the direction of the text that follows; halves of surrogate
+# pairs, which no terminal's encoding has.
+_MOVES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def shown(text: str) -> str:
+    """`text` with a visible character in place of each that would move the terminal's cursor, change its colours or
+    reorder the line. Tabs and newlines stay.
+    """
+    return _MOVES.sub(lambda found: chr(0x2400 + ord(found[0])) if ord(found[0]) < 32 else "\ufffd", text)
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print text as `shown` returns it."""
+    click.echo(shown(text), err=err)
+
+
 def say(as_json: bool, body: dict[str, Any], words: str) -> None:
     """Print `body` as JSON if `as_json` is set, else the line `words`."""
-    from diloco_orchestrator.cli.shown import echo
-
     echo(json.dumps(body) if as_json else words)

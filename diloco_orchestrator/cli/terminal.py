@@ -5,18 +5,21 @@ Draws the statuses that `RunReader` read; knows no store and no executor.
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
+import rich.console
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.logging import RichHandler
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from diloco_orchestrator.cli.console import Console
+from diloco_orchestrator.cli.shared import shown
+from diloco_orchestrator.inspection.machine_checks import Finding
 from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunStatus
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.replica_names import grouped, replicas
@@ -24,6 +27,20 @@ from diloco_orchestrator.protocol.verdict import Statistic
 
 _SHOWN_ROUNDS = 10  # newest rounds in the live panel
 _SHOWN_UNREADABLE = 3
+
+
+class Console(rich.console.Console):
+    """rich's console without markup and highlighting in strings, whose text is printed as `shown` returns it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"markup": False, "highlight": False, "emoji": False, **options})
+
+    def render(
+        self, renderable: RenderableType, options: rich.console.ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            # Control segments are rich's own, such as those that redraw a live table.
+            yield segment if segment.control else Segment(shown(segment.text), segment.style)
 
 
 class Display(Protocol):
@@ -312,3 +329,15 @@ def _number(value: float | None) -> str:
 def megabytes(count: int) -> str:
     """A number of bytes as text in MB (10^6 bytes)."""
     return f"{count / 1e6:.1f} MB"
+
+
+def findings_table(found: Sequence[Finding]) -> Table:
+    """The table of `diloco doctor`: one row for each finding, with what to do."""
+    table = _table()
+    table.add_column("", no_wrap=True)
+    for name in ("check", "found", "what to do"):
+        table.add_column(name, overflow="fold")
+    for each in found:
+        mark = Text("ok", style="green") if each.ok else Text("FAIL", style="bold red")
+        table.add_row(mark, Text(each.name), Text(each.detail), Text(each.todo, style="" if each.ok else "bold"))
+    return table

@@ -10,24 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco_orchestrator.config import GuardConfig
-from diloco_orchestrator.errors import RecordTooNew, unknown_name
-from diloco_orchestrator.guard.extra_limits import fold_extra
-from diloco_orchestrator.guard.heldout_rule import HeldOutRule
-from diloco_orchestrator.guard.off_rule import OffRule
+from diloco_orchestrator.guard.registry import UNNAMED, rule_of_state
 from diloco_orchestrator.guard.robust import clipped_mean, first_mean
-from diloco_orchestrator.guard.rule import GuardRule, Sample
-from diloco_orchestrator.guard.sequential_rule import SequentialRule
+from diloco_orchestrator.guard.rule import Evidence
 from diloco_orchestrator.guard.vault import change_of
 from diloco_orchestrator.protocol.records import Discounted, HeldoutSet, Metric, Quarantine, Score, VaultScore
-from diloco_orchestrator.protocol.verdict import Verdict
-
-RULES: dict[str, type[GuardRule]] = {kind.name: kind for kind in (HeldOutRule, SequentialRule, OffRule)}
-
-# By `GuardConfig.rule`. A run keeps the rule that its state names; a new state gets the one of the settings.
-_RULE_OF_SETTING = {"heldout": HeldOutRule.name, "sequential": SequentialRule.name, "off": OffRule.name}
-
-# The rule of a state that names no rule: the first rule does not write its name, so that its commits keep their bytes.
-_UNNAMED = HeldOutRule.name
+from diloco_orchestrator.protocol.verdict import Verdict, VerdictKind
 
 _EMPTY: Mapping[str, Any] = {
     "baselines": None,
@@ -41,8 +29,8 @@ _WARN_UNFOLDED = 5  # rounds in a row that could not be folded
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What the replicas sent in one round, restricted to what the run's start allows them to say.
+class RoundReports:
+    """What the replicas reported in one round, restricted to what the run's start allows them to say.
 
     All of it is of the base that the round started from, or of the first steps from there; higher is better.
     """
@@ -69,48 +57,27 @@ class FoldResult:
     quarantined: tuple[Quarantine, ...] = ()  # contributions that the per-replica guard leaves out of the average
     discounted: tuple[Discounted, ...] = ()  # manifests of which scores or the training metric are not folded as said
     far_shares: tuple[int, ...] = ()  # whose score is far beyond all others
-    far_in_loop: tuple[int, ...] = ()  # positions in `Evidence.in_loop`, likewise
+    far_in_loop: tuple[int, ...] = ()  # positions in `RoundReports.in_loop`, likewise
 
 
-def fold(state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutSet, evidence: Evidence) -> FoldResult:
+def fold(
+    state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutSet, reports: RoundReports
+) -> FoldResult:
     """Add one round's scores and training metric to the guard's state, and judge.
 
     Scores and training metric of a contribution belong to the same model: the base that its round started from. Means
     over shares and replicas are clipped (`guard.robust`); a share whose score is not finite is missing. `entropy` and
     `reward_std` are recorded for readers of the state; no rule judges them. `state`: in the commit before; None at the
-    run's start. Raises `RecordTooNew` if the state names a rule that this version does not have, `ValueError` for a
-    share scored twice.
+    run's start. Raises `RecordTooNew` if the state's rule is not installed here, `ValueError` for a share scored twice.
     """
-    _check_distinct(evidence.scores)
+    _check_distinct(reports.scores)
     before = {**_EMPTY, **(state or {})}
-    name = _RULE_OF_SETTING[config.rule] if state is None else before.get("rule", _UNNAMED)
-    kind = _rule_named(name, evidence.round)
-    rule = kind.restore(config, heldout, before["guard"])
-    shares = _fold_shares(before, evidence.scores, heldout.items)
-    in_loop, in_loop_spread, far_in_loop = _fold_in_loop(before, evidence)
-    vault = change_of(evidence.vault, heldout.vault.items) if heldout.vault else None
-    why_not = shares.why_not
-    if not why_not and in_loop is None and kind.needs_in_loop:
-        why_not = evidence.why_no_metric
-    if not why_not:
-        rule.update(
-            Sample(
-                round=evidence.round,
-                in_loop=in_loop,
-                heldout=shares.value,
-                kl_to_init=evidence.kl_to_init,
-                entropy=evidence.entropy,
-                reward_std=evidence.reward_std,
-                items=shares.items,
-                total_items=heldout.items,
-                gains=shares.gains,
-                vault=vault,
-                rebuildable=evidence.rebuildable,
-                closing=evidence.closing,
-            )
-        )
-    elif why_not.startswith("inconclusive"):
-        rule.inconclusive(evidence.round, why_not, vault, evidence.closing)
+    kind = rule_of_state(state, config.rule, f"the guard before round {reports.round}")
+    shares = _fold_shares(before, reports.scores, heldout.items)
+    in_loop, in_loop_spread, far_in_loop = _fold_in_loop(before, reports)
+    evidence = _evidence(reports, heldout, shares, in_loop, needs_in_loop=kind.needs_in_loop)
+    why_not = evidence.why_not if evidence.heldout is None else ""
+    rule_state, judged = kind.of(config, heldout).fold(before["guard"], evidence)
     unfolded = before["unfolded"] + 1 if why_not else 0
     unpaired = 0 if kind.needs_in_loop or in_loop is not None else before.get("unpaired", 0) + 1
     after = {
@@ -119,34 +86,47 @@ def fold(state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutS
         "spreads": {"heldout": shares.spread, "in_loop": in_loop_spread},
         "in_loop": before["in_loop"] if in_loop is None else _finite_or_none(in_loop),
         "unfolded": unfolded,
-        "guard": rule.state(),
+        "guard": rule_state,
     }
-    if kind.name != _UNNAMED:
+    if kind is not UNNAMED:
         after["rule"] = kind.name
         after["unpaired"] = unpaired
-    judged = rule.verdict
     verdict = replace(
         judged,
         reason=why_not if why_not and not judged.fire else judged.reason,
         folded=not why_not,
         value=_finite_or_none(shares.value),
-        in_loop=None if in_loop is None else _finite_or_none(in_loop),
-        warning=_warning(unfolded, why_not, unpaired, evidence.why_no_metric) or judged.warning,
+        in_loop=_finite_or_none(in_loop),
+        warning=_warning(unfolded, why_not, unpaired, reports.why_no_metric) or judged.warning,
     )
     if config.max_extra:
-        after["extra"], verdict = fold_extra(before.get("extra"), config, evidence.extra, verdict)
+        after["extra"], verdict = fold_extra(before.get("extra"), config, reports.extra, verdict)
     return FoldResult(after, verdict, far_shares=shares.far, far_in_loop=far_in_loop)
 
 
-def _rule_named(name: Any, round_: int) -> type[GuardRule]:
-    """The rule with this name. Raises `RecordTooNew` if this version does not have it."""
-    if not isinstance(name, str) or name not in RULES:
-        raise RecordTooNew(
-            f"the guard's state before round {round_} needs a rule that this version does not have "
-            f"({unknown_name('guard rule', str(name), RULES)}). Use the version of diloco-orchestrator that run.json "
-            "names as package_version, or a later one."
-        )
-    return RULES[name]
+def _evidence(
+    reports: RoundReports, heldout: HeldoutSet, shares: "_Shares", in_loop: float | None, *, needs_in_loop: bool
+) -> Evidence:
+    """What the rule judges; without any metric if the round cannot be judged."""
+    vault = change_of(reports.vault, heldout.vault.items) if heldout.vault else None
+    if shares.value is None or (in_loop is None and needs_in_loop):
+        why_not = shares.why_not if shares.value is None else reports.why_no_metric
+        return Evidence(round=reports.round, why_not=why_not, vault=vault, closing=reports.closing)
+    return Evidence(
+        round=reports.round,
+        heldout=shares.value,
+        why_not=shares.why_not,
+        in_loop=in_loop,
+        kl_to_init=reports.kl_to_init,
+        entropy=reports.entropy,
+        reward_std=reports.reward_std,
+        items=shares.items,
+        total_items=heldout.items,
+        gains=shares.gains,
+        vault=vault,
+        rebuildable=reports.rebuildable,
+        closing=reports.closing,
+    )
 
 
 def _check_distinct(scores: Sequence[Score]) -> None:
@@ -159,12 +139,12 @@ def _check_distinct(scores: Sequence[Score]) -> None:
 class _Shares:
     """The held-out score of a round, comparable between rounds, and what the state keeps of the shares."""
 
-    value: float  # NaN if it could not be computed
+    value: float | None  # NaN if most scores are not finite; None if there are too few
     baselines: dict[str, float] | None  # first score of each share
     level: float | None  # the mean of the first scores, B
     spread: float | None
     items: int = 0  # with finite scores
-    why_not: str = ""  # why the round cannot be folded
+    why_not: str = ""  # why `value` is no finite number
     gains: Mapping[str, float] = field(default_factory=dict)  # by share: clipped score minus its first one
     far: tuple[int, ...] = ()  # shares whose score is far beyond all others
 
@@ -178,12 +158,12 @@ def _fold_shares(state: Mapping[str, Any], scores: Sequence[Score], total_items:
     finite = [score for score in scores if math.isfinite(score.mean)]
     scored = sum(score.count for score in finite)
     broken = sum(score.count for score in scores) - scored
-    if 2 * broken > total_items:  # the rule judges NaN as a round without a finite score; two in a row fire
-        return _Shares(math.nan, first, level, spread, scored)
     needed = max(-(-total_items // 2), 1)
+    counted = f"{scored} of {total_items} held-out items, {needed} needed"
+    if 2 * broken > total_items:  # the rule judges NaN as a round without a finite score; two in a row fire
+        return _Shares(math.nan, first, level, spread, scored, f"inconclusive: {counted}")
     if scored < needed:
-        words = f"inconclusive: finite scores of {scored} of {total_items} held-out items, {needed} needed"
-        return _Shares(math.nan, first, level, spread, scored, words)
+        return _Shares(None, first, level, spread, scored, f"inconclusive: finite scores of {counted}")
     if first is None:
         level = first_mean([(score.count, score.mean) for score in finite])
         # The shares differ in difficulty, so that nothing says yet which score is a lie.
@@ -191,7 +171,7 @@ def _fold_shares(state: Mapping[str, Any], scores: Sequence[Score], total_items:
         return _Shares(level, first, level, spread, scored, gains=dict.fromkeys(first, 0.0))
     known = [(score.count, score.mean - first[str(score.share)]) for score in finite if str(score.share) in first]
     if not known:
-        return _Shares(math.nan, first, level, spread, scored, "inconclusive: no share was ever scored before")
+        return _Shares(None, first, level, spread, scored, "inconclusive: no share was ever scored before")
     drift = clipped_mean(known, spread)
     for score in finite:
         # The first score of a share that appears only now includes the others' change so far, so that B stays.
@@ -202,23 +182,25 @@ def _fold_shares(state: Mapping[str, Any], scores: Sequence[Score], total_items:
     return _Shares(everyone.mean + level, first, level, everyone.spread, scored, gains=gains, far=far)
 
 
-def _fold_in_loop(state: Mapping[str, Any], evidence: Evidence) -> tuple[float | None, float | None, tuple[int, ...]]:
+def _fold_in_loop(
+    state: Mapping[str, Any], reports: RoundReports
+) -> tuple[float | None, float | None, tuple[int, ...]]:
     """The training metric of a round, the spread to keep, and positions of metrics that are far beyond all others.
 
     The metric is None if nobody observed one, NaN if most are not finite.
     """
     spread = state["spreads"]["in_loop"]
-    finite = [i for i, each in enumerate(evidence.in_loop) if math.isfinite(each.mean)]
-    if 2 * len(finite) < len(evidence.in_loop):
+    finite = [i for i, each in enumerate(reports.in_loop) if math.isfinite(each.mean)]
+    if 2 * len(finite) < len(reports.in_loop):
         return math.nan, spread, ()
     if finite:
-        folded = clipped_mean([(1, evidence.in_loop[i].mean) for i in finite], spread)
+        folded = clipped_mean([(1, reports.in_loop[i].mean) for i in finite], spread)
         return folded.mean, folded.spread, tuple(finite[position] for position in folded.far)
-    return (state["in_loop"] if evidence.closing else None), spread, ()
+    return (state["in_loop"] if reports.closing else None), spread, ()
 
 
-def _finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite_or_none(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _warning(unfolded: int, why: str, unpaired: int, why_no_metric: str) -> str:
@@ -227,3 +209,28 @@ def _warning(unfolded: int, why: str, unpaired: int, why_no_metric: str) -> str:
     if unpaired >= _WARN_UNFOLDED:
         return f"{unpaired} rounds in a row without a training metric: a Hacking Gap cannot be seen ({why_no_metric})"
     return ""
+
+
+def fold_extra(
+    state: Mapping[str, Any] | None, config: GuardConfig, metrics: Mapping[str, float | None], verdict: Verdict
+) -> tuple[dict[str, Any], Verdict]:
+    """Add one round of the user's own metrics; the next state, and the verdict, which fires above a metric's limit.
+
+    An exponential moving average of each metric with a limit is compared with it, beside whichever rule judges.
+    `metrics`: by name; None if not observed in the round. No limit fires before `min_steps` rounds with its metric;
+    one that has fired stays fired. A rule's own verdict comes first.
+    """
+    averages: dict[str, list[Any]] = {**((state or {}).get("averages") or {})}
+    fired: str = (state or {}).get("fired", "")
+    for name, limit in sorted(config.max_extra.items()):
+        value = metrics.get(name)
+        if value is not None and math.isfinite(value):
+            before, count = averages.get(name, [value, 0])
+            averages[name] = [config.ema_alpha * before + (1 - config.ema_alpha) * value, count + 1]
+        average, count = averages.get(name, [0.0, 0])
+        if not fired and count >= config.min_steps and average > limit:
+            fired = f"extra: {name} {average:.4g} (moving average of {count} rounds) is above its limit of {limit:g}"
+    after = {"averages": averages, "fired": fired}
+    if fired and not verdict.fire:
+        verdict = replace(verdict, fire=True, reason=fired, action=VerdictKind.HALT)
+    return after, verdict

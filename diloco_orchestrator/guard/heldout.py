@@ -1,17 +1,20 @@
 """`HeldOutGuard`: fires on drift, on a falling held-out score, or on a gap between training and held-out gains.
 
-Judges smoothed series of numbers and can be used alone. In a run `guard.fold` computes the numbers and
-`guard.heldout_rule` passes them on. The rule follows the Hacking Gap of "Reward Hacking in Self-Improving Code Agents"
-(OpenReview ikrQWGgxYg).
+Judges smoothed series of numbers and can be used alone; `HeldOutRule` is the same as a rule of runs. It follows the
+Hacking Gap of "Reward Hacking in Self-Improving Code Agents" (OpenReview ikrQWGgxYg).
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from typing import Any, ClassVar, Self
+
+from diloco_orchestrator.config import GuardConfig
+from diloco_orchestrator.guard.rule import LATCHED, Evidence, GuardRule, check_number
+from diloco_orchestrator.protocol.records import HeldoutSet
+from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 
 _NONFINITE_ROUNDS = 2  # in a row without a finite score
-_LATCHED = "latched: "
 
 
 @dataclass(frozen=True)
@@ -91,12 +94,13 @@ class HeldOutGuard:
     rise_eps: float = 1e-4  # smallest change of an average that counts
 
     def __post_init__(self) -> None:
-        _check_number("kl_hard_stop", self.kl_hard_stop, lambda v: v > 0, "> 0")
-        _check_number("max_proxy_real_gap", self.max_proxy_real_gap, lambda v: v > 0, "> 0")
-        _check_number("ema_alpha", self.ema_alpha, lambda v: 0 <= v < 1, "in [0, 1)")
-        _check_number("rise_eps", self.rise_eps, lambda v: v >= 0, ">= 0")
-        _check_count("min_steps", self.min_steps)
-        _check_count("decline_patience", self.decline_patience)
+        for name in ("kl_hard_stop", "max_proxy_real_gap"):
+            check_number(name, getattr(self, name), lambda v: v > 0, "a number > 0")
+        check_number("ema_alpha", self.ema_alpha, lambda v: 0 <= v < 1, "a number in [0, 1)")
+        check_number("rise_eps", self.rise_eps, lambda v: v >= 0, "a number >= 0")
+        for name in ("min_steps", "decline_patience"):
+            value = getattr(self, name)
+            check_number(name, value, lambda v: isinstance(v, int) and v >= 1, "a whole number >= 1")
         self._in_loop, self._heldout = _Smoothed(), _Smoothed()
         self._optional: dict[str, _Smoothed] = {}
         self._updates = 0  # with finite scores
@@ -160,7 +164,7 @@ class HeldOutGuard:
     def _verdict(self) -> str:
         """The reason for firing, now or earlier; empty if there is none."""
         if self._fired_reason:
-            return _LATCHED + self._fired_reason
+            return LATCHED + self._fired_reason
         self._fired_reason = self._first_tripwire()
         return self._fired_reason
 
@@ -271,22 +275,39 @@ class HeldOutGuard:
         return guard
 
 
-SETTINGS = tuple(field.name for field in fields(HeldOutGuard))
+class HeldOutRule(GuardRule):
+    """The guard rule "heldout-v1": `HeldOutGuard` over the rounds of a run."""
+
+    name: ClassVar[str] = "heldout-v1"
+    needs_in_loop: ClassVar[bool] = True
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = settings
+
+    @classmethod
+    def of(cls, config: GuardConfig, heldout: HeldoutSet) -> Self:
+        settings = {each.name: getattr(config, each.name) for each in fields(HeldOutGuard)}
+        return cls({**settings, "max_proxy_real_gap": config.gap_that_fires(heldout.metric)})
+
+    def fold(self, state: Mapping[str, Any] | None, evidence: Evidence) -> tuple[dict[str, Any], Verdict]:
+        settings = self._settings
+        guard = HeldOutGuard(**settings) if state is None else HeldOutGuard.restore(state, **settings)
+        if evidence.heldout is not None:
+            assert evidence.in_loop is not None, "the rule needs one"
+            more = evidence.kl_to_init, evidence.entropy, evidence.reward_std
+            guard.update(evidence.round, evidence.in_loop, evidence.heldout, *more)
+        return guard.state(), Verdict(
+            fire=guard.should_halt(),
+            reason=guard.last_status.reason if guard.last_status else "",
+            proxy_real_gap=guard.proxy_real_gap(),
+            folds=guard.updates,
+            statistics=tuple(Statistic(*each) for each in guard.statistics()),
+        )
 
 
 def _plain(value: float | None) -> float | str | None:
     """`value` as something that JSON holds and that equals itself, which NaN does not."""
     return value if value is None or math.isfinite(value) else str(float(value))
-
-
-def _check_number(name: str, value: float, allowed: Any, words: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not allowed(value):
-        raise ValueError(f"{name}={value!r} must be a number {words}")
-
-
-def _check_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a whole number >= 1")
 
 
 def kl_token_trust_filter(half_squared_logratio: float, threshold: float = 0.08) -> bool:

@@ -5,22 +5,32 @@ start and the roster allow its author. The fold itself is in `guard.fold`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pydantic import JsonValue
 
 from diloco_orchestrator.config import GuardConfig, RunConfig
-from diloco_orchestrator.guard.discounted import discounted
-from diloco_orchestrator.guard.fold import Evidence, FoldResult, fold
+from diloco_orchestrator.guard.fold import FoldResult, RoundReports, fold
 from diloco_orchestrator.guard.per_replica import fold_local, local_gain
+from diloco_orchestrator.guard.registry import rule_of_state
 from diloco_orchestrator.guard.robust import median
 from diloco_orchestrator.guard.shares import deal
-from diloco_orchestrator.guard.vault import asked_base
 from diloco_orchestrator.protocol.extra_metrics import PREFIX
-from diloco_orchestrator.protocol.records import Commit, Contribution, HeldoutSet, Quarantine, Score, VaultScore
+from diloco_orchestrator.protocol.limits import LONGEST_REASON
+from diloco_orchestrator.protocol.records import (
+    Commit,
+    Contribution,
+    Discounted,
+    HeldoutSet,
+    Quarantine,
+    Score,
+    VaultScore,
+)
 from diloco_orchestrator.protocol.verdict import VerdictKind
+
+_SHARES_SHOWN = 4  # in a reason
 
 
 def fold_round(
@@ -55,7 +65,7 @@ def fold_round(
         state,
         config,
         heldout,
-        Evidence(
+        RoundReports(
             round=round_,
             scores=sorted(scores, key=lambda score: score.share),
             in_loop=[manifest.in_loop for manifest in measured if manifest.in_loop],
@@ -70,7 +80,7 @@ def fold_round(
         ),
     )
     far_metrics = {measured[position].replica_id for position in folded.far_in_loop}
-    folded = replace(folded, discounted=discounted(valid, heldout, dealt, folded.far_shares, far_metrics))
+    folded = replace(folded, discounted=_discounted(valid, heldout, dealt, folded.far_shares, far_metrics))
     verdict = replace(folded.verdict, heldout_root=heldout.root)
     if local is None:
         return replace(folded, verdict=verdict)
@@ -139,7 +149,7 @@ def why_verdict_differs(
 
 def vault_base(state: Mapping[str, Any] | None) -> int | None:
     """The round whose base the vault set is compared on, if an alarm waits for that; `state`: before the round."""
-    return asked_base((state or {}).get("guard"))
+    return rule_of_state(state, "off", "the guard's state").vault_base(state.get("guard")) if state else None
 
 
 def is_rebuildable(config: RunConfig, outer_step: int) -> bool:
@@ -188,6 +198,55 @@ def _allowed(scores: Sequence[Score], heldout: HeldoutSet, dealt: Sequence[int])
     """The scores of shares that were dealt to a manifest's author, each once and over all items of its share."""
     first = {score.share: score for score in reversed(scores)}
     return [first[share] for share in dealt if share in first and first[share].count == heldout.shares[share]]
+
+
+def _discounted(
+    valid: Sequence[Contribution],
+    heldout: HeldoutSet,
+    dealt: Mapping[int, Sequence[int]],
+    far_shares: Collection[int],
+    far_metrics: Collection[int],
+) -> tuple[Discounted, ...]:
+    """The manifests of which something is not folded as it is, in replica_id order, each with the reasons.
+
+    Nothing is decided here: readers of the commit see what the fold does.
+
+    Args:
+        valid: manifests whose scores are of the round's base, in replica_id order.
+        dealt: by replica id, the shares that it was to score.
+        far_shares: whose score is clipped because it is far beyond all others (`ClippedMean.far`).
+        far_metrics: replicas whose training metric is.
+    """
+    found = []
+    for manifest in valid:
+        own = dealt.get(manifest.replica_id, ())
+        reasons = _why_discounted(manifest, heldout, own, far_shares)
+        if manifest.in_loop and manifest.in_loop.count and not math.isfinite(manifest.in_loop.mean):
+            reasons.append("its training metric is not finite")
+        if manifest.replica_id in far_metrics:
+            reasons.append("its training metric is far beyond the others' and is clipped")
+        if reasons:
+            found.append(Discounted(replica_id=manifest.replica_id, reason="; ".join(reasons)[:LONGEST_REASON]))
+    return tuple(found)
+
+
+def _why_discounted(
+    manifest: Contribution, heldout: HeldoutSet, own: Sequence[int], far_shares: Collection[int]
+) -> list[str]:
+    reasons = []
+    if foreign := sorted({score.share for score in manifest.scores} - set(own)):
+        shown = ", ".join(map(str, foreign[:_SHARES_SHOWN])) + (", …" if len(foreign) > _SHARES_SHOWN else "")
+        reasons.append(f"it scores shares that it was not dealt ({shown})")
+    first = {score.share: score for score in reversed(manifest.scores)}
+    for share in [share for share in own if share in first]:
+        score, items = first[share], heldout.shares[share]
+        if score.count != items:
+            reasons.append(f"its score of share {share} is over {score.count} items, of {items}, and does not count")
+        elif not math.isfinite(score.mean):
+            reasons.append(f"its score of share {share} is not finite")
+        elif share in far_shares:
+            reasons.append(f"its score of share {share} is far beyond the others' and is clipped")
+    return reasons
 
 
 def _why_no_metric(metric: str, named: Sequence[Contribution]) -> str:

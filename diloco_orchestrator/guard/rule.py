@@ -1,72 +1,111 @@
-"""`GuardRule`: the interface of a rule of the guard, and the sample that it judges each round.
+"""`GuardRule`: the interface of a rule of the guard; `Evidence`, what it judges each round; and the rule that is off.
 
-A rule is a class in a file of its own. `guard.fold` computes its samples, keeps its state in the commits and finds it
-by its name.
+`guard.fold` measures the evidence and keeps a rule's state in the commits; `guard.registry` finds rules by their names.
 """
 
-from collections.abc import Mapping
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard.vault import VaultChange
 from diloco_orchestrator.protocol.records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Verdict
 
+LATCHED = "latched: "  # before the reason of a verdict that fired in an earlier round
 
-@dataclass(frozen=True)
-class Sample:
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
     """The numbers of one round that a guard rule judges: negated nats per token for losses, else the reward's unit.
 
-    Higher is better. NaN means a number that is not finite, None one that was not measured.
+    All are of the base that the round started from. Higher is better. NaN means a number that is not finite, None one
+    that was not measured.
     """
 
-    round: int  # whose commit holds the verdict
-    in_loop: float | None  # training metric of the round that made the base
-    heldout: float  # score of that base, comparable between rounds whatever shares are missing
-    kl_to_init: float | None = None  # nats per token
+    round: int  # whose commit holds the verdict; rounds only go forward
+    # Score of the base, comparable between rounds whatever shares are missing. None: the round cannot be judged, and
+    # nothing is given but `why_not`, `vault` and `closing`.
+    heldout: float | None = None
+    why_not: str = ""  # why there is no finite `heldout`, for readers
+    in_loop: float | None = None  # training metric of the same model
+    kl_to_init: float | None = None  # nats per token, token mean
     entropy: float | None = None
     reward_std: float | None = None
-    items: int = 0  # held-out items that were scored
-    total_items: int = 0  # in the whole held-out set; 0 = unknown
-    gains: Mapping[str, float] = field(default_factory=dict)  # by share: its score minus its first one
+    items: int = 0  # held-out items with finite scores
+    total_items: int = 0  # in the whole held-out set; 0 = unknown, every round counts alike
+    # By share of the held-out set: its score minus its first one. Empty = the shares are not known one by one.
+    gains: Mapping[str, float] = field(default_factory=dict)
     vault: VaultChange | None = None  # answers an alarm of the round before; None if too few vault items were scored
     rebuildable: bool = True  # whether the base can be rebuilt later, to score the vault set on it
     closing: bool = False  # whether no round follows
 
+    @property
+    def model(self) -> int:
+        """The round after which the measured model existed; 0 is the run's first model."""
+        return self.round - 1
 
-class GuardRule(Protocol):
-    """Judges one sample after another.
+    @property
+    def is_nonfinite(self) -> bool:
+        """Whether one of the metrics is not finite."""
+        metrics = (self.heldout, self.in_loop, self.kl_to_init)
+        return any(metric is not None and not math.isfinite(metric) for metric in metrics)
 
-    Pure: the same settings, state and samples give the same verdicts and the same next state on every machine.
+
+class GuardRule(ABC):
+    """Judges the evidence of one round after another.
+
+    Pure: the same settings, state and evidence give the same verdicts and the same next state on every machine.
     """
 
     name: ClassVar[str]  # kept in the state; a change of the arithmetic or of the state's form needs a new name
-    needs_in_loop: ClassVar[bool]  # whether a sample without a training metric cannot be judged
+    needs_in_loop: ClassVar[bool] = False  # whether a round without a training metric cannot be judged
+    asks_vault: ClassVar[bool] = False  # whether an alarm can wait for scores of the vault set
 
     @classmethod
-    def restore(cls, config: GuardConfig, heldout: HeldoutSet, state: Mapping[str, Any] | None) -> Self:
-        """The rule with these settings as it was when `state` was taken; a new one if `state` is None.
+    @abstractmethod
+    def of(cls, config: GuardConfig, heldout: HeldoutSet) -> Self:
+        """The rule with these settings. `heldout`: what start.json says of the held-out set, such as the metric."""
 
-        `heldout`: what start.json says of the held-out set, such as the unit of the numbers.
+    @abstractmethod
+    def fold(self, state: Mapping[str, Any] | None, evidence: Evidence) -> tuple[dict[str, Any] | None, Verdict]:
+        """The state and the verdict after one more round. `state`: JSON, of the round before; None at the start.
+
+        Changes neither the rule nor `state`. A verdict that fired stays fired.
         """
-        ...
 
-    def update(self, sample: Sample) -> Verdict:
-        """Judge the next sample. Rounds only go forward. A verdict that fired stays fired."""
-        ...
+    @classmethod
+    def check_set(cls, config: GuardConfig, items: int) -> None:
+        """Raise `ConfigError` if a held-out set of so many items is too small for the settings. By default none is."""
+        return
 
-    def inconclusive(self, round_: int, why_not: str, vault: VaultChange | None, closing: bool) -> Verdict:
-        """Judge a round without enough held-out scores for a sample. `why_not`: the reason, for readers; the others as
-        in `Sample`.
-        """
-        ...
+    @classmethod
+    def vault_base(cls, state: Mapping[str, Any] | None) -> int | None:
+        """The round whose base the vault set is compared with in the next round; None if no alarm waits for that."""
+        return None
 
-    @property
-    def verdict(self) -> Verdict:
-        """The verdict after the last update; before the first, a verdict that has not fired. Changes nothing."""
-        ...
 
-    def state(self) -> dict[str, Any] | None:
-        """The rule's state as JSON, from which `restore` continues with the same bits; None before the first sample."""
-        ...
+class OffRule(GuardRule):
+    """The guard rule "off-v1", of `guard="off"`: records the held-out scores and judges nothing.
+
+    Its state is the number of rounds with a score.
+    """
+
+    name: ClassVar[str] = "off-v1"
+
+    @classmethod
+    def of(cls, config: GuardConfig, heldout: HeldoutSet) -> Self:
+        return cls()
+
+    def fold(self, state: Mapping[str, Any] | None, evidence: Evidence) -> tuple[dict[str, Any], Verdict]:
+        folds = (state["samples"] if state else 0) + (evidence.heldout is not None)
+        return {"samples": folds}, Verdict(fire=False, reason="", proxy_real_gap=0.0, folds=folds)
+
+
+def check_number(name: str, value: Any, allowed: Callable[[Any], bool], words: str) -> None:
+    """Raise `ValueError` unless `value` is a finite number that is `allowed`; `words`: which ones are."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not allowed(value):
+        raise ValueError(f"{name}={value!r} must be {words}.")

@@ -1,8 +1,7 @@
 """`SequentialGuard`: judges the rounds of a run one after another, at a stated rate of false halts.
 
-A pure fold: (state, evidence) -> (state, verdict). The statistics are in `guard.metric_channels` and
-`guard.kl_channel`; how a round's evidence is measured is left to the fold of rounds. How often it is wrong, and how
-late, is in docs/kill-switch.md.
+The statistics are in `guard.metric_channels` and `guard.kl_channel`; how a round's numbers are measured is left to
+`guard.fold`. How often the rule is wrong, and how late, is in docs/kill-switch.md.
 """
 
 import hashlib
@@ -10,107 +9,128 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from diloco_orchestrator.guard.evidence import Evidence
+from diloco_orchestrator.config import GuardConfig
+from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.guard.kl_channel import KLChannel
-from diloco_orchestrator.guard.metric_channels import FIRST_JUDGED, MetricChannels
+from diloco_orchestrator.guard.metric_channels import CUSUMS, FIRST_JUDGED, MetricChannels
+from diloco_orchestrator.guard.rule import LATCHED, Evidence, GuardRule, check_number
 from diloco_orchestrator.guard.vault import Alarm, AlarmKind, Vault
+from diloco_orchestrator.protocol.records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict, VerdictKind
 
 _NONFINITE_ROUNDS = 2  # in a row
-_LATCHED = "latched: "
+_QUORUM = 0.5  # share of the held-out items that a round needs, as `guard.fold` has it; part of the settings' digest
+# By simulation, the reference of a run of some hundred rounds lies this far below the level that was reached.
+_REFERENCE_SIGMAS = 0.35
+_NOTICED_WITHIN = 15  # rounds, for `GuardConfig.notice_drop`
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequentialGuard:
-    """Halts on contaminated, non-finite or sinking held-out scores, on training that leaves them behind, and on drift.
+class SequentialGuard(GuardRule):
+    """Halts on non-finite or sinking held-out scores, on training that leaves them behind, and on drift.
 
-    `fold` takes the state of the round before (None at the start) and the round's evidence, and returns the next state
-    and the verdict. It changes nothing else and gives the same bits on every machine. The state is JSON of about 3 KB
-    whatever the run's length, and names the rule and its settings. With `vault_sigmas` an alarm of held-out score or
-    training metric waits for the evidence of the next round (`Evidence.vault`) before it halts (`guard.vault`).
+    The state is JSON of about 3 KB whatever the run's length, and names the rule and its settings. With `vault_sigmas`
+    an alarm of held-out score or training metric waits for the evidence of the next round (`Evidence.vault`) before it
+    halts (`guard.vault`).
     """
 
-    rule: ClassVar[str] = "sequential-v1"  # a change of the arithmetic or of the state's form needs a new name
+    name: ClassVar[str] = "sequential-v1"
+    asks_vault: ClassVar[bool] = True
 
     min_steps: int = 20  # models before other than sudden alarms may fire
     threshold: float = 10.0  # of the drawdown and gap statistics, in sigmas added up over rounds
     gap_sigmas: float = 5.0  # gap of training over held-out that is no reason to halt
     kl_hard_stop: float = 0.08  # nats per token, token mean
-    quorum: float = 0.5  # share of the held-out items that a conclusive round needs
     pause_after: int = 5  # inconclusive rounds in a row
     vault_sigmas: float | None = None  # standard errors of a fall that confirm an alarm; None: there is no vault set
 
     def __post_init__(self) -> None:
         for name in ("threshold", "gap_sigmas", "kl_hard_stop"):
-            _check(name, getattr(self, name), lambda v: v > 0, "a number > 0")
-        _check("quorum", self.quorum, lambda v: 0 < v <= 1, "a number in (0, 1]")
+            check_number(name, getattr(self, name), lambda v: v > 0, "a number > 0")
         for name in ("min_steps", "pause_after"):
             value = getattr(self, name)
-            _check(name, value, lambda v: isinstance(v, int) and v >= 1, "a whole number >= 1")
+            check_number(name, value, lambda v: isinstance(v, int) and v >= 1, "a whole number >= 1")
         if self.vault_sigmas is not None:
-            _check("vault_sigmas", self.vault_sigmas, lambda v: v > 0, "a number > 0")
+            check_number("vault_sigmas", self.vault_sigmas, lambda v: v > 0, "a number > 0")
+
+    @classmethod
+    def of(cls, config: GuardConfig, heldout: HeldoutSet) -> Self:
+        return cls(
+            min_steps=config.min_steps,
+            threshold=config.threshold,
+            gap_sigmas=config.gap_sigmas,
+            kl_hard_stop=config.kl_hard_stop,
+            pause_after=config.pause_after,
+            vault_sigmas=config.vault_sigmas if heldout.vault else None,
+        )
+
+    @classmethod
+    def check_set(cls, config: GuardConfig, items: int) -> None:
+        """Raise `ConfigError` if so many items are too few to notice `notice_drop`, with the number that it takes."""
+        drop = config.notice_drop
+        if drop is None:
+            return
+        needed = items_needed(drop, item_sd=config.item_sd, rounds=_NOTICED_WITHIN)
+        if items < needed:
+            raise ConfigError(
+                f"the held-out set of {items} items is too small for the sensitivity asked: to notice a drop of "
+                f"{drop:g} within {_NOTICED_WITHIN} rounds takes {needed} items (one item's score varies by "
+                f"{config.item_sd:g}). Add items, or ask for a larger drop or more rounds."
+            )
+
+    @classmethod
+    def vault_base(cls, state: Mapping[str, Any] | None) -> int | None:
+        return Vault.restore(state["vault"]).against if state and "vault" in state else None
 
     @property
     def digest(self) -> str:
         """Names the rule with these settings: the first 16 hex digits of a sha256."""
-        settings = {name: float(value) for name, value in asdict(self).items() if value is not None}
-        text = json.dumps([self.rule, settings], sort_keys=True)
+        given = {**asdict(self), "quorum": _QUORUM}
+        settings = {name: float(value) for name, value in given.items() if value is not None}
+        text = json.dumps([self.name, settings], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     # -- folding -------------------------------------------------------------------------------------------------
 
     def fold(self, state: Mapping[str, Any] | None, evidence: Evidence) -> tuple[dict[str, Any], Verdict]:
-        """The state and the verdict after one more round.
+        """The state and the verdict after one more round, as for every `GuardRule`.
 
-        The last round again with the same evidence returns the state and its verdict unchanged. Raises `ValueError`
-        for the last round with other evidence, an earlier round, and a state of another rule or other settings.
+        Raises `ValueError` for the last round again or an earlier one, and for a state of another rule or other
+        settings.
         """
         run = self._restore(state)
         if run.last is not None and evidence.round <= run.last[0]:
-            if evidence.plain() != run.last:
-                raise ValueError(
-                    f"round {evidence.round} cannot be folded after round {run.last[0]}: rounds go forward, and a "
-                    "round folded again must bring the same evidence."
-                )
-            assert state is not None
-            return dict(state), run.verdict
-        run.last = evidence.plain()
+            raise ValueError(f"round {evidence.round} cannot be folded after round {run.last[0]}: rounds go forward.")
+        run.last = _recorded(evidence)
         run.verdict = self._judge(run, evidence)
         return run.to_json(self), run.verdict
-
-    def verdict_of(self, state: Mapping[str, Any] | None) -> Verdict:
-        """The verdict of the last fold; before the first, one that continues."""
-        return self._restore(state).verdict
 
     def _restore(self, state: Mapping[str, Any] | None) -> "_Run":
         if state is None:
             return _Run()
-        if state.get("rule") != self.rule or state.get("settings") != self.digest:
+        if state.get("rule") != self.name or state.get("settings") != self.digest:
             raise ValueError(
                 f"the guard's state is of rule {state.get('rule')!r} with settings {state.get('settings')!r}, not of "
-                f"{self.rule!r} with settings {self.digest!r}: judge a run with the rule and settings of its "
+                f"{self.name!r} with settings {self.digest!r}: judge a run with the rule and settings of its "
                 "run.json, or begin with a new state."
             )
-        run = _Run.from_json(state)
-        run.verdict = replace(run.verdict, statistics=self._statistics(run))
-        return run
+        return _Run.from_json(state)
 
     # -- judging -------------------------------------------------------------------------------------------------
 
     def _judge(self, run: "_Run", evidence: Evidence) -> Verdict:
         before = run.verdict
-        why_not = self._why_not(evidence)
-        nonfinite = evidence.is_nonfinite
-        run.nonfinite = run.nonfinite + 1 if nonfinite else 0
-        run.inconclusive = run.inconclusive + 1 if why_not and not nonfinite else 0
-        alarms = self._alarms(run, evidence, conclusive=not why_not and not nonfinite)
-        if not why_not and not nonfinite:
-            run.model = evidence.scored_round
-        numbers = self._numbers(run, evidence, folded=not why_not and not nonfinite)
+        conclusive = evidence.heldout is not None and not evidence.is_nonfinite
+        run.nonfinite = run.nonfinite + 1 if evidence.is_nonfinite else 0
+        run.inconclusive = 0 if conclusive or evidence.is_nonfinite else run.inconclusive + 1
+        alarms = self._alarms(run, evidence, conclusive=conclusive)
+        if conclusive:
+            run.model = evidence.model
+        numbers = self._numbers(run, evidence, folded=conclusive)
         if before.fire:
-            reason = before.reason if before.reason.startswith(_LATCHED) else _LATCHED + before.reason
+            reason = before.reason if before.reason.startswith(LATCHED) else LATCHED + before.reason
             return Verdict(fire=True, reason=reason, action=before.kind, rollback_to=before.rollback_to, **numbers)
         if self.vault_sigmas is not None and (alarms or run.vault.waiting):
             verdict = self._after_the_vault(run, alarms, evidence, numbers)
@@ -120,20 +140,12 @@ class SequentialGuard:
             return _halt(alarms[0], alarms[0].what, numbers)
         if run.inconclusive >= self.pause_after:
             reason = (
-                f"{run.inconclusive} rounds in a row could not be judged (the last one: {why_not}). Mend the held-out "
-                "evaluation and resume; nothing says that the model is at fault."
+                f"{run.inconclusive} rounds in a row could not be judged (the last one: {evidence.why_not}). Mend the "
+                "held-out evaluation and resume; nothing says that the model is at fault."
             )
             return Verdict(fire=True, reason=reason, action=VerdictKind.PAUSE, **numbers)
-        if evidence.suspect is not None:
-            reason = (
-                f"replica {evidence.suspect} is left out of round {evidence.round}: "
-                f"{evidence.why_suspect or 'its local scores differ from the others'}. Inspect its data and machine."
-            )
-            return Verdict(
-                fire=False, reason=reason, action=VerdictKind.QUARANTINE, replica=evidence.suspect, **numbers
-            )
-        if why_not or nonfinite:
-            reason = why_not or "inconclusive: the metrics are not finite"
+        if not conclusive:
+            reason = evidence.why_not or "inconclusive: the metrics are not finite"
             return Verdict(fire=False, reason=reason, action=VerdictKind.INCONCLUSIVE, **numbers)
         return Verdict(fire=False, reason="", action=VerdictKind.CONTINUE, **numbers)
 
@@ -158,30 +170,16 @@ class SequentialGuard:
             if answer.halts or (answer.waits and evidence.closing):
                 return _halt(waiting, f"{waiting.what}; {answer.words}", numbers)
             if not answer.waits:
-                run.metrics.dismiss(evidence.scored_round)
+                run.metrics.dismiss(evidence.model)
                 numbers["warning"] = f"dismissed: {waiting.what}; {answer.words}"
                 numbers["statistics"] = self._statistics(run)
                 return None
             reason = f"{waiting.what}; {answer.words}."
         return Verdict(fire=False, reason=reason, action=VerdictKind.CONFIRM, **{**numbers, "warning": reason})
 
-    def _why_not(self, evidence: Evidence) -> str:
-        if evidence.heldout is None and not evidence.is_nonfinite:
-            return evidence.why_not or "inconclusive: the model has no held-out score"
-        if evidence.items < self.quorum * evidence.total_items:
-            needed = math.ceil(self.quorum * evidence.total_items)
-            return f"inconclusive: {evidence.items} of {evidence.total_items} held-out items, {needed} needed"
-        return ""
-
     def _alarms(self, run: "_Run", evidence: Evidence, *, conclusive: bool) -> list[Alarm]:
         """What fires in this round, the gravest first."""
-        model, alarms = evidence.scored_round, []
-        if evidence.contaminated:
-            what = (
-                f"{evidence.contaminated} held-out items were found in the training data of round {model}, so that the "
-                "held-out score no longer measures anything new"
-            )
-            alarms.append(Alarm(what, run.model, "take them out of the training data"))
+        model, alarms = evidence.model, []
         if run.nonfinite >= _NONFINITE_ROUNDS:
             what = f"nonfinite: no finite metrics in {run.nonfinite} consecutive rounds"
             alarms.append(Alarm(what, run.model, "look for an overflow there, or lower the learning rate"))
@@ -239,14 +237,14 @@ class _Run:
         self.metrics, self.kl, self.vault = MetricChannels(), KLChannel(), Vault()
         self.nonfinite = self.inconclusive = 0  # rounds in a row
         self.model = 0  # the last one that was judged
-        self.last: list[Any] | None = None  # evidence
+        self.last: list[Any] | None = None  # evidence, as `_recorded`
         self.verdict = Verdict(fire=False, reason="", proxy_real_gap=0.0, folds=0, action=VerdictKind.CONTINUE)
 
     def to_json(self, guard: SequentialGuard) -> dict[str, Any]:
         judged = asdict(replace(self.verdict, statistics=()))
         del judged["statistics"]  # they follow from the rest
         return {
-            "rule": guard.rule,
+            "rule": guard.name,
             "settings": guard.digest,
             "metrics": self.metrics.state(),
             "kl": self.kl.state(),
@@ -277,7 +275,47 @@ def _finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _check(name: str, value: Any, allowed: Any, words: str) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not allowed(value):
-        raise ValueError(f"{name}={value!r} must be {words}.")
+def _recorded(evidence: Evidence) -> list[Any]:
+    """The evidence as the state has it: JSON that equals itself, in the order of the fields of version 1.
+
+    Five fields of that order have not been measured by any version: the model (it follows from the round), held-out
+    items found in training data, whether numbers were said not to be finite, and a suspected replica with the reason.
+    """
+    why_not = evidence.why_not if evidence.heldout is None else ""
+    vault = None if evidence.vault is None else [_plain(evidence.vault.mean), _plain(evidence.vault.error)]
+    metrics = [_plain(evidence.heldout), _plain(evidence.in_loop), evidence.items, evidence.total_items]
+    unmeasured = [0, False, None, ""]
+    rest = [why_not, dict(evidence.gains), vault, evidence.rebuildable, evidence.closing]
+    return [evidence.round, None, *metrics, _plain(evidence.kl_to_init), *unmeasured, *rest]
+
+
+def _plain(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def items_needed(
+    drop: float, *, item_sd: float, rounds: int = 15, autocorrelation: float = 0.5, threshold: float = 10.0
+) -> int:
+    """Held-out items with which `SequentialGuard` halts about `rounds` rounds after the score fell by `drop` for good.
+
+    Each round adds (drop / sigma - slack - reference) sigmas to the statistic, which halts at `threshold`; sigma of a
+    score of n items is `item_sd` * sqrt((1 + a) / (1 - a) / n).
+
+    Args:
+        drop: in the metric's unit.
+        item_sd: standard deviation of one item's score between rounds, at most 0.5 for scores in [0, 1].
+        rounds: of delay; fewer rounds take more items.
+        autocorrelation: of the score's noise from round to round, AR(1).
+        threshold: `GuardConfig.threshold`.
+
+    Raises `ValueError` for a number out of range.
+    """
+    if not (drop > 0 and item_sd > 0 and rounds >= 1 and 0 <= autocorrelation < 1 and threshold > 0):
+        raise ValueError(
+            f"drop={drop!r}, item_sd={item_sd!r}, rounds={rounds!r}, autocorrelation={autocorrelation!r}, "
+            f"threshold={threshold!r}: all must be > 0, rounds >= 1 and autocorrelation in [0, 1)."
+        )
+    slowest = min(slack + share * threshold / rounds for slack, share in CUSUMS)
+    sigmas = slowest + _REFERENCE_SIGMAS
+    long_run = item_sd * item_sd * (1 + autocorrelation) / (1 - autocorrelation)
+    return math.ceil(long_run * (sigmas / drop) ** 2)

@@ -67,15 +67,6 @@ def change_of(scores: Sequence[VaultScore], items: int) -> VaultChange | None:
     return VaultChange(changed.mean, math.sqrt(variance / sum(score.count for score in finite)))
 
 
-def asked_base(state: Mapping[str, Any] | None) -> int | None:
-    """The round whose base the vault set is to be compared with in the next round; None if no alarm waits.
-
-    `state`: of `SequentialGuard`.
-    """
-    waiting = ((state or {}).get("vault") or {}).get("waiting")
-    return None if waiting is None else int(waiting["against"])
-
-
 class Vault:
     """The best base so far, and the alarm that waits. State: 2 numbers, and the alarm."""
 
@@ -109,6 +100,11 @@ class Vault:
             return None
         given = self._waiting["alarm"]
         return Alarm(**{**given, "kind": AlarmKind(given["kind"])})
+
+    @property
+    def against(self) -> int | None:
+        """The round whose base the vault set is compared with in the next round; None if no alarm waits."""
+        return None if self._waiting is None else int(self._waiting["against"])
 
     def answer(self, change: VaultChange | None, heldout: float | None, noise: float, sigmas: float) -> Answer:
         """What the vault set says to the alarm that waits; unless it waits on, nothing waits afterwards.

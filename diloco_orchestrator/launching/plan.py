@@ -19,7 +19,7 @@ from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.executors.contract import LaunchRequest, ServerlessExecutor, give_store, part_of, price_of
 from diloco_orchestrator.executors.prices import Price
 from diloco_orchestrator.executors.registry import executor_of, spec_of
-from diloco_orchestrator.guard.set_size import check_set_size
+from diloco_orchestrator.guard.registry import rule_of
 from diloco_orchestrator.inspection.costs import RoundForecast, egress_usd_per_gb, forecast
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.launched import Launched
@@ -90,9 +90,9 @@ def prepare_launch(
     """
     name = entrypoint if isinstance(entrypoint, str) else entrypoint_of(entrypoint)
     config = make_config({"entrypoint": name, "heldout_items": list(heldout_items), **settings})
-    guard = config.guard
-    if guard.rule == "sequential" and guard.notice_drop is not None and heldout_items:
-        check_set_size(len(heldout_items), guard.notice_drop, item_sd=guard.item_sd)
+    rule = rule_of(config.guard.rule)
+    if heldout_items:
+        rule.check_set(config.guard, len(heldout_items))
     try:
         executor = executor_of("local" if executor is None else executor)
     except ValueError as error:

@@ -1,11 +1,52 @@
-"""The names of all objects in a run's folder: builds keys and parses them back.
+"""The names of all objects in a run's folder: builds keys and takes them apart.
 
-What the objects hold is in `protocol.records`. Rounds, attempts and legs count from 1, and snapshot 0 is the first
-base. Round numbers are zero-padded, so that a listing in key order is in round order.
+What the objects hold is in `protocol.records`, which keys are those of records in `protocol.kinds`. Rounds, attempts
+and legs count from 1, and snapshot 0 is the first base.
 """
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
+
+
+def round_name(round_: int) -> str:
+    """The number of a round in keys, zero-padded, so that a listing in key order is in round order."""
+    return f"{round_:08d}"
+
+
+# A number as it is written here: a key counts only if it is built to the same text again. Parsing refuses leading
+# zeros, digits of other scripts, and numbers that no run reaches.
+_N = "(?:0|[1-9][0-9]{0,8})"
+_ROUND = "[0-9]{8}"
+_JOB = "dl-[a-z0-9-]{1,60}"  # the name of an offered attempt, as `attempt_name` of executors makes it
+_OFFER_DIGITS = 32  # of the digest of an offer, in the keys of the records about it
+_PATTERNS = {"round": _ROUND, "token": "[0-9a-f]{16}", "sha256": "[0-9a-f]{64}", "job": _JOB, "version": "[2-9]"}
+_WORDS = ("token", "sha256", "job")  # parts that are no numbers
+
+
+class Form:
+    """The keys of one form, such as "legs/<leg>/begin.json": builds them, and takes them apart."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._names = re.findall("<([a-z0-9]+)>", text)
+        self._template = re.sub("<[a-z0-9]+>", "{}", text)
+        groups = [f"({_PATTERNS.get(name, _N)})" for name in self._names]
+        self._pattern = re.compile(re.escape(self._template).replace(r"\{\}", "{}").format(*groups))
+
+    def __call__(self, *parts: int | str) -> str:
+        """The key with these parts, in the order of the form."""
+        named = zip(self._names, parts, strict=True)
+        return self._template.format(*(round_name(int(part)) if name == "round" else part for name, part in named))
+
+    def parse(self, key: str) -> tuple[Any, ...] | None:
+        """The parts of a key of this form, numbers as such; None for any other key."""
+        found = self._pattern.fullmatch(key)
+        if found is None:
+            return None
+        named = zip(self._names, found.groups(), strict=True)
+        return tuple(part if name in _WORDS else int(part) for name, part in named)
+
 
 RUN = "run.json"
 START = "start.json"
@@ -15,70 +56,20 @@ SNAPSHOTS = "snapshots/"
 LEGS = "legs/"
 ROUNDS = "rounds/"
 LOG = "log/"
-CLAIM = "claim.json"
-INTENT = "intent.json"
 RETENTION = "retention.json"
 KL_REFERENCE = "probe.safetensors"
 KL_RECORD = "probe.json"
 PROBE = ".probe/"  # test objects of `store.probe`, deleted at once
 DOCTOR = ".doctor/"  # test objects of `diloco doctor`, deleted at once
-
-
-def round_name(round_: int) -> str:
-    return f"{round_:08d}"
-
+code = Form("code/<sha256>.zip")  # the code archive with this digest, which replicas on other machines fetch
 
 # -- legs -------------------------------------------------------------------------------------------------------------
 
-
-def begin(leg: int) -> str:
-    return f"legs/{leg}/begin.json"
-
-
-def halt(leg: int) -> str:
-    return f"legs/{leg}/halt.json"
-
-
-def result(leg: int) -> str:
-    return f"legs/{leg}/result.json"
-
-
-# A number as the functions here write it: a key counts only if it is built to the same text again. Parsing refuses
-# leading zeros, digits of other scripts, and numbers that no run reaches.
-_N = "(?:0|[1-9][0-9]{0,8})"
-
-
-def out(leg: int, replica_id: int) -> str:
-    return f"{outs(leg)}{replica_id}.json"
-
-
-def outs(leg: int) -> str:
-    """The prefix of the records of replicas that are out of a leg."""
-    return f"legs/{leg}/out/"
-
-
-_OUT = re.compile(rf"legs/({_N})/out/({_N})\.json")
-
-
-def parse_out(key: str) -> tuple[int, int] | None:
-    """(leg, replica_id) of an `Out` record, or None for any other key."""
-    found = _OUT.fullmatch(key)
-    return (int(found[1]), int(found[2])) if found else None
-
-
-_BEGIN = re.compile(rf"legs/({_N})/begin\.json")
-
-
-def parse_begin(key: str) -> int | None:
-    """The leg whose `Begin` record has this key, or None for any other key."""
-    found = _BEGIN.fullmatch(key)
-    return int(found[1]) if found else None
-
-
-def code(sha256: str) -> str:
-    """The key of the code archive with this digest, which replicas on other machines fetch."""
-    return f"code/{sha256}.zip"
-
+begin = Form("legs/<leg>/begin.json")
+halt = Form("legs/<leg>/halt.json")
+result = Form("legs/<leg>/result.json")
+outs = Form("legs/<leg>/out/")  # the prefix of the records of replicas that are out of a leg
+out = Form("legs/<leg>/out/<id>.json")
 
 _OF_LEG = re.compile(rf"legs/({_N})/([a-z]+\.json)")
 
@@ -91,56 +82,31 @@ def parse_leg(key: str) -> tuple[int, str] | None:
 
 # -- the start --------------------------------------------------------------------------------------------------------
 
-
-def began(replica_id: int, attempt: int) -> str:
-    return f"{STARTS}{replica_id}/began.{attempt}.json"
-
-
-def follows(replica_id: int) -> str:
-    return f"{STARTS}{replica_id}/follows.json"
-
-
-def start_take(token: str) -> str:
-    """The key of a start where start.json holds another. `token`: 16 hex digits that nobody can foresee."""
-    return f"{STARTS}takes/{token}.json"
-
-
-_BEGAN = re.compile(rf"start/({_N})/began\.({_N})\.json")
-_FOLLOWS = re.compile(rf"start/({_N})/follows\.json")
-_START_TAKE = re.compile(r"start/takes/[0-9a-f]{16}\.json")
-
-
-def parse_began(key: str) -> tuple[int, int] | None:
-    """(replica_id, attempt) of the record of what an attempt began with, or None for any other key."""
-    found = _BEGAN.fullmatch(key)
-    return (int(found[1]), int(found[2])) if found else None
-
-
-def parse_follows(key: str) -> int | None:
-    """The replica whose record of the start that it follows has this key, or None for any other key."""
-    found = _FOLLOWS.fullmatch(key)
-    return int(found[1]) if found else None
+began = Form("start/<id>/began.<attempt>.json")
+follows = Form("start/<id>/follows.json")
+# A start where start.json holds another. The token: 16 hex digits that nobody can foresee.
+start_take = Form("start/takes/<token>.json")
 
 
 def is_start(key: str) -> bool:
     """Whether this is the key of a start, whether or not it counts."""
-    return key == START or _START_TAKE.fullmatch(key) is not None
+    return key == START or start_take.parse(key) is not None
 
 
 # -- replicas ---------------------------------------------------------------------------------------------------------
 
+CLAIM, INTENT, HANDLE, EXIT = "claim.json", "intent.json", "handle.json", "exit.json"  # names of an `AttemptKey`
+HEARTBEAT, LOG_TEXT = "heartbeat.json", "log.txt"
 
-def attempts(replica_id: int) -> str:
-    """The prefix of all objects of one replica's attempts."""
-    return f"replicas/{replica_id}/attempts/"
-
-
-def intent(replica_id: int, attempt: int) -> str:
-    return f"{attempts(replica_id)}{attempt}/{INTENT}"
-
-
-def handle(replica_id: int, attempt: int) -> str:
-    return f"{attempts(replica_id)}{attempt}/handle.json"
+attempts = Form("replicas/<id>/attempts/")  # the prefix of all objects of one replica's attempts
+intent = Form("replicas/<id>/attempts/<attempt>/intent.json")
+handle = Form("replicas/<id>/attempts/<attempt>/handle.json")
+cancel = Form("replicas/<id>/attempts/<attempt>/cancel.json")
+exit_record = Form("replicas/<id>/attempts/<attempt>/exit.json")
+log_text = Form("replicas/<id>/attempts/<attempt>/log.txt")
+heartbeat = Form("replicas/<id>/attempts/<attempt>/heartbeat.json")  # overwritten
+_claim = Form("replicas/<id>/attempts/<attempt>/claim.<token>.json")
+_old_claim = Form("replicas/<id>/attempts/<attempt>/claim.json")  # of runs of earlier versions
 
 
 def claim(replica_id: int, attempt: int, token: str) -> str:
@@ -148,53 +114,7 @@ def claim(replica_id: int, attempt: int, token: str) -> str:
 
     Nobody can create the claim of an attempt that counts before its intent is there.
     """
-    return f"{attempts(replica_id)}{attempt}/{f'claim.{token}.json' if token else CLAIM}"
-
-
-def cancel(replica_id: int, attempt: int) -> str:
-    return f"{attempts(replica_id)}{attempt}/cancel.json"
-
-
-def exit_record(replica_id: int, attempt: int) -> str:
-    return f"{attempts(replica_id)}{attempt}/exit.json"
-
-
-def log_text(replica_id: int, attempt: int) -> str:
-    return f"{attempts(replica_id)}{attempt}/log.txt"
-
-
-def heartbeat(replica_id: int, attempt: int) -> str:
-    """The key of an attempt's heartbeat, the only object that is overwritten."""
-    return f"{attempts(replica_id)}{attempt}/heartbeat.json"
-
-
-def state(replica_id: int, round_: int, attempt: int) -> str:
-    """The key of the state (optimizer, schedules) that a replica saved with its contribution to a round."""
-    return f"{states(replica_id)}{round_name(round_)}/{attempt}.safetensors"
-
-
-def state_piece(replica_id: int, round_: int, attempt: int, piece: int) -> str:
-    """The key of one piece of a state that is too large for one object."""
-    return f"{states(replica_id)}{round_name(round_)}/{attempt}/{piece}.bin"
-
-
-def buffers(replica_id: int, round_: int, attempt: int) -> str:
-    """The key of the buffers (BatchNorm's statistics) that a replica had when it contributed to a round."""
-    return f"{states(replica_id)}{round_name(round_)}/{attempt}.buffers.safetensors"
-
-
-def states(replica_id: int) -> str:
-    """The prefix of a replica's saved states and buffers."""
-    return f"replicas/{replica_id}/state/"
-
-
-_STATE = re.compile(rf"replicas/{_N}/state/([0-9]{{8}})/{_N}(?:(?:\.buffers)?\.safetensors|/{_N}\.bin)")
-
-
-def parse_state(key: str) -> int | None:
-    """The round of a saved state or of buffers, or None for any other key."""
-    found = _STATE.fullmatch(key)
-    return int(found[1]) if found else None
+    return _claim(replica_id, attempt, token) if token else _old_claim(replica_id, attempt)
 
 
 @dataclass(frozen=True)
@@ -216,16 +136,27 @@ def parse_attempt(key: str) -> AttemptKey | None:
     return AttemptKey(int(found[1]), int(found[2]), found[4] or CLAIM, found[3] or "") if found else None
 
 
+states = Form("replicas/<id>/state/")  # the prefix of a replica's saved states and buffers
+# The state (optimizer, schedules) that a replica saved with its contribution, pieces of one that is too large for one
+# object, and the buffers (BatchNorm's statistics) that the replica had then.
+state = Form("replicas/<id>/state/<round>/<attempt>.safetensors")
+state_piece = Form("replicas/<id>/state/<round>/<attempt>/<piece>.bin")
+buffers = Form("replicas/<id>/state/<round>/<attempt>.buffers.safetensors")
+
+
+def parse_state(key: str) -> tuple[int, int, int] | None:
+    """(replica_id, round, attempt) of a saved state, a piece of one, or buffers; None for any other key."""
+    found = state.parse(key) or state_piece.parse(key) or buffers.parse(key)
+    return (found[0], found[1], found[2]) if found else None
+
+
 # -- machines that join -----------------------------------------------------------------------------------------------
 
 JOINS = "join/attempts/"  # attempts that are offered to machines that join
 JOIN_OFFER, JOIN_TAKEN, JOIN_LEASE = "offer.json", "taken.json", "lease.json"
 JOIN_CANCEL, JOIN_END = "cancel.json", "end.json"
-
-
-def join_offer(name: str) -> str:
-    """The key of an offered attempt. `name`: of the attempt, as `attempt_name` makes it."""
-    return f"{JOINS}{name}/{JOIN_OFFER}"
+join_offer = Form("join/attempts/<job>/offer.json")
+join_output = Form("join/output/<job>/")  # the prefix of the pieces of an offered attempt's output
 
 
 def join_record(name: str, offer_sha256: str, record: str) -> str:
@@ -233,22 +164,16 @@ def join_record(name: str, offer_sha256: str, record: str) -> str:
     return f"{JOINS}{name}/{offer_sha256[:_OFFER_DIGITS]}.{record}"
 
 
-def join_output(name: str) -> str:
-    """The prefix of the pieces of an offered attempt's output."""
-    return f"join/output/{name}/"
-
-
 def join_piece(name: str, piece: int) -> str:
     """The key of one piece of an offered attempt's output. Pieces count from 0, and key order is their order."""
     return f"{join_output(name)}{piece:06d}.txt"
 
 
-_JOIN_NAME = "dl-[a-z0-9-]{1,60}"
-_OFFER_DIGITS = 32  # of the digest of an offer, in the keys of the records about it
 _JOIN_RECORD = re.compile(
-    rf"join/attempts/({_JOIN_NAME})/(?:([0-9a-f]{{{_OFFER_DIGITS}}})\.)?((?:offer|taken|lease|cancel|end)\.json)"
+    rf"join/attempts/({_JOB})/(?:([0-9a-f]{{{_OFFER_DIGITS}}})\.)?((?:offer|taken|lease|cancel|end)\.json)"
 )
-_JOIN_PIECE = re.compile(rf"join/output/{_JOIN_NAME}/[0-9]{{6}}\.txt")
+_JOIN_PIECE = re.compile(rf"join/output/{_JOB}/[0-9]{{6}}\.txt")
+_JOB_OF_ATTEMPT = re.compile(rf"dl-.+-r({_N})-a({_N})")
 
 
 @dataclass(frozen=True)
@@ -262,6 +187,12 @@ class JoinKey:
     def is_about(self, offer_sha256: str) -> bool:
         """Whether this is a record about the offer with this digest."""
         return bool(self.offer) and offer_sha256.startswith(self.offer)
+
+    @property
+    def who(self) -> tuple[int, int] | None:
+        """(replica_id, attempt) that the name says; None if it says none."""
+        found = _JOB_OF_ATTEMPT.fullmatch(self.name)
+        return (int(found[1]), int(found[2])) if found else None
 
 
 def parse_join_record(key: str) -> JoinKey | None:
@@ -279,39 +210,21 @@ def is_join_piece(key: str) -> bool:
 
 # -- rounds -----------------------------------------------------------------------------------------------------------
 
+commit = Form("rounds/<round>/commit.json")
+contributions = Form("rounds/<round>/contributions/")  # the prefix of a round's manifests
+contribution = Form("rounds/<round>/contributions/<id>.json")
+payloads = Form("rounds/<round>/payload/")  # the prefix of a round's payload shards
+wants = Form("rounds/<round>/want/")  # the prefix of the requests for payloads of a round
+want = Form("rounds/<round>/want/<id>/<attempt>/<shard>.<version>.json")  # to put a shard again, as that take
+_first_payload = Form("rounds/<round>/payload/<id>/<attempt>/<shard>.bin")
+_later_payload = Form("rounds/<round>/payload/<id>/<attempt>/<shard>.<version>.bin")
+MAX_TAKES = 4  # of one payload shard
+
 
 def payload(round_: int, replica_id: int, attempt: int, shard: int, take: int = 1) -> str:
     """The key of a payload shard. Takes count from 1; a later one holds the same bytes, put again on request."""
-    name = f"{shard}" if take == 1 else f"{shard}.{take}"
-    return f"{payloads(round_)}{replica_id}/{attempt}/{name}.bin"
-
-
-def payloads(round_: int) -> str:
-    """The prefix of a round's payload shards."""
-    return f"{ROUNDS}{round_name(round_)}/payload/"
-
-
-def want(round_: int, replica_id: int, attempt: int, shard: int, take: int) -> str:
-    """The key of a request to put a payload shard again, as `take`."""
-    return f"{wants(round_)}{replica_id}/{attempt}/{shard}.{take}.json"
-
-
-def wants(round_: int) -> str:
-    """The prefix of the requests for payloads of a round."""
-    return f"{ROUNDS}{round_name(round_)}/want/"
-
-
-def contributions(round_: int) -> str:
-    """The prefix of a round's manifests."""
-    return f"{ROUNDS}{round_name(round_)}/contributions/"
-
-
-def contribution(round_: int, replica_id: int) -> str:
-    return f"{contributions(round_)}{replica_id}.json"
-
-
-def commit(round_: int) -> str:
-    return f"{ROUNDS}{round_name(round_)}/commit.json"
+    where = round_, replica_id, attempt, shard
+    return _first_payload(*where) if take == 1 else _later_payload(*where, take)
 
 
 def end_of_round(round_: int) -> str:
@@ -320,16 +233,6 @@ def end_of_round(round_: int) -> str:
     "0" is the character after "/". One that clients encode in different ways, such as "~", breaks request signatures.
     """
     return f"{ROUNDS}{round_name(round_)}0"
-
-
-def is_commit(key: str) -> bool:
-    """Whether this is the key of a round's commit."""
-    return _COMMIT.fullmatch(key) is not None
-
-
-_COMMIT = re.compile(r"rounds/[0-9]{8}/commit\.json")
-_PAYLOAD = re.compile(rf"rounds/([0-9]{{8}})/payload/({_N})/({_N})/({_N})(?:\.([2-9]))?\.bin")
-_WANT = re.compile(rf"rounds/([0-9]{{8}})/want/({_N})/({_N})/({_N})\.([2-9])\.json")
 
 
 @dataclass(frozen=True)
@@ -353,36 +256,27 @@ class PayloadKey:
 
 def parse_payload(key: str) -> PayloadKey | None:
     """The parts of the key of a payload shard, or None for any other key."""
-    found = _PAYLOAD.fullmatch(key)
-    return PayloadKey(*(int(part or 1) for part in found.groups())) if found else None
+    found = _first_payload.parse(key) or _later_payload.parse(key)
+    return PayloadKey(*found) if found else None
 
 
 def parse_want(key: str) -> PayloadKey | None:
     """The payload shard and take that the request with this key asks for, or None for any other key."""
-    found = _WANT.fullmatch(key)
-    return PayloadKey(*(int(part) for part in found.groups())) if found else None
+    found = want.parse(key)
+    return PayloadKey(*found) if found else None
 
 
-_CONTRIBUTION = re.compile(rf"rounds/([0-9]{{8}})/contributions/({_N})\.json")
-
-
-def parse_contribution(key: str) -> tuple[int, int] | None:
-    """(round, replica_id) of a manifest, or None for any other key."""
-    found = _CONTRIBUTION.fullmatch(key)
-    return (int(found[1]), int(found[2])) if found else None
-
-
-_OF_ROUND = re.compile(r"rounds/([0-9]{8})/.*")
+_OF_ROUND = re.compile(rf"rounds/({_ROUND})/.*")
 
 
 def parse_round(key: str) -> int | None:
     """The last round that an object is made from: of a round, state, segment or snapshot; None for any other key."""
     if found := _OF_ROUND.fullmatch(key):
         return int(found[1])
-    if (state := parse_state(key)) is not None:
-        return state
-    segment, snapshot = parse_segment(key), parse_snapshot_file(key)
-    return segment.last if segment else snapshot[0] if snapshot else None
+    if (saved := parse_state(key)) is not None:
+        return saved[1]
+    segment, of_snapshot = parse_segment(key), parse_snapshot_file(key)
+    return segment.last if segment else of_snapshot[0] if of_snapshot else None
 
 
 # -- segments of the log ----------------------------------------------------------------------------------------------
@@ -400,7 +294,7 @@ class SegmentKey:
         return f"{LOG}{round_name(self.first)}-{round_name(self.last)}.{self.kind}.jsonl"
 
 
-_SEGMENT = re.compile(r"log/([0-9]{8})-([0-9]{8})\.(commits|manifests)\.jsonl")
+_SEGMENT = re.compile(rf"log/({_ROUND})-({_ROUND})\.(commits|manifests)\.jsonl")
 
 
 def parse_segment(key: str) -> SegmentKey | None:
@@ -414,9 +308,6 @@ def parse_segment(key: str) -> SegmentKey | None:
 # -- snapshots --------------------------------------------------------------------------------------------------------
 
 SNAPSHOT_RECORD = "snapshot.json"
-MAX_TAKES = 4  # of one payload shard
-
-
 SHARED_TAKE = ""  # of a snapshot: the one that every replica may write, and that all but the first leave as it is
 
 
@@ -441,9 +332,8 @@ def _snapshot_name(round_: int, take: str) -> str:
 
 # Takes "2" to "9" are of earlier versions; those of nine digits are of the first base, where somebody was in the way.
 _TAKE = rf"[2-9]|[1-9][0-9]{{8}}|r{_N}|rebuilt"
-_SNAPSHOT = rf"snapshots/([0-9]{{8}})(?:\.({_TAKE}))?/"
-_SNAPSHOT_FILE = re.compile(_SNAPSHOT)
-_SNAPSHOT_RECORD = re.compile(_SNAPSHOT + r"snapshot\.json")
+_SNAPSHOT_FILE = re.compile(rf"snapshots/({_ROUND})(?:\.({_TAKE}))?/(.*)", re.DOTALL)
+_REPLAY = re.compile(rf"snapshots/{_ROUND}/replays/[^/]+\.json")
 
 
 def is_take(take: str) -> bool:
@@ -453,19 +343,14 @@ def is_take(take: str) -> bool:
 
 def parse_snapshot_file(key: str) -> tuple[int, str] | None:
     """(round, take) of the snapshot that a file belongs to, or None for any other key."""
-    return _round_and_take(_SNAPSHOT_FILE.match(key))
+    found = _SNAPSHOT_FILE.fullmatch(key)
+    return (int(found[1]), found[2] or SHARED_TAKE) if found else None
 
 
 def parse_snapshot_record(key: str) -> tuple[int, str] | None:
     """(round, take) of a `snapshot.json`, which makes a snapshot complete, or None for any other key."""
-    return _round_and_take(_SNAPSHOT_RECORD.fullmatch(key))
-
-
-def _round_and_take(found: re.Match[str] | None) -> tuple[int, str] | None:
-    return (int(found[1]), found[2] or SHARED_TAKE) if found else None
-
-
-_REPLAY = re.compile(r"snapshots/[0-9]{8}/replays/[^/]+\.json")
+    found = parse_snapshot_file(key)
+    return found if found and key == snapshot(found[0], SNAPSHOT_RECORD, found[1]) else None
 
 
 def is_replay(key: str) -> bool:

@@ -62,7 +62,7 @@ class ContributionReader:
 
         `replicas`: of the run; a manifest of any other is nobody's.
         """
-        parsed = (keys.parse_contribution(info.key) for info in self._store.list(keys.contributions(round_)))
+        parsed = (keys.contribution.parse(info.key) for info in self._store.list(keys.contributions(round_)))
         found = {key[1] for key in parsed if key is not None and key[1] < replicas}
         replica_ids = sorted(found.difference(but))
         calls = [partial(self._parsed, round_, replica_id) for replica_id in replica_ids]

@@ -128,7 +128,7 @@ class LegRecords:
         Legs count up from 1 as long as each has begun; a number beyond is that of no leg.
         """
         listed = [info.key for info in self.store.list(keys.LEGS)]
-        self._listed_outs = [key for key in listed if keys.parse_out(key)]
+        self._listed_outs = [key for key in listed if keys.out.parse(key)]
         parsed = map(keys.parse_leg, listed)
         self._listed = [each for each in parsed if each is not None]
         there, leg = {leg for leg, name in self._listed if keys.begin(leg) == f"{keys.LEGS}{leg}/{name}"}, 0
@@ -208,7 +208,7 @@ class LegRecords:
         """The same as of the newest listing of legs, with a GET for each that was not read before."""
         found = {}
         for key in self._listed_outs:
-            of_leg, replica_id = keys.parse_out(key) or (0, 0)
+            of_leg, replica_id = keys.out.parse(key) or (0, 0)
             if of_leg == leg and replica_id < self.run.config.replicas and (record := self._out(key)) is not None:
                 found[replica_id] = record
         return found

@@ -35,7 +35,7 @@ class ManifestListing:
         for info in self._store.list(keys.ROUNDS, start_after=keys.end_of_round(first - 1)):
             if info.key > keys.end_of_round(self._listed_from - 1):
                 break
-            parsed = keys.parse_contribution(info.key)
+            parsed = keys.contribution.parse(info.key)
             if parsed is not None:
                 self._authors.setdefault(parsed[0], set()).add(parsed[1])
         self._listed_from = first

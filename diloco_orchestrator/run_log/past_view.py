@@ -71,9 +71,9 @@ class PastView:
         if process := keys.parse_attempt(key):
             of_others = process.replica_id != self._replica_id or process.attempt <= self._attempt
             return of_others and process.name in (keys.INTENT, keys.CLAIM)
-        manifest, round_ = keys.parse_contribution(key), keys.parse_round(key)
+        manifest, round_ = keys.contribution.parse(key), keys.parse_round(key)
         if manifest and manifest[0] == self._round:
-            return manifest[1] != self._replica_id
+            return bool(manifest[1] != self._replica_id)
         return round_ is None or round_ < self._round
 
     def _exists(self, key: str) -> bool:

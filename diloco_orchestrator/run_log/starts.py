@@ -129,11 +129,11 @@ class Starts:
         there = {info.key for info in self._store.list(keys.STARTS)}
         newest: dict[int, tuple[int, str]] = {}
         for key in sorted(there):
-            if (attempt := keys.parse_began(key)) is not None and attempt[0] < self._replicas:
+            if (attempt := keys.began.parse(key)) is not None and attempt[0] < self._replicas:
                 newest[attempt[0]] = max(newest.get(attempt[0], (0, "")), (attempt[1], key))
-            replica_id = keys.parse_follows(key)
-            if replica_id is not None and replica_id < self._replicas and (follows := self._read(Follows, key)):
-                self._follows[replica_id] = follows
+            follower = keys.follows.parse(key)
+            if follower and follower[0] < self._replicas and (follows := self._read(Follows, key)):
+                self._follows[follower[0]] = follows
         for replica_id, (_, key) in newest.items():
             if began := self._read(Began, key):
                 self._began[replica_id] = began

@@ -10,6 +10,7 @@ from pydantic import JsonValue
 
 from diloco_orchestrator.config import GuardConfig, RunConfig, config_of_leg
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, PayloadCorrupt
+from diloco_orchestrator.guard.registry import rule_of
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import bases, check_base
 from diloco_orchestrator.protocol.record_format import Stamp
@@ -109,6 +110,7 @@ def _config(
         )
     settings = {**before.settings, **change, **{f"guard.{name}": value for name, value in guard.items()}}
     if "rule" in guard:  # another rule begins with its own defaults: it would refuse settings that it does not read
+        rule_of(str(guard["rule"]))
         defaults = GuardConfig().model_dump(mode="json")
         settings |= {f"guard.{name}": guard.get(name, value) for name, value in defaults.items()}
     return config_of_leg(run_log.run.config, settings, guard=True)

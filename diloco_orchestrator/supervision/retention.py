@@ -172,9 +172,9 @@ def _payloads(
     for info in run_log.store.list(keys.ROUNDS, start_after=keys.end_of_round(after_round)):
         if info.key > keys.end_of_round(horizon):
             break
-        if keys.is_commit(info.key):
+        if keys.commit.parse(info.key):
             authors.clear()
-        if (parsed := keys.parse_contribution(info.key)) is not None:
+        if (parsed := keys.contribution.parse(info.key)) is not None:
             authors.add(parsed)
         payload = keys.parse_payload(info.key) or keys.parse_want(info.key)
         whose = (payload.round, payload.replica_id) if payload else None
@@ -190,7 +190,7 @@ def _is_averaged(run_log: RunLog, manifest: Contribution) -> bool:
 
 def _authors(store: Store, round_: int) -> set[int]:
     """Replicas whose manifest of a round exists. A payload without manifest may belong to one being published."""
-    parsed = (keys.parse_contribution(info.key) for info in store.list(keys.contributions(round_)))
+    parsed = (keys.contribution.parse(info.key) for info in store.list(keys.contributions(round_)))
     return {found[1] for found in parsed if found is not None}
 
 
@@ -204,7 +204,7 @@ def _states(
     for replica_id in range(replicas):
         last = max((m.round for (owner, _), m in newest.items() if owner == replica_id), default=0)
         for info in store.list(keys.states(replica_id)):
-            round_ = keys.parse_state(info.key)
+            round_ = keys.parse_round(info.key)
             if round_ is None or round_ > made.horizon or round_ == last or round_ in made.kept_snapshots:
                 continue
             if replica_id in _authors(store, round_):

@@ -85,7 +85,7 @@ class RoundInbox:
         """The keys of responses that were not received yet, by replica id. One LIST request."""
         found = {}
         for info in self._store.list(keys.contributions(expected.round)):
-            parsed = keys.parse_contribution(info.key)
+            parsed = keys.contribution.parse(info.key)
             if parsed and parsed[1] < expected.config.replicas and parsed[1] not in self._received:
                 found[parsed[1]] = info.key
         return found

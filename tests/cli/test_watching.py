@@ -9,9 +9,8 @@ import pytest
 from scripted import STAMP, Scene
 
 from diloco_orchestrator.cli import progress
-from diloco_orchestrator.cli.console import Console
 from diloco_orchestrator.cli.read_commands import _prefix
-from diloco_orchestrator.cli.terminal import LivePanel, PlainLines, fitted, overview
+from diloco_orchestrator.cli.terminal import Console, LivePanel, PlainLines, fitted, overview
 from diloco_orchestrator.inspection.follow_logs import LogLine
 from diloco_orchestrator.inspection.status import RoundRow, RunStatus
 from diloco_orchestrator.protocol import keys

@@ -10,7 +10,7 @@ import pytest
 from mutated_buckets import build_bucket, check, run_commands
 from protocol_fleet import Fleet, answer, report
 
-from diloco_orchestrator.cli.shown import shown
+from diloco_orchestrator.cli.shared import shown
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, StoreError
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys, limits
@@ -136,7 +136,7 @@ def test_files_whose_names_are_no_keys_of_ours_hide_no_others(name: bytes, bucke
     ],
 )
 def test_a_key_counts_only_if_it_is_the_one_that_would_be_written(key: str):
-    assert keys.parse_contribution(key) is None
+    assert keys.contribution.parse(key) is None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from sessions import context_of
 from diloco_orchestrator.config import GuardConfig, make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.guard import VerdictKind, fold
-from diloco_orchestrator.guard.fold import Evidence
+from diloco_orchestrator.guard.fold import RoundReports
 from diloco_orchestrator.guard.robust import first_mean, weighted_mean
 from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.launching.plan import plan_launch
@@ -178,7 +178,7 @@ def test_an_item_given_twice_is_refused_because_shares_would_overlap():
 def test_a_share_given_twice_in_a_round_is_refused():
     twice = [Score(share=0, sum=1.0, count=60), Score(share=0, sum=2.0, count=60)]
     with pytest.raises(ValueError, match=r"shares \[0, 0\] hold one share twice"):
-        fold(None, GuardConfig(), EIGHT, Evidence(1, twice))
+        fold(None, GuardConfig(), EIGHT, RoundReports(1, twice))
 
 
 def attach(guard: Any, items: list[Any] | None) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from diloco_orchestrator.guard import Evidence, SequentialGuard, Verdict, VerdictKind
 from diloco_orchestrator.guard.early_collapse import ROUNDS, EarlyCollapse
-from diloco_orchestrator.guard.vault import VaultChange, asked_base
+from diloco_orchestrator.guard.vault import VaultChange
 
 # Measured: two replicas of examples/composer with --grpo --hack, 32 held-out items, guard off.
 GRPO = (
@@ -211,7 +211,7 @@ def test_how_near_it_is_to_a_halt_is_shown():
 def test_a_vault_set_that_did_not_fall_dismisses_it_for_good():
     guard, state, asked, halts = SequentialGuard(vault_sigmas=2.0), None, 0, 0
     for round_, (heldout, in_loop) in enumerate(zip(*collapse(4, 0.2, 0.5, 32), strict=True), start=1):
-        waits = asked_base(state) is not None
+        waits = SequentialGuard.vault_base(state) is not None
         asked += waits
         vault = VaultChange(0.001, 0.01) if waits else None
         evidence = Evidence(round=round_, heldout=heldout, in_loop=in_loop, vault=vault)

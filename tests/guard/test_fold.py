@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard import fold
-from diloco_orchestrator.guard.fold import Evidence
+from diloco_orchestrator.guard.fold import RoundReports
 from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
 
 SETTINGS = GuardConfig(min_steps=3, ema_alpha=0.0, max_proxy_real_gap=0.5, decline_patience=6)
@@ -34,7 +34,7 @@ class Run:
             for share, mean in shares.items()
         ]
         metric = None if in_loop is None else Metric(sum=None if math.isnan(in_loop) else in_loop * 30, count=30)
-        evidence = Evidence(self.round, scored, [metric] if metric else [])
+        evidence = RoundReports(self.round, scored, [metric] if metric else [])
         result = fold(self.state, self.settings, heldout(self.total_items), evidence)
         self.state = json.loads(json.dumps(result.state))
         return result.verdict
@@ -57,9 +57,9 @@ def test_the_closing_round_is_judged_with_the_last_training_metric():
     run = Run()
     run.next({0: 1.0, 1: 1.0}, in_loop=0.7, items=20)
     scores = [Score(share=share, sum=20.0, count=20) for share in (0, 1)]
-    verdict = fold(run.state, SETTINGS, heldout(40), Evidence(2, scores, closing=True)).verdict
+    verdict = fold(run.state, SETTINGS, heldout(40), RoundReports(2, scores, closing=True)).verdict
     assert verdict.folded and verdict.in_loop == pytest.approx(0.7)
-    assert not fold(run.state, SETTINGS, heldout(40), Evidence(2, scores)).verdict.folded
+    assert not fold(run.state, SETTINGS, heldout(40), RoundReports(2, scores)).verdict.folded
 
 
 def test_a_missing_hard_share_does_not_look_like_a_change():
@@ -129,7 +129,7 @@ def test_a_collapse_fires_and_stays():
 
 def test_one_share_scored_twice_is_refused():
     with pytest.raises(ValueError, match="one share twice"):
-        fold(None, SETTINGS, heldout(2), Evidence(1, [Score(share=0, sum=1.0, count=1)] * 2))
+        fold(None, SETTINGS, heldout(2), RoundReports(1, [Score(share=0, sum=1.0, count=1)] * 2))
 
 
 @given(st.lists(st.dictionaries(st.integers(0, 4), st.floats(-5, 5), max_size=5), min_size=1, max_size=20))

@@ -11,9 +11,9 @@ from protocol_fleet import Fleet, play, report
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard import Evidence, SequentialGuard, Verdict, VerdictKind, fold
-from diloco_orchestrator.guard.fold import Evidence as RoundEvidence
+from diloco_orchestrator.guard.fold import RoundReports
 from diloco_orchestrator.guard.new_low import BETWEEN, SINCE, Low, NewLow
-from diloco_orchestrator.guard.vault import VaultChange, asked_base
+from diloco_orchestrator.guard.vault import VaultChange
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
 
@@ -169,7 +169,7 @@ def test_a_quarter_of_the_shares_that_lies_makes_no_new_low(since, lie):
         if round_ >= since:
             means[:2] = [0.5 + lie + rng.gauss(0, 0.001)] * 2
         scores = [Score(share=i, sum=60 * mean, count=60) for i, mean in enumerate(means)]
-        result = fold(state, GuardConfig(), eight, RoundEvidence(round_, scores, [Metric(sum=0.5, count=1)]))
+        result = fold(state, GuardConfig(), eight, RoundReports(round_, scores, [Metric(sum=0.5, count=1)]))
         state = result.state
         assert {s.name: s.share for s in result.verdict.statistics}["new low"] < 0.5
 
@@ -227,7 +227,7 @@ def test_the_state_stays_small_and_a_dismissed_alarm_starts_anew():
 
     guard, state, asked = SequentialGuard(vault_sigmas=2.0), None, 0
     for round_, (heldout, in_loop) in enumerate(zip(*hacked(28), strict=True), start=1):
-        waits = asked_base(state) is not None
+        waits = SequentialGuard.vault_base(state) is not None
         asked += waits
         vault = VaultChange(0.001, 0.01) if waits else None
         state, verdict = guard.fold(state, Evidence(round=round_, heldout=heldout, in_loop=in_loop, vault=vault))

@@ -7,10 +7,11 @@ import random
 import pytest
 from protocol_fleet import Fleet, play, report
 
+from diloco_orchestrator import plan_launch
 from diloco_orchestrator.config import GUARD_RULES, GuardConfig, make_config
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.guard import VerdictKind, check_set_size, fold, items_needed
-from diloco_orchestrator.guard.fold import RULES, Evidence
+from diloco_orchestrator.guard import RoundReports, SequentialGuard, VerdictKind, fold, items_needed
+from diloco_orchestrator.guard.registry import rule_of
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
@@ -45,11 +46,18 @@ def test_settings_of_two_rules_at_once_are_refused():
         config(threshold=9.0, ema_alpha=0.5)
 
 
-@pytest.mark.parametrize("name", ["sequental", "Sequential", "cusum", 7, None, ["heldout"], "of"])
+@pytest.mark.parametrize("name", ["sequental", "Sequential", "cusum", "of"])
 def test_an_unknown_rule_is_refused_with_those_that_are_known(name):
-    with pytest.raises(
-        ConfigError, match=r"unknown guard rule .*(did you mean '(sequential|heldout|off)'|known: heldout)"
-    ):
+    words = r"unknown guard rule .*(did you mean '(sequential|heldout|off)'|known: heldout)"
+    with pytest.raises(ConfigError, match=words):
+        plan_launch("m:f", store="bucket", guard={"rule": name})
+    with pytest.raises(ConfigError, match=words):
+        rule_of(name)
+
+
+@pytest.mark.parametrize("name", [7, None, ["heldout"]])
+def test_a_rule_that_is_no_name_is_refused(name):
+    with pytest.raises(ConfigError, match=r"setting 'guard\.rule' = "):
         config(rule=name)
 
 
@@ -79,7 +87,7 @@ def test_a_run_is_folded_stopped_shown_and_verified_by_the_sequential_rule():
             break
     assert all(p.open.stopped for p in participants)
     last = fleet.commits()[-1]
-    assert last.guard is not None and last.guard["rule"] == "sequential-v1" and last.guard["guard"]["rule"] in RULES
+    assert last.guard is not None and last.guard["rule"] == "sequential-v1"
     assert (last.stop, last.applied, last.fired) == ("halted", False, True)
     assert last.verdict is not None and last.verdict.kind is VerdictKind.HALT
     assert last.verdict.rollback_to is not None and 24 <= last.verdict.rollback_to <= 31
@@ -94,7 +102,7 @@ def test_rounds_without_enough_scores_pause_the_run():
     for round_ in range(1, 40):
         blind = round_ > 30
         scores = [Score(share=i, sum=10.0 + round_ % 3, count=10) for i in range(1 if blind else 4)]
-        result = fold(state, settings, heldout, Evidence(round_, scores, [Metric(sum=5.0, count=5)]))
+        result = fold(state, settings, heldout, RoundReports(round_, scores, [Metric(sum=5.0, count=5)]))
         state = json.loads(json.dumps(result.state))
         if result.verdict.fire:
             break
@@ -121,9 +129,11 @@ def test_less_time_and_more_correlated_noise_take_more_items():
 
 def test_a_set_too_small_for_the_sensitivity_is_refused_with_the_number_it_takes():
     needed = items_needed(0.02, item_sd=0.5, rounds=15)
-    check_set_size(needed, 0.02, item_sd=0.5, rounds=15)
+    asked = config(notice_drop=0.02, item_sd=0.5)
+    SequentialGuard.check_set(asked, needed)
+    SequentialGuard.check_set(config(), 1)
     with pytest.raises(ConfigError, match=rf"{needed - 1} items is too small .* takes {needed} items"):
-        check_set_size(needed - 1, 0.02, item_sd=0.5, rounds=15)
+        SequentialGuard.check_set(asked, needed - 1)
 
 
 @pytest.mark.parametrize("bad", [{"drop": 0}, {"item_sd": -1}, {"rounds": 0}, {"autocorrelation": 1.0}])

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 from protocol_fleet import Fleet, play
 
-from diloco_orchestrator.cli.read_commands import verify
+from diloco_orchestrator.cli.derive_commands import verify
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.inspection.verify.findings import Verification
 from diloco_orchestrator.inspection.verify.inventory import NamedByTheLog, shortened, take_stock

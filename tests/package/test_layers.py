@@ -162,7 +162,7 @@ def test_supervising_a_run_and_reading_its_records_imports_no_torch():
         "inspection.audit",
         "supervision.coordinator",
     )
-    commands = [f"cli.{name}_commands" for name in ("run", "read", "care")]
+    commands = [f"cli.{name}_commands" for name in ("run", "read", "before", "derive")]
     code = f"import sys, {', '.join(f'diloco_orchestrator.{name}' for name in (*rooms, *commands))}; "
     code += "print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

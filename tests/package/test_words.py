@@ -159,7 +159,7 @@ def sample_keys() -> tuple[str, ...]:
             keys.state_piece(1, 1, 1, 1),
             keys.payload(1, 1, 1, 1),
             keys.payload(1, 1, 1, 1, take=2),
-            keys.want(1, 1, 1, 1, take=2),
+            keys.want(1, 1, 1, 1, 2),
             keys.contribution(1, 1),
             keys.commit(1),
         ),
@@ -213,7 +213,7 @@ def complaint(span: str) -> str:
     if span.startswith("diloco "):
         from diloco_orchestrator.cli.main import diloco
 
-        return "" if span.split()[1] in diloco.commands else "no such command"
+        return "" if span.split()[1] in diloco.list_commands(None) else "no such command"
     if span.startswith("make "):
         targets = (ROOT / "Makefile").read_text() + (ROOT / "benchmarks/benchmarks.mk").read_text()
         return "" if f"\n{span.split()[1]}:" in targets else "no such target"

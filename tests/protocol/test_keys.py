@@ -12,8 +12,8 @@ def test_the_layout_is_the_documented_one():
     assert keys.RUN == "run.json" and keys.START == "start.json"
     assert keys.begin(2) == "legs/2/begin.json"
     assert keys.halt(2) == "legs/2/halt.json"
-    assert keys.out(2, 3) == "legs/2/out/3.json" and keys.parse_out("legs/2/out/3.json") == (2, 3)
-    assert keys.parse_out("legs/2/out/03.json") is None
+    assert keys.out(2, 3) == "legs/2/out/3.json" and keys.out.parse("legs/2/out/3.json") == (2, 3)
+    assert keys.out.parse("legs/2/out/03.json") is None
     assert keys.result(2) == "legs/2/result.json"
     assert keys.claim(3, 12, "0123456789abcdef") == "replicas/3/attempts/12/claim.0123456789abcdef.json"
     assert keys.claim(3, 12, "") == "replicas/3/attempts/12/claim.json"  # of earlier versions
@@ -29,7 +29,7 @@ def test_the_layout_is_the_documented_one():
 
 @given(NUMBERS, NUMBERS)
 def test_keys_parse_back(round_: int, replica_id: int):
-    assert keys.parse_contribution(keys.contribution(round_, replica_id)) == (round_, replica_id)
+    assert keys.contribution.parse(keys.contribution(round_, replica_id)) == (round_, replica_id)
     for take in (keys.SHARED_TAKE, keys.own_take(None), keys.own_take(replica_id), "2"):
         record = keys.snapshot(round_, keys.SNAPSHOT_RECORD, take)
         assert keys.parse_snapshot_record(record) == keys.parse_snapshot_file(record) == (round_, take)
@@ -51,7 +51,7 @@ def test_key_order_is_round_order(one: int, other: int):
 
 @given(st.text())
 def test_foreign_keys_are_told_apart(text: str):
-    parsed = keys.parse_contribution(text), keys.parse_attempt(text), keys.parse_snapshot_record(text)
+    parsed = keys.contribution.parse(text), keys.parse_attempt(text), keys.parse_snapshot_record(text)
     assert parsed == (None, None, None)
 
 

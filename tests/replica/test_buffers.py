@@ -250,4 +250,4 @@ def test_a_buffer_that_grows_is_restored():
 
 
 def test_retention_treats_buffers_as_the_state_of_their_round():
-    assert keys.parse_state(keys.buffers(3, 7, 2)) == keys.parse_state(keys.state(3, 7, 2)) == 7
+    assert keys.parse_state(keys.buffers(3, 7, 2)) == keys.parse_state(keys.state(3, 7, 2)) == (3, 7, 2)

@@ -29,7 +29,7 @@ def test_a_first_join_knows_how_long_rounds_take_without_reading_a_manifest():
     participant = run.fleet.join(IDLE)
     deadline = participant._timing.deadline()
     assert deadline is not None and deadline.median_s == 1.0
-    read = {parsed for key in run.store.gets if (parsed := keys.parse_contribution(key)) is not None}
+    read = {parsed for key in run.store.gets if (parsed := keys.contribution.parse(key)) is not None}
     own = {(round_, IDLE) for round_ in range(1, 27)}  # which are not there
     # Those after the newest snapshot, which the claims of round 21 confirm.
     assert {round_ for round_, _ in read - own} == {*range(21, 26)}

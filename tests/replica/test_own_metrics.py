@@ -16,7 +16,7 @@ from diloco_orchestrator.cli.report_page import page
 from diloco_orchestrator.clock import NoBackground, SystemClock
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.guard.extra_limits import fold_extra
+from diloco_orchestrator.guard.fold import fold_extra
 from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.inspection.report import Report
 from diloco_orchestrator.inspection.status import RunReader

@@ -108,7 +108,7 @@ def test_a_small_state_is_one_object_and_a_large_one_an_index_and_pieces():
     whole = objects(small)[keys.state(0, 1, 1)]
     assert len(sizes) == 1 + -(-whole // LIMIT)
     assert {key: size for key, size in sizes.items() if size > LIMIT}.keys() <= {keys.state(0, 1, 1)}, "the tiny limit"
-    assert {keys.parse_state(key) for key in sizes} == {1}, "so that retention finds them"
+    assert {keys.parse_round(key) for key in sizes} == {1}, "so that retention finds them"
     large.engine.reads.clear()
     assert same(unpack(participant.history.read_state(manifest), "here"), TREE)
     assert set(large.engine.reads.values()) == {1} and set(large.engine.reads) == set(sizes)

@@ -75,7 +75,7 @@ def test_a_payload_that_its_follower_cannot_read_is_put_again_by_its_author(harm
     clock.do = observes(two)
     one.close()
     assert one._claims.hash() == two._claims.hash() and one.open.round == 2
-    key = keys.want(1, 1, 1, 0, take=2)
+    key = keys.want(1, 1, 1, 0, 2)
     want = Want.from_bytes(fleet.store.get(key), key)
     assert want.by == "replica 0, attempt 1" and "rounds/00000001/payload/1/1/0.bin" in want.reason
     done = verify_run(fleet.store)

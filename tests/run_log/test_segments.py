@@ -65,17 +65,17 @@ def test_a_segment_holds_the_exact_lines_of_its_commits_and_of_the_manifests_the
 def test_status_reads_each_segment_once_and_the_newest_commits_singly(run: LongRun):
     status = RunReader(run.store).status()
     assert [row.round for row in status.rounds] == list(range(1, 216)) and status.round == 215
-    singles = [key for key in run.store.gets if keys.is_commit(key)]
+    singles = [key for key in run.store.gets if keys.commit.parse(key)]
     segments = [key for key in run.store.gets if key.startswith(keys.LOG)]
     assert len(segments) == len(set(segments)) == 3
     assert set(singles) == {keys.commit(r) for r in range(211, 217)}  # 216: not there yet
-    assert not any(keys.parse_contribution(key) for key in run.store.gets)
+    assert not any(keys.contribution.parse(key) for key in run.store.gets)
 
 
 def test_a_run_of_nine_rounds_costs_no_request_for_segments():
     run = LongRun(9)
     RunReader(run.store).status()
-    commits = [key for key in run.store.gets if keys.is_commit(key)]
+    commits = [key for key in run.store.gets if keys.commit.parse(key)]
     assert not any(key.startswith(keys.LOG) for key in run.store.gets)
     assert sorted(set(commits)) == [keys.commit(r) for r in range(1, 11)]
     assert run.store.lists == 4  # legs, snapshots, attempts, which start the replicas follow
@@ -176,7 +176,7 @@ def test_verify_streams_segments_and_agrees(run: LongRun):
     done = verify_run(run.store)
     assert done.agrees, done.disagreement
     assert done.checked["rounds"] == 215 and done.checked["manifests"] == 430
-    singles = [key for key in run.store.gets if keys.is_commit(key) or keys.parse_contribution(key)]
+    singles = [key for key in run.store.gets if keys.commit.parse(key) or keys.contribution.parse(key)]
     # Five commits of the tail and the one that is not there; its manifests; and for what the log claims of the bases
     # 190, 200 and 210 the commit of the round and the one before, and of the former two, whose payloads are gone, the
     # next commit with two manifests.

@@ -184,7 +184,7 @@ def _check_nothing_after_the_stop(simulation: "Simulation", commits: Sequence[Co
     for stop in [commit for commit in commits if commit.stop != "none"]:
         begun = simulation.bucket.written_at.get(keys.begin(stop.leg + 1), float("inf"))
         for info in simulation.bucket.list(keys.contributions(stop.round + 1)):
-            by_plan = keys.parse_contribution(info.key) in simulation.plan.forged
+            by_plan = keys.contribution.parse(info.key) in simulation.plan.forged
             if simulation.bucket.written_at[info.key] < begun and not by_plan:
                 raise InvariantBroken(f"I7: {info.key} was published after the stop in round {stop.round}")
 

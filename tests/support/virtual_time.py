@@ -4,11 +4,12 @@ The same program gives the same order of events, whatever the machine does meanw
 """
 
 import heapq
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T")
 
@@ -31,7 +32,9 @@ class Process:
     name: str
     call: Callable[["VirtualClock"], None]
     owner: "Process | None" = None
-    turn: threading.Lock = field(default_factory=_locked)
+    thread_name: str = ""
+    pauses: bool = True  # whether `call` may sleep or join; else it needs no thread of its own
+    worker: "_Worker | None" = None  # None before its start
     killed: bool = False
     stopped_until: float = 0.0
     ended: bool = False
@@ -48,6 +51,37 @@ class Process:
         return self.root.killed or (self.owner is not None and self.owner.ended)
 
 
+class _Worker:
+    """A real thread that runs one virtual thread after the other: starting one takes longer than most of them do."""
+
+    idle: ClassVar[list["_Worker"]] = []
+
+    def __init__(self) -> None:
+        self.turn = _locked()
+        self.work: tuple[VirtualTime, Process] | None = None
+        threading.Thread(target=self._loop, daemon=True).start()
+
+    @classmethod
+    def resume(cls, world: "VirtualTime", process: Process) -> None:
+        """Let a process run: in an idle worker if it has not begun."""
+        if process.worker is None:
+            process.worker = cls.idle.pop() if cls.idle else cls()
+            process.worker.work = (world, process)
+        process.worker.turn.release()
+
+    def _loop(self) -> None:
+        while True:
+            self.turn.acquire()
+            assert self.work is not None
+            world, process = self.work
+            self.work = None
+            threading.current_thread().name = process.thread_name
+            world.body(process)
+            self.idle.append(self)
+            world.hand_over(process)
+            del world, process  # else an idle worker keeps a whole run
+
+
 class VirtualTime:
     """Runs processes until all have ended."""
 
@@ -58,6 +92,7 @@ class VirtualTime:
         self._count = 0
         self._idle = _locked()
         self._failed: BaseException | None = None
+        self._limit_s = math.inf
 
     def spawn(
         self,
@@ -67,15 +102,13 @@ class VirtualTime:
         owner: Process | None = None,
     ) -> Process:
         """Start a process at a time, by default now. `call` gets its clock. Threads are named as their starter."""
-        process = Process(name, call, owner)
-        thread_name = threading.current_thread().name if owner else None
-        threading.Thread(target=self._body, args=(process,), daemon=True, name=thread_name).start()
+        process = Process(name, call, owner, threading.current_thread().name if owner else name)
         self._wake(process, self.now if at is None else at)
         return process
 
     def at(self, time: float, call: Callable[[], None]) -> None:
-        """Call something at a time, such as a kill."""
-        self.spawn("event", lambda _: call(), at=time)
+        """Call something at a time, such as a kill. It must not sleep."""
+        self._wake(Process("event", lambda _: call(), pauses=False), time)
 
     def kill(self, process: Process) -> None:
         """As kill -9: it ends at the line where it sleeps."""
@@ -91,26 +124,35 @@ class VirtualTime:
 
     def run(self, limit_s: float = 1e6) -> None:
         """Until all processes have ended; the first error of one of them is raised."""
-        while self._queue:
-            time, _, process = heapq.heappop(self._queue)
-            if process.root.stopped_until > time and not process.root.killed:
-                self._wake(process, process.root.stopped_until)
-                continue
-            if time >= limit_s:
-                self.fail(AssertionError(f"{process.name} still runs after {limit_s:g} s of virtual time"))
-            if self._failed is not None:
-                process.root.killed = process.killed = True
-            self.now = max(self.now, min(time, limit_s))
-            self.current = process
-            process.turn.release()
+        self._limit_s = limit_s
+        first = self._next()
+        if first is not None:
+            _Worker.resume(self, first)
             self._idle.acquire()
-            if process.ended and process.error is not None:
-                self.fail(process.error)
         if self._failed is not None:
             raise self._failed
 
-    def _body(self, process: Process) -> None:
-        process.turn.acquire()
+    def _next(self) -> Process | None:
+        """The process whose turn it is, None once all have ended."""
+        while self._queue:
+            time, _, process = heapq.heappop(self._queue)
+            root = process.root
+            if root.stopped_until > time and not root.killed:
+                self._wake(process, root.stopped_until)
+                continue
+            if time >= self._limit_s:
+                self.fail(AssertionError(f"{process.name} still runs after {self._limit_s:g} s of virtual time"))
+            if self._failed is not None:
+                root.killed = process.killed = True
+            self.now = max(self.now, min(time, self._limit_s))
+            self.current = process
+            if process.worker is not None or (process.pauses and not process.dead):
+                return process
+            self.body(process)
+        return None
+
+    def body(self, process: Process) -> None:
+        """Run a process from its start to its end, unless it was killed before that."""
         try:
             if not process.dead:
                 process.call(VirtualClock(self, process))
@@ -118,10 +160,10 @@ class VirtualTime:
             pass
         except BaseException as error:
             process.error = error
+            self.fail(error)
         process.ended = True
         for waiting in process.waiting:
             self._wake(waiting, self.now)
-        self._idle.release()
 
     def _wake(self, process: Process, time: float) -> None:
         self._count += 1
@@ -142,10 +184,20 @@ class VirtualTime:
             self._pause(self.current)
 
     def _pause(self, process: Process) -> None:
-        self._idle.release()
-        process.turn.acquire()
+        assert process.worker is not None
+        if not self.hand_over(process):
+            process.worker.turn.acquire()
         if process.dead:
             raise Killed(process.name)
+
+    def hand_over(self, process: Process) -> bool:
+        """Let the next process run; True if that is the one that asks."""
+        following = self._next()
+        if following is None:
+            self._idle.release()
+        elif following is not process:
+            _Worker.resume(self, following)
+        return following is process
 
 
 class VirtualClock:

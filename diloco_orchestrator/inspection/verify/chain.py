@@ -301,7 +301,7 @@ class _Verifier:
 
     def _check_nothing_after(self, round_: int) -> None:
         for info in self._store.list(keys.ROUNDS, start_after=keys.commit(round_)):
-            if keys.is_commit(info.key):
+            if keys.commit.parse(info.key):
                 raise Differs(keys.commit(round_), f"is missing, though {info.key} is there")
 
     def _halt(self, commit: Commit) -> str:

@@ -4,7 +4,6 @@ That is no fault by itself, since a killed machine leaves none, and nothing pins
 together with its log is seen here only.
 """
 
-import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -19,7 +18,6 @@ from diloco_orchestrator.store.base import Store
 
 R = TypeVar("R", bound=Record)
 
-_JOINED = re.compile(r"dl-.+-r([0-9]{1,9})-a([0-9]{1,9})")  # `attempt_name` of executors
 _LONGEST = 300  # characters of a record that are repeated
 
 
@@ -36,8 +34,8 @@ class AttemptFolders:
         if (attempt := keys.parse_attempt(key)) is not None:
             self.records.setdefault((attempt.replica_id, attempt.attempt), set()).add(attempt.name)
         elif (joined := keys.parse_join_record(key)) is not None:
-            if joined.record == keys.JOIN_END and (found := _JOINED.fullmatch(joined.name)) is not None:
-                self.join_ends[int(found[1]), int(found[2])] = key
+            if joined.record == keys.JOIN_END and joined.who is not None:
+                self.join_ends[joined.who] = key
         elif (leg := keys.parse_leg(key)) is not None:
             self.legs.setdefault(leg[0], set()).add(leg[1])
 

@@ -4,7 +4,6 @@ An object is pinned if the chain names its digest, or if its content was derived
 may write to the bucket can change or remove the others unseen.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -58,7 +57,6 @@ _WHY_NOT: Mapping[str, str] = {
     "snapshot records": "when and by whom a snapshot was written; its files and base are checked",
     "unfinished snapshots": "files without a snapshot.json, which nobody loads",
 }
-_LEG = re.compile(r"legs/([1-9][0-9]{0,8})/(begin|halt|result)\.json")
 _ATTEMPT_KINDS = {
     "intent.json": "intents",
     "handle.json": "handles",
@@ -83,7 +81,6 @@ _JOIN_RECORDS: Mapping[str, type[Record]] = {
     keys.JOIN_CANCEL: JoinCancel,
     keys.JOIN_END: JoinEnd,
 }
-_STATE = re.compile(r"replicas/([0-9]{1,9})/state/([0-9]{8})/([0-9]{1,9})(?:\.|/)")
 
 
 @dataclass
@@ -169,31 +166,32 @@ def shortened(found: Iterable[str]) -> list[str]:
 
 def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tuple[str | None, bool]:
     """The kind of an object, and whether the chain pins it; None for one that no writer of ours makes."""
-    if key in (keys.RUN, keys.START) or keys.is_commit(key):
+    if key in (keys.RUN, keys.START) or keys.commit.parse(key):
         return "run, start and commits", True
     if keys.is_start(key):
         return "other starts", False
-    if keys.parse_began(key) is not None or keys.parse_follows(key) is not None:
+    if keys.began.parse(key) or keys.follows.parse(key):
         return "what replicas began with", False
     if key in (keys.KL_RECORD, keys.KL_REFERENCE):
         return "drift reference", True
-    if (leg := _LEG.fullmatch(key)) is not None:
-        if int(leg[1]) > named.legs:
+    if (leg := keys.begin.parse(key) or keys.halt.parse(key) or keys.result.parse(key)) is not None:
+        if not 1 <= leg[0] <= named.legs:
             return None, False
-        return ("halt requests", False) if leg[2] == "halt" else ("legs and results", True)
-    if keys.parse_out(key) is not None:
+        return ("halt requests", False) if keys.halt.parse(key) else ("legs and results", True)
+    if keys.out.parse(key) is not None:
         return "replicas that are out", False
     if (attempt := keys.parse_attempt(key)) is not None:
         kind = _ATTEMPT_KINDS.get(attempt.name)
         return kind, kind == "claims" and (attempt.replica_id, attempt.attempt) in claimed
-    if (manifest := keys.parse_contribution(key)) is not None:
+    if (manifest := keys.contribution.parse(key)) is not None:
         return ("manifests", True) if manifest in named.manifests else ("late manifests", False)
     if (payload := keys.parse_payload(key)) is not None:
         if payload.take > 1:
             return "payloads put again", False
         return "payloads and states", named.attempts.get((payload.round, payload.replica_id)) == payload.attempt
-    if keys.parse_state(key) is not None and (state := _STATE.match(key)) is not None:
-        return "payloads and states", named.attempts.get((int(state[2]), int(state[1]))) == int(state[3])
+    if (state := keys.parse_state(key)) is not None:
+        replica_id, round_, attempt_ = state
+        return "payloads and states", named.attempts.get((round_, replica_id)) == attempt_
     if keys.parse_want(key) is not None:
         return "wants", False
     if keys.is_replay(key):
@@ -215,8 +213,8 @@ def _unpinned_record(key: str) -> type[Record] | None:
         return _ATTEMPT_RECORDS.get(attempt.name)
     if (joined := keys.parse_join_record(key)) is not None:
         return _JOIN_RECORDS.get(joined.record)
-    leg = _LEG.fullmatch(key)
-    return Halt if leg is not None and leg[2] == "halt" else None
+    leg = keys.halt.parse(key)
+    return Halt if leg is not None and leg[0] else None
 
 
 def _why_unreadable(store: Store, key: str, kind: type[Record]) -> str:

@@ -1,71 +1,25 @@
-"""Commands beside a run: `demo` trains a model; `doctor` and `check` check what a run needs; `gc`, `audit`, `lock`."""
+"""Commands before a run: doctor checks machines and stores, check a training function, lock lists packages."""
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
 from diloco_orchestrator.cli.shared import (
-    EXIT_DISAGREES,
     EXIT_FAILED,
     ExecutorCommand,
+    echo,
+    importable,
     json_option,
-    reader_of,
+    pairs,
     say,
     secret_option,
     texts,
-    url_argument,
 )
-from diloco_orchestrator.cli.shown import echo
 
 _PIPED_WIDTH = 240  # characters of a table that goes to a file
-
-
-@click.command()
-@click.option("--text", metavar="FOLDER", help="Train on the text files below it.  [default: Python's own source]")
-@click.option("--store", metavar="URL", help="The run's folder, or s3://bucket/x.  [default: runs/demo-<time>]")
-@click.option("--replicas", type=click.IntRange(min=1), default=4, show_default=True, help="Processes that train.")
-@click.option("--rounds", type=click.IntRange(min=1), help="Outer steps.  [default: about two minutes on 2 cores]")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights and data order.")
-@click.option(
-    "--quorum", metavar="N|all", help='Contributions a round needs; "all" waits for everybody.  [default: half]'
-)
-@click.option("--kill-one", is_flag=True, help="Kill -9 a replica in mid-run to show the recovery.")
-@click.option("--hack", is_flag=True, help="Let the held-out score collapse to show the kill-switch.")
-@json_option
-def demo(as_json: bool, **options: Any) -> int:
-    """Train a small language model with 4 local replicas over a folder: the whole product in two minutes."""
-    from diloco_orchestrator.cli.demo_command import show
-
-    return show(as_json=as_json, **options)
-
-
-@click.command()
-@url_argument
-@click.option("--keep-snapshots", type=click.IntRange(min=2), help="Newest ones to keep.  [default: the run's setting]")
-@click.option("--payloads", type=click.Choice(["all", "needed"]), help="Which to keep.  [default: the run's setting]")
-@click.option("--dry-run", is_flag=True, help="Only tell what would go.")
-@json_option
-def gc(url: str, keep_snapshots: int | None, payloads: str | None, dry_run: bool, as_json: bool) -> None:
-    """Remove what the run in URL does not need any more: old payloads, states and snapshots, never the log."""
-    from diloco_orchestrator.clock import SystemClock, random_token
-    from diloco_orchestrator.protocol.record_format import Stamp
-    from diloco_orchestrator.supervision.retention import delete, note_wider, plan
-
-    reader = reader_of(url)
-    given = {"snapshots": keep_snapshots, "payloads": payloads}
-    retention = reader.run.config.retention.model_copy(update={k: v for k, v in given.items() if v is not None})
-    made = plan(reader.log, retention)
-    if not dry_run:
-        note_wider(reader.log, retention, "diloco gc", Stamp(random_token(), SystemClock().wall_time))
-        delete(reader.store, made)
-    verb = "would remove" if dry_run else "removed"
-    told = {"removed": not dry_run, "objects": len(made.objects), "bytes": made.size, "snapshots": made.kept_snapshots}
-    kept = ", ".join(f"{round_} ({why})" for round_, why in made.kept_snapshots.items())
-    say(as_json, told, f"{verb} {len(made.objects)} objects, {made.size / 1e6:.1f} MB; snapshots kept: {kept}")
 
 
 @click.command(cls=ExecutorCommand)
@@ -82,9 +36,8 @@ def doctor(url: str | None, as_json: bool, env: tuple[str, ...], **given: Any) -
     """
     from itertools import chain
 
-    from diloco_orchestrator.cli.console import Console
     from diloco_orchestrator.cli.executor_options import secrets_of, take_fleet
-    from diloco_orchestrator.cli.findings_table import findings_table
+    from diloco_orchestrator.cli.terminal import Console, findings_table
     from diloco_orchestrator.clock import SystemClock
     from diloco_orchestrator.executors.contract import give_store
     from diloco_orchestrator.inspection.doctor import examine, examine_executor
@@ -131,50 +84,11 @@ def check(target: str, as_json: bool, args: tuple[str, ...], **settings: Any) ->
 
     Also PKG.MOD:FUNCTION, looked up from the current folder too. Give it arguments that make a small model.
     """
-    from diloco_orchestrator.cli.shared import importable, pairs
     from diloco_orchestrator.replica.testing import check_replica
 
     report = check_replica(importable(target), args=pairs("--arg", args), **settings)
     echo(json.dumps(report.to_json()) if as_json else str(report))
     return 0 if report.sound else EXIT_FAILED
-
-
-@click.command()
-@url_argument
-@click.option("--draw", type=click.IntRange(min=1), default=5, show_default=True, help="Segments to train again.")
-@click.option("--seed", type=click.IntRange(min=0), help="Of the draw; choose it now.  [default: random, printed]")
-@click.option("--limit-s", type=click.FloatRange(min=1), help="s after which one is ended.  [default: by its record]")
-@click.option(
-    "--trust-bucket", is_flag=True,
-    help="Run the training function that the bucket names although you did not launch the run here.",
-)  # fmt: skip
-@json_option
-def audit(url: str, draw: int, seed: int | None, limit_s: float | None, trust_bucket: bool, as_json: bool) -> int:
-    """Train rounds of replicas again that nobody could foresee, and compare their payloads. Exit 4: one differs.
-
-    For runs with replica_state="round". Runs the run's own code here, as far as you launched it or trust the bucket.
-    """
-    from diloco_orchestrator.cli.audit_table import AuditTable
-    from diloco_orchestrator.inspection.audit import audit as audited
-
-    sys.path.insert(0, str(Path.cwd()))
-    table = AuditTable(silent=as_json)
-    done = audited(
-        url,
-        draw,
-        seed,
-        trust_bucket=trust_bucket,
-        limit_s=limit_s,
-        on_draw=table.begin,
-        on_segment=table.row,
-    )
-    if as_json:
-        echo(json.dumps(done.to_json()))
-    else:
-        echo(done.words())
-    if not done.agrees:
-        return EXIT_DISAGREES
-    return 0 if done.audited else EXIT_FAILED
 
 
 @click.command()
@@ -222,6 +136,3 @@ def lock(
     told = {"file": str(target), "packages": len(found.packages), "images": dict(found.images)}
     with_images = "".join(f"; image {name} is {digest}" for name, digest in sorted(found.images.items()))
     say(as_json, told, f"wrote {target}: {len(found.packages)} packages with hashes{with_images}")
-
-
-COMMANDS = (demo, gc, doctor, check, audit, lock)

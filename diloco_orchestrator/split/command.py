@@ -6,8 +6,6 @@ from typing import Any
 
 import click
 
-from diloco_orchestrator.cli.shared import json_option
-
 
 class _Similarity(click.ParamType[float | None]):
     """A number above 0 and at most 1, or "off"."""
@@ -42,7 +40,7 @@ class _Similarity(click.ParamType[float | None]):
     "--near-duplicates", metavar="0..1|off", type=_Similarity(), default="0.5", show_default=True,
     help="Texts this similar to a held-out one are left out.",
 )  # fmt: skip
-@json_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end, on stdout.")
 def split(files: tuple[Path, ...], out: Path, as_json: bool, **given: Any) -> None:
     """Split FILES into training and held-out items, and write a manifest that replicas check training data by.
 

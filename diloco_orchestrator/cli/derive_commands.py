@@ -1,0 +1,227 @@
+"""Commands that compute a run again from its bucket: verify, audit, whatif."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from diloco_orchestrator.cli.shared import (
+    EXIT_DISAGREES,
+    EXIT_FAILED,
+    build_option,
+    echo,
+    items_option,
+    json_option,
+    named_object,
+    reader_of,
+    score_option,
+    store_of,
+    url_argument,
+)
+
+if TYPE_CHECKING:
+    from diloco_orchestrator.inspection.audit.findings import Audit, SegmentFinding
+
+
+@click.command()
+@url_argument
+@click.option("--load", is_flag=True, help="Load every snapshot with transformers or PEFT, too.")
+@click.option("--build", metavar="PKG.MOD:FN", help="Makes the model, for --load of one that neither knows.")
+@click.option("--score", metavar="PKG.MOD:FN", help="Your heldout(model, items): score what was loaded, and compare.")
+@items_option
+@click.option(
+    "--tolerance", type=float, default=1e-4, show_default=True, help="By which a score may differ; more for bf16."
+)
+@click.option("--expect", metavar="HEAD", help="The log must reach it.  [default: the newest that you saw here]")
+@json_option
+def verify(
+    url: str,
+    load: bool,
+    build: str | None,
+    score: str | None,
+    items: str | None,
+    tolerance: float,
+    expect: str | None,
+    as_json: bool,
+) -> int:
+    """Derive the run in URL again from its bucket: log, guard, averages, outer steps, snapshots. Exit 4: it differs."""
+    store = store_of(url)  # before what is slow to import
+    from diloco_orchestrator.inspection.verify import check_loading, verify_run
+    from diloco_orchestrator.inspection.verify.inventory import shortened
+    from diloco_orchestrator.protocol.head import Head
+    from diloco_orchestrator.run_log.launched_here import head_seen_here
+
+    named = {name: named_object(name, text) for name, text in (("build", build), ("score", score), ("items", items))}
+    expect = expect or head_seen_here(store.url)
+    done = verify_run(store, expect=Head.parse(expect) if expect else None)
+    if (load or build or score) and done.agrees:
+        check_loading(store, done, **named, tolerance=tolerance)
+    if as_json:
+        echo(json.dumps(done.to_json()))
+    else:
+        echo(f"checked:     {_counts(done.checked)}")
+        for words in done.unchecked:
+            echo(f"not checked: {words}")
+        for words in done.notes:
+            echo(f"note:        {words}")
+        if done.agrees:
+            echo(f"pinned:      {_counts(done.pinned)}")
+            echo(f"not pinned:  {_counts(done.unpinned)}  (by nothing in the log; --json says why)")
+        for words in shortened(done.missing):
+            echo(f"missing:     {words}")
+        for words in shortened(done.foreign):
+            echo(f"foreign:     {words}")
+        for words in shortened(done.unreadable):
+            echo(f"unreadable:  {words}")
+        for words in shortened(done.without_exit):
+            echo(f"no exit:     {words}")
+        found = done.disagreement
+        echo(f"models of:   {_spans(sorted(done.bases))}  (diloco pull --round)")
+        echo("everything agrees" if found is None else f"DISAGREES:   {found.key}: {found.words}")
+    return 0 if done.agrees else EXIT_DISAGREES
+
+
+def _counts(found: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in found.items()) or "nothing"
+
+
+def _spans(rounds: list[int]) -> str:
+    """[0, 1, 2, 5] as "rounds 0 to 2, 5"."""
+    spans: list[list[int]] = []
+    for round_ in rounds:
+        if spans and round_ == spans[-1][-1] + 1:
+            spans[-1].append(round_)
+        else:
+            spans.append([round_])
+    words = [str(span[0]) if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in spans]
+    return f"rounds {', '.join(words)}" if words else "no round"
+
+
+@click.command()
+@url_argument
+@click.option("--draw", type=click.IntRange(min=1), default=5, show_default=True, help="Segments to train again.")
+@click.option("--seed", type=click.IntRange(min=0), help="Of the draw; choose it now.  [default: random, printed]")
+@click.option("--limit-s", type=click.FloatRange(min=1), help="s after which one is ended.  [default: by its record]")
+@click.option(
+    "--trust-bucket", is_flag=True,
+    help="Run the training function that the bucket names although you did not launch the run here.",
+)  # fmt: skip
+@json_option
+def audit(url: str, draw: int, seed: int | None, limit_s: float | None, trust_bucket: bool, as_json: bool) -> int:
+    """Train rounds of replicas again that nobody could foresee, and compare their payloads. Exit 4: one differs.
+
+    For runs with replica_state="round". Runs the run's own code here, as far as you launched it or trust the bucket.
+    """
+    from diloco_orchestrator.inspection.audit import audit as audited
+
+    sys.path.insert(0, str(Path.cwd()))
+    table = _AuditTable(silent=as_json)
+    done = audited(
+        url,
+        draw,
+        seed,
+        trust_bucket=trust_bucket,
+        limit_s=limit_s,
+        on_draw=table.begin,
+        on_segment=table.row,
+    )
+    if as_json:
+        echo(json.dumps(done.to_json()))
+    else:
+        echo(done.words())
+    if not done.agrees:
+        return EXIT_DISAGREES
+    return 0 if done.audited else EXIT_FAILED
+
+
+_COLUMNS = (("round", 7), ("replica", 9), ("steps", 7), ("state of", 10), ("s", 8))
+_TITLE = "payload"
+
+
+class _AuditTable:
+    """Prints head and seed of the draw, then a line for each finding. `silent`: prints nothing."""
+
+    def __init__(self, *, silent: bool = False) -> None:
+        self._silent = silent
+
+    def begin(self, drawn: "Audit") -> None:
+        """Print what the draw is made from."""
+        if self._silent:
+            return
+        echo(f"log up to {drawn.head}, {drawn.segments} segments; the draw: --seed {drawn.seed}")
+        echo("".join(f"{name:<{width}}" for name, width in _COLUMNS) + _TITLE)
+
+    def row(self, found: "SegmentFinding") -> None:
+        """Print one finding."""
+        if not self._silent:
+            echo(_row_of(found))
+
+
+def _row_of(found: "SegmentFinding") -> str:
+    """The line of one finding."""
+    follows = f"round {found.follows}" if found.follows else "start"
+    cells = (found.segment.round, found.segment.replica_id, found.steps, follows, f"{found.seconds:.1f}")
+    line = "".join(f"{cell!s:<{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
+    bound = f" (bound {found.bound:.2g})" if found.bound is not None else ""
+    away = f", distance {found.distance:.2g}{bound}" if found.distance else ""
+    return f"{line}{found.outcome}{away}{f': {found.words}' if found.words else ''}"
+
+
+@click.command()
+@url_argument
+@click.option("--round", "round_", type=int, required=True, help="The round that is decided otherwise.")
+@click.option("--without", type=int, multiple=True, help="Leave out this replica's contribution. Repeatable.")
+@click.option("--outer-lr", type=float, help="Outer learning rate.")
+@click.option("--outer-momentum", type=float, help="Outer momentum; it can be switched neither on nor off.")
+@click.option("--outer-nesterov/--no-outer-nesterov", default=None, help="Nesterov's look-ahead, or plain momentum.")
+@click.option("--weights", help="Weights of contributions: uniform, or tokens.")
+@click.option(
+    "--aggregate", help="How contributions become one pseudo-gradient: mean, agreeing_mean, trimmed_mean or median."
+)
+@click.option("--clip", help="Of contributions with a large norm: median_norm, or off.")
+@click.option("--clip-factor", type=float, help="How many times the median norm is too large.")
+@click.option("--onward", is_flag=True, help="Decide so in every round from --round to --until, not in that one alone.")
+@click.option(
+    "--until", type=int, help="Compare the bases after this round.  [default: --round; with --onward the newest]"
+)
+@score_option
+@build_option
+@items_option
+@click.option("--save", type=click.Path(path_type=Path), help="Write the model under the other decision there.")
+@json_option
+def whatif(
+    url: str,
+    round_: int,
+    onward: bool,
+    until: int | None,
+    score: str | None,
+    build: str | None,
+    items: str | None,
+    save: Path | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Compute the base of URL if a round had been decided otherwise, and compare it with the base as it was.
+
+    The contributions are the stored ones. After that round itself the base is, bit by bit, that of a run which decided
+    so; after later rounds it is not, because its replicas would have trained from the other base.
+    """
+    run_log = reader_of(url).log  # before what is slow to import
+    from diloco_orchestrator.inspection.whatif import whatif_of
+
+    outer = {name: given.pop(f"outer_{name}") for name in ("lr", "momentum", "nesterov")}
+    found = whatif_of(
+        run_log,
+        round_,
+        {**given, "outer": {name: value for name, value in outer.items() if value is not None}},
+        onward=onward,
+        until=until,
+        score=named_object("score", score),
+        build=named_object("build", build),
+        items=named_object("items", items),
+        save=save,
+    )
+    echo(json.dumps(found.to_json()) if as_json else "\n".join(found.lines()))

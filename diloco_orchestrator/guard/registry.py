@@ -1,0 +1,87 @@
+"""Finds the guard's rules by their names: ours, and those of other packages by entry points.
+
+An installed rule has one name: that of its entry point, which is also its class's `name`. Ours are named in settings
+without their version.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from diloco_orchestrator.errors import ConfigError, RecordTooNew, unknown_name
+from diloco_orchestrator.guard.heldout import HeldOutRule
+from diloco_orchestrator.guard.rule import GuardRule, OffRule
+from diloco_orchestrator.guard.sequential import SequentialGuard
+
+ENTRY_POINTS = "diloco_orchestrator.guard_rules"
+_BY_SETTING: Mapping[str, type[GuardRule]] = {"sequential": SequentialGuard, "heldout": HeldOutRule, "off": OffRule}
+_BY_NAME: Mapping[str, type[GuardRule]] = {kind.name: kind for kind in _BY_SETTING.values()}
+# The rule of a state that names no rule: the first rule does not write its name, so that its commits keep their bytes.
+UNNAMED = HeldOutRule
+
+
+def rule_of(name: str) -> type[GuardRule]:
+    """The rule that `GuardConfig.rule` names. Raises `ConfigError` if no package, or no single one, provides it."""
+    try:
+        return _BY_SETTING.get(name) or _installed(name)
+    except LookupError:
+        raise ConfigError(unknown_name("guard rule", name, (*_BY_SETTING, *_installed_names()))) from None
+
+
+def rule_of_state(state: Mapping[str, Any] | None, setting: str, where: str) -> type[GuardRule]:
+    """The rule that judges the round after `state`: the one that it names; without a state, that of the setting.
+
+    `where`: the state, for errors. Raises `RecordTooNew` if the rule is not installed here.
+    """
+    name = setting if state is None else str(state.get("rule", UNNAMED.name))
+    try:
+        if state is None:
+            return rule_of(name)
+        return _BY_NAME.get(name) or _installed(name)
+    except (LookupError, ConfigError) as error:
+        unknown = unknown_name("guard rule", name, (*_BY_NAME, *_installed_names()))
+        words = unknown if isinstance(error, LookupError) else str(error)
+        raise RecordTooNew(
+            f"{where} needs a rule that is not installed here ({words}). Install the package that has it, or use the "
+            "version of diloco-orchestrator that run.json names as package_version, or a later one."
+        ) from None
+
+
+def _installed_names() -> list[str]:
+    """The names of the rules of other packages."""
+    return sorted({each.name for each in entry_points(group=ENTRY_POINTS)})
+
+
+@cache  # the search of installed packages takes long beside a fold
+def _installed(name: str) -> type[GuardRule]:
+    """The rule that another package registers under this name.
+
+    Raises `LookupError` if none does, `ConfigError` if two do, or for what is no `GuardRule` of that name.
+    """
+    found = list(entry_points(group=ENTRY_POINTS, name=name))
+    if not found:
+        raise LookupError(name)
+    if len(found) > 1:
+        raise ConfigError(
+            f"guard rule {name!r} is registered by {' and '.join(sorted(map(_package_of, found)))}, so that nobody can "
+            "tell which one judges. Uninstall all but one."
+        )
+    where = f"guard rule {name!r} of package {_package_of(found[0])} ({found[0].value})"
+    try:
+        kind = found[0].load()
+    except Exception as error:  # the other package's code runs here, and may raise anything
+        words = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{where} does not load: {words}. Repair that package, or name another rule.") from error
+    if not isinstance(kind, type) or not issubclass(kind, GuardRule):
+        raise ConfigError(f"{where} is no class derived from `GuardRule`. Repair that package, or name another rule.")
+    if getattr(kind, "name", None) != name:
+        raise ConfigError(
+            f"{where} calls itself {getattr(kind, 'name', None)!r}, and commits record that name. The package has to "
+            "register it under its own name."
+        )
+    return kind
+
+
+def _package_of(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else entry.value

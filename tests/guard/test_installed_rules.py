@@ -1,0 +1,151 @@
+"""Guard rules of other packages, found by their entry points: the docs' example in a whole run, and without it."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from protocol_fleet import Fleet, play, report
+
+from diloco_orchestrator import plan_launch
+from diloco_orchestrator.config import GuardConfig, make_config
+from diloco_orchestrator.errors import ConfigError, RecordTooNew
+from diloco_orchestrator.guard import RoundReports, fold
+from diloco_orchestrator.guard.registry import rule_of
+from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.inspection.verify import verify_run
+from diloco_orchestrator.protocol.records import HeldoutSet
+from diloco_orchestrator.store.open_store import open_store
+
+ROOT = Path(__file__).parents[2]
+HELDOUT = HeldoutSet(metric="loss", shares=(10,) * 4, digest="0" * 64)
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Installs a distribution with guard rules into a folder of its own, as pip would lay it out."""
+
+    def install(package: str, entry_points: str, **modules: str) -> None:
+        folder = tmp_path / f"site-{package}"
+        metadata = folder / f"{package.replace('-', '_')}-1.0.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text(f"[diloco_orchestrator.guard_rules]\n{entry_points}\n")
+        for module, text in modules.items():
+            (folder / f"{module}.py").write_text(text)
+        monkeypatch.syspath_prepend(str(folder))
+
+    return install
+
+
+@pytest.fixture
+def example(install: Install) -> None:
+    """The example of docs/write_a_guard_rule.md, installed."""
+    text = (ROOT / "docs" / "write_a_guard_rule.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+    entry = re.findall(r"^drop-v1 = .*$", text, re.MULTILINE)[0]
+    install("drop-rule", entry.replace('"', ""), drop_rule=code)
+
+
+def fallen_run(folder: Path) -> Fleet:
+    """A run that the example judges; its held-out score falls at the end."""
+    fleet = Fleet(replicas=2, rounds=20, store=open_store(str(folder)), guard={"rule": "drop-v1"}, scored=True)
+    participants = fleet.join_all()
+    for score in (1.0, 2.0, 2.5, 2.4, 2.0, 1.9, 1.9):
+        play(participants, [1.0, 1.0], [report(i, score) for i in range(2)])
+    assert all(p.open.stopped for p in participants)
+    return fleet
+
+
+def test_a_run_is_folded_stopped_shown_and_verified_by_an_installed_rule(example: None, tmp_path: Path):
+    fleet = fallen_run(tmp_path / "run")
+    commits = fleet.commits()
+    assert [c.guard["rule"] for c in commits if c.guard] == ["drop-v1"] * 7
+    assert [c.fired for c in commits] == [False] * 6 + [True]
+    assert (commits[-1].stop, commits[-1].applied) == ("halted", False)
+    reader = RunReader(fleet.store)
+    verdict = reader.status().verdict
+    assert verdict == commits[-1].verdict and verdict is not None
+    assert verdict.reason == "the held-out score has been 0.2 below its best for 3 rounds"
+    assert (verdict.folds, verdict.value, verdict.in_loop) == (7, 1.9, 0.0)
+    assert [row.heldout for row in reader.rows()] == [1.0, 2.0, 2.5, 2.4, 2.0, 1.9, 1.9]
+    found = verify_run(fleet.store)
+    assert found.agrees and found.checked["rounds"] == 7
+
+
+def read_and_verified(folder: Path, *sites: Path) -> "subprocess.CompletedProcess[str]":
+    """What another process prints of a run: its state, then what `verify` finds."""
+    code = (
+        "from diloco_orchestrator import RunReader, open_store, verify\n"
+        f"url = {str(folder)!r}\n"
+        "print(RunReader(open_store(url)).status().state)\n"
+        "print(verify(url).disagreement.words)\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *sites]))}
+    return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+
+
+def test_where_the_rule_is_not_installed_a_run_can_be_read_and_not_verified(example: None, tmp_path: Path):
+    fallen_run(tmp_path / "run")
+    done = read_and_verified(tmp_path / "run")
+    assert done.stdout.split() == ["halted"], done.stderr
+    (last,) = done.stderr.splitlines()[-1:]
+    assert "RecordTooNew: the guard before round 1 needs a rule that is not installed here" in last
+    assert "unknown guard rule 'drop-v1'" in last and "Install the package that has it" in last
+
+
+def test_a_package_that_judges_otherwise_under_the_same_name_disagrees(example: None, tmp_path: Path):
+    fallen_run(tmp_path / "run")
+    module = tmp_path / "site-drop-rule" / "drop_rule.py"
+    module.write_text(module.read_text().replace("DROP, ROUNDS = 0.2, 3", "DROP, ROUNDS = 9.0, 3"))
+    done = read_and_verified(tmp_path / "run", module.parent)
+    assert done.stdout.splitlines()[1:] and done.stdout.splitlines()[1].startswith("guard is"), done.stderr
+
+
+def test_a_misspelt_rule_is_refused_with_the_nearest_installed_one(example: None):
+    with pytest.raises(ConfigError, match=r"unknown guard rule 'drop-v2': did you mean 'drop-v1'\?"):
+        plan_launch("m:f", store="bucket", guard={"rule": "drop-v2"})
+    chosen = make_config({"entrypoint": "m:f", "guard": {"rule": "drop-v1", "min_steps": 3}}).guard
+    assert GuardConfig.model_validate_json(chosen.model_dump_json()) == chosen
+    with pytest.raises(ConfigError, match=r"guard\.threshold is a setting of the guard rule 'sequential'"):
+        make_config({"entrypoint": "m:f", "guard": {"rule": "drop-v1", "threshold": 9.0}})
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("absent-v1 = no_such_module:X", "does not load: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("crash-v1 = crashing_rule:X", "does not load: RuntimeError: no licence"),
+        ("number-v1 = odd_rules:X", "is no class derived from `GuardRule`"),
+        ("other-v1 = odd_rules:Other", "calls itself 'another-v1', and commits record that name"),
+    ],
+)
+def test_a_rule_that_its_package_does_not_provide_is_refused_in_the_words_of_what_is_wrong(
+    install: Install, entry: str, words: str
+):
+    odd = "from diloco_orchestrator.guard import GuardRule\nX = 3\nclass Other(GuardRule):\n    name = 'another-v1'\n"
+    install("broken-package", entry, crashing_rule="raise RuntimeError('no licence')", odd_rules=odd)
+    name = entry.partition(" ")[0]
+    with pytest.raises(ConfigError, match=f"guard rule '{name}' of package broken-package .*{re.escape(words)}"):
+        rule_of(name)
+    with pytest.raises(RecordTooNew, match=rf"before round 1 .*{re.escape(words)}"):
+        fold({"rule": name}, GuardConfig(), HELDOUT, RoundReports(1, []))
+
+
+def test_a_rule_of_two_packages_is_refused_and_ours_are_not_replaced(install: Install):
+    install("first-package", "twice-v1 = a:B\nsequential = a:B")
+    install("second-package", "twice-v1 = c:D\nsequential-v1 = a:B")
+    with pytest.raises(ConfigError, match="'twice-v1' is registered by first-package and second-package"):
+        rule_of("twice-v1")
+    assert rule_of("sequential").name == "sequential-v1" and rule_of("sequential").__module__.endswith("sequential")
+
+
+@pytest.mark.parametrize("name", ["heldout-v2", 7, None, ["heldout-v1"]])
+def test_a_state_of_an_unknown_rule_is_refused_with_the_nearest_one(name):
+    words = r"needs a rule that is not installed here .*(did you mean 'heldout-v1'|known: heldout).*run\.json names"
+    with pytest.raises(RecordTooNew, match=words):
+        fold({"rule": name}, GuardConfig(), HELDOUT, RoundReports(1, []))
