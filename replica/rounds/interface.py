@@ -67,7 +67,7 @@ class Rounds(Protocol):
 
         `form` is called once, and returns the pseudo-gradient of the open round's fragment, flat, in name order. In the
         background it is called, and its vector read, at any time until `close` returns, so both must not depend on what
-        training changes meanwhile. If another attempt of this replica has contributed before, that contribution stands.
+        training changes meanwhile. If another attempt of this replica has contributed before, its contribution is the one that counts.
         Whoever dies halfway leaves bytes that no manifest names, and nobody reads.
         """
         ...
@@ -140,7 +140,7 @@ class RunRounds(Rounds, Protocol):
         ...
 
     def announce(self) -> None:
-        """Tell the others that this replica is back, so that the next round waits for it. Nothing if they do anyway."""
+        """Publish that this replica is back, so that the next round waits for it. Nothing if it does anyway."""
         ...
 
     def reopen(self, round_: int) -> None:

@@ -14,8 +14,8 @@ from diloco_orchestrator.snapshots import rebuild as rebuild_module
 from diloco_orchestrator.store.base import Store
 from replica.rounds import snapshot_writer
 from replica.rounds.close_round import RoundCloser
-from replica.rounds.interface import ClosedRound
 from replica.rounds.contribute import Contributor
+from replica.rounds.interface import ClosedRound
 from replica.training.checkpoint import Checkpoint, SavedState
 
 if TYPE_CHECKING:
