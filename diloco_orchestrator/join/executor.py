@@ -29,7 +29,7 @@ from diloco_orchestrator.executors.contract import (
     in_order,
 )
 from diloco_orchestrator.executors.remote_base import RemoteExecutor, attempt_name, run_label
-from diloco_orchestrator.join.offers import by_attempt, offers_in, records_about
+from diloco_orchestrator.join.offers import by_attempt, name_of, offers_in, records_about
 from diloco_orchestrator.join.output import lines_of
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import JoinCancel, JoinEnd, Lease, Offer, Taken
@@ -168,15 +168,8 @@ class JoinExecutor(RemoteExecutor):
             return self._handle(store, offer, sha256_hex(data))
 
     def _handle(self, store: Store, offer: Offer, offer_sha256: str) -> ReplicaHandle:
-        given = LaunchRequest(offer.run_id, offer.replica_id, offer.attempt, [])
-        return ReplicaHandle(
-            executor=self.name,
-            run_id=offer.run_id,
-            replica_id=offer.replica_id,
-            attempt=offer.attempt,
-            native_id=attempt_name(given),
-            native={"store": store.url, "offer": offer_sha256},
-        )
+        native = {"store": store.url, "offer": offer_sha256}
+        return ReplicaHandle(self.name, offer.run_id, offer.replica_id, offer.attempt, name_of(offer), native)
 
     # -- polling -------------------------------------------------------------------------------------------------
 

@@ -37,10 +37,8 @@ from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import SUPERVISING, absolute_url, open_store
 from diloco_orchestrator.store.probe import probe
 from diloco_orchestrator.supervision.coordinator import Coordinator
-from diloco_orchestrator.supervision.healing import heal
-from diloco_orchestrator.supervision.images_of_run import check_images
-from diloco_orchestrator.supervision.launch_request import LaunchRequests
-from diloco_orchestrator.supervision.next_leg import begin_next_leg
+from diloco_orchestrator.supervision.launch_request import LaunchRequests, check_images
+from diloco_orchestrator.supervision.next_leg import begin_next_leg, heal
 from diloco_orchestrator.supervision.trackers import RoundTracker, open_tracker
 
 log = logging.getLogger(__name__)

@@ -15,11 +15,11 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Out
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
 from diloco_orchestrator.supervision.attempt_types import (
     BUDGETED,
     AbandonLaunch,
     Alive,
+    AttemptPolicy,
     CallCancel,
     CallFind,
     CallLaunch,
@@ -45,13 +45,13 @@ from diloco_orchestrator.supervision.attempt_types import (
 )
 from diloco_orchestrator.supervision.end_of_leg import coordinator_name
 from diloco_orchestrator.supervision.fleet_policy import Launch
-from diloco_orchestrator.supervision.participation import took_part
 from diloco_orchestrator.supervision.record_events import Addressed, RecordEvents, Who, read_attempts, recovered
 from diloco_orchestrator.supervision.replica_view import ReplicaView, follow
 from diloco_orchestrator.supervision.vendor import Vendor
 
 log = logging.getLogger(__name__)
 
+_LAST_ROUNDS = 50  # an attempt that was averaged in none of these before its end has not got on
 _SHORT = 24  # characters of a cause that is repeated rather than referred to
 
 
@@ -292,3 +292,21 @@ class Fleet:
             self._views[replica_id] = view
             if view.attempt:
                 log.debug("replica %d, attempt %d: recovered as %s", replica_id, view.attempt, view.state)
+
+
+def took_part(run_log: RunLog, leg: int, replica_id: int, attempt: int) -> bool:
+    """Whether one of the last 50 commits of a leg averages a contribution of an attempt.
+
+    Costs a GET for each of these commits that was not read before, and one for the open round.
+    """
+    begin = run_log.begin(leg)
+    newest = run_log.newest(begin.record) if begin is not None else None
+    if begin is None or newest is None:
+        return False
+    last = newest.commit.round
+    for round_ in range(last, max(begin.record.after_round, last - _LAST_ROUNDS), -1):
+        entry = run_log.commit(round_)
+        answers = entry.commit.answers if entry is not None else ()
+        if any(a.averaged and (a.replica_id, a.attempt) == (replica_id, attempt) for a in answers):
+            return True
+    return False

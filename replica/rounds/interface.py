@@ -67,7 +67,7 @@ class Rounds(Protocol):
 
         `form` is called once, and returns the pseudo-gradient of the open round's fragment, flat, in name order. In the
         background it is called, and its vector read, at any time until `close` returns, so both must not depend on what
-        training changes meanwhile. If another attempt of this replica has contributed before, its contribution is the one that counts.
+        training changes meanwhile. If another attempt of this replica has contributed before, its contribution counts.
         Whoever dies halfway leaves bytes that no manifest names, and nobody reads.
         """
         ...

@@ -21,6 +21,7 @@ LAYERS = [
     ("diloco_orchestrator.executors", "diloco_orchestrator.import_names"),
     (
         "diloco_orchestrator.clock",
+        "diloco_orchestrator.codecs",
         "diloco_orchestrator.errors",
         "diloco_orchestrator.redaction",
     ),
@@ -130,10 +131,10 @@ def all_imports(path: Path) -> set[str]:
 def test_only_the_clock_and_process_entries_read_time_or_randomness():
     allowed = {
         "diloco_orchestrator.clock",
+        "diloco_orchestrator.codecs",
         "diloco_orchestrator.code_archive.bootstrap",
         "diloco_orchestrator.executors.attempt_folder",  # names of drafts
         "diloco_orchestrator.executors.clock",
-        "diloco_orchestrator.executors.local_process",  # deadlines that other processes enforce; run ids
         "diloco_orchestrator.executors.remote_base",  # run ids of `launch_replicas`
         "diloco_orchestrator.executors.testing.rig",
         "diloco_orchestrator.cli.demo_command",

@@ -17,8 +17,7 @@ from diloco_orchestrator.protocol.records import Begin, Halt
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.store.memory import MemoryStore
-from diloco_orchestrator.supervision.healing import heal
-from diloco_orchestrator.supervision.next_leg import begin_next_leg
+from diloco_orchestrator.supervision.next_leg import begin_next_leg, heal
 
 SCORES = [0.1, 0.5, 0.9, 0.3, 0.2]  # the third round scores the base after the second best
 BEST, NEWEST = 2, 4  # the fifth round fires, so that the newest base is that of the fourth
