@@ -20,8 +20,10 @@ from diloco_orchestrator.join.offers import name_of
 from diloco_orchestrator.join.output import OutputPieces
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import JoinEnd, Lease, Offer
+from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.redaction import redact
+from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -154,6 +156,7 @@ class TakenAttempt:
         start: Start,
     ) -> None:
         self._store = store
+        self._writer = Writer(store, Role.MACHINE)
         self._offer = offer
         self._offer_sha256 = offer_sha256
         self._name = name_of(offer)
@@ -230,14 +233,14 @@ class TakenAttempt:
             return False
         self._patiently(lambda: self._output.write(to_end=True))
         record = JoinEnd(**self._stamp(), state=end.state, reason=end.reason, code=end.exit_code, message=end.message)
-        return self._patiently(lambda: self._store.create(self._key(keys.JOIN_END), record.to_bytes()))
+        return self._patiently(lambda: self._writer.create(record, self._key(keys.JOIN_END))) is not None
 
     def _key(self, record: str) -> str:
         return keys.join_record(self._name, self._offer_sha256, record)
 
     def _renew(self) -> None:
         self._counter += 1
-        self._store.put(self._key(keys.JOIN_LEASE), Lease(**self._stamp(), counter=self._counter).to_bytes())
+        self._writer.overwrite(Lease(**self._stamp(), counter=self._counter), self._key(keys.JOIN_LEASE))
 
     def _asked_here(self, ran_s: float) -> ReplicaStatus | None:
         """Why this machine itself ends the attempt after so many seconds; None if it does not."""

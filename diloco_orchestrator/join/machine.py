@@ -20,10 +20,12 @@ from diloco_orchestrator.join.offers import name_of, offers_in, records_about, w
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Offer, Taken
 from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.entries import Entry
+from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -192,7 +194,8 @@ class Machine:
                 continue
             me = self._identity
             taken = Taken(**self._stamp(), by=me.token, host=me.host, pid=me.pid)
-            if self._store.create(keys.join_record(name, offer.sha256, keys.JOIN_TAKEN), taken.to_bytes()):
+            key = keys.join_record(name, offer.sha256, keys.JOIN_TAKEN)
+            if Writer(self._store, Role.MACHINE).create(taken, key) is not None:
                 return offer
         return None
 

@@ -27,9 +27,11 @@ from diloco_orchestrator.outer.adapter_products import merged
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
+from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import AdapterPair, FileInfo, ParameterInfo, Snapshot
-from diloco_orchestrator.run_log.capped_reads import read_record
+from diloco_orchestrator.run_log.reader import Reader
+from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.snapshots.adapter_folder import adapter_folder
 from diloco_orchestrator.snapshots.file_plan import (
     group_files,
@@ -243,7 +245,7 @@ def write_snapshot(
             return None
         record = Snapshot(**stamp(), round=round_, base_digest=digest, by=by, files=infos)
         key = keys.snapshot(round_, keys.SNAPSHOT_RECORD, take)
-        if store.create(key, record.to_bytes()) or _says_the_same(store, key, record):
+        if create_snapshot_record(store, record, take):
             return take
         log.warning("%s is not the record of this snapshot of base %s", key, digest[:12])
     raise RecordInvalid(
@@ -279,13 +281,16 @@ def _write_take(
     return infos
 
 
-def _says_the_same(store: Store, key: str, ours: Snapshot) -> bool:
-    """Whether the record that another writer created names the same base and files."""
+def create_snapshot_record(store: Store, ours: Snapshot, take: str) -> bool:
+    """Create the record of a take, which completes it; False if one is there that names another base or other files."""
+    key = keys.snapshot(ours.round, keys.SNAPSHOT_RECORD, take)
+    if Writer(store, Role.ANYBODY).create(ours, key) is not None:
+        return True
     try:
-        theirs = Snapshot.from_bytes(read_record(store, key), key)
+        theirs = Reader(store).read(Snapshot, key)
     except RecordInvalid:
         return False
-    return (theirs.base_digest, theirs.files) == (ours.base_digest, ours.files)
+    return theirs is not None and (theirs.record.base_digest, theirs.record.files) == (ours.base_digest, ours.files)
 
 
 def info_of(data: bytes) -> FileInfo:

@@ -15,7 +15,7 @@ import torch
 from diloco_orchestrator.allreduce.spool import held
 from diloco_orchestrator.codecs.plain import tensor_over
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
-from diloco_orchestrator.protocol.limits import parse_json
+from diloco_orchestrator.protocol.record_format import parse_json
 
 # The order in which a file holds its tensors: by this table, then by name.
 _DTYPES = (

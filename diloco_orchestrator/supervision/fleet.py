@@ -9,12 +9,13 @@ from functools import partial
 
 from diloco_orchestrator.clock import Background, Clock, in_parallel
 from diloco_orchestrator.errors import StoreError
-from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Cancel, Handle, Intent
+from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Out
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.supervision.attempt_types import (
     BUDGETED,
     AbandonLaunch,
@@ -78,7 +79,7 @@ class Fleet:
         config = run_log.run.config
         self._log = run_log
         self._run_id = run_log.run.run_id
-        self._store = run_log.store
+        self._writer = Writer(run_log.store, Role.COORDINATOR)
         self._leg = leg
         self._vendor = vendor
         self._clock = clock
@@ -160,7 +161,7 @@ class Fleet:
     def _created(self, intent: Intent) -> bool | StoreError:
         """Whether the intent was created: False if another coordinator wrote it. A store's error is returned."""
         try:
-            return self._store.create(keys.intent(intent.replica_id, intent.attempt), intent.to_bytes())
+            return self._writer.create(intent) is not None
         except StoreError as error:
             return error
 
@@ -242,17 +243,17 @@ class Fleet:
             case AbandonLaunch():
                 self._vendor.abandon_launch(who)
             case WriteHandle(handle, hourly_usd):
-                written = Handle(
-                    **self._stamp(),
-                    replica_id=replica_id,
-                    attempt=number,
-                    handle=handle.to_json(),
-                    hourly_usd=hourly_usd,
+                self._writer.create(
+                    Handle(
+                        **self._stamp(),
+                        replica_id=replica_id,
+                        attempt=number,
+                        handle=handle.to_json(),
+                        hourly_usd=hourly_usd,
+                    )
                 )
-                self._store.create(keys.handle(replica_id, number), written.to_bytes())
             case WriteCancel(why):
-                cancel = Cancel(**self._stamp(), replica_id=replica_id, attempt=number, reason=why)
-                self._store.create(keys.cancel(replica_id, number), cancel.to_bytes())
+                self._writer.create(Cancel(**self._stamp(), replica_id=replica_id, attempt=number, reason=why))
             case WriteOut(why):
                 out = Out(
                     **self._stamp(),
@@ -262,7 +263,7 @@ class Fleet:
                     by=coordinator_name(),
                     reason=why,
                 )
-                self._store.create(keys.out(self._leg, replica_id), out.to_bytes())
+                self._writer.create(out)
             case CallCancel(handle):
                 return [self._vendor.cancel(handle)]
             case CallFind():

@@ -14,11 +14,13 @@ from diloco_orchestrator.config import GuardConfig, RunConfig, config_of_leg
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, PayloadCorrupt
 from diloco_orchestrator.guard.registry import rule_of
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.legs import bases, check_base
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Begin, Commit
 from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, claimed_base
 from diloco_orchestrator.snapshots.offered import ensure_offered_snapshot
 
@@ -90,7 +92,7 @@ def begin_next_leg(
         why=why,
         previous=position.sha256 if position else start.sha256,
     )
-    if not run_log.store.create(keys.begin(begin.leg), begin.to_bytes()):
+    if Writer(run_log.store, Role.LAUNCHER).create(begin) is None:
         if why := run_log.why_foreign(begin.leg):
             raise ConfigError(
                 f"leg {begin.leg} of {url} cannot begin: {keys.begin(begin.leg)} is there and no leg's ({why}). Delete "

@@ -295,7 +295,7 @@ def write_exit_record(attempt: Attempt, ending: Ending, output: str, environ: Ma
     text = redact(output, environ).encode(errors="backslashreplace")
     try:
         attempt.store.create(keys.log_text(attempt.replica_id, attempt.number), text)
-        attempt.store.create(keys.exit_record(attempt.replica_id, attempt.number), record.to_bytes())
+        attempt.writer.create(record)
     except StoreError as error:
         log.error("the exit record was not written: %s", error)
         if ending.code != EXIT_DONE:

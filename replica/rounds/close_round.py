@@ -16,7 +16,7 @@ from diloco_orchestrator.guard.round_fold import fold_round, is_rebuildable
 from diloco_orchestrator.protocol import rounds, weights
 from diloco_orchestrator.protocol.claims import judged, shared_claim, wrong_bases
 from diloco_orchestrator.protocol.figures import figures_of, not_finite_words
-from diloco_orchestrator.protocol.records import Answer, Commit, Halt
+from diloco_orchestrator.protocol.records import Answer, By, Commit, Halt
 from diloco_orchestrator.protocol.usual_norms import norms_after
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
@@ -252,7 +252,7 @@ class RoundCloser:
             applied=conclusion.applied,
             empty_rounds=conclusion.empty_rounds,
             stop=conclusion.stop,
-            by=f"replica {attempt.replica_id}, attempt {attempt.number}",
+            by=By((attempt.replica_id, attempt.number)),
             reason=rounds.told_with(conclusion.reason, quarantined, shares.clipped, figures.disagreeing, discounted),
             previous=position.sha256,
         )

@@ -17,7 +17,7 @@ from diloco_orchestrator.allreduce.shards import NotFinite
 from diloco_orchestrator.allreduce.vectors import BLOCK, Vector
 from diloco_orchestrator.errors import ConfigError, RoundError
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.limits import MOST_NORM
+from diloco_orchestrator.protocol.record_format import MOST_NORM
 from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, Payload, Shard
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
@@ -113,13 +113,13 @@ class Contributor:
         manifest = self._manifest("abstention", ContributionFields(), reason="back, after this round").model_copy(
             update={"round": last.round, "fragment": last.fragment, "base_digest": ""}  # it claims no base
         )
-        attempt.store.create(keys.contribution(last.round, attempt.replica_id), manifest.to_bytes())
+        attempt.writer.create(manifest)
 
     def _create(self, kind: str, fields: ContributionFields, **contents: Any) -> Contribution:
         """Create the manifest of the open round. Returns the existing one instead, perhaps of another attempt."""
         attempt, round_ = self._attempt, self._tip.open.round
         manifest = self._manifest(kind, fields, **contents)
-        if not attempt.store.create(keys.contribution(round_, attempt.replica_id), manifest.to_bytes()):
+        if attempt.writer.create(manifest) is None:
             existing = self.history.of_open_round()
             if existing is None:
                 log.error("round %d: a manifest of this replica that none of its attempts wrote came first", round_)

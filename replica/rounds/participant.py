@@ -21,7 +21,7 @@ from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.outer.adapter_products import with_residuals
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.golden_arithmetic import check_arithmetic
-from diloco_orchestrator.protocol import keys, rounds
+from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.records import Contribution, HeldoutSet
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
@@ -254,6 +254,5 @@ class Participant:
         healed = self._snapshots.write_last()
         self._snapshots.write_offered()
         self._segments.wait()
-        result = rounds.result_of(last.commit, last.sha256, self._attempt.stamp())
-        self._attempt.store.create(keys.result(result.leg), result.to_bytes())
+        self._attempt.writer.create(rounds.result_of(last.commit, last.sha256, self._attempt.stamp()))
         return healed

@@ -18,7 +18,7 @@ from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.probe import KLProbe
 from diloco_orchestrator.replica.rounds.tip import OpenRound
 from diloco_orchestrator.replica.training.heldout_scorer import ShownBase
-from diloco_orchestrator.run_log.capped_reads import read_optional
+from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.snapshots.first_snapshot import first_snapshot
 from diloco_orchestrator.snapshots.tensor_file import encode, views
 
@@ -113,7 +113,7 @@ class DriftMeter:
             size=len(data),
             tokens=sum(len(each) for each in views(data, keys.KL_REFERENCE).values()),
         )
-        attempt.store.create(keys.KL_RECORD, record.to_bytes())
+        attempt.writer.create(record)
 
     def _record(self, attempt: Attempt) -> Probe | None:
         data = read_optional(attempt.store, keys.KL_RECORD)

@@ -77,7 +77,7 @@ def test_a_payload_that_its_follower_cannot_read_is_put_again_by_its_author(harm
     assert one._claims.hash() == two._claims.hash() and one.open.round == 2
     key = keys.want(1, 1, 1, 0, 2)
     want = Want.from_bytes(fleet.store.get(key), key)
-    assert want.by == "replica 0, attempt 1" and "rounds/00000001/payload/1/1/0.bin" in want.reason
+    assert want.by.who == (0, 1) and "rounds/00000001/payload/1/1/0.bin" in want.reason
     done = verify_run(fleet.store)
     assert done.disagreement is None and any("payload/1/1/0.2.bin holds its bytes" in note for note in done.notes)
 

@@ -15,7 +15,7 @@ from scripted import Scene
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
-from diloco_orchestrator.protocol import keys, limits
+from diloco_orchestrator.protocol import keys, kinds
 from diloco_orchestrator.protocol.attempt_records import Heartbeat
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.records import Begin, Halt, Metric, Result
@@ -238,9 +238,9 @@ def test_junk_under_the_keys_of_one_attempt_ends_no_coordinator(name: str, data:
 
 def test_a_large_log_is_read_from_its_end_up_to_what_a_replica_writes():
     store = MemoryStore()
-    store.put(keys.log_text(0, 1), b"first line\n" + b"\n" * (3 * limits.MIB) + b"last line\n")
+    store.put(keys.log_text(0, 1), b"first line\n" + b"\n" * (3 * kinds.MIB) + b"last line\n")
     text = AttemptRecords(store).log_text(0, 1)
-    assert text is not None and len(text) == limits.MIB and text.endswith("last line\n") and "first" not in text
+    assert text is not None and len(text) == kinds.MIB and text.endswith("last line\n") and "first" not in text
     assert AttemptRecords(store).log_text(0, 2) is None
     store.put(keys.log_text(0, 2), b"")
     assert AttemptRecords(store).log_text(0, 2) == ""

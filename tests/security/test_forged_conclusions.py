@@ -9,7 +9,7 @@ from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.inspection.whatif.replay import all_lines
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Commit, Discounted, Result
+from diloco_orchestrator.protocol.records import By, Commit, Discounted, Result
 from diloco_orchestrator.protocol.verdict import VerdictKind
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -28,7 +28,7 @@ FORGED = {
     "an empty roster": lambda c: {"roster": ()},
     "a roster of nobody": lambda c: {"roster": tuple(range(5, 9))},
     "another fragment": lambda c: {"fragment": 1},
-    "a coordinator that averages": lambda c: {"by": "coordinator on x", "stop": "halted"},
+    "a coordinator that averages": lambda c: {"by": By(None, "coordinator on x"), "stop": "halted"},
     "an answer twice": lambda c: {"answers": (*c.answers, c.answers[0])},
 }
 

@@ -12,7 +12,7 @@ from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
 from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
-from diloco_orchestrator.protocol import keys, limits
+from diloco_orchestrator.protocol import keys, kinds
 from diloco_orchestrator.protocol.records import Commit, Origin
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -40,7 +40,7 @@ NO_COMMITS: dict[str, Bytes] = {
     "not Unicode": lambda last: b'{"a": "\xff"}',
     "a list": lambda last: b"[]\n",
     "JSON nested too deeply": lambda last: b"[" * 100_000,
-    "more bytes than a commit may have": lambda last: b" " * (limits.most_bytes(keys.commit(3)) + 9),
+    "more bytes than a commit may have": lambda last: b" " * (kinds.most_bytes(keys.commit(3)) + 9),
     "another record": lambda last: changed(record="begin")(last),
     "a field too few": changed(round=3, stop=None, verdict=None, roster=None),
     "a field too many": changed(round=3, more=1),

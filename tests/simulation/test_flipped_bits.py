@@ -84,7 +84,7 @@ def test_a_leg_that_the_coordinator_ends_has_the_right_last_snapshot(when, where
     plan = calm(rounds=6, settings=settings, flips=flips, kills=kills, halt_at=20.0)
     simulation = Simulation(plan)
     last = simulation.run()[-1]
-    assert last.stop == "halted" and last.by.startswith("coordinator") and not simulation.coming
+    assert last.stop == "halted" and last.by_coordinator and not simulation.coming
     log = RunLog(simulation.bucket)
     made_in = max(log.snapshots())
     take = ConfirmedSnapshots(log).take_of(made_in)

@@ -20,7 +20,7 @@ from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.codecs.table import encode
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
-from diloco_orchestrator.protocol.limits import MOST_COUNTED
+from diloco_orchestrator.protocol.record_format import MOST_COUNTED
 from diloco_orchestrator.protocol.records import (
     Commit,
     Contribution,
