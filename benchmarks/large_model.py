@@ -45,7 +45,7 @@ from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.layout import ModelFiles
-from diloco_orchestrator.snapshots.parameter_names import trainable
+from diloco_orchestrator.snapshots.model_tensors import trainable
 from diloco_orchestrator.store.base import ObjectInfo, Store
 from diloco_orchestrator.store.open_store import open_store
 

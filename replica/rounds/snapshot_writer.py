@@ -16,7 +16,8 @@ from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.tip import HeldTip
 from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
-from diloco_orchestrator.snapshots.first_snapshot import is_side_file, side_files_of_run
+from diloco_orchestrator.snapshots.file_plan import is_side_file
+from diloco_orchestrator.snapshots.first_snapshot import side_files_of_run
 from diloco_orchestrator.snapshots.layout import ModelFiles, info_of, write_snapshot
 from diloco_orchestrator.snapshots.offered import ensure_offered_snapshot, offered_base
 from diloco_orchestrator.snapshots.rebuild import Tip

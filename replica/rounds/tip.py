@@ -13,8 +13,8 @@ from pydantic import JsonValue
 from diloco_orchestrator.allreduce.agreement import summary
 from diloco_orchestrator.allreduce.mean import LeftOut
 from diloco_orchestrator.outer import outer_step
+from diloco_orchestrator.outer.arithmetic import denormals_kept
 from diloco_orchestrator.outer.base import Base
-from diloco_orchestrator.outer.float_mode import denormals_kept
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.records import Commit, Contribution, Disagreeing, HeldoutSet
 from diloco_orchestrator.replica.attempt.attempt import Attempt

@@ -15,7 +15,7 @@ from diloco_orchestrator.replica.training.fp32_shadow import check_whole, views_
 from diloco_orchestrator.replica.training.fragments import FragmentView, SyncSchedule, split_fragments
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.snapshots.layout import ModelFiles
-from diloco_orchestrator.snapshots.parameter_names import plain_name, unwrapped
+from diloco_orchestrator.snapshots.model_tensors import plain_name, unwrapped
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from diloco_orchestrator.replica.training.fp32_shadow import views_of
 from diloco_orchestrator.replica.training.fragments import FragmentView, SyncSchedule, split_fragments
 from diloco_orchestrator.replica.training.inner_optimizers import was_skipped
 from diloco_orchestrator.snapshots.layout import ModelFiles
-from diloco_orchestrator.snapshots.parameter_names import trainable
+from diloco_orchestrator.snapshots.model_tensors import trainable
 
 
 class DiLoCoLoop:

@@ -18,7 +18,7 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.records import AdapterPair
 from diloco_orchestrator.replica.training.fragments import FragmentView
 from diloco_orchestrator.snapshots.layout import ModelFiles
-from diloco_orchestrator.snapshots.parameter_names import plain_name
+from diloco_orchestrator.snapshots.model_tensors import plain_name
 
 _FACTOR = re.compile(r"(?P<layer>.+)\.lora_A(?:\.(?P<adapter>[^.]+)\.weight)?")
 _INSTEAD = 'or train the run with adapters="mean"'

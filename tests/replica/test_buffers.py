@@ -16,8 +16,8 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles, write_snapshot
+from diloco_orchestrator.snapshots.model_tensors import LiveBuffers, Untrained, digest_of
 from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot
-from diloco_orchestrator.snapshots.untrained import LiveBuffers, Untrained, digest_of
 
 MEAN, COUNT = "1.running_mean", "1.num_batches_tracked"
 

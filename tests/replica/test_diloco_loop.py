@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from protocol_fleet import together
+from stored_snapshots import complete_snapshots
 from sync_cases import CASES, PLAIN, history_by_hand, scalars_through_our_loop
 from tiny_workloads import batch_of, inner_step, mlp
 
@@ -23,7 +24,6 @@ from diloco_orchestrator import (
     open_store,
 )
 from diloco_orchestrator.outer.base import Base
-from diloco_orchestrator.run_log.snapshot_records import complete_snapshots
 from diloco_orchestrator.testing import MockManager
 from replica.rounds.interface import ClosedRound
 from replica.rounds.tip import OpenRound

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from protocol_fleet import Fleet, answer, close, delta, play, report, tiny_model, together
+from stored_snapshots import complete_snapshots
 
 from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import ManualClock
@@ -30,8 +31,7 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Contribution, Halt, Result
 from diloco_orchestrator.protocol.rounds import result_of
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.run_log.snapshot_records import complete_snapshots
-from diloco_orchestrator.snapshots.parameter_names import trainable
+from diloco_orchestrator.snapshots.model_tensors import trainable
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.interop.torchft import ObjectStoreManager

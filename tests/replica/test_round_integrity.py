@@ -9,6 +9,7 @@ import pytest
 import torch
 from long_history import RequestCounter
 from protocol_fleet import BY_HAND, Fleet, answer, play, report, together
+from stored_snapshots import complete_snapshots
 
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.codecs.table import Encoded, encode
@@ -20,7 +21,6 @@ from diloco_orchestrator.protocol.attempt_records import Intent
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Payload, Progress, Shard
-from diloco_orchestrator.run_log.snapshot_records import complete_snapshots
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.rounds.participant import Participant
 

@@ -33,7 +33,7 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
-from diloco_orchestrator.snapshots.parameter_names import trainable
+from diloco_orchestrator.snapshots.model_tensors import trainable
 from diloco_orchestrator.store.open_store import open_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]

@@ -28,7 +28,7 @@ from diloco_orchestrator.protocol.records import Began, FileInfo, Follows, Snaps
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.first_snapshot import first_snapshot
 from diloco_orchestrator.snapshots.layout import ModelFiles, describe
-from diloco_orchestrator.snapshots.parameter_names import trainable
+from diloco_orchestrator.snapshots.model_tensors import trainable
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.retrying import RetryingStore

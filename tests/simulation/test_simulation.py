@@ -15,7 +15,7 @@ from diloco_orchestrator.config import OuterConfig, RunConfig
 from diloco_orchestrator.guard import FoldResult
 from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.outer import outer_step
-from diloco_orchestrator.outer.nesterov import nesterov_step
+from diloco_orchestrator.outer.arithmetic import nesterov_step
 from diloco_orchestrator.protocol import keys, weights
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
 from diloco_orchestrator.protocol.weights import Shares, shares_of

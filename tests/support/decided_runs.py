@@ -91,7 +91,8 @@ class ReadOnly(MemoryStore):
 
     def __init__(self, store: Store) -> None:
         super().__init__("memory://read-only")
-        self._objects = {info.key: store.get(info.key) for info in store.list("")}
+        for info in store.list(""):
+            self._set(info.key, store.get(info.key))
 
     def _refuse(self, *_: Any) -> Any:
         raise AssertionError("this command only reads")

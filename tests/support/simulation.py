@@ -7,6 +7,7 @@ alone, so that what every contribution must hold is known. What goes wrong is in
 the same in `simulation_checks`, and the arithmetic that it is compared with in `simulation_oracle`.
 """
 
+import dataclasses
 import hashlib
 import logging
 import random
@@ -52,6 +53,9 @@ from replica.process.run_attempt import train, write_exit_record
 from replica.training.session import TrainingSession
 
 DAY_S = 86400.0
+
+# These machines have no accelerator. Torch keeps every seed for one, with the stack of its caller, until it is used.
+torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None  # type: ignore[assignment]
 
 # What ends a run that gets nowhere, with the names of the calls that it repeats.
 MOST_CLOSES = 2  # of a round by one attempt: it may reopen the round before its first, and the one it lost, once
@@ -426,8 +430,9 @@ _undisturbed: dict[str, list[str | None]] = {}
 
 
 def undisturbed_digests(plan: Plan) -> list[str | None]:
-    """Base digests of the same run when nothing goes wrong."""
+    """Base digests of the same run when nothing goes wrong, which do not depend on what it keeps."""
     twin = plan.undisturbed()
+    twin = dataclasses.replace(twin, settings={**twin.settings, "snapshot_every": 2, "retention": {}, "late": "carry"})
     if repr(twin) not in _undisturbed:
         _undisturbed[repr(twin)] = [commit.base_digest for commit in Simulation(twin).run()]
     return _undisturbed[repr(twin)]
