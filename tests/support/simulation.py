@@ -240,7 +240,7 @@ class Simulation:
                 self.time.kill(process)
 
     def _in_flight(self, pair: tuple[int, int]) -> bool:
-        return pair in self.sessions and self.sessions[pair]._participant._in_flight is not None
+        return pair in self.sessions and self.sessions[pair]._rounds._in_flight is not None
 
     def _stop(self, replica_id: int, seconds: float) -> None:
         for pair in self._newest(replica_id):
@@ -256,7 +256,7 @@ class Simulation:
         for pair in self._newest(replica_id):
             if pair in self.sessions and not self.replicas[pair].ended and not self.sessions[pair].stopped:
                 if where in ("parameters", "momenta"):
-                    base = self.sessions[pair]._participant.base
+                    base = self.sessions[pair]._rounds.base
                     tensors = base.momenta if where == "momenta" and base.momenta else base.parameters
                     flip_bit(tensors["bias"], len(self.flipped))
                     self.flipped.append((self.time.now, replica_id, self.sessions[pair].round))
@@ -364,7 +364,7 @@ class Simulation:
                 falling = plan.collapse and session.round > 2
                 replica.observe(loss=1.0 - (0.7 if falling else 0.001) * session.round, tokens=tokens)
         if session.stopped:
-            self.last_digests[replica_id] = session._participant.model.hash()
+            self.last_digests[replica_id] = session._rounds._claims.hash()
 
     def _score(self, model: torch.nn.Module, items: Sequence[Any]) -> list[float]:
         return [1.0 + 0.001 * float(item) for item in items]
