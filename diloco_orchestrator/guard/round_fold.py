@@ -18,7 +18,7 @@ from diloco_orchestrator.guard.registry import rule_of_state
 from diloco_orchestrator.guard.robust import median
 from diloco_orchestrator.guard.shares import deal
 from diloco_orchestrator.protocol.extra_metrics import PREFIX
-from diloco_orchestrator.protocol.limits import LONGEST_REASON
+from diloco_orchestrator.protocol.record_format import LONGEST_REASON
 from diloco_orchestrator.protocol.records import (
     Commit,
     Contribution,

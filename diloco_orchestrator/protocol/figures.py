@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 from diloco_orchestrator.errors import nearest
 from diloco_orchestrator.protocol.extra_metrics import mean_of, means_of
-from diloco_orchestrator.protocol.limits import MOST_COUNTED
+from diloco_orchestrator.protocol.record_format import MOST_COUNTED
 from diloco_orchestrator.protocol.records import Contribution, Disagreeing, Metric, RoundFigures
 from diloco_orchestrator.protocol.replica_names import replicas
 

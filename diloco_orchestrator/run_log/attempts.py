@@ -9,10 +9,11 @@ from itertools import count, takewhile
 from typing import TypeVar, cast
 
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
-from diloco_orchestrator.protocol import keys, limits
+from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Cancel, Claim, Exit, Handle, Heartbeat, Intent
+from diloco_orchestrator.protocol.kinds import most_bytes
 from diloco_orchestrator.protocol.record_format import Record
-from diloco_orchestrator.run_log.capped_reads import read_optional
+from diloco_orchestrator.run_log.reader import Reader
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ class AttemptRecords:
         if size is None:
             return None
         try:
-            data = self._store.get(key, max(0, size - limits.most_bytes(key)), size) if size else b""
+            data = self._store.get(key, max(0, size - most_bytes(key)), size) if size else b""
         except ObjectMissing:  # deleted meanwhile
             return None
         return data.decode(errors="replace")
@@ -139,15 +140,14 @@ class AttemptRecords:
         return cast(R, self._records[key])
 
     def _fetched(self, kind: type[R], key: str) -> R | None:
-        data = read_optional(self._store, key)
-        if data is None:
-            return None
         try:
-            found = kind.from_bytes(data, key)
+            found = Reader(self._store).read(kind, key)
         except RecordInvalid as error:
             if key not in self.unreadable:
                 log.warning("passed over: %s", error)
             self.unreadable[key] = str(error)
             return None
+        if found is None:
+            return None
         self.unreadable.pop(key, None)
-        return found
+        return found.record

@@ -11,7 +11,7 @@ from diloco_orchestrator.clock import Background, in_parallel
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.run_log.attempts import AttemptRecords
-from diloco_orchestrator.run_log.capped_reads import read_optional
+from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.store.base import Store
 
 

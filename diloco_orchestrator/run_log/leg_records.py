@@ -13,12 +13,11 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.launched import Launched, settings_sha256
 from diloco_orchestrator.protocol.legs import why_no_begin
-from diloco_orchestrator.protocol.limits import parse_json
-from diloco_orchestrator.protocol.record_format import Record
+from diloco_orchestrator.protocol.record_format import Record, parse_json
 from diloco_orchestrator.protocol.records import Begin, Halt, Out, Result, Retention, Run, Start
-from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.leg_configs import LegConfigs
+from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.run_log.starts import Starts
 from diloco_orchestrator.store.base import Store
 
@@ -110,9 +109,9 @@ class LegRecords:
             self._on_read(key, data)
         return Entry(begin, sha256_hex(data))
 
-    def remember_begin(self, data: bytes, begin: Begin) -> None:
-        """Keep the `Begin` record of a leg, whose exact bytes are `data`: it was just created."""
-        self._begun[begin.leg] = Entry(begin, sha256_hex(data))
+    def remember_begin(self, begin: Entry[Begin]) -> None:
+        """Keep the `Begin` record of a leg, which was just created."""
+        self._begun[begin.record.leg] = begin
 
     def _follows(self, leg: int, round_: int, sha256: str) -> bool:
         """Whether the commit of a round has this digest and stopped the leg before `leg`, which has begun."""

@@ -15,8 +15,8 @@ from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.keys import SegmentKey
 from diloco_orchestrator.protocol.records import Answer, Commit
 from diloco_orchestrator.protocol.rounds import Position
-from diloco_orchestrator.run_log.capped_reads import read_record
 from diloco_orchestrator.run_log.entries import CommitEntry, check_link
+from diloco_orchestrator.run_log.reader import read_record
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)

@@ -39,11 +39,6 @@ class SnapshotRecords(LegRecords):
         return found.record
 
 
-def complete_snapshots(store: Store) -> list[int]:
-    """The rounds with a complete snapshot, oldest first; 0 is the first base. One LIST request."""
-    return sorted(complete_takes(store))
-
-
 def complete_takes(store: Store) -> dict[int, list[str]]:
     """The complete takes of every snapshot, by round, the shared take first. One LIST request."""
     takes: dict[int, list[str]] = {}

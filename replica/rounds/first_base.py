@@ -21,24 +21,23 @@ from diloco_orchestrator.protocol.first_base import StartDecision, decide_start
 from diloco_orchestrator.protocol.records import Began, FileInfo, Follows, FrozenTensors, HeldoutSet, Snapshot, Start
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.run_log.attempts import AttemptRecords
-from diloco_orchestrator.run_log.capped_reads import read_record
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.snapshot_records import complete_takes
-from diloco_orchestrator.snapshots.file_plan import is_tensor_file
-from diloco_orchestrator.snapshots.first_snapshot import first_snapshot, is_side_file
-from diloco_orchestrator.snapshots.first_take import first_take
+from diloco_orchestrator.snapshots.confirmation import first_take
+from diloco_orchestrator.snapshots.file_plan import Naming, is_side_file, is_tensor_file
+from diloco_orchestrator.snapshots.first_snapshot import first_snapshot
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
     SnapshotFile,
     check_same_model,
+    create_snapshot_record,
     describe,
     existing_files,
     info_of,
 )
-from diloco_orchestrator.snapshots.naming import Naming
+from diloco_orchestrator.snapshots.model_tensors import digest_of
 from diloco_orchestrator.snapshots.rebuild import FirstBase
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
-from diloco_orchestrator.snapshots.untrained import digest_of
 from diloco_orchestrator.store.retrying import without_read_back
 
 log = logging.getLogger(__name__)
@@ -98,9 +97,9 @@ class _Agreement:
 
     def reach(self) -> tuple[Entry[Start], FirstBase | None]:
         """Wait, write or follow until this replica has begun."""
-        attempt, replica_id = self._attempt, self._attempt.replica_id
+        attempt = self._attempt
         began = Began(**attempt.stamp(), **self._who, start_sha256=self._own, key=self._key)
-        attempt.store.create(keys.began(replica_id, attempt.number), began.to_bytes())
+        attempt.writer.create(began)
         turn, since = _Turn(attempt), attempt.clock.now()
         while True:
             self._starts.refresh()
@@ -177,7 +176,7 @@ class _Agreement:
     def _begun(self, entry: Entry[Start], take: str, base: Base) -> tuple[Entry[Start], FirstBase]:
         attempt, key = self._attempt, self._starts.key_of(entry.sha256)
         follows = Follows(**attempt.stamp(), **self._who, start_sha256=entry.sha256, key=key, take=take)
-        attempt.store.create(keys.follows(attempt.replica_id), follows.to_bytes())
+        attempt.writer.create(follows)
         self._starts.follow(entry, take)
         return entry, FirstBase(base, entry.record.base_digest)
 
@@ -201,12 +200,12 @@ class _Agreement:
 
     def _create_start(self) -> None:
         """Create the start: `start.json`, or where that holds another one, the key that this attempt has named."""
-        store, data = self._attempt.store, self._start.to_bytes()
-        if not store.create(keys.START, data) and self._starts.entry(self._own) is None:
+        writer = self._attempt.writer
+        if writer.create(self._start, keys.START) is None and self._starts.entry(self._own) is None:
             self._starts.refresh()
             if self._starts.entry(self._own) is None:
                 log.warning("%s holds another start, which no replica began with: it is passed over", keys.START)
-                store.create(self._key, data)
+                writer.create(self._start, self._key)
 
 
 def _start_of(
@@ -428,12 +427,5 @@ class _FirstSnapshot:
 
     def _complete(self, take: str, infos: Mapping[str, FileInfo]) -> bool:
         """Create the record of a take; False if one is there that names other files."""
-        store, key = self._attempt.store, keys.snapshot(0, keys.SNAPSHOT_RECORD, take)
         ours = Snapshot(**self._attempt.stamp(), round=0, base_digest=self.base.digest(), by=None, files=dict(infos))
-        if store.create(key, ours.to_bytes()):
-            return True
-        try:
-            theirs = Snapshot.from_bytes(read_record(store, key), key)
-        except RecordInvalid:
-            return False
-        return (theirs.base_digest, theirs.files) == (ours.base_digest, ours.files)
+        return create_snapshot_record(self._attempt.store, ours, take)

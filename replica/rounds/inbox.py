@@ -20,12 +20,12 @@ from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.claims import BaseClaim
 from diloco_orchestrator.protocol.digests import sha256_hex
-from diloco_orchestrator.protocol.limits import LONGEST_REASON, MOST_NORM
+from diloco_orchestrator.protocol.record_format import LONGEST_REASON, MOST_NORM
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
 from diloco_orchestrator.protocol.weights import weight_of
 from diloco_orchestrator.run_log.authors import Authors
-from diloco_orchestrator.run_log.capped_reads import read_record
 from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.run_log.reader import read_record
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from diloco_orchestrator.errors import PayloadCorrupt, Preempted
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.keys import PayloadKey
-from diloco_orchestrator.protocol.records import Contribution, Want
+from diloco_orchestrator.protocol.records import By, Contribution, Want
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
@@ -98,7 +98,6 @@ class PayloadRequests:
     def _ask(self, shard: PayloadKey, take: int, reason: str) -> None:
         if take > keys.MAX_TAKES:
             return  # the store damages every one
-        key = keys.want(shard.round, shard.replica_id, shard.attempt, shard.shard, take)
         want = Want(
             **self._attempt.stamp(),
             round=shard.round,
@@ -106,10 +105,10 @@ class PayloadRequests:
             attempt=shard.attempt,
             shard=shard.shard,
             take=take,
-            by=f"replica {self._attempt.replica_id}, attempt {self._attempt.number}",
+            by=By((self._attempt.replica_id, self._attempt.number)),
             reason=reason,
         )
-        self._attempt.store.create(key, want.to_bytes())
+        self._attempt.writer.create(want)
 
     def _takes(self, shard: PayloadKey) -> set[int]:
         """The takes of a shard that exist, readable or not. One LIST request."""
