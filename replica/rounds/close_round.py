@@ -18,7 +18,7 @@ from diloco_orchestrator.protocol import rounds, weights
 from diloco_orchestrator.protocol.claims import judged, shared_claim, wrong_bases
 from diloco_orchestrator.protocol.figures import figures_of, not_finite_words
 from diloco_orchestrator.protocol.records import Answer, By, Commit, Contribution, Halt
-from diloco_orchestrator.protocol.usual_norms import norms_after
+from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.replica.rounds.contribute import Contributor
 from diloco_orchestrator.replica.rounds.global_model import GlobalModel, guard_state
 from diloco_orchestrator.replica.rounds.inbox import ExpectedContribution, RoundInbox

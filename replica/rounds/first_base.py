@@ -22,7 +22,7 @@ from diloco_orchestrator.protocol.records import Began, FileInfo, Follows, Froze
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.entries import Entry
-from diloco_orchestrator.run_log.snapshot_records import complete_takes
+from diloco_orchestrator.run_log.run_log import complete_takes
 from diloco_orchestrator.snapshots.file_plan import is_tensor_file
 from diloco_orchestrator.snapshots.first_snapshot import first_snapshot, is_side_file
 from diloco_orchestrator.snapshots.first_take import first_take

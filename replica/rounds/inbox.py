@@ -23,7 +23,7 @@ from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON, MOST_NORM
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
 from diloco_orchestrator.protocol.weights import weight_of
-from diloco_orchestrator.run_log.authors import Authors
+from diloco_orchestrator.run_log.attempts import Authors
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.reader import read_record
 from diloco_orchestrator.store.base import Store

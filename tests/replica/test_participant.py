@@ -29,8 +29,7 @@ from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Contribution, Halt, Result
 from diloco_orchestrator.protocol.rounds import result_of
-from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.run_log.snapshot_records import complete_snapshots
+from diloco_orchestrator.run_log.run_log import RunLog, complete_takes
 from diloco_orchestrator.snapshots.parameter_names import trainable
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.store.memory import MemoryStore
@@ -67,7 +66,7 @@ def test_a_run_goes_from_start_to_result():
     ]
     result = Result.from_bytes(fleet.store.get(keys.result(1)), "result")
     assert (result.status, result.round, result.outer_steps) == ("completed", 3, 2)
-    assert complete_snapshots(fleet.store) == [0, 2]
+    assert sorted(complete_takes(fleet.store)) == [0, 2]
 
 
 def test_everyone_holds_the_outer_step_of_the_mean_of_what_the_commit_names():
@@ -428,7 +427,7 @@ def test_a_restarted_attempt_stands_where_the_others_stand():
     for round_ in range(3):
         play([one, two], [0.1 * round_, 1.0])
         one.write_snapshot_if_due()
-    assert complete_snapshots(fleet.store) == [0, 2]
+    assert sorted(complete_takes(fleet.store)) == [0, 2]
     again = fleet.join(1)
     assert again.attempt.number == 2
     assert (again.round, again.digest) == (one.round, one.digest)
@@ -486,7 +485,7 @@ def test_a_halt_request_stops_everybody_after_the_open_round_which_is_applied():
     assert (commit.round, commit.stop, commit.applied, commit.outer_step) == (2, "halted", True, 2)
     assert commit.reason == "halt requested: lunch" and all(p.stopped for p in participants)
     together([p.finish_leg for p in participants])
-    assert complete_snapshots(fleet.store)[-1] == 2
+    assert sorted(complete_takes(fleet.store))[-1] == 2
 
 
 def test_a_collapse_stops_everybody_at_the_same_round_unapplied():
@@ -510,7 +509,7 @@ def test_a_collapse_stops_everybody_at_the_same_round_unapplied():
     result = Result.from_bytes(fleet.store.get(keys.result(1)), "result")
     assert result.status == "halted" and result.verdict is not None
     start = json.loads(fleet.store.get(keys.START))["base_digest"]
-    last_good = complete_snapshots(fleet.store)[-1]
+    last_good = sorted(complete_takes(fleet.store))[-1]
     assert last_good == commit.round - 1
     snapshot = StoredSnapshot(fleet.store, last_good, RunLog(fleet.store).snapshot(last_good))
     assert snapshot.base(fleet.start()).digest() == commit.base_digest != start

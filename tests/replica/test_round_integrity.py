@@ -20,7 +20,7 @@ from diloco_orchestrator.protocol.attempt_records import Intent
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Payload, Progress, Shard
-from diloco_orchestrator.run_log.snapshot_records import complete_snapshots
+from diloco_orchestrator.run_log.run_log import complete_takes
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.rounds.participant import Participant
 
@@ -351,7 +351,7 @@ def test_a_round_that_moved_nothing_leaves_no_snapshot():
         play([again], [float("nan")])
     assert again.stopped
     again.finish_leg()
-    assert complete_snapshots(fleet.store) == [0, 1]
+    assert sorted(complete_takes(fleet.store)) == [0, 1]
 
 
 def test_the_lowest_contributor_writes_the_snapshot_though_replica_0_is_away():
@@ -363,9 +363,9 @@ def test_the_lowest_contributor_writes_the_snapshot_though_replica_0_is_away():
     for participant in joined:
         participant.close()
     joined[1].write_snapshot_if_due()
-    assert complete_snapshots(fleet.store) == [0]
+    assert sorted(complete_takes(fleet.store)) == [0]
     joined[0].write_snapshot_if_due()
-    assert complete_snapshots(fleet.store) == [0, 1]
+    assert sorted(complete_takes(fleet.store)) == [0, 1]
 
 
 def test_snapshots_are_due_by_outer_steps_and_not_by_rounds():
@@ -374,7 +374,7 @@ def test_snapshots_are_due_by_outer_steps_and_not_by_rounds():
     for value in (1.0, float("nan"), 1.0, 1.0):  # outer steps 1, 1, 2, 3 after rounds 1 to 4
         play([participant], [value])
         participant.write_snapshot_if_due()
-    assert complete_snapshots(fleet.store) == [0, 3]
+    assert sorted(complete_takes(fleet.store)) == [0, 3]
 
 
 # -- scores -----------------------------------------------------------------------------------------------------------
