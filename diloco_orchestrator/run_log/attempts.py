@@ -1,6 +1,6 @@
 """`AttemptRecords`: reads the records of each launched process (attempt) of each replica.
 
-`Authors` says whether a manifest is by an attempt that counts: one with an intent, without a gap before it, and a claim.
+`Authors` says whether a manifest is by an attempt that counts: with an intent, without a gap before it, and a claim.
 A manifest names the sha256 of its attempt's claim. That keeps out whoever writes in the name of a replica without
 having read the bucket, and attempts that no coordinator intended. It is no signature: claims can be read and copied.
 
