@@ -23,9 +23,9 @@ from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.run_log import complete_takes
-from diloco_orchestrator.snapshots.file_plan import is_tensor_file
-from diloco_orchestrator.snapshots.first_snapshot import first_snapshot, is_side_file
-from diloco_orchestrator.snapshots.first_take import first_take
+from diloco_orchestrator.snapshots.confirmation import first_take
+from diloco_orchestrator.snapshots.file_plan import Naming, is_side_file, is_tensor_file
+from diloco_orchestrator.snapshots.first_snapshot import first_snapshot
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
     SnapshotFile,
@@ -35,10 +35,9 @@ from diloco_orchestrator.snapshots.layout import (
     existing_files,
     info_of,
 )
-from diloco_orchestrator.snapshots.naming import Naming
+from diloco_orchestrator.snapshots.model_tensors import digest_of
 from diloco_orchestrator.snapshots.rebuild import FirstBase
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
-from diloco_orchestrator.snapshots.untrained import digest_of
 from diloco_orchestrator.store.retrying import without_read_back
 
 log = logging.getLogger(__name__)

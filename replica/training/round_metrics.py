@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.figures import EXTRA_PREFIX, checked_extra, never_observed
 from diloco_orchestrator.protocol.records import Metric, Progress
-from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
+from diloco_orchestrator.replica.rounds.interface import ContributionFields
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN
 
 log = logging.getLogger(__name__)

@@ -7,13 +7,13 @@ import pytest
 import torch
 from protocol_fleet import Fleet, tiny_model
 from sessions import Counted, constant_steps, context_of
+from stored_snapshots import complete_snapshots
 from virtual_time import Process, VirtualClock, VirtualTime
 
 from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.rounds import carry_weight
 from diloco_orchestrator.run_log.contributions import ContributionReader
-from diloco_orchestrator.run_log.run_log import complete_takes
 from diloco_orchestrator.store.memory import MemoryStore
 
 NAN = float("nan")
@@ -70,7 +70,7 @@ def test_snapshots_are_written_while_the_run_goes_on():
     seen: list[list[int]] = []
 
     def note(batch: int) -> float:
-        seen.append(sorted(complete_takes(fleet.store)))
+        seen.append(complete_snapshots(fleet.store))
         return 1.0
 
     constant_steps(context_of(fleet, 0), tiny_model(), note)

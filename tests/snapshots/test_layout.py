@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from protocol_fleet import Fleet, answer, model_bytes, play, start_of, tiny_model
+from stored_snapshots import complete_snapshots
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
@@ -23,7 +24,7 @@ from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
     write_snapshot,
 )
-from diloco_orchestrator.snapshots.parameter_names import trainable
+from diloco_orchestrator.snapshots.model_tensors import trainable
 from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.store.base import Store
@@ -151,9 +152,9 @@ def test_a_snapshot_counts_only_when_its_record_is_there():
     store, model = MemoryStore(), tiny_model()
     base = moved_base(model)
     store.put(keys.snapshot(3, "model.safetensors"), b"half-written")
-    assert sorted(complete_takes(store)) == []
+    assert complete_snapshots(store) == []
     write_snapshot(store, 4, base, base.digest(), ModelFiles.of(model), STAMP)
-    assert sorted(complete_takes(store)) == [4]
+    assert complete_snapshots(store) == [4]
 
 
 def test_a_writer_that_died_half_way_is_completed_by_the_next():
@@ -211,7 +212,7 @@ def test_a_base_is_rebuilt_from_any_snapshot_with_the_same_digest():
         answer(participant, value)
         participant.close()
         participant.write_snapshot_if_due()
-    assert sorted(complete_takes(fleet.store)) == [0, 2, 4]
+    assert complete_snapshots(fleet.store) == [0, 2, 4]
     digest = participant.digest
     for round_ in (4, 2):
         assert fleet.join(0).digest == digest

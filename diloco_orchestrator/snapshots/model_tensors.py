@@ -1,7 +1,8 @@
-"""The tensors of a model that no outer step moves: frozen parameters, and persistent buffers such as BatchNorm's.
+"""The tensors of a model: which are trained, and those that no outer step moves, under the names that records have.
 
-Frozen parameters never change, and are the same in every replica: `start.json` has their digest. Buffers change in
-training, and are each replica's own; which of them a snapshot holds is said in `snapshots.buffers`.
+The latter are frozen parameters, and persistent buffers such as BatchNorm's. Frozen parameters never change, and are
+the same in every replica: `start.json` has their digest. Buffers change in training, and are each replica's own; which
+of them a snapshot holds is said in `snapshots.buffers`.
 """
 
 import json
@@ -13,8 +14,26 @@ from diloco_orchestrator.allreduce.threads import workers
 from diloco_orchestrator.clock import Background, NoBackground, in_parallel
 from diloco_orchestrator.protocol.digests import BulkDigest, BulkHasher, bulk_digest
 from diloco_orchestrator.protocol.records import FrozenTensors
-from diloco_orchestrator.snapshots.parameter_names import plain_name
 from diloco_orchestrator.snapshots.tensor_file import TensorSpec, memory_of
+
+_COMPILED = "_orig_mod"  # the name under which `torch.compile` holds the module that it wraps
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model in a wrapper of `torch.compile`, which shares its parameters; any other model itself."""
+    inner = getattr(model, _COMPILED, model)
+    return inner if isinstance(inner, torch.nn.Module) else model
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without those of `torch.compile`'s wrappers around parts of the model."""
+    return name.replace(f"{_COMPILED}.", "")
+
+
+def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The trainable parameters by name, in name order; a tied parameter has one entry."""
+    found = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    return {name: found[name] for name in sorted(found)}
 
 
 class Untrained:
