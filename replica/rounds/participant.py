@@ -24,6 +24,7 @@ from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.close_round import ClosedRound, RoundCloser
 from diloco_orchestrator.replica.rounds.contribute import Contributor
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
+from diloco_orchestrator.replica.rounds.dealing import everything
 from diloco_orchestrator.replica.rounds.global_model import GlobalModel, guard_state
 from diloco_orchestrator.replica.rounds.inbox import RoundInbox
 from diloco_orchestrator.replica.rounds.replica_buffers import ReplicaBuffers
@@ -78,9 +79,8 @@ class Participant:
         self.files = files
         self.timing = RoundTiming(model)
         self.contributor = Contributor(model, self.timing, model.requests.payloads)
-        inbox = RoundInbox(
-            model.attempt.store, model.attempt.background, model.requests.payloads, model.attempt.authors
-        )
+        attempt, payloads = model.attempt, model.requests.payloads
+        inbox = RoundInbox(attempt.store, attempt.background, payloads, attempt.authors, everything)
         self._closer = RoundCloser(model, self.timing, self.contributor, inbox)
         self._snapshots = SnapshotWriter(model, files)
         self.buffers = ReplicaBuffers(self.contributor.history, model, files)
