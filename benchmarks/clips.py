@@ -40,7 +40,7 @@ def by_the_run(norms: Norms) -> int:
     for round_ in norms:
         limit = limit_of(round_, 0, before, config)
         found += sum(norm > limit.factor * limit.usual for norm in round_)
-        before = folded(before, 0, round_)
+        before = folded(before, 0, round_, fewest=min(3, len(round_)))
     return found
 
 

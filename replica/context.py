@@ -16,6 +16,7 @@ from diloco_orchestrator.errors import ConfigError, unknown_name
 from diloco_orchestrator.guard.registry import rule_of
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.probe import KLProbe
+from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.attached_model import AttachedModel
 from diloco_orchestrator.replica.training.consumed_items import ConsumedItems, ItemsOf
 from diloco_orchestrator.replica.training.drift_meter import DriftMeter
@@ -163,7 +164,10 @@ class ReplicaContext:
             compared = ConsumedItems(manifest or HeldoutManifest.of(every), items_of, items)
         evidence = GuardEvidence(scorer, DriftMeter(kl_probe) if kl_probe else None, compared, vault)
         attached, optimizers = AttachedModel(model), InnerOptimizers(optimizer)
-        training = TrainingSession(self._attempt, attached, optimizers, evidence, in_loop, tokenizer, stateful or {})
+        attached.check_optimized(optimizers, stateful or {})
+        parts = attached.split(self._attempt.config, tokenizer)
+        rounds = Participant.join(self._attempt, attached.parameters, parts.names, parts.files, evidence.set)
+        training = TrainingSession(self._attempt, rounds, parts, optimizers, evidence, in_loop, stateful or {})
         self.session = ReplicaSession(self._attempt, training, evidence)
         return self.session
 

@@ -145,7 +145,7 @@ class Jobs:
         """Create the intent of an attempt, as a coordinator does, and the run if there is none yet."""
         stamp, store = Stamp("check", SystemClock().wall_time), open_store(self._url(wanted.run))
         if wanted.run not in self._runs:
-            run = Run(**stamp(), run_id=wanted.run, config=wanted.config, package_version=VERSION)
+            run = Run(**stamp(), run_id="check", config=wanted.config, package_version=VERSION)
             self._runs[wanted.run] = create_run(store, run, "check", stamp).run_sha256
         who = {"replica_id": wanted.replica_id, "attempt": wanted.attempt}
         token = stamp.unforeseen()

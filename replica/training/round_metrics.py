@@ -8,7 +8,7 @@ from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.extra_metrics import PREFIX, checked
 from diloco_orchestrator.protocol.figures import never_observed
 from diloco_orchestrator.protocol.records import Metric, Progress
-from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
+from diloco_orchestrator.replica.rounds.interface import ContributionFields
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN
 
 log = logging.getLogger(__name__)

@@ -197,9 +197,9 @@ def test_a_run_halts_at_the_same_round_in_all_replicas_and_verify_derives_it_aga
     participants = fleet.join_all()
     for held, trained in zip(*hacked(29), strict=True):
         play(participants, [1.0, 1.0], [report(i, held, trained) for i in range(2)])
-        if any(p.stopped for p in participants):
+        if any(p.open.stopped for p in participants):
             break
-    assert all(p.stopped for p in participants)
+    assert all(p.open.stopped for p in participants)
     last = fleet.commits()[-1]
     assert last.verdict is not None and last.verdict.reason.startswith("new low: since round 6 ")
     assert (last.round, last.stop, last.verdict.rollback_to) == (16, "halted", 4)

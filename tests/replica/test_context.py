@@ -508,7 +508,7 @@ def test_an_error_of_the_users_loop_waits_for_no_round_in_flight(tmp_path: Path)
         overlapped(MemoryStore(), tmp_path, fail, replicas=2, timing={**FAST, "round_timeout_s": 60.0})
     assert sessions[0].round == 1
     with pytest.raises(Preempted):
-        sessions[0]._participant.close()
+        sessions[0]._rounds.close()
 
 
 def test_a_notice_to_leave_waits_for_no_round_in_flight(tmp_path: Path):

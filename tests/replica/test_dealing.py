@@ -20,7 +20,7 @@ def test_what_is_not_dealt_is_neither_verified_nor_held(dealing, kinds):
     participants = fleet.join_all()
     manifests = [answer(each, 1.0) for each in participants]
     fleet.engine.put(keys.payload(1, 2, 1, 0), b"other bytes")
-    payloads, attempt = RecentPayloads(), participants[0].model.attempt
+    payloads, attempt = RecentPayloads(), participants[0]._attempt
     inbox = RoundInbox(fleet.store, NoBackground(), payloads, attempt.authors, dealing)
     expected = ExpectedContribution(round=1, leg=1, fragment=0, numel=12, config=fleet.config)
     inbox.receive(inbox.unread(expected), expected)

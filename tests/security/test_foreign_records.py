@@ -114,7 +114,7 @@ def test_a_leg_that_begins_after_a_void_commit_is_none_of_those():
             answer(participant, 1.0)
         for participant in participants:
             participant.close()
-    assert participants[0].stopped
+    assert participants[0].open.stopped
     log = RunLog(fleet.store)
     end = EndOfLeg(log, log.newest_begin(), STAMP)
     assert end.reached()
@@ -137,7 +137,7 @@ def test_a_drift_that_one_replica_alone_reports_halts_no_run(replicas: int):
         said = [report(share, 0.5, 0.5) for share in range(replicas)]
         said[-1] = replace(said[-1], metrics={"kl_to_init": Metric(sum=10.0, count=1)})
         play(participants, [1.0] * replicas, said)
-    assert not any(participant.stopped for participant in participants)
+    assert not any(participant.open.stopped for participant in participants)
     assert [commit.fired for commit in fleet.commits()] == [False] * 3 and verify_run(fleet.store).agrees
 
 
@@ -151,7 +151,7 @@ def test_a_request_to_halt_that_cannot_be_read_is_a_request(data: bytes):
     fleet.engine.create(keys.halt(1), data)
     assert [said.partition(": ")[0] for said in RunReader(fleet.store).status().unreadable] == [keys.halt(1)]
     play(participants, [1.0, 0.5])
-    assert [participant.stopped for participant in participants] == [True, True]
+    assert [participant.open.stopped for participant in participants] == [True, True]
     last = fleet.commits()[-1]
     assert last.stop == "halted" and "legs/1/halt.json" in last.reason and "cannot be read" in last.reason
     log = RunLog(fleet.store)

@@ -297,7 +297,7 @@ def test_one_replica_that_puts_junk_into_the_takes_of_coming_snapshots_ends_nobo
     go_on(participants, 5)
     finish(participants)
     assert ConfirmedSnapshots(RunLog(fleet.store)).newest(2, [2, 4]) == [2, 4]
-    assert fleet.join(1).model.tip.snapshot_round == 4
+    assert fleet.join(1)._tip.value.snapshot_round == 4
     assert is_model_of(pulled(fleet, tmp_path / "model"), participants[0])
 
 
@@ -344,7 +344,7 @@ def test_a_take_that_says_the_right_base_and_holds_another_is_passed_over(tmp_pa
     go_on(participants, 1)
     assert ConfirmedSnapshots(RunLog(fleet.store)).takes_of(2) == ["", "r0", "r2"]
     again = fleet.join(1)
-    assert (again.digest, again.model.tip.snapshot_round) == (participants[0].digest, 2)
+    assert (again.digest, again._tip.value.snapshot_round) == (participants[0].digest, 2)
     assert torch.equal(bias(pulled(fleet, tmp_path / "model", 3)), participants[0].base.parameters["bias"])
     assert not torch.all(bias(pulled(fleet, tmp_path / "two", 2)) == 7.0)
 

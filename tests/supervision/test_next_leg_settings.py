@@ -107,7 +107,7 @@ def test_the_settings_of_a_leg_last_until_another_leg_changes_them():
     assert resume(fleet).settings == {"outer.lr": 0.35, "args.temperature": 0.5}
     ending(fleet).commit_stop("halted", "enough")
     assert resume(fleet, change={"outer.lr": 0.7}).settings == {"args.temperature": 0.5}
-    assert fleet.join(0).attempt.config.args == {"temperature": 0.5}
+    assert fleet.join(0)._attempt.config.args == {"temperature": 0.5}
 
 
 @pytest.mark.parametrize(
