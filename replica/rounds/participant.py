@@ -27,11 +27,12 @@ from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.close_round import RoundCloser
 from diloco_orchestrator.replica.rounds.contribute import Contributor
-from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base, check_start
+from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields
 from diloco_orchestrator.replica.rounds.replica_buffers import ReplicaBuffers
 from diloco_orchestrator.replica.rounds.segment_writer import SegmentWriter
 from diloco_orchestrator.replica.rounds.snapshot_writer import SnapshotWriter
+from diloco_orchestrator.replica.rounds.start_check import check_start
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.replica.rounds.tip import HeldTip, OpenRound
 from diloco_orchestrator.replica.rounds.transfer import Transfer
