@@ -191,7 +191,7 @@ class ReplicaSession:
         self._entered = True
         try:
             self._training.begin()
-        except BaseException:
+        except BaseException:  # an interrupt too: no hook may stay in the user's model
             self._training.detach()
             raise
         return self

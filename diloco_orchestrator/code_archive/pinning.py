@@ -23,13 +23,16 @@ from typing import Any, Literal, get_args
 from packaging.requirements import Requirement
 
 from diloco_orchestrator.code_archive.bootstrap import canonical
-from diloco_orchestrator.code_archive.pack import Archive, marker_of, needed_there, pin_of, spec_of
+from diloco_orchestrator.code_archive.pack import Archive, needed_there
 from diloco_orchestrator.code_archive.requirements import (
     MadeList,
     Requirements,
     image_lines,
     is_installed,
+    marker_of,
+    pin_of,
     read_requirements,
+    spec_of,
 )
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.executors.names import unknown_name

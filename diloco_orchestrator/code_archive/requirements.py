@@ -158,7 +158,7 @@ def _package_and_hashes(line: str) -> tuple[Requirement, list[str]]:
     """The package of a line, and the hashes after it. Raises `ConfigError` for any other option, which pip may obey."""
     words = line.split(" ")
     end = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
-    package, options = _package(" ".join(words[:end])), _words(" ".join(words[end:]))
+    package, options = package_of(" ".join(words[:end])), _words(" ".join(words[end:]))
     hashes = []
     while options:
         name, equals, value = options.pop(0).partition("=")
@@ -173,7 +173,8 @@ def _package_and_hashes(line: str) -> tuple[Requirement, list[str]]:
     return package, hashes
 
 
-def _package(line: str) -> Requirement:
+def package_of(line: str) -> Requirement:
+    """A package as pip spells it. Raises `ConfigError` for what pip does not take, lies here, or holds a credential."""
     try:
         found = Requirement(line)
     except InvalidRequirement as error:
@@ -204,6 +205,25 @@ def is_installed(wanted: Requirement) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return wanted.specifier.contains(version.partition("+")[0], prereleases=True)
+
+
+def pin_of(requirement: Requirement) -> str:
+    """The version that a requirement is pinned to with `==`; empty without one."""
+    pins = [specifier.version for specifier in requirement.specifier if specifier.operator == "=="]
+    return pins[0] if pins else ""
+
+
+def marker_of(requirement: Requirement) -> str:
+    """The marker of a requirement, as text; empty without one, or for one that names an extra."""
+    marker = str(requirement.marker or "")
+    return "" if "extra" in marker else marker
+
+
+def spec_of(requirement: Requirement) -> str:
+    """A requirement as pip spells it, without its marker."""
+    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+    where = f" @ {requirement.url}" if requirement.url else ""
+    return f"{requirement.name}{extras}{requirement.specifier}{where}"
 
 
 # -- digests of images ------------------------------------------------------------------------------------------------

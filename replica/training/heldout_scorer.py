@@ -120,7 +120,7 @@ def values_of(heldout: HeldoutFn, model: torch.nn.Module, items: Sequence[Any], 
     """
     try:
         values = [float(value) for value in heldout(model, items)]
-    except Exception as error:
+    except Exception as error:  # the training function runs here
         error.add_note(f"heldout(model, items) raised this, for the {len(items)} items of {where}.")
         raise
     if len(values) != len(items):

@@ -160,7 +160,7 @@ class SnapshotLoader:
                 except CannotLoad as error:
                     done.unchecked.append(f"whether snapshot {round_} loads: {error}")
                     return  # nor do the others
-                except Exception as error:
+                except Exception as error:  # whatever the model class and its library raise
                     raise Differs(keys.snapshot(round_, "", take), f"does not load: {error}") from error
             done.checked["snapshots loaded"] += 1
             self._check_scores(model, round_, take, confirmed, done)
