@@ -28,7 +28,9 @@ class ContributionHistory:
         self._tip = tip
         self._claims = claims
         self._reader = ContributionReader(attempt.store)
-        self._closed: dict[int, Contribution] = {}  # of closed rounds, as far as they were read
+        # Of closed rounds, as far as they were read; None: there was none. What a predecessor that lives on publishes
+        # there afterwards is never averaged: to continue behind it, with the carry of before, would lose its work.
+        self._closed: dict[int, Contribution | None] = {}
         self._joined_at: int | None = None  # the round that was open at the first call
         self._is_alone: bool | None = None  # whether no other attempt of this replica ever ran; None: not asked yet
         self._listing: ManifestListing | None = None
@@ -54,8 +56,8 @@ class ContributionHistory:
         if found is not None and (why := self._attempt.authors.why_not(found)):
             log.error("the manifest of this replica in round %d counts for nothing: %s", round_, why)
             return None
-        if found is not None and round_ < open_round:
-            self._closed[round_] = found  # a manifest never changes; a missing one may still appear
+        if round_ < open_round:
+            self._closed[round_] = found
         return found
 
     def _may_exist(self, round_: int, open_round: int) -> bool:

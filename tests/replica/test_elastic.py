@@ -244,7 +244,7 @@ def test_a_newcomer_announces_itself_and_is_waited_for():
     one_after_another([zero, one], clock, [1.0, 1.0])
     again = fleet.join(2, clock=clock)
     again.announce()
-    said = again.history.of(2)
+    said = ContributionReader(fleet.store).of(2, 2)
     assert said is not None and (said.kind, said.reason) == ("abstention", "back, after this round")
     one_after_another([zero, one], clock, [1.0, 1.0])
     assert zero.open.roster == (0, 1, 2)

@@ -90,6 +90,21 @@ def test_seeds_that_once_found_a_bug(seed: int):
     simulate(seed)
 
 
+OUTLIVED = [
+    pytest.param(plan_of(2_000_000), id="its manifest comes after those that its successor has read"),
+    pytest.param(dataclasses.replace(plan_of(135), seed=1025), id="likewise, in another run", marks=pytest.mark.slow),
+    pytest.param(dataclasses.replace(plan_of(135), seed=1047), id="its manifest comes while its successor reads them"),
+]
+
+
+@pytest.mark.parametrize("plan", OUTLIVED)
+def test_no_work_is_lost_or_counts_twice_though_an_attempt_that_was_called_dead_lives_on_beside_its_successor(plan):
+    """It contributes to a round that is closed already: what nobody averages its successor trains again."""
+    simulation = Simulation(plan)
+    simulation.run()
+    assert plan.lies and {attempt for replica_id, attempt in simulation.replicas if replica_id == plan.lies[0][1]} > {1}
+
+
 def test_the_same_seed_gives_the_same_trace():
     one, two = simulate(5), simulate(5)
     assert one.events == two.events > 100 and one.digest.hexdigest() == two.digest.hexdigest()

@@ -212,6 +212,7 @@ def _check_steps(simulation: "Simulation", commits: Sequence[Commit], right: Rig
     averaged = {(c.round, a.replica_id) for c in commits for a in c.answers if a.averaged}
     for replica_id in range(plan.replicas):
         position, owed, leg = 0, None, 1
+        before: list[tuple[Contribution, int, Contribution | None]] = []  # manifests not averaged, and what preceded
         unseen = False  # whether the steps of a round are in no manifest, because its key was taken
         for commit in commits:
             if (commit.round, replica_id) in plan.forged:
@@ -230,10 +231,13 @@ def _check_steps(simulation: "Simulation", commits: Sequence[Commit], right: Rig
             begin = end - own[0].steps if own else position
             if begin > position and unseen:
                 unseen, position, owed = False, begin, None
+            while begin != position and before and _is_outlived(simulation, before[-1][0], manifest):
+                _, position, owed = before.pop()
             if begin != position:
                 raise InvariantBroken(
                     f"I4: replica {replica_id}'s batches {begin} to {end} in round {commit.round} follow on {position}"
                 )
+            before = [] if (commit.round, replica_id) in averaged else [*before, (manifest, position, owed)]
             position = end
             if simulation.flipped and not right.is_right(manifest):
                 continue  # its payload holds the flipped bit, and is not carried
@@ -241,6 +245,18 @@ def _check_steps(simulation: "Simulation", commits: Sequence[Commit], right: Rig
                 if not any((origin.round, replica_id) in plan.forged for origin in manifest.origins):
                     _check_payload(simulation, reader, manifest, begin, end, owed)
                 owed = None if (commit.round, replica_id) in averaged else manifest
+
+
+def _is_outlived(simulation: "Simulation", earlier: Contribution, later: Contribution) -> bool:
+    """Whether a manifest is by an attempt that lived on beside the one of `later`, and later than that one's claim.
+
+    The newer attempt has read its predecessors' manifests by then, and trains again what this one holds, which is not
+    averaged.
+    """
+    claims = f"replicas/{later.replica_id}/attempts/{later.attempt}/claim."
+    written = simulation.bucket.written_at
+    claimed = min(when for key, when in written.items() if key.startswith(claims))
+    return earlier.attempt < later.attempt and written[keys.contribution(earlier.round, earlier.replica_id)] > claimed
 
 
 def _check_payload(
