@@ -9,7 +9,10 @@ and `math.sqrt` are used, which IEEE 754 rounds correctly, so that every machine
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
+
+from diloco_orchestrator.guard.channels.remembered import Remembered
 
 LAG = 8  # rounds; beyond the memory of AR(1) noise of .7
 _LONG = 256  # rounds that the mean of squares remembers
@@ -26,19 +29,24 @@ _FLOOR = 0.002  # of the series' range, under which differences are curvature or
 _STEPS = 8  # changes of value before a series that repeats its values shows how it varies
 
 
-class Noise:
+def _two() -> list[float]:
+    return [0.0, 0.0]
+
+
+@dataclass
+class Noise(Remembered):
     """The noise of one series, from its values one after another. State: 44 numbers."""
 
-    def __init__(self) -> None:
-        self.last: list[float] = []  # 32 values, oldest first
-        self.count = 0  # of squares at lag 1
-        self.squares = [0.0, 0.0]  # at lag 1 and lag 8: mean square, in units of one value's variance
-        self.block = [0.0, 0.0]  # sums of the block that is being filled
-        self.block_count = 0
-        self.before = [0.0, 0.0]  # sums of the last full block
-        self.before_count = 0
-        self.low = self.high = 0.0
-        self.steps = 0
+    last: list[float] = field(default_factory=list)  # 32 values, oldest first
+    count: int = 0  # of squares at lag 1
+    block_count: int = 0
+    before_count: int = 0
+    steps: int = 0  # changes of value
+    squares: list[float] = field(default_factory=_two)  # at lag 1 and 8: mean square, in units of one value's variance
+    block: list[float] = field(default_factory=_two)  # sums of the block that is being filled
+    before: list[float] = field(default_factory=_two)  # sums of the last full block
+    low: float = 0.0
+    high: float = 0.0
 
     def add(self, value: float) -> None:
         """Learn the next value of the series."""
@@ -87,14 +95,10 @@ class Noise:
         return [self.last, counts, [*self.squares, *self.block, *self.before, self.low, self.high]]
 
     @classmethod
-    def restore(cls, state: Sequence[Any]) -> Self:
-        noise = cls()
-        noise.last = list(state[0])
-        noise.count, noise.block_count, noise.before_count, noise.steps = state[1]
-        numbers = state[2]
-        noise.squares, noise.block, noise.before = list(numbers[0:2]), list(numbers[2:4]), list(numbers[4:6])
-        noise.low, noise.high = numbers[6:8]
-        return noise
+    def restore(cls, state: Any) -> Self:
+        last, (count, block_count, before_count, steps), numbers = state
+        squares, block, before, (low, high) = numbers[0:2], numbers[2:4], numbers[4:6], numbers[6:8]
+        return cls(last, count, block_count, before_count, steps, squares, block, before, low, high)
 
 
 def _square(difference: float) -> float:
