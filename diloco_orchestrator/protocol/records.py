@@ -460,7 +460,7 @@ class Clipped(Part):
 
 
 class UsualNorms(Part):
-    """Norms of the contributions of a leg's rounds so far; the clip's limit follows from it (`usual_norms`)."""
+    """Norms of the contributions of a leg's rounds so far; the clip's limit follows from it (`weights.limit_of`)."""
 
     rounds: int = Field(ge=0)  # that averaged two contributions or more
     spread: float = Field(ge=0)  # how far the norms of a round are apart: mean over recent rounds
@@ -483,7 +483,7 @@ class RoundFigures(Part):
     dropped_steps: int = Field(default=0, ge=0)  # inner steps of earlier rounds that responses list as dropped
     payload_bytes: int = Field(default=0, ge=0)  # written by all replicas together, averaged or not
     disagreeing: tuple[Disagreeing, ...] = ()  # left out of the round before by its aggregate, as most manifests say
-    extra: dict[str, float] = Field(default_factory=dict)  # `protocol.extra_metrics`: means over replicas
+    extra: dict[str, float] = Field(default_factory=dict)  # `protocol.figures`: means over replicas
 
 
 class Commit(Record):

@@ -24,7 +24,7 @@ from diloco_orchestrator.protocol.conclusions import (
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.legs import leg_position
 from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, HeldoutSet, Start
-from diloco_orchestrator.protocol.usual_norms import norms_after
+from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry, changed
 from diloco_orchestrator.run_log.leg_records import LegRecords
