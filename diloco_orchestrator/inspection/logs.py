@@ -1,6 +1,6 @@
 """Reads the output of attempts: from the bucket once an attempt has ended, from its executor while it runs.
 
-Of one attempt, or of all replicas at once, attempt after attempt, until the run stops. Which lines are shown, and in
+Lines are of one attempt, or of all replicas at once until the run stops. Which lines are shown, and in
 which colour, is left to `cli`.
 """
 
