@@ -102,7 +102,7 @@ def rebuild(
 
 @dataclass(frozen=True)
 class Comparison:
-    """How a rebuilt base compares to one that is in memory, of which only the shards that differ are kept."""
+    """The comparison of a rebuilt base with one that is in memory, of which only the shards that differ are kept."""
 
     digest: str  # of the rebuilt base
     snapshot_round: int  # the snapshot that it was rebuilt from
@@ -220,7 +220,7 @@ class _Way:
 def _by_first_way(
     run_log: RunLog, begin: Begin, until: int | None, below: int | None, rebuilt: Callable[[_Way], T]
 ) -> T:
-    """What `rebuilt` returns for the first way along which everything can be read. The first error decides if none."""
+    """The result of `rebuilt` for the first way along which everything can be read. The first error decides if none."""
     failure: PayloadCorrupt | RecordInvalid | ObjectMissing | None = None
     for way in _ways(run_log, begin, until, below):
         try:
