@@ -22,7 +22,7 @@ from healthy_norms import Kind, kinds, norms_of
 from measuring import RUNS, markdown, publish
 
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.protocol.usual_norms import folded, limit_of
+from diloco_orchestrator.protocol.weights import folded, limit_of
 
 CONSTANT = 2.0  # times the median of the round
 COLUMNS = ("healthy fleet", "replicas", "contributions", "largest norm, times the median", "constant", "as it is now")

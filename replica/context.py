@@ -15,7 +15,6 @@ from pydantic import JsonValue
 from diloco_orchestrator.errors import ConfigError, unknown_name
 from diloco_orchestrator.guard.registry import rule_of
 from diloco_orchestrator.replica.attempt.attempt import Attempt
-from diloco_orchestrator.replica.probe import KLProbe
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.attached_model import AttachedModel
 from diloco_orchestrator.replica.training.consumed_items import ConsumedItems, ItemsOf
@@ -23,6 +22,7 @@ from diloco_orchestrator.replica.training.drift_meter import DriftMeter
 from diloco_orchestrator.replica.training.guard_evidence import GuardEvidence
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn, HeldOutScorer
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
+from diloco_orchestrator.replica.training.kl_probe import KLProbe
 from diloco_orchestrator.replica.training.round_hooks import RoundFn
 from diloco_orchestrator.replica.training.session import TrainingSession
 from diloco_orchestrator.replica.training.vault_scorer import VaultScorer

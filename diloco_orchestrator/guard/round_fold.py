@@ -17,7 +17,7 @@ from diloco_orchestrator.guard.per_replica import fold_local, local_gain
 from diloco_orchestrator.guard.registry import rule_of_state
 from diloco_orchestrator.guard.robust import median
 from diloco_orchestrator.guard.shares import deal
-from diloco_orchestrator.protocol.extra_metrics import PREFIX
+from diloco_orchestrator.protocol.figures import EXTRA_PREFIX
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON
 from diloco_orchestrator.protocol.records import (
     Commit,
@@ -76,7 +76,7 @@ def fold_round(
             reward_std=_median("reward_std", named),
             vault=_vault_scores(heldout, dealt, valid) if vault_base(state) is not None else (),
             rebuildable=rebuildable,
-            extra={name: _median(PREFIX + name, named) for name in sorted(config.max_extra)},
+            extra={name: _median(EXTRA_PREFIX + name, named) for name in sorted(config.max_extra)},
         ),
     )
     far_metrics = {measured[position].replica_id for position in folded.far_in_loop}
@@ -133,7 +133,7 @@ def why_verdict_differs(
     config: RunConfig,
     outer_step: int,
 ) -> str:
-    """How guard state, verdict or quarantine of a commit differ from the fold; empty if not. Arguments as above."""
+    """Difference of a commit's guard state, verdict or quarantine from the fold; empty if not. Arguments as above."""
     folded = fold_of_commit(commit, guard, manifests, heldout, roster, config, outer_step)
     state = folded.state if folded else None if guard is None else dict(guard)
     if commit.verdict != (folded.verdict if folded else None):

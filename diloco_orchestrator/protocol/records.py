@@ -294,7 +294,7 @@ class Score(Part):
 
 
 class VaultScore(Part):
-    """How the scores of one share of the vault set changed from an earlier base to another. Higher is better."""
+    """The change of one vault share's scores from an earlier base to another. Higher is better."""
 
     share: int = Field(ge=0)
     change: float | None  # sum over items of their score minus that on the earlier base; None: not finite
@@ -401,7 +401,7 @@ class Contribution(Record):
 
 @dataclass(frozen=True)
 class By:
-    """Who wrote a record: an attempt of a replica, or somebody with a name. Records hold it as text, which `str` is."""
+    """The writer of a record: an attempt of a replica, or somebody with a name. Records hold it as text."""
 
     who: tuple[int, int] | None  # replica_id, attempt
     name: str = ""  # of somebody else, such as "coordinator on host"
@@ -460,7 +460,7 @@ class Clipped(Part):
 
 
 class UsualNorms(Part):
-    """Norms of the contributions of a leg's rounds so far; the clip's limit follows from it (`usual_norms`)."""
+    """Norms of the contributions of a leg's rounds so far; the clip's limit follows from it (`weights.limit_of`)."""
 
     rounds: int = Field(ge=0)  # that averaged two contributions or more
     spread: float = Field(ge=0)  # how far the norms of a round are apart: mean over recent rounds
@@ -472,7 +472,7 @@ class Discounted(Clipped):
 
 
 class RoundFigures(Part):
-    """What readers show of a round beside its answers. `protocol.figures` computes it from the manifests."""
+    """Metrics of a round for readers, beside its answers. `protocol.figures` computes it from the manifests."""
 
     loss: float | None = None  # mean of what was passed to `observe(loss=...)`, over all responses
     reward: float | None = None
@@ -483,7 +483,7 @@ class RoundFigures(Part):
     dropped_steps: int = Field(default=0, ge=0)  # inner steps of earlier rounds that responses list as dropped
     payload_bytes: int = Field(default=0, ge=0)  # written by all replicas together, averaged or not
     disagreeing: tuple[Disagreeing, ...] = ()  # left out of the round before by its aggregate, as most manifests say
-    extra: dict[str, float] = Field(default_factory=dict)  # `protocol.extra_metrics`: means over replicas
+    extra: dict[str, float] = Field(default_factory=dict)  # `protocol.figures`: means over replicas
 
 
 class Commit(Record):
@@ -531,7 +531,7 @@ class Commit(Record):
         return {each.replica_id for each in self.quarantined} | {a.replica_id for a in self.answers if a.averaged}
 
     def quarantines(self, replica_id: int) -> str:
-        """Why the per-replica guard leaves a replica's contribution out; empty if it does not."""
+        """Reason why the per-replica guard leaves a replica's contribution out; empty if it does not."""
         return next((each.reason for each in self.quarantined if each.replica_id == replica_id), "")
 
     @property

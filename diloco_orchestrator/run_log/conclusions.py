@@ -24,7 +24,7 @@ from diloco_orchestrator.protocol.conclusions import (
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.legs import leg_position
 from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, HeldoutSet, Start
-from diloco_orchestrator.protocol.usual_norms import norms_after
+from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry, changed
 from diloco_orchestrator.run_log.leg_records import LegRecords
@@ -89,7 +89,7 @@ class Conclusions:
         return entry.voided(read_as_void(commit, before, rules, why), why)
 
     def why_not_concluded(self, entry: CommitEntry, previous: CommitEntry | None) -> str:
-        """How a commit contradicts the one before it, as far as these two show; empty if it does not."""
+        """The contradiction of a commit to the one before it, as far as these two show; empty if it does not."""
         rules, before = self._before(previous)
         return why_unlinked(entry.written, before) or why_not_concluded(entry.written, before, rules)
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from diloco_orchestrator.config import config_of_leg
+from diloco_orchestrator.config import RunConfig, config_of_leg
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, RecordInvalid, RecordTooNew, RecordTooOld
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import sha256_hex
@@ -16,7 +16,6 @@ from diloco_orchestrator.protocol.legs import why_no_begin
 from diloco_orchestrator.protocol.record_format import Record, parse_json
 from diloco_orchestrator.protocol.records import Begin, Halt, Out, Result, Retention, Run, Start
 from diloco_orchestrator.run_log.entries import Entry
-from diloco_orchestrator.run_log.leg_configs import LegConfigs
 from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.run_log.starts import Starts
 from diloco_orchestrator.store.base import Store
@@ -24,6 +23,31 @@ from diloco_orchestrator.store.base import Store
 log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Record)
+
+
+class LegConfigs:
+    """Validates each leg's settings once. `run`: of run.json. `begin_of`: leg -> its record, None if it has none."""
+
+    def __init__(self, run: RunConfig, begin_of: Callable[[int], Entry[Begin] | None]) -> None:
+        self._run = run
+        self._begin_of = begin_of
+        self._known: dict[str, RunConfig] = {}  # by the digest of the leg's record
+
+    def of(self, leg: int) -> RunConfig:
+        """The configuration of a leg.
+
+        Raises `ConfigError` if its record names a setting that no leg can change, `NoSuchRun` if it has no record.
+        """
+        begin = self._begin_of(leg)
+        if begin is None:
+            raise NoSuchRun(f"leg {leg} has no {keys.begin(leg)}: it was deleted. Start a new run.")
+        return self.of_begin(begin)
+
+    def of_begin(self, begin: Entry[Begin]) -> RunConfig:
+        """The configuration of the leg with this record. Raises `ConfigError` as `of` does."""
+        if begin.sha256 not in self._known:
+            self._known[begin.sha256] = config_of_leg(self._run, begin.record.settings, guard=True)
+        return self._known[begin.sha256]
 
 
 class LegRecords:
@@ -58,7 +82,7 @@ class LegRecords:
         return self._begun.get(leg)
 
     def why_foreign(self, leg: int) -> str:
-        """Why the object under the key of a leg's begin counts for nothing; empty if it counts, or there is none.
+        """Reason why the object under a leg's begin key counts for nothing; empty if it counts, or there is none.
 
         A leg has begun if the leg before has, and its record can be read, names the last commit of that leg, which
         stopped it, and changes what a leg can change. Raises `RecordTooNew` or `RecordTooOld` for a record of another
@@ -118,7 +142,7 @@ class LegRecords:
         raise NotImplementedError
 
     def launched(self, begin: Begin) -> Launched:
-        """What pins the configuration of a leg, as it is known here."""
+        """The digests that pin the configuration of a leg, as it is known here."""
         return Launched(self.run_sha256, settings_sha256(begin.settings))
 
     def newest_leg(self) -> int:
@@ -196,7 +220,7 @@ class LegRecords:
         return cast(Halt, self._entries[key].record)
 
     def out(self, leg: int) -> dict[int, Out]:
-        """Who is out of a leg, by replica id. One LIST request, and a GET for each that was not read before.
+        """Replicas that are out of a leg, by replica id. One LIST request, and a GET for each that was not read before.
 
         An object that is no such record counts for nothing, and is named in the log.
         """
@@ -228,7 +252,7 @@ class LegRecords:
         return None
 
     def recorded_result(self, leg: int) -> Result | None:
-        """What result.json of a leg says, or None if there is none. Nobody obeys it: `RunLog.result` derives it."""
+        """Contents of a leg's result.json, or None if there is none. Nobody obeys it: `RunLog.result` derives it."""
         found = self._read(Result, keys.result(leg))
         return None if found is None else found.record
 
@@ -263,7 +287,7 @@ _UNREADABLE = "cannot be read"  # in the reasons of commits: the same for every 
 
 
 def _unreadable(leg: int) -> Halt:
-    """What a request to halt that cannot be read counts as."""
+    """The request that counts in place of one that cannot be read."""
     return Halt(write_id="", at=0.0, leg=leg, by="unknown", reason=f"{keys.halt(leg)} {_UNREADABLE}")
 
 

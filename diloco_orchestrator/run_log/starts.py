@@ -95,7 +95,7 @@ class Starts:
 
     @property
     def began(self) -> dict[int, Sha256]:
-        """What the newest attempt of each replica would begin with, by replica id."""
+        """The start that the newest attempt of each replica would begin with, by replica id."""
         return {replica_id: each.start_sha256 for replica_id, each in self._began.items()}
 
     @property

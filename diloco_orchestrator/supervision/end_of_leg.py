@@ -11,7 +11,7 @@ from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Begin, By, Commit, Halt, Result
-from diloco_orchestrator.protocol.usual_norms import norms_after
+from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.run_log.append import append_commit
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.run_log import RunLog

@@ -15,8 +15,7 @@ from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS, BaseScores, leg_of
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Begin, Contribution, Retention
 from diloco_orchestrator.protocol.rounds import Position
-from diloco_orchestrator.run_log.contributions import ContributionReader
-from diloco_orchestrator.run_log.manifest_listing import ManifestListing
+from diloco_orchestrator.run_log.contributions import ContributionReader, ManifestListing
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots

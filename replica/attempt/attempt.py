@@ -19,8 +19,7 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Begin
 from diloco_orchestrator.replica.attempt.heartbeat import Pulse
 from diloco_orchestrator.replica.attempt.machine_facts import hardware_here, versions_here
-from diloco_orchestrator.run_log.attempts import AttemptRecords
-from diloco_orchestrator.run_log.authors import Authors
+from diloco_orchestrator.run_log.attempts import AttemptRecords, Authors
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.run_log.run_log import RunLog

@@ -24,10 +24,10 @@ from diloco_orchestrator.replica.interop.trainer_settings import (
     check_trainer,
     rollout_steps,
 )
-from diloco_orchestrator.replica.probe import KLProbe
 from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.replica.training.consumed_items import ItemsOf
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn
+from diloco_orchestrator.replica.training.kl_probe import KLProbe
 from diloco_orchestrator.split.manifest import HeldoutManifest
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def train_as_replica(
 
 
 class ReplicaCallback(TrainerCallback):
-    """What `train_as_replica` adds to a trainer, for people who call `trainer.train()` themselves.
+    """The callback that `train_as_replica` adds to a trainer, for people who call `trainer.train()` themselves.
 
     The arguments are those of `train_as_replica`. `close` ends the session if `train` has raised.
     """

@@ -17,10 +17,11 @@ from diloco_orchestrator.protocol import rounds, weights
 from diloco_orchestrator.protocol.claims import judged, shared_claim, wrong_bases
 from diloco_orchestrator.protocol.figures import figures_of, not_finite_words
 from diloco_orchestrator.protocol.records import Answer, By, Commit, Halt
-from diloco_orchestrator.protocol.usual_norms import norms_after
+from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.contribute import Contributor
+from diloco_orchestrator.replica.rounds.dealing import everything
 from diloco_orchestrator.replica.rounds.inbox import ExpectedContribution, RoundInbox
 from diloco_orchestrator.replica.rounds.interface import ClosedRound
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
@@ -54,7 +55,7 @@ class RoundCloser:
         self._requests = requests
         self._timing = timing
         self._contributor = contributor
-        self._inbox = RoundInbox(attempt.store, attempt.background, requests.payloads, attempt.authors)
+        self._inbox = RoundInbox(attempt.store, attempt.background, requests.payloads, attempt.authors, everything)
         self._late: set[int] = set()  # replicas whose manifest of the last closed round is not in its commit
         self._halt: Halt | None = None  # the request to halt the leg, as of the last poll
         self._given_up = False

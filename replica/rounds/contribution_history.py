@@ -12,8 +12,7 @@ from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.tip import HeldTip
 from diloco_orchestrator.run_log.attempts import AttemptRecords
-from diloco_orchestrator.run_log.contributions import ContributionReader
-from diloco_orchestrator.run_log.manifest_listing import ManifestListing
+from diloco_orchestrator.run_log.contributions import ContributionReader, ManifestListing
 from diloco_orchestrator.snapshots.saved_state import read_state
 
 _RECENT_ROUNDS = 3  # in which a manifest of this replica may still appear

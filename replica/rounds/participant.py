@@ -27,11 +27,12 @@ from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.close_round import RoundCloser
 from diloco_orchestrator.replica.rounds.contribute import Contributor
-from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base, check_start
+from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields
 from diloco_orchestrator.replica.rounds.replica_buffers import ReplicaBuffers
 from diloco_orchestrator.replica.rounds.segment_writer import SegmentWriter
 from diloco_orchestrator.replica.rounds.snapshot_writer import SnapshotWriter
+from diloco_orchestrator.replica.rounds.start_check import check_start
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.replica.rounds.tip import HeldTip, OpenRound
 from diloco_orchestrator.replica.rounds.transfer import Transfer
@@ -132,12 +133,7 @@ class Participant:
     # -- a round -------------------------------------------------------------------------------------------------
 
     def publish(self, form: Callable[[], Vector], fields: ContributionFields, *, in_background: bool = False) -> None:
-        """Contribute the pseudo-gradient that `form` returns: base - local, of the fragment that the open round moves.
-
-        The vector is flat, in name order. The model's buffers go with it, as they are now. In the background `form` is
-        called there, and the round is in flight until `close` returns: nothing that the vector is computed from may
-        change until then.
-        """
+        """As of `Rounds`. The model's buffers are published too, as they are now."""
         fields = replace(fields, buffers=self.buffers.changed())
         if in_background:
             self._begin(lambda: self._contributor.contribute_delta(form(), fields))
@@ -145,26 +141,20 @@ class Participant:
             self._contributor.contribute_delta(form(), fields)
 
     def close_beside_training(self, then: Callable[[], None] = lambda: None, *, keep_average: bool = False) -> None:
-        """Begin to close the open round in the background, unless that has begun, and to call `then` there afterwards.
-
-        This replica has contributed, or is about to in the background. `keep_average`: as in `close`. Raises the error
-        with which the background has ended, if it has: of publishing, of `close`, or of `then`.
-        """
+        """As of `Rounds`. Raises the error of publishing, of `close`, or of `then`."""
         flight = self._in_flight or self._begin(lambda: None)
         flight.transfer.raise_error()
         flight.transfer.close(lambda: self._close(then, keep_average))
 
     def await_published(self) -> None:
-        """Block until a contribution published in the background is in the bucket. Raises the errors of publishing."""
+        """As of `RunRounds`."""
         if self._in_flight is not None:
             self._in_flight.transfer.wait_published()
 
     def close(self, *, keep_average: bool = False) -> ClosedRound:
         """Commit the open round or wait for its commit, and take the base after it. Errors: `RoundCloser.close`.
 
-        A round in flight is waited for. The next round's times begin here, when training can take its base.
-        `keep_average`: return the average, which takes the memory of another fragment. For a round that is closed
-        beside training, what `close_beside_training` was given counts.
+        The next round's times begin here, when training can take its base.
         """
         self._attempt.pulse.phase = "waiting"
         flight = self._in_flight

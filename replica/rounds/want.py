@@ -17,6 +17,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.keys import PayloadKey
 from diloco_orchestrator.protocol.records import By, Contribution, Want
 from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.rounds.dealing import everything
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.rebuild import Comparison, FirstBase, Tip, rebuild, rebuild_beside
@@ -50,7 +51,7 @@ class PayloadRequests:
         return self.until_readable(lambda: rebuild_beside(run_log, begin, until, base=base), until)
 
     def until_readable(self, call: Callable[[], T], until: int | None = None) -> T:
-        """What `call` returns, repeated while it raises `PayloadCorrupt` for a payload in the bucket.
+        """The result of `call`, repeated while it raises `PayloadCorrupt` for a payload in the bucket.
 
         The payload is asked for. `call` is repeated whenever there is a new take of it, or a confirmed snapshot of its
         round or a later one. `until`: the last round whose snapshot is of use to `call`; `PayloadGone` is raised once
@@ -158,10 +159,10 @@ class PayloadRequests:
         Called before a commit that averages this replica alone: nobody else has read the payload, or would ask for it.
         """
         reader = ContributionReader(self._attempt.store)
-        for index in range(len(manifest.payload.shards) if manifest.payload else 0):
+        for own in everything([manifest]):
             while True:
                 try:
-                    reader.shard(manifest, index)
+                    reader.shard(own.manifest, own.index)
                     break
                 except PayloadCorrupt as error:
                     shard = keys.parse_payload(error.key)

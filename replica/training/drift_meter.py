@@ -15,9 +15,9 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import Metric, Probe
 from diloco_orchestrator.replica.attempt.attempt import Attempt
-from diloco_orchestrator.replica.probe import KLProbe
 from diloco_orchestrator.replica.rounds.tip import OpenRound
 from diloco_orchestrator.replica.training.heldout_scorer import ShownBase
+from diloco_orchestrator.replica.training.kl_probe import KLProbe
 from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.snapshots.first_snapshot import first_snapshot
 from diloco_orchestrator.snapshots.tensor_file import encode, views

@@ -6,7 +6,7 @@ from protocol_fleet import answer
 
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Origin
-from diloco_orchestrator.run_log.manifest_listing import ManifestListing
+from diloco_orchestrator.run_log.contributions import ManifestListing
 
 IDLE = 2  # the id of a replica that has never taken part in a run of two others
 

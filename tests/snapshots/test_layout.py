@@ -19,8 +19,7 @@ from diloco_orchestrator.outer.outer_step import step
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Snapshot
-from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.run_log.snapshot_records import complete_takes
+from diloco_orchestrator.run_log.run_log import RunLog, complete_takes
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
     write_snapshot,

@@ -31,7 +31,7 @@ from diloco_orchestrator.protocol.records import (
     Score,
     Shard,
 )
-from diloco_orchestrator.protocol.usual_norms import limit_of, norms_after
+from diloco_orchestrator.protocol.weights import limit_of, norms_after
 from diloco_orchestrator.replica.rounds.interface import ContributionFields
 
 INPUTS, HIDDEN, CLASSES = 8, 16, 4

@@ -2,7 +2,7 @@
 
 import torch
 
-from diloco_orchestrator.run_log.snapshot_records import complete_takes
+from diloco_orchestrator.run_log.run_log import complete_takes
 from diloco_orchestrator.snapshots.tensor_file import views
 from diloco_orchestrator.store.base import Store
 

@@ -1,11 +1,11 @@
-"""`Alarm`: what a channel says when it passes its threshold."""
+"""`Alarm`: the report of a channel that passed its threshold."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class AlarmKind(StrEnum):
-    """What an alarm says of the held-out score, and so what the vault set can say to it."""
+    """Kinds of alarms by what they say of the held-out score, and so by what the vault set can say to them."""
 
     CERTAIN = "certain"  # nothing: the alarm is of other numbers
     FALL = "fall"  # that the score fell
