@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, TypedDict, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
 
+from diloco_orchestrator.codecs.table import CODECS, get_codec
 from diloco_orchestrator.errors import ConfigError, unknown_name
 from diloco_orchestrator.executors.names import check_entrypoint
 from diloco_orchestrator.redaction import has_token_shape, looks_secret, redact, secret_settings
@@ -244,7 +245,7 @@ class RunConfig(Tree):
         description="how often replicas save optimizer and schedule, so that a restart goes on with them: every round "
         '(the default with quorum="all", for equal bits), beside snapshots (the default otherwise), or never',
     )
-    codec: Literal["fp32", "bf16"] = Field(default="fp32", description="encoding of pseudo-gradients in the bucket")
+    codec: str = Field(default="fp32", description=f"encoding of pseudo-gradients in the bucket: {', '.join(CODECS)}")
     shard_mib: int = Field(default=64, ge=1, le=1024, description="MiB of fp32 input in one payload object")
     snapshot_every: int = Field(default=10, ge=1, description="rounds between snapshots; a leg's end has one always")
     track: str | None = Field(
@@ -311,6 +312,7 @@ class RunConfig(Tree):
                 f"{self.fragment_update_alpha:g}: both factors of a product must move wholly and in the same round. "
                 'Set fragments=1 and fragment_update_alpha=0, or adapters="mean".'
             )
+        get_codec(self.codec)  # raises `ConfigError` for one that is no row of its table
         self._check_aggregate()
         if self.fragment_sync_delay >= self.round_steps:
             raise ConfigError(
@@ -484,7 +486,7 @@ class RunSettings(TypedDict, total=False):
     clip: Literal["median_norm", "off"]
     clip_factor: float | None
     replica_state: Literal["round", "snapshot", "none"] | None
-    codec: Literal["fp32", "bf16"]
+    codec: str
     shard_mib: int
     snapshot_every: int
     track: str | None

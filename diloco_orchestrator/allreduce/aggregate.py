@@ -13,6 +13,7 @@ import torch
 from diloco_orchestrator.allreduce.agreement import AgreeingMean
 from diloco_orchestrator.allreduce.mean import LeftOut, Part, ShardBlocks, WeightedMean, WeightedParts, side_by_side
 from diloco_orchestrator.allreduce.vectors import BLOCK, empty
+from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.errors import ConfigError, unknown_name
 
 AGGREGATES = ("mean", "agreeing_mean", "trimmed_mean", "median")
@@ -75,21 +76,23 @@ class TrimmedMean:
         self._parts = WeightedParts(parts, lengths)
         self._kept = slice(trim, len(parts) - trim)
         self._count = torch.tensor(len(parts) - 2 * trim, dtype=torch.float32, device="cpu")
-        self._piece = max(_SHORTEST, BLOCK // len(parts))
+        self._piece = max(_SHORTEST, BLOCK // len(parts) // _SHORTEST * _SHORTEST)
 
     def shard(self, index: int) -> ShardBlocks:
         """The aggregate, as `Aggregate` promises it. Values of a coordinate are summed from the lowest on."""
         return functools.partial(self._blocks, self._parts.shard(index))
 
-    def _blocks(self, shards: Sequence[torch.Tensor], start: int, stop: int) -> Iterator[torch.Tensor]:
+    def _blocks(self, shards: Sequence[Encoded], start: int, stop: int) -> Iterator[torch.Tensor]:
         buffer = empty(min(BLOCK, stop - start))
-        for blocks in side_by_side(shards, start, stop):
-            whole = buffer[: blocks[0].numel()]
-            for target, *pieces in zip(*(block.split(self._piece) for block in (whole, *blocks)), strict=True):
+        for first in range(start, stop, BLOCK):
+            last = min(first + BLOCK, stop)
+            whole = buffer[: last - first]
+            together = side_by_side(shards, first, last, self._piece)
+            for target, pieces in zip(whole.split(self._piece), together, strict=True):
                 # Adding zero makes -0.0 to 0.0: then equal values have equal bits, in whatever order they are sorted.
                 rows = [self._parts.weighted(position, piece) + 0.0 for position, piece in enumerate(pieces)]
-                first, *others = sorted_rows(rows)[self._kept]
-                target.copy_(first)
+                lowest, *others = sorted_rows(rows)[self._kept]
+                target.copy_(lowest)
                 for row in others:
                     target.add_(row)
                 target.div_(self._count)

@@ -13,7 +13,7 @@ import torch
 
 from diloco_orchestrator.allreduce.mean import LeftOut, Part, ShardBlocks, WeightedMean, check_cut
 from diloco_orchestrator.allreduce.vectors import empty
-from diloco_orchestrator.protocol import codecs
+from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.protocol.records import Disagreeing
 
 _LARGEST = 127.0  # of the whole numbers that stand for a shard's values
@@ -39,7 +39,7 @@ class AgreeingMean:
         """The mean of one shard, as `Aggregate` promises it. The shard of every part is read once."""
         held = [_once_read(part, index) for part in self._parts]
         numel = self._lengths[index]
-        values = [codecs.view(part.read(index), part.payload.codec, numel) for part in held]
+        values = [Encoded(part.read(index), part.payload.codec, numel) for part in held]
         found = agreements(values, [part.payload.norms[index] for part in held])
         judged = sorted((each, position) for position, each in enumerate(found) if each is not None)
         out = judged[: len(judged) // 4]
@@ -69,14 +69,14 @@ def summary(left_out: Sequence[LeftOut], round_: int) -> tuple[Disagreeing, ...]
     )
 
 
-def agreements(values: Sequence[torch.Tensor], norms: Sequence[float]) -> list[float | None]:
+def agreements(values: Sequence[Encoded], norms: Sequence[float]) -> list[float | None]:
     """The median cosine of each vector to the others, of an even number the lower one; None for a vector of zeros.
 
     Values are rounded to whole numbers, of root mean square 16 to 32 and at most 127, so that every sum of products is
-    exact, in whatever order a machine adds. `values`: (numel,) each, of a floating dtype, finite. `norms`: of each, as
-    its manifest declares it, which is the same number everywhere.
+    exact, in whatever order a machine adds. `values`: of one length, finite. `norms`: of each, as its manifest declares
+    it, which is the same number everywhere.
     """
-    scales = [_scale(norm, vector.numel()) for norm, vector in zip(norms, values, strict=True)]
+    scales = [_scale(norm, vector.numel) for norm, vector in zip(norms, values, strict=True)]
     gram = _products(values, scales)
     found: list[float | None] = []
     for i, row in enumerate(gram):
@@ -98,12 +98,12 @@ def _scale(norm: float, numel: int) -> float:
     return math.ldexp(1.0, min(5 - math.frexp(norm / math.sqrt(numel))[1], 127)) if norm else 0.0
 
 
-def _products(vectors: Sequence[torch.Tensor], scales: Sequence[float]) -> list[list[int]]:
+def _products(vectors: Sequence[Encoded], scales: Sequence[float]) -> list[list[int]]:
     """The sum of products of each two vectors, rounded to whole numbers at their scales. Exact."""
     count = len(vectors)
     total = torch.zeros(count, count, dtype=torch.int64, device="cpu")
     rows = empty(count * _PIECE).view(count, _PIECE)
-    for pieces in zip(*(vector.split(_PIECE) for vector in vectors), strict=True):
+    for pieces in zip(*(vector.blocks(0, vector.numel, _PIECE) for vector in vectors), strict=True):
         if pieces[0].numel() < _PIECE:
             rows.zero_()
         for row, piece, scale in zip(rows, pieces, scales, strict=True):

@@ -13,8 +13,8 @@ import torch
 from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.allreduce.threads import in_threads, ranges
 from diloco_orchestrator.allreduce.vectors import BLOCK, empty
+from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.errors import PayloadCorrupt
-from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.records import Payload
 
 # One shard of an average: (start, stop) -> its elements [start, stop) as flat fp32 blocks of at most `BLOCK` elements,
@@ -66,16 +66,16 @@ class WeightedParts:
     def __len__(self) -> int:
         return len(self._parts)
 
-    def shard(self, index: int) -> list[torch.Tensor]:
-        """One shard of every part, encoded: not for writing.
+    def shard(self, index: int) -> list[Encoded]:
+        """One shard of every part.
 
         Raises `PayloadCorrupt` for bytes that are not the promised shard, and what `read` raises.
         """
         numel = self.lengths[index]
-        return [codecs.view(part.read(index), part.payload.codec, numel) for part in self._parts]
+        return [Encoded(part.read(index), part.payload.codec, numel) for part in self._parts]
 
     def weighted(self, position: int, block: torch.Tensor) -> torch.Tensor:
-        """A block of the part at `position`, or a piece of it, times its weight: float32, not for writing."""
+        """Some elements of the part at `position` times its weight: float32, not for writing."""
         values = block.to(torch.float32)
         return values if self._ones[position] else values * self.weights[position]
 
@@ -95,9 +95,9 @@ class WeightedMean:
         """The mean of one shard. No sum leaves a core's cache. Errors as of `WeightedParts.shard`."""
         return partial(self._blocks, self._parts.shard(index))
 
-    def _blocks(self, shards: Sequence[torch.Tensor], start: int, stop: int) -> Iterator[torch.Tensor]:
+    def _blocks(self, shards: Sequence[Encoded], start: int, stop: int) -> Iterator[torch.Tensor]:
         buffer = empty(min(BLOCK, stop - start))
-        for blocks in side_by_side(shards, start, stop):
+        for blocks in side_by_side(shards, start, stop, BLOCK):
             summed = buffer[: blocks[0].numel()]
             for position, block in enumerate(blocks):
                 weighted = self._parts.weighted(position, block)
@@ -124,9 +124,9 @@ def _copy(blocks: ShardBlocks, target: torch.Tensor, start: int, stop: int) -> N
         piece.copy_(block)
 
 
-def side_by_side(shards: Sequence[torch.Tensor], start: int, stop: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Elements [start, stop) of several vectors in blocks, one of each vector."""
-    return zip(*(shard[start:stop].split(BLOCK) for shard in shards), strict=True)
+def side_by_side(shards: Sequence[Encoded], start: int, stop: int, longest: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Elements [start, stop) of several vectors in blocks of at most `longest` elements, one of each vector."""
+    return zip(*(shard.blocks(start, stop, longest) for shard in shards), strict=True)
 
 
 def check_cut(lengths: Sequence[int], part: Part) -> None:

@@ -14,9 +14,9 @@ from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import fetch, shard_ranges
 from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors
 from diloco_orchestrator.clock import Backoff, Clock, SystemClock, random_token
+from diloco_orchestrator.codecs.table import get_codec
 from diloco_orchestrator.errors import AllReduceTimeout, RoundReused
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.codecs import get_codec
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import AllReducePart, Payload
 from diloco_orchestrator.store.open_store import open_store

@@ -1,6 +1,6 @@
 """Payloads: writes a flat fp32 vector as encoded shards.
 
-Reading and verifying shards is in `allreduce.shards`, the encodings are in `protocol.codecs`. Which contributions are
+Reading and verifying shards is in `allreduce.shards`, the encodings are in `codecs`. Which contributions are
 averaged is decided by `protocol.rounds`.
 """
 
@@ -14,8 +14,8 @@ from diloco_orchestrator.allreduce.shards import NotFinite, shard_ranges
 from diloco_orchestrator.allreduce.threads import one_torch_thread, workers
 from diloco_orchestrator.allreduce.vectors import BLOCK, Vector
 from diloco_orchestrator.clock import Background, NoBackground, in_parallel
+from diloco_orchestrator.codecs.table import Measure, get_codec
 from diloco_orchestrator.errors import PayloadCorrupt, RoundReused
-from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.digests import BulkHasher
 from diloco_orchestrator.protocol.records import Payload, Shard
 from diloco_orchestrator.store.base import Store
@@ -46,17 +46,19 @@ def publish(
         cache: gets the bytes of each shard, for a reader in this process.
         background: runs several shards at once. `vector` is then read by several threads.
     """
-    background = background or NoBackground()
+    background, encoding = background or NoBackground(), get_codec(codec)
 
     @one_torch_thread()
-    def formed(index: int, start: int, stop: int) -> tuple[Shard | None, codecs.Measure]:
+    def formed(index: int, start: int, stop: int) -> tuple[Shard | None, Measure]:
         # What is read, encoded and hashed does not leave a core's cache in between. BytesIO gives its bytes uncopied.
-        whole, hasher, measure = io.BytesIO(), BulkHasher(), codecs.Measure()
-        blocks = (vector.read(first, min(first + BLOCK, stop)) for first in range(start, stop, BLOCK))
-        for data, measured in codecs.encode_blocks(blocks, codec, stop - start):
-            measure += measured
-            hasher.update(data)
-            whole.write(data)
+        whole, hasher, measure = io.BytesIO(), BulkHasher(), Measure()
+        whole.write(header := encoding.header(stop - start))
+        hasher.update(header)
+        for first in range(start, stop, BLOCK):
+            block = encoding.encode_block(vector.read(first, min(first + BLOCK, stop)))
+            measure += block.measure
+            hasher.update(block.data)
+            whole.write(block.data)
         if measure.nonfinite:
             return None, measure
         shard = Shard(digest=hasher.digest(), size=whole.tell())

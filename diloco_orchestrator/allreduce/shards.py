@@ -8,8 +8,8 @@ import os
 from contextlib import ExitStack
 from typing import IO
 
+from diloco_orchestrator.codecs.table import Encoded, Measure
 from diloco_orchestrator.errors import ObjectMissing, PayloadCorrupt
-from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.digests import BulkHasher, bulk_digest
 from diloco_orchestrator.protocol.records import Payload, Shard
 from diloco_orchestrator.store.base import Store, open_file
@@ -65,7 +65,7 @@ def open_verified(store: Store, key: str, payload: Payload, index: int) -> IO[by
         start, stop = shard_ranges(payload.numel, payload.shard_numel)[index]
         hasher = BulkHasher()
         try:
-            measure = codecs.measure(mapped(file, shard.size), payload.codec, stop - start, hasher.update)
+            measure = Encoded(mapped(file, shard.size), payload.codec, stop - start).measure(hasher.update)
         except PayloadCorrupt:
             return None
         if hasher.digest() != shard.digest:
@@ -102,19 +102,19 @@ def fetch_shard(store: Store, key: str, shard: Shard) -> bytes:
     )
 
 
-def check_shard(data: bytes | memoryview, payload: Payload, index: int, whose: str) -> codecs.Measure:
+def check_shard(data: bytes | memoryview, payload: Payload, index: int, whose: str) -> Measure:
     """The measure of bytes whose digest was checked, if they are finite numbers as the payload says. Decodes no copy.
 
     Raises `PayloadCorrupt` for another codec or length, `NotFinite` for NaN or infinity. `whose`: opens its message.
     """
     start, stop = shard_ranges(payload.numel, payload.shard_numel)[index]
-    measure = codecs.measure(data, payload.codec, stop - start)
+    measure = Encoded(data, payload.codec, stop - start).measure()
     if measure.nonfinite:
         raise NotFinite(f"{whose} holds {measure.nonfinite} elements that are not finite.")
     return measure
 
 
-def check_norm(measure: codecs.Measure, payload: Payload, index: int, whose: str) -> None:
+def check_norm(measure: Measure, payload: Payload, index: int, whose: str) -> None:
     """Raise `PayloadCorrupt` unless the manifest declares the norm of the shard's elements, to a part in a thousand."""
     declared = payload.norms[index] if index < len(payload.norms) else None
     if declared is not None and abs(declared - measure.norm) > _SAME_NORM * max(declared, measure.norm):

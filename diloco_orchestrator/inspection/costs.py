@@ -11,9 +11,9 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from diloco_orchestrator.codecs.table import get_codec
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol.attempt_records import Heartbeat
-from diloco_orchestrator.protocol.codecs import get_codec
 from diloco_orchestrator.protocol.records import Begin, Commit
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 

@@ -14,12 +14,12 @@ from diloco_orchestrator.allreduce.mean import LeftOut, Part, ShardBlocks
 from diloco_orchestrator.allreduce.spool import held
 from diloco_orchestrator.allreduce.threads import in_threads, ranges
 from diloco_orchestrator.allreduce.vectors import aligned
+from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import PayloadCorrupt
 from diloco_orchestrator.outer.adapter_products import LocalFactors, factors_of, step_residuals
 from diloco_orchestrator.outer.base import Base, BaseShard, NamedVector
 from diloco_orchestrator.outer.nesterov import nesterov_step
-from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.records import AdapterPair, Contribution
 
 ReadShard = Callable[[Contribution, int], bytes | memoryview]  # (manifest, shard index) -> verified bytes
@@ -108,10 +108,7 @@ def _with_adapters(
     for manifest, weight in sorted(named, key=lambda each: each[0].replica_id):
         part = part_of(manifest, weight, lambda each, index: read_once(each.replica_id, index))
         lengths = [len(shard.parameters) for shard in base.shards(fragment)]
-        decoded = [
-            codecs.view(part.read(index), part.payload.codec, numel).to(torch.float32)
-            for index, numel in enumerate(lengths)
-        ]
+        decoded = [Encoded(part.read(index), part.payload.codec, numel).values() for index, numel in enumerate(lengths)]
         contributions.append(LocalFactors(weight, NamedVector(shapes, decoded)))
     step_residuals(base, adapters, before, average, contributions, outer)
     return average

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from diloco_orchestrator.allreduce.vectors import empty
+from diloco_orchestrator.codecs.plain import little_endian, tensor_over
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.outer.base import BaseLayout, BaseShard
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.codecs import tensor_over
 from diloco_orchestrator.protocol.records import Start
 from diloco_orchestrator.snapshots.layout import BASE, MOMENTUM, files_of_base
 from diloco_orchestrator.snapshots.naming import Naming
@@ -132,7 +132,7 @@ class StoredShards:
             )
         for piece in group:
             body = data[piece.start - start : piece.stop - start]
-            piece.target.copy_(tensor_over(body, torch.float32, "<f4"))
+            piece.target.copy_(little_endian(tensor_over(body), torch.float32))
 
 
 def _neighbours(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from diloco_orchestrator.allreduce.spool import held
+from diloco_orchestrator.codecs.plain import tensor_over
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
-from diloco_orchestrator.protocol.codecs import tensor_over
 from diloco_orchestrator.protocol.limits import parse_json
 
 # The order in which a file holds its tensors: by this table, then by name.
@@ -224,7 +224,7 @@ def views(data: bytes, where: str) -> dict[str, torch.Tensor]:
     for name, spec in header.specs.items():
         dtype: torch.dtype = getattr(torch, spec.dtype)
         body = memoryview(data)[start : start + spec.nbytes]
-        flat = tensor_over(body, dtype, "u1") if spec.nbytes else torch.empty(0, dtype=dtype, device="cpu")
+        flat = tensor_over(body).view(dtype) if spec.nbytes else torch.empty(0, dtype=dtype, device="cpu")
         tensors[name] = flat.view(spec.shape)
         start += spec.nbytes
     return tensors

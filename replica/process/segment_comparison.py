@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from diloco_orchestrator.allreduce.shards import shard_ranges
+from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
-from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.digests import BulkHasher
 from diloco_orchestrator.protocol.records import Contribution, Payload
 from diloco_orchestrator.replica.attempt.machine_facts import differences
@@ -123,8 +123,7 @@ def _distance(theirs: Iterator[bytes], mine: Iterator[bytes], payload: Payload) 
     """The distance of two payloads of one layout, shard by shard, summed in float64."""
     apart = norm = 0.0
     for (start, stop), a, b in zip(shard_ranges(payload.numel, payload.shard_numel), theirs, mine, strict=True):
-        first = codecs.view(a, payload.codec, stop - start).to(torch.float64)
-        second = codecs.view(b, payload.codec, stop - start).to(torch.float64)
+        first, second = (Encoded(each, payload.codec, stop - start).values().to(torch.float64) for each in (a, b))
         apart += float((first - second).square().sum())
         norm += float(first.square().sum())
     return _ratio(apart, norm)

@@ -15,8 +15,8 @@ from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.allreduce.vectors import Vector
 from diloco_orchestrator.clock import Background, in_parallel
+from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.errors import PayloadCorrupt
-from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, Payload
 from diloco_orchestrator.protocol.rounds import carry_weight
 from diloco_orchestrator.run_log.contributions import ContributionReader
@@ -180,10 +180,9 @@ class WithCarry:
         for index, (low, high) in enumerate(shard_ranges(self.numel, self._payload.shard_numel)):
             if low < stop and start < high:
                 data = self._shards.get(_name(index)) or b""
-                shard = codecs.view(data, self._payload.codec, high - low)
                 first, last = max(low, start), min(high, stop)
-                carried = shard[first - low : last - low].to(torch.float32, copy=True).mul_(self._weight)
-                values[first - start : last - start].add_(carried)
+                carried = Encoded(data, self._payload.codec, high - low).values(first - low, last - low)
+                values[first - start : last - start].add_(carried * self._weight)
         return values
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from diloco_orchestrator.allreduce.aggregate import AGGREGATES, _network, aggreg
 from diloco_orchestrator.allreduce.agreement import summary
 from diloco_orchestrator.allreduce.mean import Part
 from diloco_orchestrator.allreduce.vectors import BLOCK
+from diloco_orchestrator.codecs.table import Encoded, encode
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.digests import bulk_digest
@@ -34,8 +35,9 @@ def aggregated(how: str, parts: list[Part], numel: int, shard_numel: int = 4) ->
     )
 
 
-def agreements(values: list[torch.Tensor]) -> list[float | None]:
-    return agreement.agreements(values, [declared(value) for value in values])
+def agreements(values: list[torch.Tensor], codec: str = "fp32") -> list[float | None]:
+    encoded = [Encoded(encode(value, codec), codec, value.numel()) for value in values]
+    return agreement.agreements(encoded, [declared(value) for value in values])
 
 
 def parts_of(*rows: list[float]) -> list[Part]:
@@ -178,7 +180,7 @@ def test_agreements_depend_neither_on_scale_nor_on_codec(scale):
     values = [torch.round(value * 8) for value in directions(1, 1, -1, 1, noise=1.0)]
     usual = agreements(values)
     assert agreements([value * scale for value in values]) == usual
-    assert agreements([value.to(torch.bfloat16) for value in values]) == usual
+    assert agreements(values, "bf16") == usual
 
 
 def test_agreements_are_the_same_in_whatever_order_is_summed():

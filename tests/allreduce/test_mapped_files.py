@@ -9,8 +9,8 @@ from diloco_orchestrator.allreduce.payload import publish
 from diloco_orchestrator.allreduce.payload_cache import OPEN_FILES, PayloadCache
 from diloco_orchestrator.allreduce.shards import NotFinite, PayloadGone, fetch, open_verified
 from diloco_orchestrator.allreduce.vectors import FlatTensors
+from diloco_orchestrator.codecs import table as codecs
 from diloco_orchestrator.errors import PayloadCorrupt
-from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import Payload, Shard
 from diloco_orchestrator.store.base import Store

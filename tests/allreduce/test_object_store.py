@@ -18,8 +18,9 @@ from diloco_orchestrator.allreduce.payload import NotFinite, publish
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import ManualClock, ThreadBackground
+from diloco_orchestrator.codecs import table as codecs
 from diloco_orchestrator.errors import AllReduceTimeout, ConfigError, PayloadCorrupt, RoundReused
-from diloco_orchestrator.protocol import codecs, keys
+from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
@@ -165,7 +166,7 @@ EDGES = st.sampled_from([3.3961775e38, 3.3961776e38, 3.4028235e38, float("inf"),
 def test_what_is_not_finite_once_encoded_is_refused_before_anything_is_written(codec, pieces):
     tensors, store = [torch.tensor(piece) for piece in pieces], MemoryStore()
     whole = torch.cat([torch.empty(0), *tensors])
-    encoded = codecs.decode(codecs.encode(whole, codec), codec, whole.numel())
+    encoded = codecs.Encoded(codecs.encode(whole, codec), codec, whole.numel()).values()
     bad = int((~torch.isfinite(encoded)).sum())
     if bad == 0:
         payload = publish(store, str, FlatTensors(tensors), codec, 3, PayloadCache())

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from diloco_orchestrator.codecs import table as codecs
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.outer.adapter_products import merged, with_residuals
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.outer_step import average_and_step
-from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import AdapterPair, Contribution, Payload, Shard
 from diloco_orchestrator.snapshots.untrained import same_bytes
@@ -51,7 +51,7 @@ class Rounds:
             parts = flat.split(self.shard_numel)
             shards = [codecs.encode(part, codec) for part in parts]
             decoded = torch.cat(
-                [codecs.view(body, codec, part.numel()).float() for body, part in zip(shards, parts, strict=True)]
+                [codecs.Encoded(body, codec, part.numel()).values() for body, part in zip(shards, parts, strict=True)]
             )
             pieces = decoded.split([each.numel() for each in before.values()])
             local = {

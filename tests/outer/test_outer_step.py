@@ -12,12 +12,12 @@ from blake3 import blake3
 
 from diloco_orchestrator.allreduce.mean import Part, mean_into
 from diloco_orchestrator.allreduce.vectors import BLOCK
+from diloco_orchestrator.codecs.table import encode
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.outer.base import Base, NamedVector
 from diloco_orchestrator.outer.golden_arithmetic import GOLDEN, GOLDEN_AGGREGATES, GOLDEN_EDGES
 from diloco_orchestrator.outer.nesterov import nesterov_step
 from diloco_orchestrator.outer.outer_step import Nesterov, average_and_step, step, step_in_place
-from diloco_orchestrator.protocol.codecs import encode
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import Contribution, Payload, Shard
 

@@ -21,6 +21,7 @@ LAYERS = [
     ("diloco_orchestrator.executors", "diloco_orchestrator.import_names"),
     (
         "diloco_orchestrator.clock",
+        "diloco_orchestrator.codecs",
         "diloco_orchestrator.errors",
         "diloco_orchestrator.redaction",
     ),
@@ -130,6 +131,7 @@ def all_imports(path: Path) -> set[str]:
 def test_only_the_clock_and_process_entries_read_time_or_randomness():
     allowed = {
         "diloco_orchestrator.clock",
+        "diloco_orchestrator.codecs",
         "diloco_orchestrator.code_archive.bootstrap",
         "diloco_orchestrator.executors.attempt_folder",  # names of drafts
         "diloco_orchestrator.executors.clock",

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco_orchestrator.codecs import table as codecs
 from diloco_orchestrator.errors import ConfigError, PayloadCorrupt
-from diloco_orchestrator.protocol import codecs
 
 VALUES = torch.tensor([0.0, 1.0, -2.5, 3.14159274, 1e-40, -65504.0])
 HEADER = "444c434f0100{codec}0600000000000000"
@@ -28,16 +28,16 @@ def test_every_codec_is_pinned():
 @given(st.lists(st.floats(width=32, allow_nan=False)))
 def test_fp32_loses_nothing(values: list[float]):
     flat = torch.tensor(values, dtype=torch.float32)
-    decoded = codecs.decode(codecs.encode(flat, "fp32"), "fp32", len(values))
+    decoded = codecs.Encoded(codecs.encode(flat, "fp32"), "fp32", len(values)).values()
     assert decoded.numpy().tobytes() == flat.numpy().tobytes()
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, min_value=-(2.0**100), max_value=2.0**100)))
 def test_bf16_keeps_eight_bits_and_is_stable(values: list[float]):
     flat = torch.tensor(values, dtype=torch.float32)
-    once = codecs.decode(codecs.encode(flat, "bf16"), "bf16", len(values))
+    once = codecs.Encoded(codecs.encode(flat, "bf16"), "bf16", len(values)).values()
     assert torch.allclose(once, flat, rtol=2**-8, atol=1e-38)
-    assert torch.equal(codecs.decode(codecs.encode(once, "bf16"), "bf16", len(values)), once)
+    assert torch.equal(codecs.Encoded(codecs.encode(once, "bf16"), "bf16", len(values)).values(), once)
 
 
 @pytest.mark.parametrize("codec", codecs.CODECS)
@@ -56,7 +56,7 @@ def test_bf16_keeps_eight_bits_and_is_stable(values: list[float]):
 )
 def test_anything_else_than_the_promised_bytes_is_refused(codec, spoil):
     with pytest.raises(PayloadCorrupt, match=f"6 elements encoded as {codec}"):
-        codecs.decode(spoil(codecs.encode(VALUES, codec)), codec, 6)
+        codecs.Encoded(spoil(codecs.encode(VALUES, codec)), codec, 6).values()
 
 
 def test_an_unknown_codec_is_refused_with_the_nearest():
@@ -67,25 +67,27 @@ def test_an_unknown_codec_is_refused_with_the_nearest():
 @pytest.mark.parametrize("codec", codecs.CODECS)
 def test_blocks_encode_to_the_bytes_of_the_whole(codec: str):
     values = torch.cat([VALUES, torch.tensor([torch.nan, 3.4028235e38, -torch.inf])])
-    pieces = list(codecs.encode_blocks(values.split(2), codec, values.numel()))
-    whole = codecs.encode(values, codec)
-    assert b"".join(data for data, _ in pieces) == whole
-    assert sum(each.nonfinite for _, each in pieces) == codecs.measure(whole, codec, values.numel()).nonfinite
+    found, whole = codecs.get_codec(codec), codecs.encode(values, codec)
+    blocks = [found.encode_block(each) for each in values.split(2)]
+    assert b"".join([found.header(values.numel()), *(each.data for each in blocks)]) == whole
+    encoded = codecs.Encoded(whole, codec, values.numel())
+    assert sum(each.measure.nonfinite for each in blocks) == encoded.measure().nonfinite
+    decoded = torch.cat([each.values for each in blocks])  # what was lost is the difference to the values
+    assert torch.equal(decoded.view(torch.int32), encoded.values().view(torch.int32))
 
 
 @pytest.mark.parametrize("codec", codecs.CODECS)
 @given(values=st.lists(st.floats(width=32) | st.sampled_from([3.4028235e38, -3.4028235e38, float("-inf")])))
 def test_what_is_not_finite_is_counted_in_the_encoded_form(codec: str, values: list[float]):
     data = codecs.encode(torch.tensor(values, dtype=torch.float32), codec)
-    decoded = codecs.decode(data, codec, len(values))
-    assert codecs.measure(data, codec, len(values)).nonfinite == int((~torch.isfinite(decoded)).sum())
+    encoded = codecs.Encoded(data, codec, len(values))
+    assert encoded.measure().nonfinite == int((~torch.isfinite(encoded.values())).sum())
 
 
 @pytest.mark.parametrize("codec", codecs.CODECS)
 def test_a_view_shares_memory_with_the_bytes_and_keeps_them_alive(codec: str, recwarn):
     data = codecs.encode(VALUES, codec)
-    view, decoded = codecs.view(data, codec, 6), codecs.decode(data, codec, 6)
-    decoded.zero_()  # a copy
+    values = codecs.Encoded(data, codec, 6).values()
     del data
-    assert torch.equal(view.to(torch.float32), codecs.decode(codecs.encode(VALUES, codec), codec, 6))
+    assert torch.equal(values, codecs.Encoded(codecs.encode(VALUES, codec), codec, 6).values())
     assert not recwarn.list  # torch warns about tensors over memory that is not writable

@@ -9,8 +9,8 @@ import torch
 from protocol_fleet import BY_HAND, Fleet, answer
 
 from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.codecs.table import encode
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.codecs import encode
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import Contribution, Payload, Shard
 from diloco_orchestrator.store.base import Store

@@ -12,8 +12,8 @@ from protocol_fleet import BY_HAND, Fleet, answer, report, together
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.codecs.table import Encoded, encode
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.codecs import decode, encode
 from diloco_orchestrator.protocol.records import Contribution, Payload, Score
 from diloco_orchestrator.protocol.rounds import carry_weight
 from replica.rounds.carry import WithCarry
@@ -116,7 +116,7 @@ def test_work_of_a_round_that_moved_nothing_counts_less_in_the_next_one_though_i
         )
         together([zero.close, one.close])
     assert (said.fragment, [origin.round for origin in said.origins]) == (0, [1, 2])
-    published = decode(fleet.store.get(keys.payload(2, 0, 1, 0)), "fp32", 3)
+    published = Encoded(fleet.store.get(keys.payload(2, 0, 1, 0)), "fp32", 3).values()
     assert published.tolist() == pytest.approx([1.0 + carry_weight(1)] * 3)
 
 

@@ -12,11 +12,11 @@ from protocol_fleet import FAST
 from tiny_workloads import batch_of, heldout, inner_step, mlp
 
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
+from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError, Preempted, StoreDenied
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.codecs import decode
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Commit, Contribution, Halt, Result, Run
 from diloco_orchestrator.run_log.append import create_run
@@ -384,7 +384,7 @@ def test_training_between_synchronisations_goes_on_in_the_fragments_that_do_not_
     def size(round_: int) -> float:
         manifest = alone.manifest(round_)
         assert manifest.payload is not None
-        return float(decode(reader.shard(manifest, 0), "fp32", manifest.payload.numel).norm())
+        return float(Encoded(reader.shard(manifest, 0), "fp32", manifest.payload.numel).values().norm())
 
     assert [alone.manifest(r).fragment for r in (1, 2, 3, 4)] == [0, 1, 0, 1]
     assert size(3) > 1.2 * size(1)

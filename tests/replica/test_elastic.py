@@ -12,10 +12,10 @@ from protocol_fleet import Fleet, answer, play, report
 from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.errors import ModelMismatch, QuorumLost
 from diloco_orchestrator.outer.outer_step import step
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.codecs import decode
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Contribution, Halt
 from diloco_orchestrator.protocol.rounds import carry_weight
@@ -62,7 +62,7 @@ def published(fleet: Fleet, manifest: Contribution) -> float:
     """The one value that fills a payload of these tests."""
     key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, 0)
     assert manifest.payload is not None
-    values = decode(fleet.store.get(key), "fp32", manifest.payload.numel)
+    values = Encoded(fleet.store.get(key), "fp32", manifest.payload.numel).values()
     assert bool((values == values[0]).all())
     return float(values[0])
 
@@ -372,7 +372,7 @@ def test_a_carry_of_several_shards_is_added_whole():
     told = one.contributor.contribute_delta(FlatTensors([training]), report())
     assert told.payload is not None and len(told.payload.shards) == 2
     reader, ranges = ContributionReader(fleet.store), shard_ranges(360_600, fleet.config.shard_numel)
-    shards = [decode(reader.shard(told, i), "fp32", stop - start) for i, (start, stop) in enumerate(ranges)]
+    shards = [Encoded(reader.shard(told, i), "fp32", stop - start).values() for i, (start, stop) in enumerate(ranges)]
     assert torch.equal(torch.cat(shards), training + noise * torch.tensor(0.8))
     assert torch.equal(training, torch.ones(360_600))  # training goes on from it
 

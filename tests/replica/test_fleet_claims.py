@@ -9,8 +9,8 @@ from protocol_fleet import Fleet, tiny_model
 from sessions import Counted, constant_steps, context_of
 from virtual_time import Process, VirtualClock, VirtualTime
 
+from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.codecs import decode
 from diloco_orchestrator.protocol.rounds import carry_weight
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.snapshot_records import complete_snapshots
@@ -154,7 +154,7 @@ def test_a_payload_holds_every_step_since_its_fragment_moved_last_though_its_aut
     newest: dict[int, tuple[int, float, int]] = {}  # by fragment: inner steps, payload, round
     for manifest in said:
         assert manifest.progress is not None and manifest.payload is not None
-        value = float(decode(reader.shard(manifest, 0), "fp32", manifest.payload.numel)[0])
+        value = float(Encoded(reader.shard(manifest, 0), "fp32", manifest.payload.numel).values()[0])
         steps, late, round_ = newest.get(manifest.fragment, (0, 0.0, 0))
         expected = lr * (manifest.progress.inner_steps - steps)
         if len(manifest.origins) > 1:

@@ -8,7 +8,7 @@ import torch
 from protocol_fleet import BY_HAND, Fleet, tiny_model
 from sessions import Counted, constant_steps, context_of
 
-from diloco_orchestrator.protocol.codecs import decode
+from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.parameter_names import trainable
@@ -22,7 +22,7 @@ def payload(fleet: Fleet, round_: int, replica_id: int = 0) -> torch.Tensor:
     reader = ContributionReader(fleet.store)
     manifest = reader.of(round_, replica_id)
     assert manifest is not None and manifest.payload is not None
-    return decode(reader.shard(manifest, 0), manifest.payload.codec, manifest.payload.numel)
+    return Encoded(reader.shard(manifest, 0), manifest.payload.codec, manifest.payload.numel).values()
 
 
 def applied(fleet: Fleet) -> list[bool]:

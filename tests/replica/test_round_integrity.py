@@ -11,12 +11,12 @@ from long_history import RequestCounter
 from protocol_fleet import BY_HAND, Fleet, answer, play, report, together
 
 from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.codecs.table import Encoded, encode
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.protocol import keys, weights
 from diloco_orchestrator.protocol.attempt_records import Intent
-from diloco_orchestrator.protocol.codecs import encode, measure
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Payload, Progress, Shard
@@ -158,7 +158,7 @@ def test_who_saw_another_manifest_than_the_commit_names_averages_the_one_that_is
     fleet.store.put(keys.payload(1, 1, 2, 0), data)
     assert said.payload is not None
     shards = (Shard(digest=bulk_digest(data), size=len(data)),)
-    payload = said.payload.model_copy(update={"shards": shards, "norms": (measure(data, "fp32", 12).norm,)})
+    payload = said.payload.model_copy(update={"shards": shards, "norms": (Encoded(data, "fp32", 12).measure().norm,)})
     claim = fleet.join(1).attempt.claim_sha256  # of attempt 2
     other = said.model_copy(update={"attempt": 2, "claim_sha256": claim, "payload": payload})
     fleet.store.put(keys.contribution(1, 1), other.to_bytes())

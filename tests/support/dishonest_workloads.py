@@ -11,7 +11,7 @@ from tiny_workloads import batch_of, heldout, inner_step, mlp
 from diloco_orchestrator import ReplicaContext
 from diloco_orchestrator.allreduce.payload import shard_ranges
 from diloco_orchestrator.allreduce.vectors import Vector
-from diloco_orchestrator.protocol import codecs
+from diloco_orchestrator.codecs import table as codecs
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.run_log.contributions import ContributionReader
 
@@ -72,5 +72,7 @@ def _copied(ctx: ReplicaContext, participant: Any) -> _Other:
     payload = theirs.payload
     data = [reader.shard(theirs, index) for index in range(len(payload.shards))]
     ranges = shard_ranges(payload.numel, payload.shard_numel)
-    whole = torch.cat([codecs.view(d, payload.codec, b - a) for d, (a, b) in zip(data, ranges, strict=True)]).clone()
+    whole = torch.cat(
+        [codecs.Encoded(d, payload.codec, b - a).values() for d, (a, b) in zip(data, ranges, strict=True)]
+    )
     return _Other(payload.numel, lambda start, stop: whole[start:stop].clone())

@@ -17,8 +17,8 @@ from diloco_orchestrator.allreduce.payload import publish
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.codecs.table import encode
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.codecs import encode
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.limits import MOST_COUNTED
 from diloco_orchestrator.protocol.records import (

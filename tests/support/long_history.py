@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from protocol_fleet import Fleet, tiny_model
 
+from diloco_orchestrator.codecs.table import encode
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Claim, Handle, Heartbeat, Intent
-from diloco_orchestrator.protocol.codecs import encode
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.figures import figures_of
 from diloco_orchestrator.protocol.record_format import Stamp

@@ -4,7 +4,7 @@ import torch
 
 from diloco_orchestrator.allreduce.mean import Part
 from diloco_orchestrator.allreduce.shards import shard_ranges
-from diloco_orchestrator.protocol import codecs
+from diloco_orchestrator.codecs import table as codecs
 from diloco_orchestrator.protocol.records import Payload, Shard
 
 

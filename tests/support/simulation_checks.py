@@ -10,12 +10,12 @@ from simulation_oracle import Differs, PlainBase, bases_of
 from simulation_plan import Plan
 from simulation_store import InvariantBroken
 
+from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.errors import PayloadCorrupt
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.claims import wrong_bases
-from diloco_orchestrator.protocol.codecs import decode
 from diloco_orchestrator.protocol.process import EXIT_PERMANENT
 from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.protocol.rounds import carry_weight
@@ -277,7 +277,7 @@ def _value(reader: ContributionReader, manifest: Contribution) -> float | None:
     """The number that fills a payload; None if it was collected or went bad."""
     assert manifest.payload is not None
     try:
-        values = decode(reader.shard(manifest, 0), manifest.payload.codec, manifest.payload.numel)
+        values = Encoded(reader.shard(manifest, 0), manifest.payload.codec, manifest.payload.numel).values()
     except PayloadCorrupt:
         return None
     return float(values[0])

@@ -14,6 +14,7 @@ from diloco_orchestrator.allreduce.mean import Part
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.allreduce.vectors import BLOCK
+from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.config import OuterConfig, RunConfig
 from diloco_orchestrator.inspection.influence_rows import Influence, InfluenceRow
 from diloco_orchestrator.inspection.whatif.decision import OtherDecision
@@ -23,7 +24,6 @@ from diloco_orchestrator.outer.base import Base, BaseShard
 from diloco_orchestrator.outer.float_mode import denormals_kept
 from diloco_orchestrator.outer.nesterov import nesterov_step
 from diloco_orchestrator.outer.outer_step import part_of, step_in_threads
-from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -189,8 +189,9 @@ def _add(
 ) -> None:
     """Add the elements of one shard to the sums of a contribution, a block at a time."""
     start = 0
-    own = codecs.view(part.read(index), part.payload.codec, len(before.parameters)).split(BLOCK)
-    for mine, theirs in zip(own, others.shard(index)(0, len(before.parameters)), strict=True):
+    numel = len(before.parameters)
+    own = Encoded(part.read(index), part.payload.codec, numel).blocks(0, numel, BLOCK)
+    for mine, theirs in zip(own, others.shard(index)(0, numel), strict=True):
         stop = start + theirs.numel()
         parameters = before.parameters[start:stop].clone()
         momenta = None if before.momenta is None else before.momenta[start:stop].clone()

@@ -1,0 +1,61 @@
+"""Codecs that store each number by itself: fp32 as it is, bf16 rounded to nearest, both little-endian.
+
+numpy and torch are imported inside functions, because the cost forecast needs only sizes and must start fast.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+class _Unprotected:
+    """Read-only memory as numpy sees writable one.
+
+    torch has no read-only tensors and warns about each that is made of read-only memory.
+    """
+
+    def __init__(self, body: memoryview) -> None:
+        import numpy as np
+
+        self._array = np.frombuffer(body, dtype=np.uint8)  # keeps the memory alive as long as a tensor shares it
+        interface: dict[str, Any] = self._array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def tensor_over(body: memoryview) -> "torch.Tensor":
+    """The bytes as a tensor of uint8 that shares their memory, and must never be written to."""
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.asarray(_Unprotected(body)))
+
+
+def little_endian(body: "torch.Tensor", dtype: "torch.dtype") -> "torch.Tensor":
+    """The numbers in bytes, (n,) uint8, that hold them in little-endian order. They share its memory, if they can."""
+    if sys.byteorder == "big":
+        body = body.view(-1, dtype.itemsize).flip(1).view(-1)
+    return body.view(dtype)
+
+
+def pack_fp32(values: "torch.Tensor") -> memoryview:
+    return values.numpy().astype("<f4", copy=False).view("u1").data
+
+
+def unpack_fp32(body: "torch.Tensor", numel: int) -> "torch.Tensor":
+    import torch
+
+    return little_endian(body, torch.float32)
+
+
+def pack_bf16(values: "torch.Tensor") -> memoryview:
+    import torch
+
+    return values.to(torch.bfloat16).view(torch.int16).numpy().astype("<i2", copy=False).view("u1").data
+
+
+def unpack_bf16(body: "torch.Tensor", numel: int) -> "torch.Tensor":
+    import torch
+
+    return little_endian(body, torch.bfloat16)
