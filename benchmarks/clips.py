@@ -22,7 +22,7 @@ from healthy_norms import Kind, kinds, norms_of
 from measuring import RUNS, markdown, publish
 
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.protocol.usual_norms import folded, limit_of
+from diloco_orchestrator.protocol.weights import folded, limit_of
 
 CONSTANT = 2.0  # times the median of the round
 COLUMNS = ("healthy fleet", "replicas", "contributions", "largest norm, times the median", "constant", "as it is now")
@@ -40,7 +40,7 @@ def by_the_run(norms: Norms) -> int:
     for round_ in norms:
         limit = limit_of(round_, 0, before, config)
         found += sum(norm > limit.factor * limit.usual for norm in round_)
-        before = folded(before, 0, round_)
+        before = folded(before, 0, round_, fewest=min(3, len(round_)))
     return found
 
 

@@ -6,7 +6,7 @@ import time
 import torch
 
 from diloco_orchestrator.clock import ThreadBackground
-from diloco_orchestrator.snapshots.untrained import digest_of
+from diloco_orchestrator.snapshots.model_tensors import digest_of
 
 TENSOR_BYTES = 128 * 2**20
 

@@ -14,13 +14,8 @@ from diloco_orchestrator.guard import (
     Evidence,
     HeldOutGuard,
     SequentialGuard,
-    breadth,
-    early_collapse,
-    metric_channels,
-    new_low,
-    noise,
 )
-from diloco_orchestrator.guard.best_level import BLOCKS
+from diloco_orchestrator.guard.channels import breadth, drawdown, early, hacking_gap, metrics, noise, sudden
 
 Rounds = NDArray[np.int64]  # the round of a halt by run, 0 if there was none
 CHANNELS = ("", "sudden", "drawdown", "gap", "early collapse", "new low")
@@ -46,7 +41,7 @@ def heldout_guard(heldout: Array, in_loop: Array, patience: int = 3, gap: float 
 
 
 class _Noise:
-    """Twin of `guard.noise.Noise`; counts are the same in all runs."""
+    """Twin of `guard.channels.noise.Noise`; counts are the same in all runs."""
 
     def __init__(self, runs: int) -> None:
         self.last: list[Array] = []
@@ -129,7 +124,7 @@ class _Halts:
 
 @dataclass
 class _Level:
-    """Twin of `guard.best_level.BestLevel`."""
+    """Twin of `guard.channels.drawdown.BestLevel`."""
 
     runs: int
     sums: list[Array] = field(init=False)
@@ -137,12 +132,12 @@ class _Level:
     full: list[int] = field(default_factory=lambda: [0, 0])
 
     def __post_init__(self) -> None:
-        self.sums = [np.zeros(self.runs) for _ in BLOCKS]
-        self.best = [np.full(self.runs, -np.inf) for _ in BLOCKS]
+        self.sums = [np.zeros(self.runs) for _ in drawdown.BLOCKS]
+        self.best = [np.full(self.runs, -np.inf) for _ in drawdown.BLOCKS]
 
     def level(self, sigma: Array) -> Array:
         found = np.full(self.runs, -np.inf)
-        for best, full, size in zip(self.best, self.full, BLOCKS, strict=True):
+        for best, full, size in zip(self.best, self.full, drawdown.BLOCKS, strict=True):
             if full:
                 width = np.sqrt(1.2 + 1.3 * (full.bit_length() - 1))
                 found = np.maximum(found, best - width * sigma / np.sqrt(size))
@@ -150,7 +145,7 @@ class _Level:
 
     def add(self, count: int, value: Array) -> Array | None:
         filled = None
-        for index, size in enumerate(BLOCKS):
+        for index, size in enumerate(drawdown.BLOCKS):
             self.sums[index] = self.sums[index] + value
             if count % size == 0:
                 mean = self.sums[index] / size
@@ -162,13 +157,13 @@ class _Level:
 
 
 class _Breadth:
-    """Twin of `guard.breadth.Breadth`. `gains`: (rounds, shares, runs), NaN where a share is missing."""
+    """Twin of `guard.channels.breadth.Breadth`. `gains`: (rounds, shares, runs), NaN where a share is missing."""
 
     def __init__(self, gains: Array | None) -> None:
         self.gains = gains
         if gains is not None:
             self.usual = np.full(gains.shape[1:], np.nan)
-            self.parts = [np.full(gains.shape[1:], np.nan) for _ in metric_channels.CUSUMS]
+            self.parts = [np.full(gains.shape[1:], np.nan) for _ in drawdown.CUSUMS]
 
     def begin_round(self, t: int) -> None:
         if self.gains is not None:
@@ -203,11 +198,11 @@ class _Breadth:
 
 
 class _Groups:
-    """Twin of the groups of `guard.early_collapse`: the last rounds before each end, and all rounds since each."""
+    """Twin of the groups of `guard.channels.early`: the last rounds before each end, and all rounds since each."""
 
     def __init__(self, values: Array) -> None:
         runs, ends = values.shape[1], range(1, len(values) + 1)
-        windows = [slice(max(0, end - early_collapse.BEFORE), end) for end in ends]
+        windows = [slice(max(0, end - early.BEFORE), end) for end in ends]
         moved = np.vstack([np.diff(values, axis=0) != 0, np.zeros((1, runs), int)])
         self.low = np.array([values[w].min(axis=0) for w in windows])
         self.range = np.array([np.ptp(values[w], axis=0) for w in windows])
@@ -228,8 +223,8 @@ class _Groups:
 
 
 def _collapsed(held: Array, trained: Array) -> NDArray[np.bool_]:
-    """Twin of `guard.early_collapse.EarlyCollapse`: where it halts after the last of these rounds."""
-    c, (rounds, runs) = early_collapse, held.shape
+    """Twin of `guard.channels.early.EarlyCollapse`: where it halts after the last of these rounds."""
+    c, (rounds, runs) = early, held.shape
     one, other, found = _Groups(held), _Groups(-trained), np.zeros(runs, bool)
     for between in range(c.BETWEEN + 1):
         for end in range(1, rounds - between - c.GAINED[0] + 1):
@@ -249,7 +244,7 @@ def _collapsed(held: Array, trained: Array) -> NDArray[np.bool_]:
 
 
 class _NewLow:
-    """Twin of `guard.new_low.NewLow`. `held`: (rounds, runs), of the whole run."""
+    """Twin of `guard.channels.early.NewLow`. `held`: (rounds, runs), of the whole run."""
 
     def __init__(self, held: Array) -> None:
         self.held = held
@@ -260,10 +255,10 @@ class _NewLow:
 
     def halts(self, t: int, gained: Array) -> NDArray[np.bool_]:
         """Where it halts after round index t."""
-        c, first = new_low, t + 1 - new_low.SINCE
+        c, first = early, t + 1 - early.SINCE
         if first < c.BEFORE:
             return np.zeros(self.held.shape[1], bool)
-        before, since = max(c.BEFORE, first - c.BETWEEN) - 1, self.held[first : t + 1]
+        before, since = max(c.BEFORE, first - c.LOW_BETWEEN) - 1, self.held[first : t + 1]
         highest, rise = since.max(axis=0), np.zeros(self.held.shape[1])
         for earlier, later in zip(since[: c.SINCE // 2], since[c.SINCE // 2 :], strict=True):
             rise = rise + (later - earlier)
@@ -283,12 +278,12 @@ def sequential(
     guard: SequentialGuard | None = None,
 ) -> tuple[Rounds, NDArray[np.int64]]:
     """Where `SequentialGuard` halts, and by which of `CHANNELS`. `weight`: share of the items in each score."""
-    guard, c = guard or SequentialGuard(), metric_channels
+    guard = guard or SequentialGuard()
     rounds, runs = heldout.shape
     zero = np.zeros(runs)
     halts = _Halts(np.zeros(runs, int), np.zeros(runs, int))
     held_noise, gap_noise, best = _Noise(runs), _Noise(runs), _Level(runs)
-    falls, gap, first = [zero for _ in c.CUSUMS], zero, zero
+    falls, gap, first = [zero for _ in drawdown.CUSUMS], zero, zero
     held_level, trained_level, trained_sum = zero, zero, zero
     last_trained, largest, strikes = zero, zero, np.zeros(runs, int)
     quartet, best_quartet = zero, np.full(runs, -np.inf)
@@ -297,36 +292,36 @@ def sequential(
         held, trained = heldout[t] - heldout[0], in_loop[t] - in_loop[0]
         w = 1.0 if weight is None else weight[t]
         shares.begin_round(t)
-        if t >= c._SUDDEN_FROM:
-            fell = (best_quartet - held > c._SUDDEN * largest) & (largest > 0)
+        if t >= sudden.FROM:
+            fell = (best_quartet - held > sudden.TIMES * largest) & (largest > 0)
             strikes = np.where(fell, strikes + 1, 0)
-            halts.at(t + 1, strikes >= c._SUDDEN_ROUNDS, 1)
-        if t >= c.FIRST_JUDGED:
+            halts.at(t + 1, strikes >= sudden.ROUNDS, 1)
+        if t >= metrics.FIRST_JUDGED:
             late = t + 1 >= guard.min_steps
             sigma = held_noise.sigma(held)
             below = _clipped(best.level(sigma) - held, sigma)
-            for index, (slack, share) in enumerate(c.CUSUMS):
+            for index, (slack, share) in enumerate(drawdown.CUSUMS):
                 falls[index] = np.maximum(0.0, falls[index] + w * (below - slack))
                 broad = shares.broad(index, falls[index], sigma, share * guard.threshold)
                 halts.at(t + 1, late & broad & (falls[index] > share * guard.threshold), 2)
             sigma = gap_noise.sigma(trained - held)
-            allowed = np.maximum(guard.gap_sigmas * sigma, c._OF_THE_GAIN * (best.best[0] - first))
+            allowed = np.maximum(guard.gap_sigmas * sigma, hacking_gap.OF_THE_GAIN * (best.best[0] - first))
             above = _clipped((trained - trained_level) - (held - held_level) - allowed, sigma)
-            gap = np.maximum(0.0, gap + w * (above - c.CUSUMS[0][0]))
+            gap = np.maximum(0.0, gap + w * (above - drawdown.CUSUMS[0][0]))
             halts.at(t + 1, late & (gap > guard.threshold), 3)
         if t:
             moved = np.abs(held - held_noise.last[-1])
-            faded = np.where(moved > 0, c._FADES * largest, largest)
+            faded = np.where(moved > 0, sudden.FADES * largest, largest)
             change = np.maximum(moved, np.abs(trained - last_trained))
             largest = np.where(strikes > 0, largest, np.maximum(faded, change))
-        if t < early_collapse.ROUNDS:
+        if t < early.ROUNDS:
             halts.at(t + 1, _collapsed(heldout[: t + 1] - heldout[0], in_loop[: t + 1] - in_loop[0]), 4)
         halts.at(t + 1, lows.halts(t, trained), 5)
         shares.learn(t + 1, falls[0] == 0)
         last_trained = trained
         quartet = quartet + held
-        if (t + 1) % c._QUARTET == 0:
-            best_quartet, quartet = np.maximum(best_quartet, quartet / c._QUARTET), zero
+        if (t + 1) % sudden.QUARTET == 0:
+            best_quartet, quartet = np.maximum(best_quartet, quartet / sudden.QUARTET), zero
         held_noise.add(held)
         gap_noise.add(trained - held)
         trained_sum = trained_sum + trained
@@ -335,16 +330,18 @@ def sequential(
             if best.full[0] == 1:
                 first, improved = mean, np.ones(runs, bool)
             else:
-                improved = mean - held_level > c._IMPROVED * held_noise.sigma(held) * np.sqrt(2 / BLOCKS[0])
+                improved = mean - held_level > metrics.IMPROVED * held_noise.sigma(held) * np.sqrt(
+                    2 / drawdown.BLOCKS[0]
+                )
             held_level = np.where(improved, mean, held_level)
-            trained_level = np.where(improved, trained_sum / BLOCKS[0], trained_level)
+            trained_level = np.where(improved, trained_sum / drawdown.BLOCKS[0], trained_level)
             gap, trained_sum = np.where(improved, 0.0, gap), zero
     return halts.rounds, halts.channels
 
 
 def _clipped(value: Array, sigma: Array) -> Array:
     sigmas = np.divide(value, sigma, out=np.zeros_like(value), where=sigma > 0)
-    return np.minimum(np.maximum(sigmas, -metric_channels.CLIP), metric_channels.CLIP)
+    return np.minimum(np.maximum(sigmas, -drawdown.CLIP), drawdown.CLIP)
 
 
 # -- the product's own folds -------------------------------------------------------------------------------------------

@@ -39,13 +39,13 @@ from diloco_orchestrator.protocol.process import ENV_MEMORY
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.replica.attempt.attempt import claim_attempt
-from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
+from diloco_orchestrator.replica.rounds.interface import ContributionFields
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.layout import ModelFiles
-from diloco_orchestrator.snapshots.parameter_names import trainable
+from diloco_orchestrator.snapshots.model_tensors import trainable
 from diloco_orchestrator.store.base import ObjectInfo, Store
 from diloco_orchestrator.store.open_store import open_store
 
@@ -164,7 +164,7 @@ class Bench:
         gradient = FakeGradient(sum(p.numel() for p in model.parameters()))
         moments = [self.size.constant(float(i % NONZERO == 0)) for i, _ in enumerate(trainable(model)) for _ in "mv"]
         state = pack({"moments": moments})
-        participant.contributor.contribute_delta(gradient, ContributionFields(steps=1, state=state))
+        participant._contributor.contribute_delta(gradient, ContributionFields(steps=1, state=state))
         del gradient, state
         participant.close()
         participant.write_snapshot_if_due()
@@ -172,9 +172,9 @@ class Bench:
 
     def resume(self) -> str:
         participant, _ = self.join()
-        history = participant.contributor.history
-        manifest = history.of(1, participant.round)
-        assert manifest is not None and participant.round == 2
+        history = participant.history
+        manifest = history.of(1)
+        assert manifest is not None and participant.open.round == 2
         tree = unpack(history.read_state(manifest), "the state")
         return f"base {participant.digest[:12]}, and a state of {len(tree['moments'])} tensors"
 

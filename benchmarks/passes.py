@@ -23,7 +23,7 @@ from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import open_verified, shard_ranges
 from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.config import OuterConfig
-from diloco_orchestrator.outer.nesterov import nesterov_step
+from diloco_orchestrator.outer.arithmetic import nesterov_step
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import Payload
 from diloco_orchestrator.store.open_store import open_store

@@ -298,9 +298,10 @@ def memory(given: Mapping[str, Any]) -> dict[str, Handler]:
         took = timed(optimizer.step)
         if given.get("snapshots"):
             manager.participant.write_snapshot_if_due()  # as a launched replica's session does
-            _await_snapshot(Path(given["url"]), manager.participant.round - 1)
+            opened = getattr(manager.participant, "open", manager.participant)  # 0.1 has no `open`
+            _await_snapshot(Path(given["url"]), opened.round - 1)
         peak = peak_mib()
-        requests = getattr(manager.participant.model, "requests", None)  # 0.2 and earlier have none
+        requests = getattr(manager.participant, "_requests", None)  # 0.2 and earlier have none
         if requests is not None:
             requests.payloads.wait()  # the last round's bytes go to a file beside training
         return {

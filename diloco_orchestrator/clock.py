@@ -132,7 +132,7 @@ def _complete(future: "Future[T]", call: Callable[[], T]) -> None:
     """Set the result of `future` to what `call` returns, or its exception to what it raises."""
     try:
         future.set_result(call())
-    except BaseException as error:
+    except BaseException as error:  # whoever waits for the future gets it
         future.set_exception(error)
 
 
@@ -182,7 +182,7 @@ def in_parallel(background: Background, calls: Sequence[Callable[[], T]], most: 
                 index, call = waiting.popleft()
                 try:
                     results[index] = call()
-                except Exception as error:
+                except Exception as error:  # raised below, when all calls have ended
                     errors[index] = error
 
     helpers = [background.start(work) for _ in range(min(most, len(calls)) - 1)]

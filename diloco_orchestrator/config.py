@@ -27,6 +27,19 @@ GUARD_RULES = {  # by name, our own: the settings that only this rule reads
 }
 
 
+# Settings by how often they are needed. `diloco run --help` lists FIRST, then those in neither, then LAST.
+FIRST = (
+    *("replicas", "rounds", "sync_every", "seed", "quorum", "codec", "snapshot_every", "replica_state"),
+    *("max_hours", "max_cost_usd", "track", "strict", "on_halt", "outer.lr", "outer.momentum", "guard.rule"),
+)
+LAST = (  # right as they are for nearly every run
+    *("fragment_update_alpha", "clip_factor", "shard_mib", "outer.nesterov"),
+    *("guard.gap_sigmas", "guard.pause_after", "guard.vault_sigmas", "guard.item_sd"),
+    *("guard.decline_patience", "guard.ema_alpha", "guard.rise_eps", "timing.poll_s", "timing.heartbeat_s"),
+    *("retry.max_timeouts", "retry.max_no_capacity", "retry.unavailable_for_s", "retry.backoff_s"),
+)
+
+
 class Tree(BaseModel):
     """A node of the configuration tree: frozen, finite numbers only, unknown names refused."""
 
@@ -87,13 +100,20 @@ class RetentionConfig(Tree):
 
 
 class OnHaltConfig(Tree):
-    """What follows a halt by the guard without anybody's doing: another leg."""
+    """What follows a halt by the guard without anybody's doing: another leg, from the best base by held-out score."""
 
-    resume: Literal["best"] = Field(default="best", description="the base to start from: the best by held-out score")
     change: dict[str, JsonValue] = Field(
         default_factory=dict, description='settings of the new leg, {"outer.lr": 0.5}; those of `outer` and `args`'
     )
     at_most: int = Field(default=1, ge=1, description="legs that begin so; the next halt ends the run")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_resume(cls, values: Any) -> Any:
+        # Settings and run.json files of version 0.3 name the base to start from, of which there is one.
+        if isinstance(values, Mapping) and values.get("resume") == "best":
+            return {name: value for name, value in values.items() if name != "resume"}
+        return values
 
 
 class GuardConfig(Tree):
@@ -269,7 +289,7 @@ class RunConfig(Tree):
     on_halt: OnHaltConfig | None = Field(
         default=None,
         description="when the guard halts the run: begin the next leg from the best base, with changed settings, as in "
-        '{"resume": "best", "change": {"outer.lr": 0.5}, "at_most": 2}; None = stop',
+        '{"change": {"outer.lr": 0.5}, "at_most": 2}; None = stop',
     )
     outer: OuterConfig = Field(default_factory=OuterConfig)
     guard: GuardConfig = Field(default_factory=GuardConfig)
@@ -285,7 +305,7 @@ class RunConfig(Tree):
         try:
             return json.loads(value)
         except ValueError as error:
-            raise ConfigError(f'on_halt={value!r} is not JSON ({error}): write {{"resume": "best"}}.') from None
+            raise ConfigError(f'on_halt={value!r} is not JSON ({error}): write {{"at_most": 1}}.') from None
 
     @field_validator("guard", mode="before")
     @classmethod
@@ -461,7 +481,6 @@ class RetentionSettings(TypedDict, total=False):
 class OnHaltSettings(TypedDict, total=False):
     """`OnHaltConfig` as a dict."""
 
-    resume: Literal["best"]
     change: Mapping[str, Any]
     at_most: int
 

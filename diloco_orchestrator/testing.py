@@ -15,9 +15,8 @@ from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.base import Base, NamedVector
 from diloco_orchestrator.replica.interop.torchft import TorchftManager
-from diloco_orchestrator.replica.rounds.close_round import ClosedRound
-from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
-from diloco_orchestrator.replica.training.diloco_loop import Rounds
+from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields, Rounds
+from diloco_orchestrator.replica.rounds.tip import OpenRound
 from diloco_orchestrator.snapshots.layout import ModelFiles
 
 __all__ = ["ExecutorContract", "MockManager", "Rig"]
@@ -95,8 +94,6 @@ class _Table:
 class _RoundsInMemory:
     """`Rounds` of one replica in memory: every round waits for every replica, and is applied."""
 
-    closing = False
-
     def __init__(
         self,
         table: _Table,
@@ -107,15 +104,16 @@ class _RoundsInMemory:
         outer_step: int,
     ) -> None:
         self.base = base
-        self.outer_step = outer_step
+        self._outer_step = outer_step
         self._table = table
         self._replica_id = replica_id
         self._fragments = fragments
         self._outer = outer
 
     @property
-    def fragment(self) -> int:
-        return self.outer_step % len(self._fragments)
+    def open(self) -> OpenRound:
+        index = self._outer_step % len(self._fragments)
+        return OpenRound(self._outer_step + 1, index, self._fragments[index], self._outer_step)
 
     def publish(self, form: Callable[[], Vector], fields: ContributionFields, *, in_background: bool = False) -> None:
         self._table.vectors[self._replica_id] = copied(form())
@@ -124,11 +122,11 @@ class _RoundsInMemory:
         """Does nothing: there is no transfer to overlap; `close` does it all."""
 
     def close(self, *, keep_average: bool = True) -> ClosedRound:
-        table, names = self._table, self._fragments[self.fragment]
+        table, names = self._table, self.open.names
         table.barrier.wait()  # everyone has published
         values = [vector.read(0, vector.numel) for vector in table.vectors]
         table.barrier.wait()  # everyone has read
         average = NamedVector(self.base.shapes(names), [sum(values, torch.zeros(())) / len(values)])
         self.base = outer_step.step(self.base, average, self._outer)
-        self.outer_step += 1
+        self._outer_step += 1
         return ClosedRound(applied=True, skipped=False, average=average)

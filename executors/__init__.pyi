@@ -1,7 +1,7 @@
 """The public names and where each is defined, for type checkers, and for `__init__.py` when a name is first used."""
 
+from diloco_orchestrator.executors.answers import Failure as Failure
 from diloco_orchestrator.executors.command_line import CommandLine as CommandLine
-from diloco_orchestrator.executors.command_line import Failure as Failure
 from diloco_orchestrator.executors.constructor_options import plain_options as plain_options
 from diloco_orchestrator.executors.contract import CollectTimeout as CollectTimeout
 from diloco_orchestrator.executors.contract import Composite as Composite

@@ -1,4 +1,4 @@
-"""`AttemptFolder`: all files of one local attempt, so that its handle is valid in any process of the host.
+"""`AttemptFolder`: all files of one attempt, so that its handle is valid in any process that sees them.
 
     lock            held during a launch
     handle.json     written atomically once the process runs
@@ -6,25 +6,34 @@
     code            exit code, written by the process's parent if that is alive to reap it
     ending.json     why the process was signalled to end, and when it will be killed
 
-Starts and signals no process: that is left to `local_process`.
+No other user of this machine can read, write, or have prepared them: a folder where everybody may write, such as /tmp,
+can be made beforehand by somebody else, with links and files in it that are then truncated, appended to or believed.
+Starts and signals no process: that is left to `local_process` and `slurm_jobs`.
 """
 
 import fcntl
 import json
 import os
 import signal
+import stat
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from diloco_orchestrator.executors.contract import BY_EXIT_CODE, ReplicaHandle, ReplicaState, ReplicaStatus
-from diloco_orchestrator.executors.private_files import make_private, open_private
+from diloco_orchestrator.executors.contract import (
+    BY_EXIT_CODE,
+    ExecutorError,
+    ReplicaHandle,
+    ReplicaState,
+    ReplicaStatus,
+)
 from diloco_orchestrator.executors.process_contract import EXIT_DONE, parse_exit_line
 
 _TAIL_BYTES = 256 * 1024
+_OTHERS_WRITE = 0o022
 
 
 @dataclass(frozen=True)
@@ -113,25 +122,31 @@ class AttemptFolder:
             text = stream.read(size).decode(errors="replace")
         return [line for line in text.splitlines() if line][-lines:] if lines else [], size
 
-    def lines_from(self, offset: int, to_end: bool) -> tuple[list[str], int]:
-        """Complete lines of output after byte `offset`, and the new offset. `to_end`: an incomplete last line too."""
-        if not self.output.exists():
-            return [], offset
-        with self.output.open("rb") as stream:
-            stream.seek(offset)
-            data = stream.read()
-        end = len(data) if to_end else data.rfind(b"\n") + 1
-        return data[:end].decode(errors="replace").splitlines(), offset + end
-
-    def follow(self, offset: int, has_ended: Callable[[], bool], pause: Callable[[], None]) -> Iterator[str]:
-        """The lines of output after byte `offset`, as they are written, until the attempt has ended."""
-        ended = False
+    def logs(
+        self, follow: bool, tail: int | None, has_ended: Callable[[], bool], pause: Callable[[], None]
+    ) -> Iterator[str]:
+        """Lines of output, all or the last `tail`; with `follow` as they are written, until the attempt has ended."""
+        lines, offset = ([], 0) if tail is None else self.tail(tail)
+        yield from lines
+        ended = tail is not None and not follow
         while not ended:
-            ended = has_ended()  # before reading, so that nothing written until then is missed
-            lines, offset = self.lines_from(offset, to_end=ended)
-            yield from lines
+            ended = not follow or has_ended()  # before reading, so that nothing written until then is missed
+            for line, end in self._lines_from(offset, to_end=ended):
+                offset = end
+                yield line
             if not ended:
                 pause()
+
+    def _lines_from(self, offset: int, to_end: bool) -> Iterator[tuple[str, int]]:
+        """Lines of output after byte `offset`, and the offset after each. `to_end`: an incomplete last line too."""
+        if not self.output.exists():
+            return
+        with self.output.open("rb") as stream:
+            stream.seek(offset)
+            for raw in stream:
+                if raw.endswith(b"\n") or to_end:
+                    offset += len(raw)
+                    yield raw.decode(errors="replace").rstrip("\r\n"), offset
 
     def _write(self, name: str, text: str) -> None:
         """Write a file of the folder by an atomic rename, so that readers see the old or the new content."""
@@ -139,3 +154,44 @@ class AttemptFolder:
         with os.fdopen(open_private(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
             file.write(text)
         draft.replace(self.path / name)
+
+
+def state_folder(environ: Mapping[str, str]) -> Path:
+    """The folder for state of this user's local replicas: below $XDG_STATE_HOME, or ~/.local/state."""
+    state = environ.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path.home() / ".local" / "state") / "diloco-orchestrator" / "local"
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that only this user can enter, with the folders above it.
+
+    Raises `ExecutorError` if it exists and is another user's, a link, or one that others may write to.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise ExecutorError(f"{folder} cannot be made: {error}. Name another folder (directory=).") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & _OTHERS_WRITE:
+        raise ExecutorError(
+            f"{folder} is another user's, a link, or writable for others, who could plant processes and files there. "
+            "Name a folder of your own (directory=), or chmod 700 it."
+        )
+
+
+def open_private(path: Path, flags: int) -> int:
+    """A descriptor of a file of this user, made with mode 600 if `flags` ask for it. No link is followed.
+
+    Raises `ExecutorError` for a link or the file of another user.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ExecutorError(f"{path} cannot be opened: {error}. If it is a link, somebody planted it.") from None
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+        os.close(descriptor)
+        raise ExecutorError(f"{path} is no file of this user: somebody else planted it. Remove it.")
+    return descriptor

@@ -5,18 +5,27 @@ from typing import Protocol
 
 
 class ExecutorClock(Protocol):
-    """A monotonic clock, in seconds from an arbitrary start."""
+    """Time in seconds."""
 
-    def now(self) -> float: ...
+    def now(self) -> float:
+        """Seconds of a monotonic clock, from an arbitrary start."""
+        ...
+
+    def wall_time(self) -> float:
+        """Seconds since 1970, for times that other processes or a provider read."""
+        ...
 
     def sleep(self, seconds: float) -> None: ...
 
 
 class SystemExecutorClock:
-    """The machine's monotonic clock."""
+    """The machine's clocks."""
 
     def now(self) -> float:
         return time.monotonic()
+
+    def wall_time(self) -> float:
+        return time.time()
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)

@@ -7,19 +7,11 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
-from diloco_orchestrator.executors.contract import ExecutorError, MissingSdk, Unavailable
+from diloco_orchestrator.executors.answers import Failure, error_of
+from diloco_orchestrator.executors.contract import MissingSdk, Unavailable
 
 PATIENCE_S = 60.0  # seconds without an answer after which a tool is ended
-
-
-class Failure(NamedTuple):
-    """A row of the table: failures whose message has one of `parts` are raised as `error`."""
-
-    error: type[ExecutorError]
-    parts: Sequence[str]
-    words: str  # what happened and what to do now; {said} stands for what the tool printed
 
 
 class CommandLine:
@@ -105,12 +97,3 @@ class CommandLine:
         if program is None:
             raise MissingSdk(f"{name} is not on the PATH. {self._missing}")
         return [program, *rest]
-
-
-def error_of(what: str, said: str, failures: Sequence[Failure]) -> ExecutorError:
-    """The error for what a tool printed as it failed. `what`: the action, for the message."""
-    words = "; ".join(line.strip() for line in said.splitlines() if line.strip()) or "no message"
-    for failure in failures:
-        if any(part in said for part in failure.parts):
-            return failure.error(f"{what}: {failure.words.format(said=words)}")
-    return ExecutorError(f"{what} failed: {words}.")

@@ -31,8 +31,8 @@ def options_of(cls: type) -> list[Option]:
     """The constructor's arguments that text can express; those that take objects or credentials are left out."""
     explained = _explained_arguments(cls)
     found = []
-    for parameter in _parameters(cls).values():
-        kind = _kind(_annotation(cls, parameter))
+    for home, parameter in _parameters(cls).values():
+        kind = _kind(_annotation(home, parameter))
         if kind is not None and parameter.name not in _CREDENTIALS and parameter.kind not in _ANY_NUMBER:
             required = parameter.default is parameter.empty
             default = None if required else parameter.default
@@ -42,7 +42,7 @@ def options_of(cls: type) -> list[Option]:
 
 def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
     """Raise ValueError if the constructor has no argument of a given name, or needs one that is not given."""
-    parameters = _parameters(cls)
+    parameters = {name: parameter for name, (_, parameter) in _parameters(cls).items()}
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         for unknown in given.keys() - parameters.keys():
             raise ValueError(f"unknown option {unknown!r} of {cls.__name__}: {hint(unknown, parameters)}")
@@ -79,12 +79,8 @@ def _given(given: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in given.items()
-        if name not in left_out and not name.startswith("_") and not (value is None or _is_empty(value))
+        if name not in left_out and not name.startswith("_") and value not in (None, [], (), {})
     }
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, list | tuple | dict) and not value
 
 
 def _may_be_recorded(name: str, value: Any) -> bool:
@@ -107,8 +103,25 @@ def _as_json(value: Any) -> Any:
     return [_as_json(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _parameters(cls: type) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(cls).parameters)
+def _homes(cls: type) -> list[type]:
+    """`cls`, and the classes to whose constructors its `**options` are passed on, each the base of the one before."""
+    found = [cls]
+    while found[-1].__base__ not in (None, object) and any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(found[-1]).parameters.values()
+    ):
+        found.append(found[-1].__base__)
+    return found
+
+
+def _parameters(cls: type) -> dict[str, tuple[type, inspect.Parameter]]:
+    """The constructor's arguments by name, each with the class whose constructor takes it."""
+    homes = _homes(cls)
+    found: dict[str, tuple[type, inspect.Parameter]] = {}
+    for home in homes:
+        for name, parameter in inspect.signature(home).parameters.items():
+            if home is homes[-1] or parameter.kind is not parameter.VAR_KEYWORD:
+                found.setdefault(name, (home, parameter))
+    return found
 
 
 def _annotation(cls: type, parameter: inspect.Parameter) -> Any:
@@ -130,32 +143,23 @@ def _kind(annotation: Any) -> type | None:
     """The type to which text on a command line is converted for an annotation; None if text cannot express it."""
     if get_origin(annotation) in (Union, types.UnionType):
         kinds = [kind for arg in get_args(annotation) if arg is not type(None) and (kind := _kind(arg)) is not None]
-        return (
-            tuple
-            if tuple in kinds
-            else str
-            if str in kinds
-            else float
-            if float in kinds
-            else kinds[0]
-            if kinds
-            else None
-        )
+        return next((kind for kind in (tuple, str, float) if kind in kinds), kinds[0] if kinds else None)
     if get_origin(annotation) in (tuple, Sequence) and get_args(annotation)[0] is str:
         return tuple
     return annotation if annotation in (str, int, float, bool) else None
 
 
 def _explained_arguments(cls: type) -> dict[str, str]:
-    """The lines of the docstring's `Args:` block, by argument."""
-    _, _, block = (inspect.getdoc(cls) or "").partition("Args:\n")
+    """The lines of the docstrings' `Args:` blocks, by argument; a class's own win over those of its base."""
     found: dict[str, str] = {}
-    name = ""
-    for line in block.splitlines():
-        if match := re.match(r"^ {4}(\w+): (.*)", line):
-            name, found[match[1]] = match[1], match[2]
-        elif name and line.startswith(" " * 8):
-            found[name] += " " + line.strip()
-        else:
-            name = ""
+    for home in reversed(_homes(cls)):
+        _, _, block = (inspect.getdoc(home) or "").partition("Args:\n")
+        name = ""
+        for line in block.splitlines():
+            if match := re.match(r"^ {4}(\w+): (.*)", line):
+                name, found[match[1]] = match[1], match[2]
+            elif name and line.startswith(" " * 8):
+                found[name] += " " + line.strip()
+            else:
+                name = ""
     return found

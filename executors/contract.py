@@ -84,6 +84,9 @@ class ReplicaState(StrEnum):
         return self not in (ReplicaState.PENDING, ReplicaState.RUNNING, ReplicaState.UNKNOWN)
 
 
+# Why an executor refuses more GPUs for one replica.
+ONE_GPU = "A replica is one process, which trains on one GPU; more would be paid for nothing. Launch more replicas."
+
 # State and reason of an attempt whose process exited with this code. Any other code is FAILED, reason "exit".
 BY_EXIT_CODE = {
     EXIT_DONE: (ReplicaState.SUCCEEDED, "exit"),
@@ -129,15 +132,7 @@ class ReplicaHandle:
     native: Mapping[str, Any] = field(default_factory=dict)  # JSON; its fields differ by executor
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "schema": HANDLE_SCHEMA,
-            "executor": self.executor,
-            "run_id": self.run_id,
-            "replica_id": self.replica_id,
-            "attempt": self.attempt,
-            "native_id": self.native_id,
-            "native": dict(self.native),
-        }
+        return {"schema": HANDLE_SCHEMA, **vars(self), "native": dict(self.native)}
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Self:

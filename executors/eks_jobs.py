@@ -4,18 +4,15 @@ Everything but the login is in `kubernetes_jobs`.
 """
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco_orchestrator.executors.clock import ExecutorClock
+from diloco_orchestrator.executors.answers import TRANSIENT_STATUSES, Failure, error_of, odd_reply, unreadable
 from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, Unavailable
 from diloco_orchestrator.executors.kubernetes_jobs import KubernetesExecutor
 from diloco_orchestrator.executors.prices import EC2, EC2_GPUS, Price
-from diloco_orchestrator.executors.replies import odd_reply, unreadable
-from diloco_orchestrator.executors.transient import TRANSIENT_AWS, TRANSIENT_STATUSES
 
 if TYPE_CHECKING:
     from boto3.session import Session
@@ -23,83 +20,47 @@ if TYPE_CHECKING:
 
 _TOKEN_URL_S = 60  # lifetime of the signed URL in a token; EKS accepts the token for 15 minutes
 _SPOT_PRICE_S = 600.0  # between two questions about the spot price
-_REFUSALS = (400, 401, 403, 404)
+_FAILURES = (
+    Failure(Unavailable, (), "it does not answer ({said}). Try again.", TRANSIENT_STATUSES),
+    Failure(  # it throttles, some of it with HTTP status 400
+        Unavailable,
+        ("Throttling", "TooManyRequestsException", "RequestLimitExceeded"),
+        "it does not answer ({said}). Try again.",
+    ),
+    Failure(
+        ExecutorDenied,
+        (),
+        "it does not let us see it ({said}). Check its name, the region and eks:DescribeCluster.",
+        (400, 401, 403, 404),
+    ),
+)
 _CALL_S = (10, 30)  # seconds to connect to AWS, and for its answer; boto3's own limits add up to five minutes
 
 
 class EKSExecutor(KubernetesExecutor):
-    """Runs each attempt as a Job of an EKS cluster, on spot nodes by default.
+    """Runs each attempt as a Job of an EKS cluster, by default on spot nodes. Takes `KubernetesExecutor`'s options too.
 
     Args:
         cluster: Name of the EKS cluster, entered with the AWS credentials at hand; by default that of the kubeconfig.
         region: AWS region of the cluster, by default that of the AWS configuration.
-        namespace: Where the Jobs are made.
-        image: Container image of the replicas; python:3.11-slim if None. One that brings torch starts much faster.
-        gpu: NVIDIA GPUs per replica.
-        cpu: CPUs per replica, such as 4 or "500m".
-        memory: Memory per replica, such as "16Gi".
-        service_account: Service account of the pods, which gives them access to the bucket (Pod Identity or IRSA).
         spot: Only use spot nodes, of EKS node groups or Karpenter.
-        queue: Local queue of Kueue, which then decides when a replica starts.
-        gpu_types: GPUs of nodes in order of preference, as labels of nodes name them: "H100" with Karpenter,
-            "NVIDIA-H100-80GB-HBM3" with NVIDIA's device discovery, LABEL=VALUE for another label. Any by default.
-        instance_type: Type of the nodes, such as "g6e.xlarge"; any by default.
-        pod_template: YAML file, or a dict, with `metadata` and `spec` of the pods, to which the executor adds its own:
-            node selectors, tolerations, volumes, pull secrets, priority class, annotations.
         kubeconfig: File that says how to reach the cluster, instead of `cluster`.
-        context: The kubeconfig's context, by default its current one.
         hourly_usd: What one replica's machine costs in US dollars an hour, for max_cost_usd and `status`; by default
             from `instance_type`: with spot AWS's price now, else that of a dated table.
-        clock: For tests.
     """
 
     name = "eks"
     _other_logins = ", or the cluster (cluster=, --cluster)"
 
     def __init__(
-        self,
-        cluster: str | None = None,
-        *,
-        region: str | None = None,
-        namespace: str = "default",
-        image: str | None = None,
-        gpu: int = 0,
-        cpu: int | float | str | None = None,
-        memory: int | str | None = None,
-        service_account: str | None = None,
-        spot: bool = True,
-        queue: str | None = None,
-        gpu_types: Sequence[str] = (),
-        instance_type: str | None = None,
-        pod_template: str | Path | Mapping[str, Any] | None = None,
-        kubeconfig: str | None = None,
-        context: str | None = None,
-        hourly_usd: float | None = None,
-        clock: ExecutorClock | None = None,
+        self, cluster: str | None = None, *, region: str | None = None, spot: bool = True, **options: Any
     ) -> None:
-        given = locals()
-        if cluster is not None and (kubeconfig is not None or context is not None):
+        if cluster is not None and not (options.get("kubeconfig") is options.get("context") is None):
             raise ValueError("cluster and kubeconfig or context both say how to reach a cluster. Give one of them.")
         if cluster is None and region is not None:
             raise ValueError(f"region={region!r} belongs to a cluster. Name that too (cluster=...).")
-        super().__init__(
-            namespace=namespace,
-            image=image,
-            gpu=gpu,
-            cpu=cpu,
-            memory=memory,
-            service_account=service_account,
-            spot=spot,
-            queue=queue,
-            gpu_types=gpu_types,
-            instance_type=instance_type,
-            pod_template=pod_template,
-            kubeconfig=kubeconfig,
-            context=context,
-            hourly_usd=hourly_usd,
-            clock=clock,
-        )
-        given = {**given, "pod_template": self._template}
+        super().__init__(spot=spot, **options)
+        given = {**options, "cluster": cluster, "region": region, "spot": spot, "pod_template": self._pod.template}
         self.options, self.withheld = plain_options(given), withheld(given)
         self._cluster = cluster
         self._region = region
@@ -111,15 +72,15 @@ class EKSExecutor(KubernetesExecutor):
 
     def _listed_price(self) -> Price | None:
         """A replica's share of an instance: AWS's spot price now, else the on-demand price of the table."""
-        kind = self._instance_type
+        kind = self._pod.instance_type
         if kind is None:
             return None
         listed = EC2.price(kind)
-        if self._spot and (now := self._spot_price(kind)) is not None:
+        if self._pod.spot and (now := self._spot_price(kind)) is not None:
             listed = now
-        elif self._spot and listed is not None:
+        elif self._pod.spot and listed is not None:
             listed = Price(listed.hourly_usd, f"{listed.source}: the spot price cannot be read, and is lower")
-        share = EC2_GPUS.get(kind, 1) if self._machine.gpu else 1
+        share = EC2_GPUS.get(kind, 1) if self._pod.gpu else 1
         return None if listed is None else Price(listed.hourly_usd / share, listed.source)
 
     def _spot_price(self, kind: str) -> Price | None:
@@ -128,7 +89,7 @@ class EKSExecutor(KubernetesExecutor):
         if self._spot_read_at is None or now - self._spot_read_at > _SPOT_PRICE_S:
             self._spot_read_at = now
             try:
-                self._spot_usd = newest_spot_price(_session(self._region), kind)
+                self._spot_usd = newest_spot_price(_session(self._region), kind, self._clock.wall_time())
             except ExecutorError:
                 self._spot_usd = None
         return self._spot_usd
@@ -162,23 +123,24 @@ class EKSExecutor(KubernetesExecutor):
         return configuration  # type: ignore[no-any-return]
 
 
-def newest_spot_price(session: "Session", kind: str) -> Price | None:
-    """The highest of the newest spot prices of an instance type in the session's region; None if AWS gives none."""
+def newest_spot_price(session: "Session", kind: str, wall_time: float) -> Price | None:
+    """The highest of an instance type's spot prices in the session's region at a time; None if AWS gives none."""
     from botocore.config import Config  # type: ignore[import-untyped]
     from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
     from botocore.parsers import ResponseParserError  # type: ignore[import-untyped]
 
+    now = datetime.fromtimestamp(wall_time, UTC)
     quick = Config(connect_timeout=3, read_timeout=5, retries={"total_max_attempts": 1})
     try:
         reply = session.client("ec2", config=quick).describe_spot_price_history(
-            InstanceTypes=[kind], ProductDescriptions=["Linux/UNIX"], StartTime=datetime.now(UTC)
+            InstanceTypes=[kind], ProductDescriptions=["Linux/UNIX"], StartTime=now
         )
         prices = [float(each["SpotPrice"]) for each in reply.get("SpotPriceHistory") or []]
     except (BotoCoreError, ClientError, ResponseParserError, KeyError, TypeError, ValueError):
         return None
     if not prices:
         return None
-    return Price(max(prices), f"EC2's spot price in {session.region_name}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
+    return Price(max(prices), f"EC2's spot price in {session.region_name}, {now:%Y-%m-%d %H:%M} UTC")
 
 
 def token_maker(session: "Session", cluster: str) -> Callable[[], str]:
@@ -249,13 +211,8 @@ def _describe(session: "Session", cluster: str) -> dict[str, Any]:
         reply = session.client("eks", config=limits).describe_cluster(name=cluster)
     except ClientError as error:
         status = error.response["ResponseMetadata"]["HTTPStatusCode"]
-        if status in TRANSIENT_STATUSES or error.response["Error"]["Code"] in TRANSIENT_AWS:
-            raise _no_answer(cluster, error) from None
-        if status in _REFUSALS:
-            where = f"{cluster} in {session.region_name}"
-            words = f"AWS does not let us see cluster {where}: {error}. Check name, region and eks:DescribeCluster."
-            raise ExecutorDenied(words) from None
-        raise ExecutorError(f"AWS failed about cluster {cluster}: {error}. Try again.") from None
+        what = f"asking AWS about cluster {cluster} in {session.region_name}"
+        raise error_of(what, str(error), _FAILURES, status) from None
     except BotoCoreError as error:
         raise _login_error(cluster, error) from None
     except (ResponseParserError, AttributeError, TypeError) as error:  # the last two of null and []
@@ -276,8 +233,4 @@ def _login_error(cluster: str, error: Exception) -> ExecutorError:
             f"there are no working AWS credentials to enter cluster {cluster} with: {error}. "
             "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret."
         )
-    return _no_answer(cluster, error)
-
-
-def _no_answer(cluster: str, error: Exception) -> Unavailable:
     return Unavailable(f"AWS did not answer about cluster {cluster}: {error}. Try again.")

@@ -10,11 +10,17 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from diloco_orchestrator.executors.answers import (
+    TRANSIENT_STATUSES,
+    Failure,
+    answer_within,
+    error_of,
+    items_while,
+    odd_reply,
+    unreadable,
+)
 from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, Unavailable
-from diloco_orchestrator.executors.hf_objects import Job, JobArguments, hardware_of, has_ended, job_of, jobs_of
-from diloco_orchestrator.executors.replies import odd_reply, unreadable
-from diloco_orchestrator.executors.time_limits import answer_within, items_while
-from diloco_orchestrator.executors.transient import TRANSIENT_STATUSES, retry_after_s
+from diloco_orchestrator.executors.hf_objects import Job, hardware_of, has_ended, job_of, jobs_of
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -27,6 +33,28 @@ _SILENCE_S = 150.0  # of a followed log, after which the job is polled; the SDK 
 
 class _Gone(ExecutorError):
     """The service has no such job. Never leaves this file."""
+
+
+_SAYS = "Hugging Face says {said!r} (HTTP {status})."
+_FAILURES = (
+    Failure(
+        ExecutorDenied,
+        (),
+        f"{_SAYS} Check the token (HF_TOKEN, `hf auth login`) and its right to write Jobs.",
+        (401, 403),
+    ),
+    Failure(
+        ExecutorDenied,
+        (),
+        f"{_SAYS} Jobs need positive credit: see https://huggingface.co/settings/billing.",
+        (402,),
+    ),
+    Failure(_Gone, (), f"{_SAYS} Check the job's id and the namespace.", (404,)),
+    Failure(Unavailable, (), f"{_SAYS} This passes; try again later.", TRANSIENT_STATUSES),
+    Failure(ExecutorError, (), f"{_SAYS} Try again.", (409,)),
+    Failure(ExecutorDenied, (), f"{_SAYS} Correct the request: hardware, image, namespace.", range(400, 500)),
+    Failure(ExecutorError, (), f"{_SAYS} Try again."),
+)
 
 
 class HFJobsApi:
@@ -61,7 +89,7 @@ class HFJobsApi:
                 self._found_namespace = str(me["name"])
             return self._found_namespace
 
-    def run(self, job: JobArguments, what: str) -> str:
+    def run(self, job: Mapping[str, Any], what: str) -> str:
         """Start a job and return its id. `what`: names the launch in errors."""
         with _errors_of(what, launching=True):
             volumes = [_sdk().Volume(**each) for each in job["volumes"]]
@@ -93,7 +121,11 @@ class HFJobsApi:
             return None
 
     def find(self, labels: Mapping[str, str], namespace: str | None = None) -> list[Job]:
-        """All jobs with these labels, ended ones included. `namespace` None: this object's own."""
+        """All jobs with these labels, ended ones included. `namespace` None: this object's own.
+
+        `[]` by somebody else in the service's place counts as no jobs, as nothing in it says whose it is. A launch then
+        asks for a job, whose reply is checked; a poll asks for each job that the listing lacks.
+        """
         url: str | None = f"{self.endpoint}/api/jobs/{namespace or self.namespace}"
         params: dict[str, Any] | None = {"label": [f"{name}={value}" for name, value in labels.items()]}
         jobs: list[Job] = []
@@ -235,25 +267,9 @@ def _errors_of(what: str, launching: bool = False) -> Iterator[None]:
         yield
     except http_error as error:
         words = getattr(error, "server_message", None) or error.response.reason_phrase
-        said = f"{what}: Hugging Face says {words!r}"
-        raise _error_of_status(error.response.status_code, error.response.headers, said, launching) from None
+        rows = [row for row in _FAILURES if not (launching and row.error is _Gone)]
+        raise error_of(what, words, rows, error.response.status_code, error.response.headers) from None
     except (*http_error.__bases__, ValueError) as error:  # the HTTP library's own: httpx or, with later SDKs, httpx2
         raise Unavailable(
             f"{what}: {type(error).__name__}: {error}. Check that this machine reaches huggingface.co, and try again."
         ) from None
-
-
-def _error_of_status(code: int, headers: Mapping[str, str], message: str, launching: bool) -> ExecutorError:
-    """The `ExecutorError` for an HTTP status."""
-    message = f"{message} (HTTP {code})."
-    if code in (401, 403):
-        return ExecutorDenied(f"{message} Check the token (HF_TOKEN, `hf auth login`) and its right to write Jobs.")
-    if code == 402:
-        return ExecutorDenied(f"{message} Jobs need positive credit: see https://huggingface.co/settings/billing.")
-    if code == 404 and not launching:
-        return _Gone(f"{message} Check the job's id and the namespace.")
-    if code in TRANSIENT_STATUSES:
-        return Unavailable(f"{message} This passes; try again later.", retry_after_s(headers))
-    if 400 <= code < 500 and code != 409:
-        return ExecutorDenied(f"{message} Correct the request: hardware, image, namespace.")
-    return ExecutorError(f"{message} Try again.")

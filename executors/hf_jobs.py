@@ -32,7 +32,7 @@ from diloco_orchestrator.executors.contract import (
 from diloco_orchestrator.executors.hf_api import HFJobsApi
 from diloco_orchestrator.executors.hf_objects import (
     Job,
-    JobArguments,
+    JobOptions,
     has_ended,
     job_arguments,
     kept,
@@ -95,10 +95,14 @@ class HFJobsExecutor(RemoteExecutor):
         super().__init__(hourly_usd=hourly_usd, clock=clock)
         if not hardware:
             raise ValueError("hardware is empty. Name one that `hf jobs hardware` lists, such as 'cpu-basic'.")
-        self._hardware, self._image = hardware, image or "python:3.11"
-        self._timeout_s = seconds_of(timeout)
-        self._secrets, self._env = dict(secrets or {}), dict(env or {})
-        self._volumes = volumes_of(volumes)
+        self._options = JobOptions(
+            hardware,
+            image or "python:3.11",
+            seconds_of(timeout),
+            dict(env or {}),
+            dict(secrets or {}),
+            volumes_of(volumes),
+        )
         self._api = HFJobsApi(endpoint, token, namespace)
         self._exit_codes: dict[str, int | None] = {}  # of jobs in ERROR, so that each log is read once
 
@@ -106,23 +110,12 @@ class HFJobsExecutor(RemoteExecutor):
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
         """The arguments of `run_job`, secrets redacted. `namespace` None: the token's own user."""
-        job = self._job(request)
+        job = job_arguments(request, self._options)
         secrets = dict.fromkeys(job["secrets"], "<redacted>")
         return {**job, "secrets": secrets, "namespace": self._api.given_namespace}
 
-    def _job(self, request: LaunchRequest) -> JobArguments:
-        return job_arguments(
-            request,
-            hardware=self._hardware,
-            image=request.pinned(self._image),
-            timeout_s=self._timeout_s,
-            env=self._env,
-            secrets=self._secrets,
-            volumes=self._volumes,
-        )
-
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
-        job, labels = self._job(request), attempt_labels(request)
+        job, labels = job_arguments(request, self._options), attempt_labels(request)
         jobs = self._api.find(labels)
         if jobs:
             return self._handle(request.run_id, kept(jobs))
@@ -151,19 +144,19 @@ class HFJobsExecutor(RemoteExecutor):
         return self.handle_of(run_id, job["labels"], job["id"], native)
 
     def identity(self) -> Identity:
-        return Identity(frozenset([*self._secrets, *self._env]))
+        return Identity(frozenset([*self._options.secrets, *self._options.env]))
 
     def check_machine(self) -> None:
         kinds = self._api.hardware()
-        if kinds is not None and self._hardware not in kinds:
-            raise ValueError(unknown_name("hardware", self._hardware, kinds))
+        if kinds is not None and self._options.hardware not in kinds:
+            raise ValueError(unknown_name("hardware", self._options.hardware, kinds))
 
     def _listed_price(self) -> Price | None:
         """The price in the service's list of hardware; if that cannot be read, in our table."""
         kinds = self._api.hardware()
         if kinds is None:
-            return HF_JOBS.price(self._hardware)
-        usd = kinds.get(self._hardware)
+            return HF_JOBS.price(self._options.hardware)
+        usd = kinds.get(self._options.hardware)
         return None if usd is None else Price(usd, "Hugging Face's list of hardware, now")
 
     # -- polling -------------------------------------------------------------------------------------------------

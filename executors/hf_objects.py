@@ -6,13 +6,14 @@ Makes no calls: they are in `hf_api`.
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypedDict
 
+from diloco_orchestrator.executors.answers import odd_reply
 from diloco_orchestrator.executors.contract import BY_EXIT_CODE, LaunchRequest, ReplicaState, ReplicaStatus
 from diloco_orchestrator.executors.process_contract import EXIT_DONE
 from diloco_orchestrator.executors.remote_base import attempt_labels, attempt_name, env_within
-from diloco_orchestrator.executors.replies import odd_reply
 
 LABEL_TIMEOUT = "diloco-timeout-s"  # the limit, which no reply of the service holds
 _TIMEOUT = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
@@ -21,19 +22,6 @@ _VOLUME = re.compile(
     r"hf://(?:(?P<kind>models|datasets|spaces|buckets)/)?(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)(?P<path>/[^:]*)?"
     r":(?P<mount>/[^:]*)(?::(?P<mode>ro|rw))?"
 )
-
-
-class JobArguments(TypedDict):
-    """Keyword arguments of the SDK's `run_job`."""
-
-    image: str
-    command: list[str]
-    env: dict[str, str]
-    secrets: dict[str, str]
-    flavor: str
-    timeout: int
-    labels: dict[str, str]
-    volumes: list[dict[str, Any]]
 
 
 class JobStage(TypedDict):
@@ -57,27 +45,30 @@ class Job(TypedDict):
 # -- the request ------------------------------------------------------------------------------------------------------
 
 
-def job_arguments(
-    request: LaunchRequest,
-    *,
-    hardware: str,
-    image: str,
-    timeout_s: int,
-    env: Mapping[str, str],
-    secrets: Mapping[str, str],
-    volumes: Sequence[Mapping[str, Any]] = (),
-) -> JobArguments:
-    """The `run_job` arguments for an attempt. The request's env, secrets and time limit win over those passed here."""
-    limit_s = timeout_s if request.timeout_s is None else seconds_of(request.timeout_s)
+@dataclass(frozen=True)
+class JobOptions:
+    """What the user asks for each replica's job."""
+
+    hardware: str
+    image: str
+    timeout_s: int
+    env: Mapping[str, str]
+    secrets: Mapping[str, str]
+    volumes: Sequence[Mapping[str, Any]] = ()  # of `volumes_of`
+
+
+def job_arguments(request: LaunchRequest, options: JobOptions) -> dict[str, Any]:
+    """The arguments of the SDK's `run_job` for an attempt. The request's env, secrets and time limit win."""
+    limit_s = options.timeout_s if request.timeout_s is None else seconds_of(request.timeout_s)
     return {
-        "image": image,
+        "image": request.pinned(options.image),
         "command": list(request.command),
-        "env": {**env, **env_within(request, limit_s)},
-        "secrets": {**secrets, **request.secrets},
-        "flavor": hardware,
+        "env": {**options.env, **env_within(request, limit_s)},
+        "secrets": {**options.secrets, **request.secrets},
+        "flavor": options.hardware,
         "timeout": limit_s,
         "labels": {**attempt_labels(request), "name": attempt_name(request), LABEL_TIMEOUT: str(limit_s)},
-        "volumes": [dict(each) for each in volumes],
+        "volumes": [dict(each) for each in options.volumes],
     }
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco_orchestrator.executors.answers import TRANSIENT_STATUSES, Failure, error_of, odd_reply
 from diloco_orchestrator.executors.contract import (
     ExecutorDenied,
     ExecutorError,
@@ -18,8 +19,6 @@ from diloco_orchestrator.executors.contract import (
     Unavailable,
 )
 from diloco_orchestrator.executors.kubernetes_objects import QUOTA, object_of
-from diloco_orchestrator.executors.replies import odd_reply
-from diloco_orchestrator.executors.transient import TRANSIENT_STATUSES, retry_after_s
 
 if TYPE_CHECKING:
     from kubernetes.client import Configuration
@@ -30,6 +29,28 @@ _CALL_S = (10, 30)  # seconds to connect, to answer
 _KINDS = {"job": "Job", "pod": "Pod", "secret": "Secret", "event": "Event"}
 _STAMPED = re.compile(rb"\d{4}-\d\d-\d\dT\S+ ")  # the time in front of each line of a log
 _FOLLOW_S = (10, 300)  # seconds; a replica may be silent for long, and a log that timed out is opened again
+
+
+_FAILURES = (
+    Failure(  # others' Jobs end, and the same call succeeds
+        NoCapacity, (QUOTA,), "there is no room ({said}). Wait until others end, or raise the quota.", (403,)
+    ),
+    Failure(
+        ExecutorDenied,
+        (),
+        "access is refused ({status}: {said}). Check who you are to the cluster (kubectl auth whoami), and what that "
+        "may do here.",
+        (401, 403),
+    ),
+    Failure(
+        ExecutorDenied,
+        (),
+        "it is refused as invalid ({status}: {said}). Change the request.",
+        (400, 404, 405, 413, 422),
+    ),
+    Failure(Unavailable, (), "it failed ({status}: {said}). Try again.", TRANSIENT_STATUSES),
+    Failure(ExecutorError, (), "it failed ({status}: {said}). Try again."),
+)
 
 
 class KubernetesApi:
@@ -69,15 +90,10 @@ class KubernetesApi:
             raise odd_reply(what, "JSON", data) from None
         return object_of(reply, kind, what)
 
-    def items(self, kind: str, namespace: str, selector: str) -> list[dict[str, Any]]:
-        """Objects of a kind ("job", "pod") with the labels of `selector`."""
-        reply = self.call(f"list_namespaced_{kind}", f"the {kind}s of {selector}", namespace, label_selector=selector)
-        return list((reply or {}).get("items") or [])
-
-    def job_events(self, namespace: str, reason: str) -> list[dict[str, Any]]:
-        """Events about Jobs of a namespace that have this reason, such as "FailedCreate"."""
-        chosen = f"involvedObject.kind=Job,reason={reason}"
-        reply = self.call("list_namespaced_event", f"events of Jobs in {namespace}", namespace, field_selector=chosen)
+    def items(self, kind: str, namespace: str, selector: str, by: str = "label") -> list[dict[str, Any]]:
+        """Objects of a kind ("job", "pod", "event") that `selector` chooses, by their labels or (`by`) "field"s."""
+        chosen: dict[str, Any] = {f"{by}_selector": selector}
+        reply = self.call(f"list_namespaced_{kind}", f"the {kind}s of {selector}", namespace, **chosen)
         return list((reply or {}).get("items") or [])
 
     def log_lines(self, pod: str, namespace: str, follow: bool, tail: int | None) -> Iterator[str]:
@@ -227,17 +243,8 @@ def _unreachable(about: str, error: Exception) -> Unavailable:
 
 def _refusal(about: str, error: "ApiException") -> ExecutorError:
     """The `ExecutorError` for an answer of the API that is an error."""
-    status = int(error.status or 0)
     try:
         words = str(json.loads(error.body or "")["message"])
     except (TypeError, ValueError, KeyError):
         words = str(error.reason)
-    if status == 403 and QUOTA in words:  # others' Jobs end, and the same call succeeds
-        return NoCapacity(f"Kubernetes has no room for {about} ({words}). Wait until others end, or raise the quota.")
-    if status in (401, 403):
-        advice = "Check who you are to the cluster (kubectl auth whoami), and what that may do here."
-        return ExecutorDenied(f"Kubernetes refuses access to {about} ({status}: {words}). {advice}")
-    if status in (400, 404, 405, 413, 422):
-        return ExecutorDenied(f"Kubernetes refuses {about} as invalid ({status}: {words}). Change the request.")
-    failed = f"Kubernetes failed about {about} ({status}: {words}). Try again."
-    return Unavailable(failed, retry_after_s(error.headers)) if status in TRANSIENT_STATUSES else ExecutorError(failed)
+    return error_of(f"asking Kubernetes about {about}", words, _FAILURES, int(error.status or 0), error.headers)

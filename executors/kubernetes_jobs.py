@@ -32,7 +32,7 @@ from diloco_orchestrator.executors.kubernetes_api import KubernetesApi, login_by
 from diloco_orchestrator.executors.kubernetes_objects import (
     CANCELLED,
     FAILED_CREATE,
-    Machine,
+    PodOptions,
     condition,
     identity_of,
     image_of,
@@ -45,7 +45,7 @@ from diloco_orchestrator.executors.kubernetes_objects import (
     status_of,
     waits_for_pod,
 )
-from diloco_orchestrator.executors.kubernetes_template import read_template
+from diloco_orchestrator.executors.kubernetes_template import container_of, read_template
 from diloco_orchestrator.executors.names import words_of
 from diloco_orchestrator.executors.remote_base import (
     RemoteExecutor,
@@ -60,12 +60,6 @@ _IMAGE = "python:3.11-slim"  # replicas install the other packages; an image tha
 _GONE = "the Job is gone"
 _POLL_LOG_S = 0.5  # pause before a log that does not exist yet is read again
 _FOLLOWS_FOR_S = 600.0  # how long a log is followed though the API server answers nothing
-
-
-def _image_of(template: Mapping[str, Any]) -> str | None:
-    containers = (template.get("spec") or {}).get("containers") or [{}]
-    image: str | None = containers[0].get("image")
-    return image
 
 
 class KubernetesExecutor(RemoteExecutor):
@@ -119,13 +113,18 @@ class KubernetesExecutor(RemoteExecutor):
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", namespace):
             raise ValueError(f"namespace={namespace!r} is no name of a namespace. Use letters, digits and hyphens.")
         self._namespace = namespace
-        self._template = dict(given["pod_template"])
-        self._image = image or _image_of(self._template) or _IMAGE
-        self._gpu_types, self._instance_type = words_of(gpu_types), instance_type
-        self._machine = Machine(gpu, cpu, memory)
-        self._service_account = service_account
-        self._spot = spot
-        self._queue = queue
+        self._pod = PodOptions(
+            image or container_of(given["pod_template"]).get("image") or _IMAGE,
+            gpu,
+            cpu,
+            memory,
+            service_account,
+            spot,
+            queue,
+            words_of(gpu_types),
+            instance_type,
+            given["pod_template"],
+        )
         self._kubeconfig = kubeconfig
         self._context = context
         self._api = KubernetesApi(self._login, needed_by=self.name)
@@ -134,7 +133,7 @@ class KubernetesExecutor(RemoteExecutor):
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
         """The Job and, if the request has secrets, the Secret with its values redacted."""
-        plan: dict[str, Any] = {"job": self._job(request)}
+        plan: dict[str, Any] = {"job": job_body(request, self._pod)}
         if request.secrets:
             plan["secret"] = secret_body(request, dict.fromkeys(request.secrets, "<redacted>"), job_uid="")
         return plan
@@ -145,18 +144,18 @@ class KubernetesExecutor(RemoteExecutor):
         A caller that dies between the two leaves a Job that waits; the next launch creates the Secret. Raises
         `ExecutorDenied` for a server that drops `suspend`: its Jobs do not wait for a queue.
         """
-        body, name = self._job(request), attempt_name(request)
+        body, name = job_body(request, self._pod), attempt_name(request)
         job = self._api.call("create_namespaced_job", f"Job {name}", self._namespace, body, answers=(409,))
         created = job is not None
         if job is None:
             job = self._api.call("read_namespaced_job", f"Job {name}", name, self._namespace, answers=(404,))
             if job is None:
                 raise Unavailable(f"Job {name} exists and cannot be read yet. Launch the attempt again.")
-        if created and self._queue is not None and not job["spec"].get("suspend"):
+        if created and self._pod.queue is not None and not job["spec"].get("suspend"):
             self._undo(name)
             raise ExecutorDenied(
                 f"the API server dropped `suspend` of Job {name}, which therefore did not wait for queue "
-                f"{self._queue!r}, and was deleted. Use Kubernetes 1.22 or newer, or leave out queue."
+                f"{self._pod.queue!r}, and was deleted. Use Kubernetes 1.22 or newer, or leave out queue."
             )
         if request.secrets and condition(job, "Complete", "Failed") is None:
             try:
@@ -167,19 +166,6 @@ class KubernetesExecutor(RemoteExecutor):
                     self._undo(name)
                 raise
         return self._handle(request.run_id, job)
-
-    def _job(self, request: LaunchRequest) -> dict[str, Any]:
-        return job_body(
-            request,
-            image=self._image,
-            machine=self._machine,
-            service_account=self._service_account,
-            spot=self._spot,
-            queue=self._queue,
-            gpu_types=self._gpu_types,
-            instance_type=self._instance_type,
-            template=self._template,
-        )
 
     def _handle(self, run_id: str, job: Mapping[str, Any]) -> ReplicaHandle:
         meta = job["metadata"]
@@ -192,7 +178,7 @@ class KubernetesExecutor(RemoteExecutor):
 
     def identity(self) -> Identity:
         """A service account may have a role (IRSA, Pod Identity), which no API of the cluster shows."""
-        return identity_of(self._template, self._service_account)
+        return identity_of(self._pod)
 
     # -- polling -------------------------------------------------------------------------------------------------
 
@@ -227,7 +213,8 @@ class KubernetesExecutor(RemoteExecutor):
     def _refusals(self, namespace: str) -> dict[str, str]:
         """Why pods of Jobs were refused, by the Job's uid. Empty if events cannot be listed: their states are known."""
         try:
-            return refusals(self._api.job_events(namespace, FAILED_CREATE))
+            chosen = f"involvedObject.kind=Job,reason={FAILED_CREATE}"
+            return refusals(self._api.items("event", namespace, chosen, by="field"))
         except ExecutorError:
             return {}
 

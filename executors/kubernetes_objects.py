@@ -6,18 +6,20 @@ Makes no calls: they are in `kubernetes_api`.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from diloco_orchestrator.executors.answers import odd_reply
 from diloco_orchestrator.executors.contract import (
     BY_EXIT_CODE,
+    ONE_GPU,
     Identity,
     LaunchRequest,
     ReplicaHandle,
     ReplicaState,
     ReplicaStatus,
 )
-from diloco_orchestrator.executors.kubernetes_template import CONTAINER, gpu_affinity, merged
+from diloco_orchestrator.executors.kubernetes_template import CONTAINER, container_of, env_names, gpu_affinity, merged
 from diloco_orchestrator.executors.process_contract import EXIT_DONE
 from diloco_orchestrator.executors.remote_base import (
     LABEL_ATTEMPT,
@@ -27,7 +29,6 @@ from diloco_orchestrator.executors.remote_base import (
     attempt_name,
     run_label,
 )
-from diloco_orchestrator.executors.replies import odd_reply
 
 FAILED_CREATE = "FailedCreate"  # reason of a Job's event: the API server refused its pod
 QUOTA = "exceeded quota"  # in the words of a refusal for which a ResourceQuota has no room
@@ -37,7 +38,6 @@ _KEPT_S = 7 * 24 * 3600  # seconds that a Job, its log and its Secret stay after
 _GRACE_S = 110  # seconds from SIGTERM to SIGKILL; a spot notice comes two minutes ahead
 _SHARED_MEMORY = "/dev/shm"
 _KUEUE = "kueue.x-k8s.io/"  # begins the labels that Kueue reads
-_NO_TEMPLATE: Mapping[str, Any] = {}
 _POD_DEFAULTS: Mapping[str, Any] = {  # what a template may set otherwise
     "automountServiceAccountToken": False,
     "enableServiceLinks": False,  # else every service of the namespace appears in the environment
@@ -55,19 +55,23 @@ _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The resources that a replica requests of its node. Raises ValueError for a size that Kubernetes cannot parse."""
+class PodOptions:
+    """What the user asks for each replica's pod. Raises ValueError for a size that Kubernetes cannot parse."""
 
+    image: str
     gpu: int = 0
     cpu: int | float | str | None = None
     memory: int | str | None = None
+    service_account: str | None = None
+    spot: bool = False
+    queue: str | None = None  # Kueue's local queue, which starts the Job
+    gpu_types: Sequence[str] = ()
+    instance_type: str | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)  # as `kubernetes_template.read_template` returns it
 
     def __post_init__(self) -> None:
         if isinstance(self.gpu, bool) or self.gpu not in (0, 1):
-            raise ValueError(
-                f"gpu={self.gpu!r}: write 0 or 1. A replica is one process, which trains on one GPU; more would be "
-                "paid for nothing. Launch more replicas."
-            )
+            raise ValueError(f"gpu={self.gpu!r}: write 0 or 1. {ONE_GPU}")
         for key, size in self._sizes().items():
             if not _QUANTITY.fullmatch(size):
                 raise ValueError(f"{key}={size!r} is no size that Kubernetes reads. Write it like 4, '500m' or '16Gi'.")
@@ -86,34 +90,23 @@ class Machine:
 # -- the request ------------------------------------------------------------------------------------------------------
 
 
-def job_body(
-    request: LaunchRequest,
-    *,
-    image: str,
-    machine: Machine,
-    service_account: str | None = None,
-    spot: bool = False,
-    queue: str | None = None,
-    gpu_types: Sequence[str] = (),
-    instance_type: str | None = None,
-    template: Mapping[str, Any] = _NO_TEMPLATE,
-) -> dict[str, Any]:
+def job_body(request: LaunchRequest, options: PodOptions) -> dict[str, Any]:
     """The Job of an attempt, as the body of a create call.
 
-    `queue`: Kueue's local queue, which starts the Job. `template`: as `kubernetes_template.read_template` returns it.
     Raises ValueError for a template that sets what the executor sets.
     """
+    template, theirs = options.template, container_of(options.template)
     name, labels = attempt_name(request), attempt_labels(request)
     container: dict[str, Any] = {
         "name": CONTAINER,
-        "image": image,
+        "image": options.image,
         "command": [_literal(word) for word in request.command],
         "env": [{"name": key, "value": _literal(value)} for key, value in request.env.items()],
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
     if request.secrets:
         container["envFrom"] = [{"secretRef": {"name": name}}]
-    if resources := machine.resources():
+    if resources := options.resources():
         container["resources"] = resources
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
@@ -123,21 +116,22 @@ def job_body(
     # Kubernetes gives 64 MiB of shared memory, which worker processes of a DataLoader fill at once. It counts as the
     # pod's memory.
     folders = {_SHARED_MEMORY: ("shared-memory", {"medium": "Memory"}), _SCRATCH: ("scratch", {})}
-    made = {path: volume for path, volume in folders.items() if not _mounts(template, path)}
+    mounted = {each.get("mountPath") for each in theirs.get("volumeMounts") or []}
+    made = {path: volume for path, volume in folders.items() if path not in mounted}
     container["volumeMounts"] = [{"name": name, "mountPath": path} for path, (name, _) in made.items()]
     pod["volumes"] = [{"name": name, "emptyDir": kind} for name, kind in made.values()]
-    if "HOME" not in request.env and "HOME" not in _template_env(template):
+    if "HOME" not in request.env and "HOME" not in env_names(theirs):
         container["env"].append({"name": "HOME", "value": _SCRATCH})
     if request.timeout_s is not None:
         # The pod's, not the Job's: waiting for a node does not count, and the log survives.
         pod["activeDeadlineSeconds"] = max(1, math.ceil(request.timeout_s))
-    if machine.gpu:
+    if options.gpu:
         pod["tolerations"] = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]
-    if service_account is not None:
-        pod["serviceAccountName"] = service_account
-    if instance_type is not None:
-        pod["nodeSelector"] = {"node.kubernetes.io/instance-type": instance_type}
-    if affinity := merged(gpu_affinity(gpu_types), _spot_nodes() if spot else {}, "gpu_types"):
+    if options.service_account is not None:
+        pod["serviceAccountName"] = options.service_account
+    if options.instance_type is not None:
+        pod["nodeSelector"] = {"node.kubernetes.io/instance-type": options.instance_type}
+    if affinity := merged(gpu_affinity(options.gpu_types), _spot_nodes() if options.spot else {}, "gpu_types"):
         pod["affinity"] = affinity
     spec: dict[str, Any] = {
         "completions": 1,
@@ -153,8 +147,8 @@ def job_body(
         "template": merged(template, {"metadata": {"labels": labels}, "spec": pod}),
     }
     for part, value in _POD_DEFAULTS.items():
-        theirs = spec["template"]["spec"].get(part)
-        both = {**value, **(theirs or {})} if isinstance(value, dict) else value if theirs is None else theirs
+        set_ = spec["template"]["spec"].get(part)
+        both = {**value, **(set_ or {})} if isinstance(value, dict) else value if set_ is None else set_
         spec["template"]["spec"][part] = both
     for kind in ("initContainers", "containers"):
         containers = spec["template"]["spec"].get(kind) or []
@@ -162,13 +156,12 @@ def job_body(
             spec["template"]["spec"][kind] = [_pinned(each, request) for each in containers]
     # What a template may set otherwise, for an image that writes beside its volumes.
     spec["template"]["spec"]["containers"][0]["securityContext"].setdefault("readOnlyRootFilesystem", True)
-    if queue is not None:
-        spec["suspend"] = True  # Kueue starts it
     given = ((template.get("metadata") or {}).get("labels") or {}).items()
     for_kueue = {label: value for label, value in given if label.startswith(_KUEUE)}  # which reads the Job's
     job_labels = {**for_kueue, **labels}
-    if queue is not None:
-        job_labels[f"{_KUEUE}queue-name"] = queue
+    if options.queue is not None:
+        spec["suspend"] = True  # Kueue starts it
+        job_labels[f"{_KUEUE}queue-name"] = options.queue
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -182,30 +175,15 @@ def _pinned(container: Mapping[str, Any], request: LaunchRequest) -> dict[str, A
     return {**container, **({"image": request.pinned(image)} if image else {})}
 
 
-def identity_of(template: Mapping[str, Any], service_account: str | None) -> Identity:
+def identity_of(options: PodOptions) -> Identity:
     """What a pod has to log in to the bucket with, as far as its template and service account show."""
     advice = "service_account=… of one with a role for the bucket (IRSA, Pod Identity; else the nodes' role)"
-    pod = template.get("spec") or {}
-    account = service_account or pod.get("serviceAccountName")
-    containers = pod.get("containers") or []
-    named = {str(each["name"]) for container in containers for each in container.get("env") or []}
+    account = options.service_account or (options.template.get("spec") or {}).get("serviceAccountName")
+    container = container_of(options.template)
     source = f"service account {account!r}" if account else ""
-    if any(container.get("envFrom") for container in containers):
+    if container.get("envFrom"):
         source = "envFrom of the pod template"
-    return Identity(frozenset(named), source, advice=advice)
-
-
-def _template_env(template: Mapping[str, Any]) -> set[str]:
-    containers = (template.get("spec") or {}).get("containers") or []
-    return {str(each.get("name")) for container in containers for each in container.get("env") or []}
-
-
-def _mounts(template: Mapping[str, Any], path: str) -> bool:
-    """Whether the template mounts something at `path`."""
-    containers = (template.get("spec") or {}).get("containers") or []
-    return any(
-        each.get("mountPath") == path for container in containers for each in container.get("volumeMounts") or []
-    )
+    return Identity(frozenset(env_names(container)), source, advice=advice)
 
 
 def secret_body(request: LaunchRequest, values: Mapping[str, str], job_uid: str) -> dict[str, Any]:

@@ -58,6 +58,18 @@ def read_template(given: str | Path | Mapping[str, Any] | None) -> dict[str, Any
     return body
 
 
+def container_of(template: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A template's one container; empty for a template without one."""
+    containers = (template.get("spec") or {}).get("containers") or [{}]
+    container: Mapping[str, Any] = containers[0]
+    return container
+
+
+def env_names(container: Mapping[str, Any]) -> set[str]:
+    """Names of the variables that a container sets."""
+    return {str(each.get("name")) for each in container.get("env") or []}
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         import yaml  # a dependency of the Kubernetes client

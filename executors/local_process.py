@@ -11,36 +11,33 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from diloco_orchestrator.executors.attempt_folder import AttemptFolder, Ending
-from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
+from diloco_orchestrator.executors.attempt_folder import AttemptFolder, Ending, make_private, state_folder
+from diloco_orchestrator.executors.clock import ExecutorClock
 from diloco_orchestrator.executors.constructor_options import plain_options
 from diloco_orchestrator.executors.contract import (
     ExecutorError,
     LaunchRequest,
     ReplicaHandle,
-    ReplicaResult,
     ReplicaState,
     ReplicaStatus,
     in_order,
 )
-from diloco_orchestrator.executors.function_launch import (
-    check_options,
-    collect_by_polling,
-    function_requests,
-    launch_all,
+from diloco_orchestrator.executors.machine import (
+    VISIBLE,
+    ProcessId,
+    find_by_environment,
+    gpu_of,
+    memory_share,
+    sharing_words,
+    visible_gpus,
 )
-from diloco_orchestrator.executors.gpus import VISIBLE, gpu_of, sharing_words, visible_gpus
-from diloco_orchestrator.executors.linux_processes import ProcessId, find_by_environment
-from diloco_orchestrator.executors.machine import memory_share
-from diloco_orchestrator.executors.prices import checked_usd
-from diloco_orchestrator.executors.private_files import make_private, state_folder
 from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV, ENV_MEMORY, ENV_WORLD_SIZE
+from diloco_orchestrator.executors.remote_base import RemoteExecutor
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +45,7 @@ _MARK = "DILOCO_ATTEMPT_DIR"  # in a child's environment: finds a child whose la
 _POLL_S = 0.02
 
 
-class LocalProcessExecutor:
+class LocalProcessExecutor(RemoteExecutor):
     """Runs each attempt as one process of this machine. SIGTERM ends it, SIGKILL after `grace_s`.
 
     Replica i sees one GPU, number i modulo those that this process sees, unless the run sets `CUDA_VISIBLE_DEVICES`.
@@ -71,14 +68,12 @@ class LocalProcessExecutor:
         hourly_usd: float | None = None,
         clock: ExecutorClock | None = None,
     ) -> None:
-        given = {"directory": str(directory) if directory else None, "grace_s": grace_s, "hourly_usd": hourly_usd}
-        self.options = plain_options(given)
-        self._hourly_usd = checked_usd(hourly_usd)
+        self.options = plain_options({**locals(), "directory": str(directory) if directory else None})
+        super().__init__(hourly_usd=hourly_usd, clock=clock)
         if not Path("/proc/self/stat").exists():
             raise ExecutorError("LocalProcessExecutor needs Linux's /proc, which this machine does not have.")
         self._directory = Path(directory or state_folder(os.environ)).resolve()
         self._grace_s = grace_s
-        self._clock = clock or SystemExecutorClock()
         self._children: dict[ProcessId, subprocess.Popen[bytes]] = {}
         self._gpus: tuple[str, ...] | None = None  # of this machine; None: not listed yet
 
@@ -88,10 +83,6 @@ class LocalProcessExecutor:
         return cls(Path(handle.native["dir"]).parents[2])
 
     # -- launching -----------------------------------------------------------------------------------------------
-
-    def hourly_usd(self, request: LaunchRequest) -> float | None:
-        """What the user said that one replica's share of this machine costs an hour; None if nothing."""
-        return self._hourly_usd
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
         """The command and environment variables that `launch` would use, secrets redacted. Starts nothing."""
@@ -149,42 +140,18 @@ class LocalProcessExecutor:
         return gpu_of(request.replica_id, self._gpus)
 
     def _handle(self, request: LaunchRequest, folder: AttemptFolder, process: ProcessId) -> ReplicaHandle:
-        return ReplicaHandle(
-            executor=self.name,
-            run_id=request.run_id,
-            replica_id=request.replica_id,
-            attempt=request.attempt,
-            native_id=f"{process.pid}@{process.host}",
-            native={
-                "host": process.host,
-                "boot_id": process.boot_id,
-                "pid": process.pid,
-                "start_ticks": process.start_ticks,
-                "dir": str(folder.path),
-                "deadline": None if request.timeout_s is None else time.time() + request.timeout_s,
-                **_threads(request),
-                **self._gpu(request),
-            },
-        )
-
-    def launch_replicas(
-        self,
-        n_replicas: int,
-        entrypoint: str,
-        entrypoint_args: Mapping[str, Any],
-        *,
-        run_id: str | None = None,
-        code: str | None = None,
-        env: Mapping[str, str] | None = None,
-        **options: Any,
-    ) -> list[ReplicaHandle]:
-        """Call `entrypoint(**entrypoint_args)` in `n_replicas` processes, which can import what this process can.
-
-        Raises `LaunchError`, which holds the other handles, if only some could be launched.
-        """
-        check_options(options, ("run_id", "code", "env"))
-        run = run_id or f"local-{uuid.uuid4().hex[:12]}"
-        return launch_all(self, function_requests(run, n_replicas, entrypoint, entrypoint_args, env or {}, code))
+        native = {
+            "host": process.host,
+            "boot_id": process.boot_id,
+            "pid": process.pid,
+            "start_ticks": process.start_ticks,
+            "dir": str(folder.path),
+            "deadline": None if request.timeout_s is None else self._clock.wall_time() + request.timeout_s,
+            **_threads(request),
+            **self._gpu(request),
+        }
+        native_id = f"{process.pid}@{process.host}"
+        return ReplicaHandle(self.name, request.run_id, request.replica_id, request.attempt, native_id, native)
 
     # -- polling -------------------------------------------------------------------------------------------------
 
@@ -204,7 +171,7 @@ class LocalProcessExecutor:
             return ReplicaStatus(ReplicaState.RUNNING, native_state="ending")
         return folder.ended_status()
 
-    def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
+    def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
         return [self.poll(handle) for handle in handles]
 
     def _reap(self, process: ProcessId, folder: AttemptFolder) -> None:
@@ -216,16 +183,11 @@ class LocalProcessExecutor:
 
     def _end_if_due(self, handle: ReplicaHandle, process: ProcessId, folder: AttemptFolder) -> None:
         """Send SIGTERM to a process past its time limit, SIGKILL to one whose grace period is over."""
-        ending = folder.ending()
-        if ending is None and (deadline := handle.native.get("deadline")) is not None and time.time() > deadline:
+        ending, now, deadline = folder.ending(), self._clock.wall_time(), handle.native.get("deadline")
+        if ending is None and deadline is not None and now > deadline:
             self._ask_to_end(process, folder, ReplicaState.TIMED_OUT)
-        elif ending is not None and time.time() > ending.patience_ends:
+        elif ending is not None and now > ending.patience_ends:
             _signal_group(process, signal.SIGKILL)
-
-    def collect(
-        self, handles: Sequence[ReplicaHandle], timeout: float | None = None, check: bool = True
-    ) -> list[ReplicaResult]:
-        return collect_by_polling(self, handles, timeout, check, self._clock)
 
     def cancel(self, handle: ReplicaHandle) -> None:
         """Send SIGTERM now; `poll` sends SIGKILL once `grace_s` is over. Raises `ExecutorError` on another host."""
@@ -236,29 +198,17 @@ class LocalProcessExecutor:
             self._ask_to_end(process, folder, ReplicaState.CANCELLED)
 
     def _ask_to_end(self, process: ProcessId, folder: AttemptFolder, state: ReplicaState) -> None:
-        folder.write_ending(Ending(state, time.time() + self._grace_s))
+        folder.write_ending(Ending(state, self._clock.wall_time() + self._grace_s))
         _signal_group(process, signal.SIGTERM)
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        folder, offset = _folder_of(handle), 0
-        if tail is not None:
-            lines, offset = folder.tail(tail)
-            yield from lines
-        elif folder.output.exists():
-            with folder.output.open("rb") as stream:
-                for raw in stream:
-                    offset += len(raw)
-                    yield raw.decode(errors="replace").rstrip("\n")
-        if follow:
-            yield from folder.follow(offset, lambda: self.poll(handle).state.ended, lambda: self._clock.sleep(_POLL_S))
+        ended, pause = lambda: self.poll(handle).state.ended, lambda: self._clock.sleep(_POLL_S)
+        return _folder_of(handle).logs(follow, tail, ended, pause)
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
         folders = [AttemptFolder(path.parent) for path in self._run_folder(run_id).glob("*/*/handle.json")]
         found = [handle for folder in folders if (handle := folder.handle()) is not None]
         return in_order(found)
-
-    def close(self) -> None:
-        """Nothing is held that would need freeing; children run on."""
 
     def forget(self, run_id: str) -> None:
         """Delete logs and handles of a run. Raises `ExecutorError` while one of its processes runs."""
@@ -326,7 +276,5 @@ def _replicas(request: LaunchRequest) -> int:
 
 def _signal_group(process: ProcessId, number: signal.Signals) -> None:
     if process.is_alive():
-        try:
+        with suppress(ProcessLookupError):  # it ended in between, which is what was wanted
             os.killpg(process.pid, number)
-        except ProcessLookupError:
-            return  # it ended in between, which is what was wanted

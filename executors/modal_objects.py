@@ -7,12 +7,15 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
-from diloco_orchestrator.executors.contract import BY_EXIT_CODE, LaunchRequest, ReplicaState, ReplicaStatus
+from diloco_orchestrator.executors.contract import BY_EXIT_CODE, ONE_GPU, LaunchRequest, ReplicaState, ReplicaStatus
 from diloco_orchestrator.executors.names import unknown_name
 from diloco_orchestrator.executors.process_contract import EXIT_DONE
 from diloco_orchestrator.executors.remote_base import attempt_labels, attempt_name, env_within
+
+if TYPE_CHECKING:
+    from modal import Image
 
 _WORDS = 500  # letters of what Modal says about an end: a traceback of an image's start may be long
 MAX_TIMEOUT_S = 86400  # Modal's own limit for a Sandbox
@@ -20,24 +23,32 @@ _GPU = re.compile(r"[A-Za-z][\w.-]*[!+]?(:[1-9]\d*)?")  # H100! is no better one
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The resources of a Sandbox. Raises ValueError for values that Modal would refuse."""
+class SandboxOptions:
+    """What the user asks for each replica's Sandbox. Raises ValueError for values that Modal would refuse."""
 
-    gpu: tuple[str, ...] = ()  # types in order of preference; empty: none
-    cpu: float | None = None  # cores
-    memory: int | None = None  # MiB
-    region: tuple[str, ...] = ()  # any of these; empty: anywhere
+    app: str
+    environment: str | None  # of the App, of named Secrets and of named Volumes; None: the profile's
+    image: "str | Image | None"  # name in a registry, an image of the SDK's, or Modal's slim Debian
+    gpu: tuple[str, ...]  # types in order of preference; empty: none
+    cpu: float | None  # cores
+    memory: int | None  # MiB
+    timeout_s: int
+    region: tuple[str, ...]  # any of these; empty: anywhere
+    mounts: Mapping[str, Any]  # by path, of `mounts_of`
+    secrets: tuple[str, ...]  # names of Modal Secrets
+    oidc: bool
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.-]{1,63}", self.app):
+            raise ValueError(
+                f"app={self.app!r} is no name that Modal takes: letters, digits, '-', '_' and '.', at most 63."
+            )
         for gpu in self.gpu:
             found = _GPU.fullmatch(gpu) if isinstance(gpu, str) else None
             if found is None:
                 raise ValueError(f"gpu={gpu!r} is not of the form 'A100'.")
             if found[1] not in (None, ":1"):
-                raise ValueError(
-                    f"gpu={gpu!r}: a replica is one process, which trains on one GPU; the others would be paid for "
-                    f"nothing. Write {gpu.partition(':')[0]!r} and launch more replicas."
-                )
+                raise ValueError(f"gpu={gpu!r}: write {gpu.partition(':')[0]!r}. {ONE_GPU}")
         if self.cpu is not None and not (isinstance(self.cpu, (int, float)) and self.cpu > 0):
             raise ValueError(f"cpu={self.cpu!r} is no number of cores above 0.")
         if self.memory is not None and not (isinstance(self.memory, int) and self.memory > 0):
@@ -100,61 +111,33 @@ _BUCKET_ARGUMENTS = (  # of the SDK's CloudBucketMount
 )
 
 
-class SandboxArguments(TypedDict):
-    """The arguments that create a Sandbox, as JSON; the request's secrets are redacted. `image` None: Modal's own."""
-
-    app: str
-    environment: str | None
-    name: str
-    tags: dict[str, str]
-    command: list[str]
-    image: str | None
-    env: dict[str, str]
-    secrets: dict[str, str]
-    named_secrets: list[str]
-    timeout: int
-    gpu: list[str]  # in order of preference
-    cpu: float | None
-    memory: int | None
-    region: list[str]
-    volumes: dict[str, Any]
-    include_oidc_identity_token: bool
-
-
 # -- the request ------------------------------------------------------------------------------------------------------
 
 
-def sandbox_arguments(
-    request: LaunchRequest,
-    *,
-    app: str,
-    environment: str | None,
-    image: str | None,
-    mounts: Mapping[str, Any],
-    machine: Machine,
-    timeout_s: int,
-    named_secrets: Sequence[str],
-    oidc: bool,
-) -> SandboxArguments:
-    """The arguments for the Sandbox of an attempt. Raises ValueError for a time limit that Modal does not support."""
-    limit_s = timeout_s if request.timeout_s is None else whole_timeout(request.timeout_s)
+def sandbox_arguments(request: LaunchRequest, options: SandboxOptions) -> dict[str, Any]:
+    """The arguments for the Sandbox of an attempt, as JSON; the request's secrets are redacted.
+
+    Raises ValueError for a time limit that Modal does not support.
+    """
+    limit_s = options.timeout_s if request.timeout_s is None else whole_timeout(request.timeout_s)
+    mounts = options.mounts.items()
     return {
-        "app": app,
-        "environment": environment,
+        "app": options.app,
+        "environment": options.environment,
         "name": attempt_name(request),
         "tags": attempt_labels(request),
         "command": list(request.command),
-        "image": image,
+        "image": None if options.image is None else request.pinned(str(options.image)),
         "env": env_within(request, limit_s),
         "secrets": dict.fromkeys(request.secrets, "<redacted>"),
-        "named_secrets": list(named_secrets),
+        "named_secrets": list(options.secrets),
         "timeout": limit_s,
-        "gpu": list(machine.gpu),
-        "cpu": machine.cpu,
-        "memory": machine.memory,
-        "region": list(machine.region),
-        "volumes": {path: each.to_json() if isinstance(each, Mount) else str(each) for path, each in mounts.items()},
-        "include_oidc_identity_token": oidc,
+        "gpu": list(options.gpu),
+        "cpu": options.cpu,
+        "memory": options.memory,
+        "region": list(options.region),
+        "volumes": {path: each.to_json() if isinstance(each, Mount) else str(each) for path, each in mounts},
+        "include_oidc_identity_token": options.oidc,
     }
 
 

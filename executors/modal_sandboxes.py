@@ -1,13 +1,10 @@
 """Replicas as Modal Sandboxes: one named Sandbox per attempt, in one Modal App.
 
-Requests and replies as data are in `modal_objects`, the SDK's errors and private methods in `modal_api`, Sandboxes are
-made in `modal_app`. With a GPU
-`launch` blocks until Modal has found a machine, up to 21 minutes. Modal lists live Sandboxes only, and so does `find`;
-an attempt that has ended is found by its name, when it is launched again. Modal has no setting for how long a replica
-may take to end after SIGTERM.
+Requests and replies as data are in `modal_objects`, calls in `modal_api`. With a GPU `launch` blocks until Modal has
+found a machine, up to 21 minutes. Modal lists live Sandboxes only, and so does `find`; an attempt that has ended is
+found by its name, when it is launched again. Modal has no setting for how long a replica may take to end after SIGTERM.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from diloco_orchestrator.executors.answers import answer_within
 from diloco_orchestrator.executors.clock import ExecutorClock
 from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import (
@@ -26,19 +24,25 @@ from diloco_orchestrator.executors.contract import (
     Unavailable,
     in_order,
 )
-from diloco_orchestrator.executors.modal_api import end_of, entries_of, errors_of, has_machine, sdk
-from diloco_orchestrator.executors.modal_app import CALL_S, ModalApp
+from diloco_orchestrator.executors.modal_api import (
+    CALL_S,
+    ModalApp,
+    OutputLines,
+    end_of,
+    entries_of,
+    errors_of,
+    has_machine,
+    sdk,
+)
 from diloco_orchestrator.executors.modal_objects import (
     MAX_TIMEOUT_S,
     RUNNING,
-    Machine,
-    SandboxArguments,
+    SandboxOptions,
     mounts_of,
     sandbox_arguments,
     status_of,
     whole_timeout,
 )
-from diloco_orchestrator.executors.modal_output import OutputLines
 from diloco_orchestrator.executors.names import words_of
 from diloco_orchestrator.executors.prices import Price, modal_price
 from diloco_orchestrator.executors.remote_base import (
@@ -47,7 +51,6 @@ from diloco_orchestrator.executors.remote_base import (
     RemoteExecutor,
     attempt_name,
 )
-from diloco_orchestrator.executors.time_limits import answer_within
 
 if TYPE_CHECKING:
     from modal import Client, Image, Sandbox
@@ -104,40 +107,32 @@ class ModalExecutor(RemoteExecutor):
     ) -> None:
         self.options, self.withheld = plain_options(locals()), withheld(locals())
         super().__init__(hourly_usd=hourly_usd, clock=clock)
-        if not re.fullmatch(r"[\w.-]{1,63}", app):
-            raise ValueError(f"app={app!r} is no name that Modal takes: letters, digits, '-', '_' and '.', at most 63.")
         if isinstance(secrets, str):
             raise ValueError(f"secrets={secrets!r} is one string. Write a list of names, [{secrets!r}].")
-        self._machine = Machine(words_of(gpu), cpu, memory, words_of(region))
-        self._timeout_s = whole_timeout(timeout_s)
-        self._app_name, self._environment = app, environment
-        self._image, self._secrets, self._oidc = image, tuple(secrets), oidc
-        self._mounts = mounts_of(volumes)
-        self._client = client
-        self._app = ModalApp(app, environment, image, self._mounts, self._secrets, client)
+        self._options = SandboxOptions(
+            app,
+            environment,
+            image,
+            words_of(gpu),
+            cpu,
+            memory,
+            whole_timeout(timeout_s),
+            words_of(region),
+            mounts_of(volumes),
+            tuple(secrets),
+            oidc,
+        )
+        self._app = ModalApp(self._options, client)
         self._started: set[str] = set()
 
     # -- launching -----------------------------------------------------------------------------------------------
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
         """The arguments of `Sandbox.create` as JSON, secrets redacted."""
-        return dict(self._arguments(request))
-
-    def _arguments(self, request: LaunchRequest) -> SandboxArguments:
-        return sandbox_arguments(
-            request,
-            app=self._app_name,
-            environment=self._environment,
-            image=self._image if self._image is None else request.pinned(str(self._image)),
-            mounts=self._mounts,
-            machine=self._machine,
-            timeout_s=self._timeout_s,
-            named_secrets=self._secrets,
-            oidc=self._oidc,
-        )
+        return sandbox_arguments(request, self._options)
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
-        arguments = self._arguments(request)
+        arguments = sandbox_arguments(request, self._options)
         name, modal = arguments["name"], sdk()
 
         def adopted_or_created() -> "Sandbox":
@@ -152,7 +147,7 @@ class ModalExecutor(RemoteExecutor):
             sandbox.detach()  # so that the Sandbox outlives this process
             return sandbox
 
-        sandbox = self._ask(f"launching {name} in Modal's app {self._app_name!r}", adopted_or_created)
+        sandbox = self._ask(f"launching {name} in Modal's app {self._options.app!r}", adopted_or_created)
         return self._handle(request.run_id, request.replica_id, request.attempt, sandbox)
 
     def _ask(self, what: str, call: Callable[[], T]) -> T:
@@ -168,8 +163,8 @@ class ModalExecutor(RemoteExecutor):
     def _handle(self, run_id: str, replica_id: int, attempt: int, sandbox: "Sandbox") -> ReplicaHandle:
         handle = ReplicaHandle(self.name, run_id, replica_id, attempt, sandbox.object_id)
         native = {
-            "app": self._app_name,
-            "environment": self._environment,
+            "app": self._options.app,
+            "environment": self._options.environment,
             "sandbox_id": sandbox.object_id,
             "name": attempt_name(handle),
         }
@@ -178,15 +173,15 @@ class ModalExecutor(RemoteExecutor):
     def identity(self) -> Identity:
         """Named Secrets may hold any credentials; the identity token needs a role of AWS that trusts Modal."""
         advice = "oidc=True with env={'AWS_ROLE_ARN': …} of a role that trusts Modal, or secrets=[…] of Modal Secrets"
-        if self._secrets:
-            return Identity(source=f"Modal Secrets {', '.join(self._secrets)}", advice=advice)
-        if self._oidc:
+        if self._options.secrets:
+            return Identity(source=f"Modal Secrets {', '.join(self._options.secrets)}", advice=advice)
+        if self._options.oidc:
             return Identity(source="Modal's identity token", needs="AWS_ROLE_ARN", advice=advice)
         return Identity(advice=advice)
 
     def _listed_price(self) -> Price | None:
-        machine = self._machine
-        return modal_price(machine.gpu, machine.cpu, machine.memory, machine.region)
+        options = self._options
+        return modal_price(options.gpu, options.cpu, options.memory, options.region)
 
     # -- polling -------------------------------------------------------------------------------------------------
 

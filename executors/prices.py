@@ -38,10 +38,6 @@ class PriceTable:
     def source(self) -> str:
         return f"{self.name} as of {self.as_of:%Y-%m-%d}" + ("" if self.confirmed_by else ", unconfirmed")
 
-    def age_days(self, today: date) -> int:
-        """The age of the table in days."""
-        return (today - self.as_of).days
-
 
 HF_JOBS = PriceTable(
     "Hugging Face's list of hardware",
@@ -108,73 +104,57 @@ MODAL_CORES, MODAL_GIB = 1.0, 1.0
 # Times the price in a region such as "us", such as "us-west" (https://modal.com/docs/guide/region-selection).
 _MODAL_BROAD, _MODAL_NARROW = 1.5, 1.75
 
-# Linux on demand in us-east-1.
+# US dollars an hour on demand of Linux in us-east-1, and GPUs: a replica pays for its share.
+_EC2 = {
+    "g4dn.xlarge": (0.526, 1),
+    "g4dn.2xlarge": (0.752, 1),
+    "g4dn.4xlarge": (1.204, 1),
+    "g4dn.8xlarge": (2.176, 1),
+    "g4dn.12xlarge": (3.912, 4),
+    "g4dn.16xlarge": (4.352, 1),
+    "g5.xlarge": (1.006, 1),
+    "g5.2xlarge": (1.212, 1),
+    "g5.4xlarge": (1.624, 1),
+    "g5.8xlarge": (2.448, 1),
+    "g5.12xlarge": (5.672, 4),
+    "g5.16xlarge": (4.096, 1),
+    "g5.24xlarge": (8.144, 4),
+    "g5.48xlarge": (16.288, 8),
+    "g6.xlarge": (0.8048, 1),
+    "g6.2xlarge": (0.9776, 1),
+    "g6.4xlarge": (1.3232, 1),
+    "g6.8xlarge": (2.0144, 1),
+    "g6.12xlarge": (4.6016, 4),
+    "g6.16xlarge": (3.3968, 1),
+    "g6.24xlarge": (6.6752, 4),
+    "g6.48xlarge": (13.3504, 8),
+    "g6e.xlarge": (1.861, 1),
+    "g6e.2xlarge": (2.24208, 1),
+    "g6e.4xlarge": (3.00424, 1),
+    "g6e.8xlarge": (4.52856, 1),
+    "g6e.12xlarge": (10.49264, 4),
+    "g6e.16xlarge": (7.57719, 1),
+    "g6e.24xlarge": (15.06559, 4),
+    "g6e.48xlarge": (30.13118, 8),
+    "g7e.2xlarge": (3.36312, 1),
+    "g7e.4xlarge": (3.99816, 1),
+    "g7e.8xlarge": (5.26824, 1),
+    "p4d.24xlarge": (21.957642, 8),
+    "p4de.24xlarge": (27.44705, 8),
+    "p5.4xlarge": (6.88, 1),
+    "p5.48xlarge": (55.04, 8),
+    "p5en.48xlarge": (63.296, 8),
+}
+EC2_GPUS = {kind: gpus for kind, (_, gpus) in _EC2.items()}
 EC2 = PriceTable(
     "EC2's on-demand prices in us-east-1",
     "https://aws.amazon.com/ec2/pricing/on-demand/",
     date(2026, 2, 9),
-    {
-        "g4dn.xlarge": 0.526,
-        "g4dn.2xlarge": 0.752,
-        "g4dn.4xlarge": 1.204,
-        "g4dn.8xlarge": 2.176,
-        "g4dn.12xlarge": 3.912,
-        "g4dn.16xlarge": 4.352,
-        "g5.xlarge": 1.006,
-        "g5.2xlarge": 1.212,
-        "g5.4xlarge": 1.624,
-        "g5.8xlarge": 2.448,
-        "g5.12xlarge": 5.672,
-        "g5.16xlarge": 4.096,
-        "g5.24xlarge": 8.144,
-        "g5.48xlarge": 16.288,
-        "g6.xlarge": 0.8048,
-        "g6.2xlarge": 0.9776,
-        "g6.4xlarge": 1.3232,
-        "g6.8xlarge": 2.0144,
-        "g6.12xlarge": 4.6016,
-        "g6.16xlarge": 3.3968,
-        "g6.24xlarge": 6.6752,
-        "g6.48xlarge": 13.3504,
-        "g6e.xlarge": 1.861,
-        "g6e.2xlarge": 2.24208,
-        "g6e.4xlarge": 3.00424,
-        "g6e.8xlarge": 4.52856,
-        "g6e.12xlarge": 10.49264,
-        "g6e.16xlarge": 7.57719,
-        "g6e.24xlarge": 15.06559,
-        "g6e.48xlarge": 30.13118,
-        "g7e.2xlarge": 3.36312,
-        "g7e.4xlarge": 3.99816,
-        "g7e.8xlarge": 5.26824,
-        "p4d.24xlarge": 21.957642,
-        "p4de.24xlarge": 27.44705,
-        "p5.4xlarge": 6.88,
-        "p5.48xlarge": 55.04,
-        "p5en.48xlarge": 63.296,
-    },
+    {kind: usd for kind, (usd, _) in _EC2.items()},
     # Karpenter's copy of AWS's price list, which AWS generates and keeps: "generated at 2026-02-09 for us-east-1".
     "https://github.com/aws/karpenter-provider-aws/blob/265ee0ba5b8e337dec6b82dde965b03021ccb418"
     "/pkg/providers/pricing/zz_generated.pricing_aws.go",
 )
-# GPUs of the instances that have more than one: a replica pays for its share.
-EC2_GPUS = {
-    "g4dn.12xlarge": 4,
-    "g5.12xlarge": 4,
-    "g5.24xlarge": 4,
-    "g5.48xlarge": 8,
-    "g6.12xlarge": 4,
-    "g6.24xlarge": 4,
-    "g6.48xlarge": 8,
-    "g6e.12xlarge": 4,
-    "g6e.24xlarge": 4,
-    "g6e.48xlarge": 8,
-    "p4d.24xlarge": 8,
-    "p4de.24xlarge": 8,
-    "p5.48xlarge": 8,
-    "p5en.48xlarge": 8,
-}
-TABLES = (HF_JOBS, MODAL, EC2)
 
 
 def modal_price(gpus: Sequence[str], cpu: float | None, memory_mib: int | None, regions: Sequence[str]) -> Price | None:

@@ -41,7 +41,7 @@ def _run(folder: str) -> int:
             zipfile.ZipFile(io.BytesIO(base64.b64decode(packed))).extractall(folder)
             sys.path.insert(0, folder)
         function = load_entrypoint(entrypoint)
-    except Exception as error:
+    except Exception as error:  # the user's module runs here, and may raise anything
         trace = traceback.format_exc()
         print_exit_line(EXIT_PERMANENT, error=f"{entrypoint} does not load: {error}", traceback=trace)
         return EXIT_PERMANENT
@@ -51,7 +51,7 @@ def _run(folder: str) -> int:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         print_exit_line(code, error="" if code == 0 else f"the entrypoint exited: {leaving.code}")
         return code
-    except BaseException as error:
+    except BaseException as error:  # the user's function: whatever it raises is how this process ends
         print_exit_line(EXIT_ERROR, error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
         return EXIT_ERROR
     print_exit_line(EXIT_DONE, value=value)

@@ -1,36 +1,49 @@
-"""`RemoteExecutor`: common parts of executors of other machines: `launch_replicas`, `poll`, `collect`, names, labels.
+"""`RemoteExecutor`: common parts of executors: `launch_replicas`, `poll`, `collect`, prices, names, labels, ends.
 
 Each provider's module adds the rest: build the request, send it, translate the reply.
 """
 
+import base64
 import hashlib
+import io
+import json
 import re
 import uuid
+import zipfile
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+from diloco_orchestrator.executors import process_bootstrap
 from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
 from diloco_orchestrator.executors.contract import (
     BY_EXIT_CODE,
+    CollectTimeout,
     ExecutorDenied,
     ExecutorError,
+    LaunchError,
     LaunchRequest,
     MissingSdk,
+    ReplicaFailed,
     ReplicaHandle,
     ReplicaResult,
     ReplicaState,
     ReplicaStatus,
     Unavailable,
 )
-from diloco_orchestrator.executors.function_launch import (
-    check_options,
-    collect_by_polling,
-    function_requests,
-    launch_all,
-)
+from diloco_orchestrator.executors.names import check_entrypoint, hint
 from diloco_orchestrator.executors.prices import Price, checked_usd
-from diloco_orchestrator.executors.process_contract import ENV_LEAVE_AFTER, EXIT_DONE
+from diloco_orchestrator.executors.process_bootstrap import ENV_ARGS, ENV_CODE, ENV_ENTRYPOINT
+from diloco_orchestrator.executors.process_contract import (
+    ENV_LEAVE_AFTER,
+    ENV_RANK,
+    ENV_WORLD_SIZE,
+    EXIT_DONE,
+    parse_exit_line,
+)
+from diloco_orchestrator.executors.program_text import program_text
 
 _LEAVE_BEFORE_S = 300.0  # long enough to publish what is trained and a large optimizer's state
 KILL_AFTER_S = 60  # seconds from SIGTERM at a request's own time limit to SIGKILL
@@ -38,10 +51,14 @@ LABEL_RUN, LABEL_REPLICA, LABEL_ATTEMPT = "diloco-run", "diloco-replica", "diloc
 _TRY_S = 0.1  # pause between two passes of `tries`
 _TIMED_OUT_CODES = (124, -9, 128 + 9)  # coreutils' `timeout` ends with 124; with SIGKILL it ends itself too
 _TOLD_CODES = (-15, 128 + 15)  # SIGTERM before the replica could answer it: while it installed, or was imported
+_CODE_BYTES = 96 * 1024  # Linux takes 128 KiB in one environment variable
+_LAUNCH_THREADS = 32
+_TAIL_LINES = 30
+_COLLECT_S = (0.02, 1.0)  # first and longest pause while collecting
 
 
 class RemoteExecutor:
-    """Base class of executors of other machines: gives `launch_replicas`, `poll`, `collect`, `price` and `close`.
+    """Base class of executors: gives `launch_replicas`, `poll`, `collect`, `price` and `close`.
 
     A subclass has a `name` and the six methods below; docs/write_an_executor.md shows one. A replica's environment is
     the request's `env` and `secrets` over the variables of its image.
@@ -97,9 +114,23 @@ class RemoteExecutor:
         The entrypoint's module must be in the image, or in the small folder `code`, which is sent along. Raises
         `LaunchError`, which holds the other handles, if only some could be launched.
         """
-        check_options(options, ("run_id", "code", "env"))
+        known = ("run_id", "code", "env")
+        if unknown := sorted(options):
+            raise TypeError(f"unknown option {unknown[0]!r} of launch_replicas: {hint(unknown[0], known)}")
         run = run_id or f"{self.name}-{uuid.uuid4().hex[:12]}"
-        return launch_all(self, function_requests(run, n_replicas, entrypoint, entrypoint_args, env or {}, code))
+        requests = _function_requests(run, n_replicas, entrypoint, entrypoint_args, env or {}, code)
+        launched, failed = [], {}
+        with ThreadPoolExecutor(max_workers=min(len(requests), _LAUNCH_THREADS)) as threads:
+            futures = [threads.submit(self.launch, request) for request in requests]  # each may take minutes
+        for request, future in zip(requests, futures, strict=True):
+            try:
+                launched.append(future.result())
+            except (ExecutorError, OSError) as error:
+                failed[request.replica_id] = str(error)
+        if failed:
+            words = "; ".join(f"replica {replica_id}: {reason}" for replica_id, reason in failed.items())
+            raise LaunchError(f"{len(failed)} of {len(requests)} replicas were not launched: {words}", launched, failed)
+        return launched
 
     def price(self, request: LaunchRequest) -> Price | None:
         """The price that the user gave; else that of the provider's list."""
@@ -160,10 +191,102 @@ class RemoteExecutor:
     def collect(
         self, handles: Sequence[ReplicaHandle], timeout: float | None = None, check: bool = True
     ) -> list[ReplicaResult]:
-        return collect_by_polling(self, handles, timeout, check, self._clock)
+        """Wait for all attempts by `poll_many`, then read the end of their `logs`. `timeout`: seconds."""
+        deadline = None if timeout is None else self._clock.now() + timeout
+        pause_s, longest_s = _COLLECT_S
+        while True:
+            statuses = self.poll_many(handles)
+            running = [h.replica_id for h, s in zip(handles, statuses, strict=True) if not s.state.ended]
+            if not running:
+                break
+            if deadline is not None and self._clock.now() >= deadline:
+                raise CollectTimeout(
+                    f"replicas {running} still run after {timeout:g} s; nothing was cancelled.", running
+                )
+            self._clock.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, longest_s)
+        results = [self._result(handle, status) for handle, status in zip(handles, statuses, strict=True)]
+        failed = [each for each in results if each.status.state is not ReplicaState.SUCCEEDED]
+        if check and failed:
+            raise ReplicaFailed("\n\n".join(map(_failure_text, failed)), results)
+        return results
+
+    def _result(self, handle: ReplicaHandle, status: ReplicaStatus) -> ReplicaResult:
+        lines = list(self.logs(handle, tail=_TAIL_LINES))
+        fields = parse_exit_line(lines) or {}
+        if status.state is ReplicaState.SUCCEEDED:
+            return ReplicaResult(handle, status, value=fields.get("value"))
+        error = fields.get("traceback") or fields.get("error") or "\n".join(lines)
+        return ReplicaResult(handle, status, error=str(error))
 
     def close(self) -> None:
         """Does nothing: no connection is kept open. Replicas run on."""
+
+
+# -- functions in n processes -----------------------------------------------------------------------------------------
+
+
+def _function_requests(
+    run_id: str,
+    n_replicas: int,
+    entrypoint: str,
+    entrypoint_args: Mapping[str, Any],
+    env: Mapping[str, str],
+    code: str | None = None,
+) -> list[LaunchRequest]:
+    """The requests that call `entrypoint(**entrypoint_args)` in `n_replicas` processes, as replicas 0 to n-1, attempt
+    1.
+
+    The arguments travel as JSON in the environment, as do the Python files of the small folder `code`. Raises
+    ValueError for an entrypoint of another form, arguments that JSON cannot hold, or a folder that is too large.
+    """
+    if n_replicas < 1:
+        raise ValueError(f"n_replicas={n_replicas}: launch at least one.")
+    check_entrypoint(entrypoint)
+    try:
+        args = json.dumps(dict(entrypoint_args))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"entrypoint_args are not JSON: {error}. Pass what JSON can hold.") from None
+    shared = {**env, ENV_ENTRYPOINT: entrypoint, ENV_ARGS: args, ENV_WORLD_SIZE: str(n_replicas)}
+    if code is not None:
+        shared[ENV_CODE] = _packed_folder(Path(code))
+    program = program_text(process_bootstrap)  # as text, because the image may not have this package
+    return [
+        LaunchRequest(
+            run_id=run_id,
+            replica_id=rank,
+            attempt=1,
+            command=["python", "-P", "-u", "-c", program],
+            env={**shared, ENV_RANK: str(rank)},
+        )
+        for rank in range(n_replicas)
+    ]
+
+
+def _packed_folder(folder: Path) -> str:
+    """The Python files of a folder as a zip in base64. Raises ValueError if it does not fit into the environment."""
+    if not folder.is_dir():
+        raise ValueError(f"code={str(folder)!r} is not a folder. Name the one that holds the entrypoint's package.")
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(folder.rglob("*.py")):
+            archive.writestr(path.relative_to(folder).as_posix(), path.read_bytes())
+    text = base64.b64encode(packed.getvalue()).decode()
+    if len(text) > _CODE_BYTES:
+        raise ValueError(
+            f"the Python files of {folder} are {len(text)} bytes packed; {_CODE_BYTES} fit into an environment. "
+            "Name a smaller folder, or put the code into the image."
+        )
+    return text
+
+
+def _failure_text(result: ReplicaResult) -> str:
+    status = result.status
+    how = f"{status.state}" + (f" ({status.message})" if status.message else "")
+    return f"replica {result.handle.replica_id}, attempt {result.handle.attempt}: {how}\n{result.error}".rstrip()
+
+
+# -- commands, ends, names --------------------------------------------------------------------------------------------
 
 
 def limited(command: Sequence[str], timeout_s: float | None) -> list[str]:

@@ -6,9 +6,9 @@ Which job is whose, and what its state means, is in `slurm_objects`.
 import os
 from collections.abc import Mapping, Sequence
 
-from diloco_orchestrator.executors.command_line import CommandLine, Failure
+from diloco_orchestrator.executors.answers import Failure, odd_reply
+from diloco_orchestrator.executors.command_line import CommandLine
 from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, NoCapacity, Unavailable
-from diloco_orchestrator.executors.replies import odd_reply
 from diloco_orchestrator.executors.slurm_objects import (
     SACCT_FIELDS,
     SQUEUE_FORMAT,
@@ -18,8 +18,26 @@ from diloco_orchestrator.executors.slurm_objects import (
     job_id_of,
     queued_jobs,
 )
-from diloco_orchestrator.executors.transient import TRANSIENT_SLURM
 
+# Parts of what Slurm's tools print while the controller, its database or the local munged is away or overloaded.
+_TRANSIENT = (
+    "Unable to contact slurm controller",
+    "Communication connection failure",
+    "Communication message send failure",
+    "Communication shutdown failure",
+    "Message receive failure",
+    "Zero Bytes were transmitted or received",
+    "Socket timed out",
+    "Connection refused",
+    "Connection reset",
+    "Connection timed out",
+    "No route to host",
+    "in standby mode",
+    "temporarily un",  # Resource temporarily unavailable; Slurm temporarily unable to accept job
+    "job queue full",
+    "Did you start munged",
+    "Problem talking to the database",
+)
 # Answers about a job that has ended, or that Slurm no longer knows.
 _GONE = ("Invalid job id", "already completing or completed")
 _NO_ACCOUNTING = ("accounting storage is disabled", "Slurm accounting is not configured")
@@ -27,7 +45,7 @@ FAILURES = (
     # Messages of an outage come first: without munge, Slurm also reports an authentication error.
     Failure(
         Unavailable,
-        TRANSIENT_SLURM,
+        _TRANSIENT,
         "Slurm does not answer ({said}). Try again. If it lasts: `scontrol ping` shows the controller, "
         "`munge -n | unmunge` this machine's munge, whose key must be the cluster's.",
     ),

@@ -176,20 +176,14 @@ class SlurmExecutor(RemoteExecutor):
         return sorted((job.id for job in jobs if job.name == name and job.reason != REFUSED), key=int)
 
     def _handle(self, request: LaunchRequest, job_id: str, cluster: str, folder: AttemptFolder) -> ReplicaHandle:
-        return ReplicaHandle(
-            executor=self.name,
-            run_id=request.run_id,
-            replica_id=request.replica_id,
-            attempt=request.attempt,
-            native_id=job_id,
-            native={
-                "cluster": cluster,
-                "job_id": job_id,
-                "user": this_user(),
-                "dir": str(folder.path),
-                "timeout_s": request.timeout_s,
-            },
-        )
+        native = {
+            "cluster": cluster,
+            "job_id": job_id,
+            "user": this_user(),
+            "dir": str(folder.path),
+            "timeout_s": request.timeout_s,
+        }
+        return ReplicaHandle(self.name, request.run_id, request.replica_id, request.attempt, job_id, native)
 
     # -- polling -------------------------------------------------------------------------------------------------
 
@@ -223,16 +217,8 @@ class SlurmExecutor(RemoteExecutor):
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
         """Lines of the job's output file, which Slurm writes in the attempt's folder; they stay until it is deleted."""
-        folder, offset = AttemptFolder(Path(handle.native["dir"])), 0
-        if tail is not None:
-            lines, offset = folder.tail(tail)
-        else:
-            lines, offset = folder.lines_from(0, to_end=not follow)
-        yield from lines
-        if follow:
-            yield from folder.follow(
-                offset, lambda: self.poll(handle).state.ended, lambda: self._clock.sleep(_FOLLOW_S)
-            )
+        folder = AttemptFolder(Path(handle.native["dir"]))
+        return folder.logs(follow, tail, lambda: self.poll(handle).state.ended, lambda: self._clock.sleep(_FOLLOW_S))
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
         """Handles of this user's jobs with the run's name; of jobs that the controller has forgotten, from folders."""
@@ -240,9 +226,8 @@ class SlurmExecutor(RemoteExecutor):
         pattern = re.compile(rf"dl-{re.escape(run_label(run_id))}-r(\d+)-a(\d+)")
         found: dict[tuple[int, int], ReplicaHandle] = {}
         for job in sorted(self._cli.jobs([user]).values(), key=lambda job: int(job.id), reverse=True):
-            if job.reason != REFUSED and (
-                match := pattern.fullmatch(job.name)
-            ):  # the oldest job of a name comes last, and wins
+            # The oldest job of a name comes last, and wins.
+            if job.reason != REFUSED and (match := pattern.fullmatch(job.name)):
                 who = (int(match[1]), int(match[2]))
                 request = LaunchRequest(run_id, *who, command=[])
                 folder = self._folder(request)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from diloco_orchestrator.executors.contract import LaunchRequest, ReplicaState, ReplicaStatus
+from diloco_orchestrator.executors.answers import odd_reply
+from diloco_orchestrator.executors.contract import ONE_GPU, LaunchRequest, ReplicaState, ReplicaStatus
 from diloco_orchestrator.executors.names import unknown_name
 from diloco_orchestrator.executors.process_contract import EXIT_PERMANENT, EXIT_PREEMPTED
 from diloco_orchestrator.executors.remote_base import KILL_AFTER_S, attempt_name, ended_status, limited
-from diloco_orchestrator.executors.replies import odd_reply
 
 SECRETS = "secrets.sh"  # in the attempt's folder, mode 0600, until the job has read it
 REFUSED = "BadConstraints"  # reason of a job that sbatch did not accept
@@ -72,10 +72,7 @@ class Machine:
     def __post_init__(self) -> None:
         one = self.gpu is None or self.gpu in (0, 1, "0", "1") or _GPU.fullmatch(str(self.gpu))
         if isinstance(self.gpu, bool) or not one:
-            raise ValueError(
-                f"gpu={self.gpu!r}: write 1, or a type such as 'a100'. A replica is one process, which trains on one "
-                "GPU; more would be paid for nothing. Launch more replicas."
-            )
+            raise ValueError(f"gpu={self.gpu!r}: write 1, or a type such as 'a100'. {ONE_GPU}")
         if self.cpu is not None and self.cpu < 1:
             raise ValueError(f"cpu={self.cpu!r}: a replica needs one CPU or more.")
         if self.memory is not None and not _MEMORY.fullmatch(str(self.memory)):

@@ -15,13 +15,14 @@ from pydantic import JsonValue
 from diloco_orchestrator.errors import ConfigError, unknown_name
 from diloco_orchestrator.guard.registry import rule_of
 from diloco_orchestrator.replica.attempt.attempt import Attempt
-from diloco_orchestrator.replica.probe import KLProbe
+from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.attached_model import AttachedModel
 from diloco_orchestrator.replica.training.consumed_items import ConsumedItems, ItemsOf
 from diloco_orchestrator.replica.training.drift_meter import DriftMeter
 from diloco_orchestrator.replica.training.guard_evidence import GuardEvidence
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn, HeldOutScorer
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
+from diloco_orchestrator.replica.training.kl_probe import KLProbe
 from diloco_orchestrator.replica.training.round_hooks import RoundFn
 from diloco_orchestrator.replica.training.session import TrainingSession
 from diloco_orchestrator.replica.training.vault_scorer import VaultScorer
@@ -163,7 +164,10 @@ class ReplicaContext:
             compared = ConsumedItems(manifest or HeldoutManifest.of(every), items_of, items)
         evidence = GuardEvidence(scorer, DriftMeter(kl_probe) if kl_probe else None, compared, vault)
         attached, optimizers = AttachedModel(model), InnerOptimizers(optimizer)
-        training = TrainingSession(self._attempt, attached, optimizers, evidence, in_loop, tokenizer, stateful or {})
+        attached.check_optimized(optimizers, stateful or {})
+        parts = attached.split(self._attempt.config, tokenizer)
+        rounds = Participant.join(self._attempt, attached.parameters, parts.names, parts.files, evidence.set)
+        training = TrainingSession(self._attempt, rounds, parts, optimizers, evidence, in_loop, stateful or {})
         self.session = ReplicaSession(self._attempt, training, evidence)
         return self.session
 
@@ -187,7 +191,7 @@ class ReplicaSession:
         self._entered = True
         try:
             self._training.begin()
-        except BaseException:
+        except BaseException:  # an interrupt too: no hook may stay in the user's model
             self._training.detach()
             raise
         return self

@@ -121,7 +121,7 @@ def lock(
     compile`, as in `diloco lock -- --torch-backend cpu --emit-index-url`.
     """
     from diloco_orchestrator.code_archive.image_digests import digests_of
-    from diloco_orchestrator.code_archive.lock import write_lock
+    from diloco_orchestrator.code_archive.pinning import write_lock
     from diloco_orchestrator.supervision.launch_request import extras_for
 
     target = Path(output)

@@ -28,12 +28,22 @@ if TYPE_CHECKING:
 
 
 class _RunCommand(ExecutorCommand):
-    """A command with `--executor`, its executors' options, and one option per setting of `RunConfig`."""
+    """A command with `--executor`, its executors' options, and one option per setting of `RunConfig`.
+
+    `part`: the part of the settings that has options, such as "guard"; empty for all.
+    """
+
+    part = ""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         from diloco_orchestrator.cli.setting_options import setting_options
 
-        return [*super().get_params(ctx), *setting_options()]
+        return [*super().get_params(ctx), *setting_options(self.part)]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from diloco_orchestrator.cli.setting_options import write_options
+
+        write_options(self, ctx, formatter)
 
 
 _entrypoint = click.argument("entrypoint", metavar="FILE.py:FUNCTION")
@@ -173,13 +183,10 @@ def _means(given: dict[str, Any]) -> dict[str, Any]:
     return {"executor": executor, "secrets": secrets, "trust_bucket": given.pop("trust_bucket"), "track": track}
 
 
-class _ResumeCommand(ExecutorCommand):
+class _ResumeCommand(_RunCommand):
     """A command with `--executor`, its executors' options, and one option per setting of the guard."""
 
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        from diloco_orchestrator.cli.setting_options import setting_options
-
-        return [*super().get_params(ctx), *setting_options("guard")]
+    part = "guard"
 
 
 @click.command(cls=_ResumeCommand)

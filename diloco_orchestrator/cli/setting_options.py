@@ -1,4 +1,7 @@
-"""One command-line option per setting of `RunConfig`, with default, unit and reason from the field's description."""
+"""One command-line option per setting of `RunConfig`, with default, unit and reason from the field's description.
+
+Help lists the settings in three sections: those that most runs choose, the usual ones, and those for experts.
+"""
 
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -9,11 +12,33 @@ import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.config import FIRST, LAST, RunConfig
 from diloco_orchestrator.errors import ConfigError
 
 _ELSEWHERE = {"entrypoint", "args", "env", "heldout_items"}  # an argument; own options; for Python callers only
 _JOIN = "__"  # between the names of a nested setting, in click's parameter names
+
+
+SECTIONS = ("Settings that most runs choose", "Settings", "Settings for experts")
+
+
+class SettingOption(click.Option):
+    """The option of a setting. `section`: of the help, in which it is listed."""
+
+    section = ""
+
+
+def write_options(command: click.Command, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    """Write the options of a command to its help: its own first, then the settings by section."""
+    sections: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Options", *SECTIONS)}
+    for parameter in command.get_params(ctx):
+        if (record := parameter.get_help_record(ctx)) is not None:
+            name = parameter.section if isinstance(parameter, SettingOption) else "Options"
+            sections[name].append(record)
+    for name, records in sections.items():
+        if records:
+            with formatter.section(name):
+                formatter.write_dl(records)
 
 
 def setting_options(part: str = "") -> list[click.Parameter]:
@@ -81,5 +106,9 @@ def _option(path: tuple[str, ...], field: FieldInfo) -> click.Option:
     flag = "-".join(path).replace("_", "-")
     text = f"{field.description}  [default: {field.default}]"
     if field.annotation is bool:
-        return click.Option([f"--{flag}/--no-{flag}", _JOIN.join(path)], default=None, help=text)
-    return click.Option([f"--{flag}", _JOIN.join(path)], metavar="VALUE", help=text)
+        option = SettingOption([f"--{flag}/--no-{flag}", _JOIN.join(path)], default=None, help=text)
+    else:
+        option = SettingOption([f"--{flag}", _JOIN.join(path)], metavar="VALUE", help=text)
+    name = ".".join(path)
+    option.section = SECTIONS[0 if name in FIRST else 2 if name in LAST else 1]
+    return option

@@ -150,33 +150,28 @@ def _is_there(requirement: dict[str, str]) -> bool:
     return not pin or found == pin or found.partition("+")[0] == pin
 
 
-def install(wanted: list[str], constraints: list[str], folder: Path) -> None:
-    """Install `wanted` with pip, with the launcher's versions as `constraints`. Raises `Stopped` if pip fails."""
-    print(f"installing {', '.join(wanted)} (no hashes are given; an image that has them starts faster)", flush=True)
+def install_unhashed(details: dict[str, Any], folder: Path) -> None:
+    """Install what the image lacks of what we need, then of the user's file, within the launcher's versions.
+
+    Raises `Stopped` if pip fails.
+    """
     limits = folder / "constraints.txt"
-    limits.write_text("\n".join(constraints) + "\n")
-    if not _pip(["-c", str(limits), *wanted]):
-        raise Stopped(f"pip could not install {', '.join(wanted)} (see above). Use an image that has them.")
+    limits.write_text("".join(f"{line}\n" for line in details["constraints"]))
+    if wanted := missing(details["requirements"]):
+        print(f"installing {', '.join(wanted)} (no hashes are given; an image that has them starts faster)", flush=True)
+        if not _pip(["-c", str(limits), *wanted]):
+            raise Stopped(f"pip could not install {', '.join(wanted)} (see above). Use an image that has them.")
+    if users := missing(details.get("users") or []):
+        _install_file(len(users), ["-c", str(limits)], folder)
 
 
-def install_users(details: dict[str, object], folder: Path) -> None:
-    """Install what the user's requirements file asks for, if the image lacks any of it. Raises `Stopped`."""
-    wanted = missing(details.get("users") or [])  # type: ignore[arg-type]
-    if not wanted:
-        return
-    limits = folder / "constraints.txt"
-    limits.write_text("".join(f"{line}\n" for line in details["constraints"]))  # type: ignore[attr-defined]
-    _install_file(len(wanted), ["-c", str(limits)], folder)
-
-
-def install_hashed(details: dict[str, object], folder: Path) -> None:
+def install_hashed(details: dict[str, Any], folder: Path) -> None:
     """Install the user's requirements file, which has hashes, if the image lacks any of it or of what we need.
 
     Nothing is installed without a hash. Raises `Stopped` if a package that we need is neither in the image nor in the
     file, and if pip fails.
     """
-    ours: list[dict[str, str]] = details["requirements"]  # type: ignore[assignment]
-    users: list[dict[str, str]] = details.get("users") or []  # type: ignore[assignment]
+    ours, users = details["requirements"], details.get("users") or []
     listed = {canonical(each["name"]) for each in users}
     if absent := missing([each for each in ours if canonical(each["name"]) not in listed]):
         raise Stopped(
@@ -280,9 +275,7 @@ def main() -> None:
         elif details.get("hashed"):
             install_hashed(details, folder)
         else:
-            if wanted := missing(details["requirements"]):
-                install(wanted, details["constraints"], folder)
-            install_users(details, folder)
+            install_unhashed(details, folder)
     except Stopped as reason:
         shutil.rmtree(folder, ignore_errors=True)
         print_exit_line(reason.code, error=str(reason))

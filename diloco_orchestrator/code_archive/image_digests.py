@@ -20,8 +20,8 @@ from typing import Any
 from urllib.parse import urlencode, urljoin, urlsplit
 
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.executors.answers import answer_within
 from diloco_orchestrator.executors.contract import Unavailable
-from diloco_orchestrator.executors.time_limits import answer_within
 from diloco_orchestrator.protocol.records import DIGEST_FORM, NAME_FORM
 
 _MANIFESTS = (

@@ -16,12 +16,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
 from pathspec import GitIgnoreSpec
 
 from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.code_archive.entrypoint import check_defined
-from diloco_orchestrator.code_archive.requirements import MadeList, Requirements
+from diloco_orchestrator.code_archive.requirements import (
+    MadeList,
+    Requirements,
+    marker_of,
+    package_of,
+    pin_of,
+    spec_of,
+)
 from diloco_orchestrator.code_archive.secret_files import suspicious_files
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.import_names import SHORT_NAMES
@@ -183,7 +190,7 @@ def folder_of(code: CodeBundle | str | Path | None, entrypoint: str) -> Path:
 def needed_there(extras: Sequence[str], users: Sequence[str] = ()) -> list[Requirement]:
     """What a replica needs: our dependencies, those of the given extras, and `users`, as pip spells them."""
     ours = importlib.metadata.requires(_DISTRIBUTION) or []
-    return [each for text in (*ours, *users) if _applies(each := _requirement(text), extras)]
+    return [each for text in (*ours, *users) if _applies(each := package_of(text), extras)]
 
 
 def _home_of(entrypoint: str) -> Path:
@@ -345,37 +352,9 @@ def _unhashed(details: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(sorted(needed - hashed))
 
 
-def _requirement(text: str) -> Requirement:
-    try:
-        return Requirement(text)
-    except InvalidRequirement as error:
-        raise ConfigError(
-            f"requirement {text!r} is none that pip takes: {error}. Write name>=1.2, or name @ git+https://…"
-        ) from None
-
-
 def _applies(requirement: Requirement, extras: Sequence[str]) -> bool:
     marker = requirement.marker
     return marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras))
-
-
-def pin_of(requirement: Requirement) -> str:
-    """The version that a requirement is pinned to with `==`; empty without one."""
-    pins = [specifier.version for specifier in requirement.specifier if specifier.operator == "=="]
-    return pins[0] if pins else ""
-
-
-def marker_of(requirement: Requirement) -> str:
-    """The marker of a requirement, as text; empty without one, or for one that names an extra."""
-    marker = str(requirement.marker or "")
-    return "" if "extra" in marker else marker
-
-
-def spec_of(requirement: Requirement) -> str:
-    """A requirement as pip spells it, without its marker."""
-    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
-    where = f" @ {requirement.url}" if requirement.url else ""
-    return f"{requirement.name}{extras}{requirement.specifier}{where}"
 
 
 def _zip(files: Mapping[str, bytes]) -> bytes:

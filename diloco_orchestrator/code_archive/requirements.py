@@ -1,7 +1,10 @@
 """Reads what `requirements=` and `--requirements FILE` ask for: packages that replicas need beside ours, with hashes.
 
 The text travels as it is, so that pip checks its hashes over there. Where replicas share this machine nothing is
-installed; what is missing is named instead.
+installed; what is missing is named instead. The file may be a lock of `diloco lock`, which gives container images their
+digests by lines that pip takes for comments:
+
+    # diloco: image python:3.11-slim sha256:…
 """
 
 import importlib.metadata
@@ -14,8 +17,8 @@ from urllib.parse import urlsplit
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from diloco_orchestrator.code_archive.locked_images import read_image_lines
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.protocol.records import DIGEST_FORM, MOST_IMAGES, NAME_FORM
 from diloco_orchestrator.redaction import redact
 
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}|sha(384|512):[0-9a-f]+")
@@ -155,7 +158,7 @@ def _package_and_hashes(line: str) -> tuple[Requirement, list[str]]:
     """The package of a line, and the hashes after it. Raises `ConfigError` for any other option, which pip may obey."""
     words = line.split(" ")
     end = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
-    package, options = _package(" ".join(words[:end])), _words(" ".join(words[end:]))
+    package, options = package_of(" ".join(words[:end])), _words(" ".join(words[end:]))
     hashes = []
     while options:
         name, equals, value = options.pop(0).partition("=")
@@ -170,7 +173,8 @@ def _package_and_hashes(line: str) -> tuple[Requirement, list[str]]:
     return package, hashes
 
 
-def _package(line: str) -> Requirement:
+def package_of(line: str) -> Requirement:
+    """A package as pip spells it. Raises `ConfigError` for what pip does not take, lies here, or holds a credential."""
     try:
         found = Requirement(line)
     except InvalidRequirement as error:
@@ -201,3 +205,61 @@ def is_installed(wanted: Requirement) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return wanted.specifier.contains(version.partition("+")[0], prereleases=True)
+
+
+def pin_of(requirement: Requirement) -> str:
+    """The version that a requirement is pinned to with `==`; empty without one."""
+    pins = [specifier.version for specifier in requirement.specifier if specifier.operator == "=="]
+    return pins[0] if pins else ""
+
+
+def marker_of(requirement: Requirement) -> str:
+    """The marker of a requirement, as text; empty without one, or for one that names an extra."""
+    marker = str(requirement.marker or "")
+    return "" if "extra" in marker else marker
+
+
+def spec_of(requirement: Requirement) -> str:
+    """A requirement as pip spells it, without its marker."""
+    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+    where = f" @ {requirement.url}" if requirement.url else ""
+    return f"{requirement.name}{extras}{requirement.specifier}{where}"
+
+
+# -- digests of images ------------------------------------------------------------------------------------------------
+
+# A comment that begins as ours and is none of them is refused, since a pin that is not read is worse than none.
+_IMAGE_COMMENT = re.compile(r"\s*#\s*diloco\s*:", re.IGNORECASE)
+_IMAGE_LINE = re.compile(rf"# diloco: image ({NAME_FORM}) ({DIGEST_FORM})", re.ASCII)
+
+
+def image_lines(digests: Mapping[str, str]) -> str:
+    """The lines that `read_image_lines` reads, in the order of the names; empty for no images."""
+    return "".join(f"# diloco: image {name} {digest}\n" for name, digest in sorted(digests.items()))
+
+
+def read_image_lines(text: str) -> dict[str, str]:
+    """Digests of images by name, as a lock file's text gives them.
+
+    Raises `ConfigError` for a line of ours in another form, a name with two digests, or more images than a run's record
+    holds.
+    """
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        if not _IMAGE_COMMENT.match(line):
+            continue
+        match = _IMAGE_LINE.fullmatch(line.rstrip())
+        if match is None:
+            raise ConfigError(
+                f"requirements: {line.strip()[:200]!r} is no line that `diloco lock` writes, such as "
+                "'# diloco: image python:3.11 sha256:…' with 64 hex digits. Make the lock again, or remove the line."
+            )
+        name, digest = match.groups()
+        if found.setdefault(name, digest) != digest:
+            raise ConfigError(f"requirements give image {name} two digests. Make the lock again, or remove one line.")
+    if len(found) > MOST_IMAGES:
+        raise ConfigError(
+            f"requirements give digests of {len(found)} images, and a run has at most {MOST_IMAGES}. Lock those that "
+            "it uses."
+        )
+    return found

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from diloco_orchestrator.redaction import has_token_shape
 
@@ -53,49 +52,9 @@ _NAMES = (
 # What docker writes into its config.json at a login, beside "auths".
 _LOGIN = re.compile(r'"(?:auth|identitytoken|registrytoken|password)"\s*:\s*"[^"]{4,}"')
 _LARGEST = 4 * 2**20  # bytes of a file that are scanned: data, not code, is larger
-# Every detector of a kind of credential. Left out are those that find random text and addresses, because code is full
-# of digests, and Artifactory's, which takes words such as "APDelegate" for tokens.
-_DETECTORS = (
-    "AWSKeyDetector",
-    "AzureStorageKeyDetector",
-    "BasicAuthDetector",
-    "CloudantDetector",
-    "DiscordBotTokenDetector",
-    "GitHubTokenDetector",
-    "GitLabTokenDetector",
-    "IbmCloudIamDetector",
-    "IbmCosHmacDetector",
-    "JwtTokenDetector",
-    "KeywordDetector",
-    "MailchimpDetector",
-    "NpmDetector",
-    "OpenAIDetector",
-    "PrivateKeyDetector",
-    "PypiTokenDetector",
-    "SendGridDetector",
-    "SlackDetector",
-    "SoftlayerDetector",
-    "SquareOAuthDetector",
-    "StripeDetector",
-    "TelegramBotTokenDetector",
-    "TwilioKeyDetector",
-)
-# What a detector finds is left out if it is a placeholder, a name, or on a line with "pragma: allowlist secret". None
-# of them asks a service whether a credential is valid.
-_FILTERS = (
-    "common.is_invalid_file",
-    "allowlist.is_line_allowlisted",
-    "heuristic.is_indirect_reference",
-    "heuristic.is_likely_id_string",
-    "heuristic.is_lock_file",
-    "heuristic.is_non_text_file",
-    "heuristic.is_not_alphanumeric_string",
-    "heuristic.is_potential_uuid",
-    "heuristic.is_prefixed_with_dollar_sign",
-    "heuristic.is_sequential_string",
-    "heuristic.is_swagger_file",
-    "heuristic.is_templated_secret",
-)
+# Detectors left out: those that find random text and addresses, because code is full of digests, and Artifactory's,
+# which takes words such as "APDelegate" for tokens.
+_LEFT_OUT = ("ArtifactoryDetector", "Base64HighEntropyString", "HexHighEntropyString", "IPPublicDetector")
 
 
 def suspicious_files(files: Mapping[str, Path], but: Iterable[str]) -> dict[str, str]:
@@ -131,22 +90,23 @@ def _texts_in(data: bytes) -> Iterator[str]:
 
 
 def _why_by_scanner(files: Mapping[str, Path]) -> dict[str, str]:
-    """What detect-secrets finds; nothing, and a warning, without it."""
+    """What detect-secrets finds; nothing, and a warning, without it.
+
+    What it finds is left out if it is a placeholder, a name, or on a line with "pragma: allowlist secret". No service
+    is asked whether a credential is valid.
+    """
     try:
         from detect_secrets.core.scan import scan_file
-        from detect_secrets.settings import transient_settings
+        from detect_secrets.settings import default_settings
     except ImportError:
         log.warning(
             "code is looked through for known kinds of tokens only, because detect-secrets is not installed: "
             "pip install 'diloco-orchestrator[scan]'"
         )
         return {}
-    settings: dict[str, Any] = {
-        "plugins_used": [{"name": name} for name in _DETECTORS],
-        "filters_used": [{"path": f"detect_secrets.filters.{name}"} for name in _FILTERS],
-    }
     found: dict[str, str] = {}
-    with transient_settings(settings):
+    with default_settings() as settings:
+        settings.disable_plugins(*_LEFT_OUT)
         for name, path in files.items():
             first = next(scan_file(str(path)), None) if path.stat().st_size <= _LARGEST else None
             if first is not None:

@@ -5,7 +5,7 @@ Hacking Gap of "Reward Hacking in Self-Improving Code Agents" (OpenReview ikrQWG
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -28,11 +28,6 @@ class TripwireStatus:
     in_loop_ema: float | None
     heldout_ema: float | None
     kl_ema: float | None = None  # None if `kl_to_init` was never given
-
-    @property
-    def halt(self) -> bool:
-        """The same as `fire`."""
-        return self.fire
 
 
 class CollapseStopError(RuntimeError):
@@ -210,12 +205,6 @@ class HeldOutGuard:
         ]
         return found if self._kl_ema is None else [*found, ("KL", self._kl_ema, self.kl_hard_stop)]
 
-    def raise_if_fired(self, status: TripwireStatus | None = None) -> None:
-        """Raise `CollapseStopError` if `status` (by default the last one) fired."""
-        status = status or self._last_status
-        if status is not None and status.fire:
-            raise CollapseStopError(status)
-
     @property
     def _kl_ema(self) -> float | None:
         kl = self._optional.get("kl_to_init")
@@ -232,21 +221,7 @@ class HeldOutGuard:
             kl_ema=self._kl_ema,
         )
 
-    # -- calibration and persistence -----------------------------------------------------------------------------
-
-    def calibrate_kl_threshold(self, kls: Sequence[float], factor: float = 3.0) -> float:
-        """Lower `kl_hard_stop` to `factor` times the mean of healthy `kls` and return it; it is never raised.
-
-        Raises `ValueError` for an empty list, values that are negative or not finite, and a factor that is not > 0.
-        """
-        if not kls:
-            raise ValueError("kls must be non-empty")
-        if not factor > 0 or not math.isfinite(factor):
-            raise ValueError("factor must be > 0")
-        if not all(math.isfinite(kl) and kl >= 0 for kl in kls):
-            raise ValueError("kls must be finite and non-negative")
-        self.kl_hard_stop = max(min(factor * sum(kls) / len(kls), self.kl_hard_stop), 1e-6)
-        return self.kl_hard_stop
+    # -- persistence --------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Everything the guard has seen so far, as JSON, from which `restore` continues exactly."""

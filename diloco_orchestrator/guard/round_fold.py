@@ -17,8 +17,8 @@ from diloco_orchestrator.guard.per_replica import fold_local, local_gain
 from diloco_orchestrator.guard.registry import rule_of_state
 from diloco_orchestrator.guard.robust import median
 from diloco_orchestrator.guard.shares import deal
-from diloco_orchestrator.protocol.extra_metrics import PREFIX
-from diloco_orchestrator.protocol.limits import LONGEST_REASON
+from diloco_orchestrator.protocol.figures import EXTRA_PREFIX
+from diloco_orchestrator.protocol.record_format import LONGEST_REASON
 from diloco_orchestrator.protocol.records import (
     Commit,
     Contribution,
@@ -76,7 +76,7 @@ def fold_round(
             reward_std=_median("reward_std", named),
             vault=_vault_scores(heldout, dealt, valid) if vault_base(state) is not None else (),
             rebuildable=rebuildable,
-            extra={name: _median(PREFIX + name, named) for name in sorted(config.max_extra)},
+            extra={name: _median(EXTRA_PREFIX + name, named) for name in sorted(config.max_extra)},
         ),
     )
     far_metrics = {measured[position].replica_id for position in folded.far_in_loop}

@@ -1,9 +1,10 @@
 """`SequentialGuard`: judges the rounds of a run one after another, at a stated rate of false halts.
 
-The statistics are in `guard.metric_channels` and `guard.kl_channel`; how a round's numbers are measured is left to
+The statistics are in `guard.channels.metrics` and `guard.channels.kl`; how a round's numbers are measured is left to
 `guard.fold`. How often the rule is wrong, and how late, is in docs/kill-switch.md.
 """
 
+import copy
 import hashlib
 import json
 import math
@@ -13,8 +14,9 @@ from typing import Any, ClassVar, Self
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.guard.kl_channel import KLChannel
-from diloco_orchestrator.guard.metric_channels import CUSUMS, FIRST_JUDGED, MetricChannels
+from diloco_orchestrator.guard.channels.drawdown import CUSUMS
+from diloco_orchestrator.guard.channels.kl import KLChannel
+from diloco_orchestrator.guard.channels.metrics import FIRST_JUDGED, MetricChannels
 from diloco_orchestrator.guard.rule import LATCHED, Evidence, GuardRule, check_number
 from diloco_orchestrator.guard.vault import Alarm, AlarmKind, Vault
 from diloco_orchestrator.protocol.records import HeldoutSet
@@ -211,14 +213,14 @@ class SequentialGuard(GuardRule):
         value, in_loop = _finite_or_none(evidence.heldout), _finite_or_none(evidence.in_loop)
         gap = run.verdict.proxy_real_gap
         if folded and value is not None and in_loop is not None:
-            gap = run.metrics.gap(value, in_loop)
+            gap = run.metrics.gained_apart(value, in_loop)
         return {
             "proxy_real_gap": gap,
             "folds": run.metrics.count,
             "folded": folded,
             "value": value,
             "in_loop": in_loop,
-            "warning": run.metrics.narrow if folded else "",
+            "warning": run.metrics.falls.narrow if folded else "",
             "statistics": self._statistics(run),
         }
 
@@ -256,11 +258,11 @@ class _Run:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> "_Run":
-        run = cls()
+        run, state = cls(), copy.deepcopy(dict(state))
         run.metrics, run.kl = MetricChannels.restore(state["metrics"]), KLChannel.restore(state["kl"])
         run.vault = Vault.restore(state["vault"]) if "vault" in state else Vault()
         run.nonfinite, run.inconclusive, run.model = state["counts"]
-        run.last = list(state["last"])
+        run.last = state["last"]
         given = {"reason": "", **state["verdict"]}
         run.verdict = Verdict(**{**given, "action": VerdictKind(given["action"])})
         return run

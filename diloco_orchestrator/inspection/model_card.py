@@ -13,7 +13,7 @@ from typing import Any
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.inspection.charts import Line, svg_file
 from diloco_orchestrator.inspection.status import RoundRow
-from diloco_orchestrator.protocol.limits import parse_json
+from diloco_orchestrator.protocol.record_format import parse_json
 
 README, CURVES = "README.md", "curves.svg"
 # A name on the Hub, and a class: what else a snapshot's files may say there could end the front matter or be code.

@@ -367,7 +367,7 @@ def _row(replicas: int, scored: HeldoutSet | None, commit: Commit) -> RoundRow:
         outer_step=commit.outer_step,
         applied=commit.applied,
         stop=commit.stop,
-        by=commit.by,
+        by=str(commit.by),
         reason=commit.reason,
         contributors=contributors,
         without=sorted(set(range(replicas)) - set(contributors)) if commit.applied else [],

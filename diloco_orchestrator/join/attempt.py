@@ -1,23 +1,29 @@
 """`TakenAttempt`: one attempt on a machine that has taken it: its process, its lease, its output, its end."""
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from diloco_orchestrator.clock import Clock
 from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.errors import StoreError, StoreUnavailable
-from diloco_orchestrator.executors.contract import BY_EXIT_CODE, LaunchRequest, ReplicaState
+from diloco_orchestrator.executors.contract import BY_EXIT_CODE, ReplicaState, ReplicaStatus
 from diloco_orchestrator.executors.process_contract import EXIT_DONE
-from diloco_orchestrator.executors.remote_base import attempt_name
+from diloco_orchestrator.join.offers import name_of
 from diloco_orchestrator.join.output import OutputPieces
-from diloco_orchestrator.join.process import AttemptProcess
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import JoinEnd, Lease, Offer
+from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.redaction import redact
+from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -25,35 +31,84 @@ T = TypeVar("T")
 
 GRACE_S = 60.0  # from SIGTERM to SIGKILL: a replica publishes what it has, and a large optimizer's state
 _LAST_WORDS_S = 20.0  # how long a machine that leaves tries to record the end while the bucket cannot be reached
+# Asks the kernel for SIGTERM when `diloco join` dies, then becomes the command: a replica whose lease nobody renews
+# any more publishes what it has and leaves. Linux only; elsewhere it trains on until a later attempt's claim ends it.
+# Not a `preexec_fn`, which must not run in a process with threads.
+_TIED_TO_PARENT = """
+import ctypes, os, signal, sys
+prctl = getattr(ctypes.CDLL(None), "prctl", None)
+if prctl is not None:
+    prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit(75)  # it died before the call above
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
-class Starts(Protocol):
-    """Starts a process.
+class AttemptProcess(Protocol):
+    """What `TakenAttempt` needs of the process that it starts. All methods are safe to call after its end."""
+
+    pid: int  # on this machine
+
+    def exit_code(self, wait_s: float) -> int | None:
+        """The exit code, negative for a signal; None if the process still runs after `wait_s` seconds."""
+        ...
+
+    def ask_to_end(self) -> None:
+        """Send SIGTERM. Does nothing once the process has ended."""
+        ...
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process and its children."""
+        ...
+
+
+Start = Callable[[Sequence[str], Mapping[str, str], Path], AttemptProcess]  # as `LocalProcess`
+
+
+class LocalProcess:
+    """An `AttemptProcess` of this machine, leader of a session of its own, with no standard input.
+
+    On Linux it gets SIGTERM when this process dies.
 
     Args:
-        command: program and arguments; "python" means the Python of this process.
-        env: the process's whole environment, nothing is added to it.
-        output: an existing file, to which its stdout and stderr are appended.
+        command: program and arguments, at least the program; "python" means this Python.
+        env: its whole environment.
+        output: file to which stdout and stderr are appended.
 
-    Raises OSError if it cannot be started.
+    Raises OSError if Python cannot be started or `output` not be written; a program that cannot be executed is the
+    process's own end, with a traceback in `output`.
     """
 
-    def __call__(self, command: tuple[str, ...], env: Mapping[str, str], output: Path) -> AttemptProcess: ...
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], output: Path) -> None:
+        argv = [sys.executable if command[0] == "python" else command[0], *command[1:]]
+        with output.open("ab") as file:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-c", _TIED_TO_PARENT, str(os.getpid()), *argv],
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.pid = self._popen.pid
+
+    def exit_code(self, wait_s: float) -> int | None:
+        try:
+            return self._popen.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def ask_to_end(self) -> None:
+        if self._popen.poll() is None:
+            self._popen.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):  # it ended in between
+            os.killpg(self.pid, signal.SIGKILL)
 
 
-@dataclass(frozen=True)
-class End:
-    """How an attempt ended, as its record says it."""
-
-    state: ReplicaState  # one that is an end
-    reason: str  # "exit", "permanent", "lost", "user", "deadline": see `ReplicaStatus`
-    code: int | None = (
-        None  # exit code; negative: killed by that signal; None: no process was started, or none is known
-    )
-    message: str = ""  # for people
-
-
-def end_of(code: int, asked: End | None) -> End:
+def end_of(code: int, asked: ReplicaStatus | None) -> ReplicaStatus:
     """The end of an attempt whose process exited with `code`. `asked`: what it was asked to end for, if it was.
 
     A process that had finished has succeeded, whatever it was asked for. The replica's own exit code as preempted is
@@ -62,20 +117,10 @@ def end_of(code: int, asked: End | None) -> End:
     state, reason = BY_EXIT_CODE.get(code, (ReplicaState.FAILED, "exit"))
     if asked is None or code == EXIT_DONE:
         words = "" if code == EXIT_DONE else f"exit code {code}" if code > 0 else f"killed by signal {-code}"
-        return End(state, reason, code, words)
+        return ReplicaStatus(state, reason, code, message=words)
     if state is asked.state is ReplicaState.PREEMPTED:
-        return End(state, reason, code, asked.message)
-    return replace(asked, code=code)
-
-
-def name_of(offer: Offer) -> str:
-    """The name of an offered attempt, in the keys of its records."""
-    return attempt_name(LaunchRequest(offer.run_id, offer.replica_id, offer.attempt, []))
-
-
-def who(offer: Offer) -> str:
-    """An offered attempt in words."""
-    return f"replica {offer.replica_id}, attempt {offer.attempt}"
+        return ReplicaStatus(state, reason, code, message=asked.message)
+    return replace(asked, exit_code=code)
 
 
 class TakenAttempt:
@@ -108,9 +153,10 @@ class TakenAttempt:
         stamp: Stamp,
         every_s: float,
         leaving: Callable[[], str],
-        start: Starts,
+        start: Start,
     ) -> None:
         self._store = store
+        self._writer = Writer(store, Role.MACHINE)
         self._offer = offer
         self._offer_sha256 = offer_sha256
         self._name = name_of(offer)
@@ -154,7 +200,7 @@ class TakenAttempt:
             (self._folder / "code.zip").write_bytes(archive)
         self._process = self._start(self._offer.command, self._env, self._file)
 
-    def attend(self) -> End:
+    def attend(self) -> ReplicaStatus:
         """Wait for the process's end; ask it to end if its machine leaves, a coordinator wants it, or time is over.
 
         One that has been asked is killed a minute later (`GRACE_S`). The store's errors are logged and not raised.
@@ -177,7 +223,7 @@ class TakenAttempt:
                 self._process.kill()
         return end_of(code, asked or self._asked_here(0.0))
 
-    def record(self, end: End) -> bool:
+    def record(self, end: ReplicaStatus) -> bool:
         """Write the rest of the output and the end. False if another end was recorded before: it counts.
 
         Nothing is written, and False returned, once the attempt's offer is gone. Raises `StoreUnavailable` if the
@@ -186,25 +232,25 @@ class TakenAttempt:
         if not self._is_offered:
             return False
         self._patiently(lambda: self._output.write(to_end=True))
-        record = JoinEnd(**self._stamp(), state=end.state, reason=end.reason, code=end.code, message=end.message)
-        return self._patiently(lambda: self._store.create(self._key(keys.JOIN_END), record.to_bytes()))
+        record = JoinEnd(**self._stamp(), state=end.state, reason=end.reason, code=end.exit_code, message=end.message)
+        return self._patiently(lambda: self._writer.create(record, self._key(keys.JOIN_END))) is not None
 
     def _key(self, record: str) -> str:
         return keys.join_record(self._name, self._offer_sha256, record)
 
     def _renew(self) -> None:
         self._counter += 1
-        self._store.put(self._key(keys.JOIN_LEASE), Lease(**self._stamp(), counter=self._counter).to_bytes())
+        self._writer.overwrite(Lease(**self._stamp(), counter=self._counter), self._key(keys.JOIN_LEASE))
 
-    def _asked_here(self, ran_s: float) -> End | None:
+    def _asked_here(self, ran_s: float) -> ReplicaStatus | None:
         """Why this machine itself ends the attempt after so many seconds; None if it does not."""
         if why := self._leaving():
-            return End(ReplicaState.PREEMPTED, "lost", message=f"its machine left: {why}")
+            return ReplicaStatus(ReplicaState.PREEMPTED, "lost", message=f"its machine left: {why}")
         if self._offer.timeout_s is not None and ran_s > self._offer.timeout_s:
-            return End(ReplicaState.TIMED_OUT, "deadline", message=f"it ran for {self._offer.timeout_s:g} s")
+            return ReplicaStatus(ReplicaState.TIMED_OUT, "deadline", message=f"it ran for {self._offer.timeout_s:g} s")
         return None
 
-    def _asked_for(self, ran_s: float, asked: End | None) -> End | None:
+    def _asked_for(self, ran_s: float, asked: ReplicaStatus | None) -> ReplicaStatus | None:
         """Why the attempt has to end, `asked` if that was known before; None if it goes on. One listing."""
         offer = keys.join_offer(self._name)
         there = {info.key for info in self._store.list(offer.removesuffix(keys.JOIN_OFFER))}
@@ -212,9 +258,9 @@ class TakenAttempt:
         if asked is not None:
             return asked
         if self._key(keys.JOIN_CANCEL) in there:
-            return End(ReplicaState.CANCELLED, "user", message="cancelled")
+            return ReplicaStatus(ReplicaState.CANCELLED, "user", message="cancelled")
         if self._key(keys.JOIN_END) in there or not self._is_offered:
-            return End(ReplicaState.PREEMPTED, "lost", message="its coordinator has given it up")
+            return ReplicaStatus(ReplicaState.PREEMPTED, "lost", message="its coordinator has given it up")
         return self._asked_here(ran_s)
 
     def _patiently(self, call: Callable[[], T]) -> T:

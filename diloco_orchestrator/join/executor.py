@@ -29,16 +29,18 @@ from diloco_orchestrator.executors.contract import (
     in_order,
 )
 from diloco_orchestrator.executors.remote_base import RemoteExecutor, attempt_name, run_label
-from diloco_orchestrator.join.offers import by_attempt, offers_in, records_about
+from diloco_orchestrator.join.offers import by_attempt, name_of, offers_in, records_about
 from diloco_orchestrator.join.output import lines_of
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import JoinCancel, JoinEnd, Lease, Offer, Taken
 from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.redaction import secret_settings
-from diloco_orchestrator.run_log.capped_reads import read_optional, read_record
 from diloco_orchestrator.run_log.entries import Entry
+from diloco_orchestrator.run_log.reader import Reader, read_optional, read_record
+from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import absolute_url, open_store
 from diloco_orchestrator.store.retrying import RetryPolicy
@@ -157,26 +159,18 @@ class JoinExecutor(RemoteExecutor):
         """
         offer, name = self._offer(request), attempt_name(request)
         with _as_executor_errors():
-            store, data = self._store(), offer.to_bytes()
-            if store.create(keys.join_offer(name), data):
+            store, key = self._store(), keys.join_offer(name)
+            if (created := Writer(store, Role.COORDINATOR).create(offer, key)) is not None:
                 log.info(
                     "replica %d, attempt %d waits for a machine: diloco join %s",
                     *(request.replica_id, request.attempt, quote(store.url)),
                 )
-            else:
-                data = read_record(store, keys.join_offer(name))
-            return self._handle(store, offer, sha256_hex(data))
+            sha256 = sha256_hex(read_record(store, key)) if created is None else created.sha256
+            return self._handle(store, offer, sha256)
 
     def _handle(self, store: Store, offer: Offer, offer_sha256: str) -> ReplicaHandle:
-        given = LaunchRequest(offer.run_id, offer.replica_id, offer.attempt, [])
-        return ReplicaHandle(
-            executor=self.name,
-            run_id=offer.run_id,
-            replica_id=offer.replica_id,
-            attempt=offer.attempt,
-            native_id=attempt_name(given),
-            native={"store": store.url, "offer": offer_sha256},
-        )
+        native = {"store": store.url, "offer": offer_sha256}
+        return ReplicaHandle(self.name, offer.run_id, offer.replica_id, offer.attempt, name_of(offer), native)
 
     # -- polling -------------------------------------------------------------------------------------------------
 
@@ -228,7 +222,7 @@ class JoinExecutor(RemoteExecutor):
 
     def _create_end(self, store: Store, name: str, offer: str, status: ReplicaStatus) -> None:
         end = JoinEnd(**self._stamp(), state=status.state, reason=status.reason, message=status.message)
-        store.create(keys.join_record(name, offer, keys.JOIN_END), end.to_bytes())
+        Writer(store, Role.COORDINATOR).create(end, keys.join_record(name, offer, keys.JOIN_END))
 
     # -- ending --------------------------------------------------------------------------------------------------
 
@@ -245,13 +239,11 @@ class JoinExecutor(RemoteExecutor):
             if keys.JOIN_OFFER not in records or keys.JOIN_END in records:
                 return
             self._cancelled.add(name)
-            withdrawn = Taken(**self._stamp(), by="")
-            if keys.JOIN_TAKEN not in records and store.create(
-                keys.join_record(name, offer, keys.JOIN_TAKEN), withdrawn.to_bytes()
-            ):
+            writer, taken = Writer(store, Role.COORDINATOR), keys.join_record(name, offer, keys.JOIN_TAKEN)
+            if keys.JOIN_TAKEN not in records and writer.create(Taken(**self._stamp(), by=""), taken) is not None:
                 self._create_end(store, name, offer, _CANCELLED)
                 return
-            store.create(keys.join_record(name, offer, keys.JOIN_CANCEL), JoinCancel(**self._stamp()).to_bytes())
+            writer.create(JoinCancel(**self._stamp()), keys.join_record(name, offer, keys.JOIN_CANCEL))
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
         """Lines of output, as the machine has written them to the bucket: some seconds late while it runs.
@@ -332,10 +324,8 @@ def _offer_in(handle: ReplicaHandle) -> str:
 
 def _offer_of(store: Store, name: str) -> Entry[Offer] | None:
     """The offer of an attempt; None if it is gone, or is none that can be read: then it is nobody's."""
-    key = keys.join_offer(name)
-    data = read_optional(store, key)
     try:
-        return None if data is None else Entry(Offer.from_bytes(data, key), sha256_hex(data))
+        return Reader(store).read(Offer, keys.join_offer(name))
     except RecordInvalid as error:
         log.warning("passed over: %s", error)
         return None
@@ -348,12 +338,11 @@ def _has_exit(store: Store, handle: ReplicaHandle) -> bool:
 
 def _counter_of(store: Store, name: str, offer: str) -> int:
     """The counter of an attempt's lease; 0 if its machine has not renewed it yet, or wrote what is no lease."""
-    key = keys.join_record(name, offer, keys.JOIN_LEASE)
-    data = read_optional(store, key)
     try:
-        return 0 if data is None else Lease.from_bytes(data, key).counter
+        lease = Reader(store).read(Lease, keys.join_record(name, offer, keys.JOIN_LEASE))
     except RecordInvalid:
         return 0
+    return 0 if lease is None else lease.record.counter
 
 
 def _end_of(store: Store, name: str, offer: str) -> ReplicaStatus:

@@ -13,18 +13,19 @@ from pathlib import Path
 
 from diloco_orchestrator.clock import Clock
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, RecordInvalid, StoreUnavailable
-from diloco_orchestrator.executors.contract import ReplicaState
+from diloco_orchestrator.executors.contract import ReplicaState, ReplicaStatus
 from diloco_orchestrator.executors.process_contract import EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED
-from diloco_orchestrator.join.attempt import End, Starts, TakenAttempt, name_of, who
-from diloco_orchestrator.join.offers import offers_in, records_about
-from diloco_orchestrator.join.process import LocalProcess
+from diloco_orchestrator.join.attempt import LocalProcess, Start, TakenAttempt
+from diloco_orchestrator.join.offers import name_of, offers_in, records_about, who
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Offer, Taken
 from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.entries import Entry
+from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class Machine:
         stamp: Stamp,
         say: Callable[[str], None],
         why_not: Callable[[Offer], str] = lambda offer: "",
-        start: Starts = LocalProcess,
+        start: Start = LocalProcess,
     ) -> None:
         self._store = store
         self._why_not = why_not
@@ -141,7 +142,7 @@ class Machine:
             end, self._said = self._serve(offer), ""
             failures = failures + 1 if end.state is ReplicaState.FAILED else 0
             if self._settings.once and not self._leaving:
-                return end.code if end.code is not None and end.code >= 0 else EXIT_ERROR
+                return end.exit_code if end.exit_code is not None and end.exit_code >= 0 else EXIT_ERROR
             if failures == _FAILURES:
                 self._say(f"{failures} attempts in a row failed here, so this machine leaves: `diloco doctor`")
                 return EXIT_ERROR
@@ -188,14 +189,18 @@ class Machine:
             offer = self._offer(name, data)
             if offer is None or self._settings.replica not in (None, offer.record.replica_id):
                 continue
+            if read_optional(self._store, keys.join_offer(name)) != data:
+                del self._read[name]  # withdrawn, and perhaps offered anew: read again in the next pass
+                continue
             me = self._identity
             taken = Taken(**self._stamp(), by=me.token, host=me.host, pid=me.pid)
-            if self._store.create(keys.join_record(name, offer.sha256, keys.JOIN_TAKEN), taken.to_bytes()):
+            key = keys.join_record(name, offer.sha256, keys.JOIN_TAKEN)
+            if Writer(self._store, Role.MACHINE).create(taken, key) is not None:
                 return offer
         return None
 
     def _bytes_of(self, name: str) -> bytes | None:
-        """The bytes of an attempt's offer, which never changes and is read once; None if it is gone."""
+        """The bytes of an attempt's offer, as they were when it was first seen; None if it is gone."""
         if name not in self._read:
             data = read_optional(self._store, keys.join_offer(name))
             if data is None:
@@ -222,7 +227,7 @@ class Machine:
 
     # -- one attempt ---------------------------------------------------------------------------------------------
 
-    def _serve(self, taken: Entry[Offer]) -> End:
+    def _serve(self, taken: Entry[Offer]) -> ReplicaStatus:
         """Run an attempt that this machine has taken until its end, and record the end."""
         offer = taken.record
         folder = Path(tempfile.mkdtemp(prefix="diloco-join-"))
@@ -239,7 +244,7 @@ class Machine:
             leaving=self.why_leaving,
             start=self._start,
         )
-        end = End(ReplicaState.FAILED, "exit")
+        end = ReplicaStatus(ReplicaState.FAILED, "exit")
         try:
             end = self._run(attempt, offer)
             if not attempt.record(end):
@@ -253,11 +258,11 @@ class Machine:
         self._say(f"{who(offer)}: {end.state}" + (f" ({end.message})" if end.message else ""))
         return end
 
-    def _run(self, attempt: TakenAttempt, offer: Offer) -> End:
+    def _run(self, attempt: TakenAttempt, offer: Offer) -> ReplicaStatus:
         try:
             attempt.begin()
         except (ObjectMissing, OSError) as error:
-            return End(ReplicaState.FAILED, "exit", message=f"it could not be started here: {error}")
+            return ReplicaStatus(ReplicaState.FAILED, "exit", message=f"it could not be started here: {error}")
         self._attempt = attempt
         self._say(f"{who(offer)}: runs here as process {attempt.pid}")
         if self.why_leaving():  # asked for between the start and the line above

@@ -2,7 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 
+from diloco_orchestrator.executors.contract import LaunchRequest
+from diloco_orchestrator.executors.remote_base import attempt_name
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.attempt_records import Offer
 from diloco_orchestrator.store.base import ObjectInfo
 
 
@@ -25,3 +28,13 @@ def records_about(listed: Mapping[str, Iterable[keys.JoinKey]], name: str, offer
     """The names of an attempt's offer, if it has one, and of the records about the offer with this digest."""
     records = listed.get(name, ())
     return {each.record for each in records if each.record == keys.JOIN_OFFER or each.is_about(offer_sha256)}
+
+
+def name_of(offer: Offer) -> str:
+    """The name of an offered attempt, in the keys of its records."""
+    return attempt_name(LaunchRequest(offer.run_id, offer.replica_id, offer.attempt, []))
+
+
+def who(offer: Offer) -> str:
+    """An offered attempt in words."""
+    return f"replica {offer.replica_id}, attempt {offer.attempt}"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.run_log.capped_reads import read_record
+from diloco_orchestrator.run_log.reader import read_record
 from diloco_orchestrator.store.base import Store
 
 PIECE_BYTES = 64 * 1024

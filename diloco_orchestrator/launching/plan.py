@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from diloco_orchestrator.code_archive.entrypoint import check_importable, entrypoint_of
 from diloco_orchestrator.code_archive.pack import Archive, CodeBundle, folder_of, lock_file_of
@@ -67,27 +67,30 @@ class PreparedLaunch:
         return tuple(sorted(set(images_by_tag(_sent(self.executor, self.requests)))))
 
 
+class LaunchOptions(RunSettings, total=False):
+    """Keyword arguments of `launch` and `plan_launch`: what replicas run on and with, and the settings of the run."""
+
+    executor: ServerlessExecutor | str | None
+    storage_options: Mapping[str, Any] | None
+    secrets: Mapping[str, str] | None
+    code: CodeBundle | str | Path | None
+    requirements: Sequence[str] | str | Path | None
+    pin: Pin
+    heldout_items: Sequence[Any]
+
+
 def prepare_launch(
-    entrypoint: str | TrainFunction,
-    *,
-    store: str,
-    executor: ServerlessExecutor | str | None,
-    storage_options: Mapping[str, Any] | None,
-    secrets: Mapping[str, str] | None,
-    code: CodeBundle | str | Path | None,
-    requirements: Sequence[str] | str | Path | None,
-    pin: Pin,
-    heldout_items: Sequence[Any],
-    settings: Mapping[str, Any],
-    run_id: str,
-    stamp: StampFields,
-    dry: bool,
+    entrypoint: str | TrainFunction, store: str, options: LaunchOptions, *, run_id: str, stamp: StampFields, dry: bool
 ) -> PreparedLaunch:
     """Check the arguments of a launch and build everything that it writes or sends.
 
     `dry`: sign no URL, because signing needs credentials. Raises `ConfigError` for all that can be found wrong on this
     machine; nothing is written or sent.
     """
+    settings = cast(dict[str, Any], options.copy())
+    executor, code, requirements = (settings.pop(each, None) for each in ("executor", "code", "requirements"))
+    storage_options, secrets = settings.pop("storage_options", None) or {}, settings.pop("secrets", None) or {}
+    pin, heldout_items = settings.pop("pin", "auto"), settings.pop("heldout_items", ())
     name = entrypoint if isinstance(entrypoint, str) else entrypoint_of(entrypoint)
     config = make_config({"entrypoint": name, "heldout_items": list(heldout_items), **settings})
     rule = rule_of(config.guard.rule)
@@ -103,7 +106,7 @@ def prepare_launch(
         check_importable(name)
     if store.startswith("memory://"):
         raise ConfigError("memory:// is gone with this process; replicas are processes of their own. Give a folder.")
-    url, secrets = absolute_url(store), secrets or {}
+    url = absolute_url(store)
     give_store(executor, url, storage_options)
     if requirements is None and not executor.shares_machine:
         requirements = lock_file_of(code, name)
@@ -123,7 +126,7 @@ def prepare_launch(
         images={} if required is None else dict(required.images),
         source=source_of(folder_of(code, name)),
     )
-    launching = LaunchRequests(run, Launched(sha256_hex(run.to_bytes())), url, storage_options or {}, secrets, dry)
+    launching = LaunchRequests(run, Launched(sha256_hex(run.to_bytes())), url, storage_options, secrets, dry)
     launching.check(executor)
     requests = [launching.request(i, 1, executor.shares_machine) for i in range(config.replicas)]
     prices = [price_of(executor, request) for request in requests]
@@ -267,16 +270,9 @@ def plan_launch(
     entrypoint: str | TrainFunction,
     store: str,
     *,
-    executor: ServerlessExecutor | str | None = None,
     round_s: float = 60.0,
     parameters: int | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    secrets: Mapping[str, str] | None = None,
-    code: CodeBundle | str | Path | None = None,
-    requirements: Sequence[str] | str | Path | None = None,
-    pin: Pin = "auto",
-    heldout_items: Sequence[Any] = (),
-    **settings: Unpack[RunSettings],
+    **options: Unpack[LaunchOptions],
 ) -> LaunchPlan:
     """What `launch` with the same arguments would send and cost. Writes and sends nothing, needs no credentials.
 
@@ -285,21 +281,8 @@ def plan_launch(
     `round_s`: expected duration of a round in seconds; `parameters`: number of the model's trainable parameters,
     without which no traffic is predicted. Raises `ConfigError` as `launch` would.
     """
-    prepared = prepare_launch(
-        entrypoint,
-        store=store,
-        executor=executor,
-        storage_options=storage_options,
-        secrets=secrets,
-        code=code,
-        requirements=requirements,
-        pin=pin,
-        heldout_items=heldout_items,
-        settings=settings,
-        run_id="run-planned",
-        stamp={"write_id": "planned", "at": 0.0},
-        dry=True,
-    )
+    stamp: StampFields = {"write_id": "planned", "at": 0.0}
+    prepared = prepare_launch(entrypoint, store, options, run_id="run-planned", stamp=stamp, dry=True)
     config, archive = prepared.config, prepared.archive
     known = [price for price in prepared.prices if price is not None]
     return LaunchPlan(

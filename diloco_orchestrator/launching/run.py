@@ -4,18 +4,15 @@ Supervision is in `supervision.coordinator`, reading in `inspection.status`. The
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Unpack, cast
 
 from pydantic import JsonValue
 
 from diloco_orchestrator.clock import Backoff, Clock, SystemClock, ThreadBackground, in_parallel, random_token
-from diloco_orchestrator.code_archive.pack import CodeBundle
-from diloco_orchestrator.code_archive.pinning import Pin
-from diloco_orchestrator.config import GuardSettings, RunSettings, check_track
+from diloco_orchestrator.config import GuardSettings, check_track
 from diloco_orchestrator.errors import ConfigError, RunFailed, RunNotFinished, StoreError
 from diloco_orchestrator.executors.contract import ServerlessExecutor, give_store
 from diloco_orchestrator.executors.registry import executor_of
@@ -23,7 +20,7 @@ from diloco_orchestrator.guard import CollapseStopError, Verdict
 from diloco_orchestrator.inspection.executor_of_run import executor_of_run
 from diloco_orchestrator.inspection.logs import log_lines
 from diloco_orchestrator.inspection.status import OfferedModel, ReplicaRow, RoundRow, RunReader, RunStatus
-from diloco_orchestrator.launching.plan import TrainFunction, prepare_launch
+from diloco_orchestrator.launching.plan import LaunchOptions, TrainFunction, prepare_launch
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.record_format import Stamp
@@ -37,10 +34,8 @@ from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import SUPERVISING, absolute_url, open_store
 from diloco_orchestrator.store.probe import probe
 from diloco_orchestrator.supervision.coordinator import Coordinator
-from diloco_orchestrator.supervision.healing import heal
-from diloco_orchestrator.supervision.images_of_run import check_images
-from diloco_orchestrator.supervision.launch_request import LaunchRequests
-from diloco_orchestrator.supervision.next_leg import begin_next_leg
+from diloco_orchestrator.supervision.launch_request import LaunchRequests, check_images
+from diloco_orchestrator.supervision.next_leg import begin_next_leg, heal
 from diloco_orchestrator.supervision.trackers import RoundTracker, open_tracker
 
 log = logging.getLogger(__name__)
@@ -285,18 +280,7 @@ class Run:
 
 
 def launch(
-    entrypoint: str | TrainFunction,
-    *,
-    store: str,
-    executor: ServerlessExecutor | str | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    secrets: Mapping[str, str] | None = None,
-    code: CodeBundle | str | Path | None = None,
-    requirements: Sequence[str] | str | Path | None = None,
-    pin: Pin = "auto",
-    heldout_items: Sequence[Any] = (),
-    clock: Clock | None = None,
-    **settings: Unpack[RunSettings],
+    entrypoint: str | TrainFunction, *, store: str, clock: Clock | None = None, **options: Unpack[LaunchOptions]
 ) -> Run:
     """Start a run in the folder `store` and launch its replicas.
 
@@ -317,7 +301,7 @@ def launch(
         pin: where no hashes are given, "auto" has uv list them now, and goes on without, saying why, if uv cannot;
             "given" asks no index; "require" refuses a package without a hash and an image named by tag.
         heldout_items: JSON items for `ctx.heldout_items`.
-        settings: the fields of `RunConfig`: replicas, rounds, sync_every, args, seed, outer, guard, strict, …
+        **options: also the fields of `RunConfig`: replicas, rounds, sync_every, args, seed, outer, guard, strict, …
             `guard` is {"rule": "sequential"} by default; {"rule": "heldout", …}: `HeldOutGuard`, with a
             `decline_patience` of 6 and not 3, which halts healthy noisy runs; "off": scores are not judged.
 
@@ -330,21 +314,8 @@ def launch(
     """
     clock = clock or SystemClock()
     stamp = Stamp(random_token(), clock.wall_time)
-    prepared = prepare_launch(
-        entrypoint,
-        store=store,
-        executor=executor,
-        storage_options=storage_options,
-        secrets=secrets,
-        code=code,
-        requirements=requirements,
-        pin=pin,
-        heldout_items=heldout_items,
-        settings=settings,
-        run_id=f"run-{random_token()}",
-        stamp=stamp(),
-        dry=False,
-    )
+    prepared = prepare_launch(entrypoint, store, options, run_id=f"run-{random_token()}", stamp=stamp(), dry=False)
+    storage_options, secrets = options.get("storage_options"), options.get("secrets")
     opened = open_store(prepared.url, storage_options, clock=clock, retry=SUPERVISING)
     background = ThreadBackground()
     in_parallel(
@@ -357,7 +328,7 @@ def launch(
     run_log = create_run(opened, prepared.run, by="launch", stamp=stamp)
     remember(run_log)
     config = prepared.config
-    if heldout_items and (few := config.too_few_to_fold):
+    if options.get("heldout_items") and (few := config.too_few_to_fold):
         log.warning("%s", few)
     return _supervised(run_log, prepared.executor, clock, stamp, storage_options, secrets, config.track)
 

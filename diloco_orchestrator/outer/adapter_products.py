@@ -22,8 +22,8 @@ import torch
 from diloco_orchestrator.allreduce.threads import in_threads, one_torch_thread
 from diloco_orchestrator.allreduce.vectors import BLOCK, FlatTensors, aligned, empty
 from diloco_orchestrator.config import OuterConfig
+from diloco_orchestrator.outer.arithmetic import nesterov_step
 from diloco_orchestrator.outer.base import Base
-from diloco_orchestrator.outer.nesterov import nesterov_step
 from diloco_orchestrator.protocol.records import AdapterPair
 
 Named = Mapping[str, torch.Tensor]

@@ -53,13 +53,9 @@ class NamedVector(Mapping[str, torch.Tensor]):
         """The vector, and where in it a tensor begins."""
         return self.vector, self._starts[name]
 
-    def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """A tensor as flat views, in order."""
-        return (view for (view,) in aligned(self.shapes[name].numel(), self.at(name), longest=SHARD_NUMEL))
-
     def __getitem__(self, name: str) -> torch.Tensor:
         start, numel = self._starts[name], self.shapes[name].numel()
-        pieces = list(self.pieces(name))
+        pieces = [view for (view,) in aligned(numel, self.at(name), longest=SHARD_NUMEL)]
         flat = pieces[0] if len(pieces) == 1 else self.vector.read(start, start + numel)
         return flat.view(self.shapes[name])
 
@@ -304,14 +300,6 @@ class Base:
     def momentum_at(self, name: str) -> tuple[FlatTensors, int] | None:
         """The vector that holds a momentum, and where in it that begins; None if the outer optimizer has none."""
         return self._momenta[name].at(name) if self._momenta else None
-
-    def parameter_pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """A parameter as flat views, in order."""
-        return self._parameters[name].pieces(name)
-
-    def momentum_pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """The momentum of a parameter as flat views, in order."""
-        return self._momenta[name].pieces(name)
 
     # -- as shards -----------------------------------------------------------------------------------------------
 

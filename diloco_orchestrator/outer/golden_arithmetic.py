@@ -14,8 +14,8 @@ from diloco_orchestrator.allreduce.threads import one_torch_thread
 from diloco_orchestrator.codecs.table import encode
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import BaseDiverged
+from diloco_orchestrator.outer.arithmetic import denormals_kept
 from diloco_orchestrator.outer.base import Base
-from diloco_orchestrator.outer.float_mode import denormals_kept
 from diloco_orchestrator.outer.outer_step import step
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import Payload, Shard

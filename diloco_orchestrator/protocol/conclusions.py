@@ -11,7 +11,7 @@ from typing import Any
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol import keys, rounds
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, UsualNorms
+from diloco_orchestrator.protocol.records import Begin, By, Commit, Contribution, UsualNorms
 from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Policy, Position, is_closing
 from diloco_orchestrator.protocol.weights import is_said
 
@@ -158,7 +158,7 @@ def no_commit(round_: int, why: str) -> Commit:
         applied=False,
         empty_rounds=0,
         stop="none",
-        by="nobody",
+        by=By(None, "nobody"),
         reason=why,
         previous="",
     )

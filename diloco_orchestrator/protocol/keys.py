@@ -20,8 +20,10 @@ _N = "(?:0|[1-9][0-9]{0,8})"
 _ROUND = "[0-9]{8}"
 _JOB = "dl-[a-z0-9-]{1,60}"  # the name of an offered attempt, as `attempt_name` of executors makes it
 _OFFER_DIGITS = 32  # of the digest of an offer, in the keys of the records about it
-_PATTERNS = {"round": _ROUND, "token": "[0-9a-f]{16}", "sha256": "[0-9a-f]{64}", "job": _JOB, "version": "[2-9]"}
-_WORDS = ("token", "sha256", "job")  # parts that are no numbers
+# Takes "2" to "9" are of earlier versions; those of nine digits are of the first base, where somebody was in the way.
+_TAKE = rf"[2-9]|[1-9][0-9]{{8}}|r{_N}|rebuilt"
+_WORDS = {"token": "[0-9a-f]{16}", "sha256": "[0-9a-f]{64}", "job": _JOB, "offer": "[0-9a-f]{32}", "take": _TAKE}
+_PARTS = {"round": _ROUND, "version": "[2-9]", **_WORDS}  # of keys; the others are numbers
 
 
 class Form:
@@ -29,14 +31,14 @@ class Form:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._names = re.findall("<([a-z0-9]+)>", text)
+        self.names = re.findall("<([a-z0-9]+)>", text)
         self._template = re.sub("<[a-z0-9]+>", "{}", text)
-        groups = [f"({_PATTERNS.get(name, _N)})" for name in self._names]
+        groups = [f"({_PARTS.get(name, _N)})" for name in self.names]
         self._pattern = re.compile(re.escape(self._template).replace(r"\{\}", "{}").format(*groups))
 
     def __call__(self, *parts: int | str) -> str:
         """The key with these parts, in the order of the form."""
-        named = zip(self._names, parts, strict=True)
+        named = zip(self.names, parts, strict=True)
         return self._template.format(*(round_name(int(part)) if name == "round" else part for name, part in named))
 
     def parse(self, key: str) -> tuple[Any, ...] | None:
@@ -44,7 +46,7 @@ class Form:
         found = self._pattern.fullmatch(key)
         if found is None:
             return None
-        named = zip(self._names, found.groups(), strict=True)
+        named = zip(self.names, found.groups(), strict=True)
         return tuple(part if name in _WORDS else int(part) for name, part in named)
 
 
@@ -105,8 +107,10 @@ cancel = Form("replicas/<id>/attempts/<attempt>/cancel.json")
 exit_record = Form("replicas/<id>/attempts/<attempt>/exit.json")
 log_text = Form("replicas/<id>/attempts/<attempt>/log.txt")
 heartbeat = Form("replicas/<id>/attempts/<attempt>/heartbeat.json")  # overwritten
-_claim = Form("replicas/<id>/attempts/<attempt>/claim.<token>.json")
-_old_claim = Form("replicas/<id>/attempts/<attempt>/claim.json")  # of runs of earlier versions
+CLAIMS = (
+    Form("replicas/<id>/attempts/<attempt>/claim.<token>.json"),
+    Form("replicas/<id>/attempts/<attempt>/claim.json"),  # of runs of earlier versions
+)
 
 
 def claim(replica_id: int, attempt: int, token: str) -> str:
@@ -114,7 +118,7 @@ def claim(replica_id: int, attempt: int, token: str) -> str:
 
     Nobody can create the claim of an attempt that counts before its intent is there.
     """
-    return _claim(replica_id, attempt, token) if token else _old_claim(replica_id, attempt)
+    return CLAIMS[0](replica_id, attempt, token) if token else CLAIMS[1](replica_id, attempt)
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,11 @@ JOIN_OFFER, JOIN_TAKEN, JOIN_LEASE = "offer.json", "taken.json", "lease.json"
 JOIN_CANCEL, JOIN_END = "cancel.json", "end.json"
 join_offer = Form("join/attempts/<job>/offer.json")
 join_output = Form("join/output/<job>/")  # the prefix of the pieces of an offered attempt's output
+
+
+def about_offer(record: str) -> Form:
+    """The keys of the records of this name, such as "taken.json", about offers."""
+    return Form(f"{JOINS}<job>/<offer>.{record}")
 
 
 def join_record(name: str, offer_sha256: str, record: str) -> str:
@@ -330,8 +339,7 @@ def _snapshot_name(round_: int, take: str) -> str:
     return f"{round_name(round_)}.{take}" if take else round_name(round_)
 
 
-# Takes "2" to "9" are of earlier versions; those of nine digits are of the first base, where somebody was in the way.
-_TAKE = rf"[2-9]|[1-9][0-9]{{8}}|r{_N}|rebuilt"
+SNAPSHOT_RECORDS = (Form("snapshots/<round>/snapshot.json"), Form("snapshots/<round>.<take>/snapshot.json"))
 _SNAPSHOT_FILE = re.compile(rf"snapshots/({_ROUND})(?:\.({_TAKE}))?/(.*)", re.DOTALL)
 _REPLAY = re.compile(rf"snapshots/{_ROUND}/replays/[^/]+\.json")
 

@@ -1,10 +1,11 @@
-"""The form that all records share: canonical bytes, strict parsing, and a stamp that makes every write unique.
+"""The form that all records share: canonical bytes, strict parsing, limits, a stamp that makes every write unique.
 
 A record is one line of JSON with sorted keys, its own name and the schema version. The fields of each record are in
 `protocol.records`.
 """
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Self, TypedDict
 
@@ -12,10 +13,18 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from diloco_orchestrator.clock import random_token
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew, RecordTooOld
-from diloco_orchestrator.protocol.limits import parse_json
 
 SCHEMA_VERSION = 2
 _LAST_TO_READ = {1: "0.2.x"}  # by older schema version: the last version of this package that reads it
+
+# Limits for readers, against objects that no writer of ours made. Those of bytes are in `protocol.kinds`.
+# Beyond it sums of whole numbers do not fit into a float. A data cursor may hold the 128 bits of a random generator.
+_WHOLE_NUMBERS = 10**100
+_DIGITS = 101  # of such a number, sign included
+# The largest norm of a pseudo-gradient: sums of fewer than 2**27 of them stay finite in fp32, momenta included.
+MOST_NORM = 2.0**100
+LONGEST_REASON = 300  # characters of what a commit quotes of a manifest or an error
+MOST_COUNTED = 2**53  # steps, tokens or bytes that one manifest names: what is derived from them stays below the above
 
 
 def canonical_json(body: dict[str, Any]) -> bytes:
@@ -74,6 +83,38 @@ class Record(Part):
             raise RecordInvalid(
                 f"{where}: field {field!r} of this {cls.record} record is wrong: {first['msg']}."
             ) from None
+
+
+def parse_json(data: bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises `ValueError` for what is not JSON, and for what JSON allows and no record holds: whole numbers of more than
+    100 digits, numbers that are not finite, nesting deeper than the interpreter follows, text that is not Unicode.
+    """
+    try:
+        value = json.loads(data, parse_int=_whole, parse_float=_finite, parse_constant=_refuse)
+        if b"\\u" in data:
+            json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair, which cannot be written again
+        return value
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _whole(text: str) -> int:
+    if len(text) > _DIGITS or not -_WHOLE_NUMBERS <= (number := int(text)) < _WHOLE_NUMBERS:
+        raise ValueError(f"a whole number of {len(text)} digits")
+    return number
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:20]} is not finite")
+    return number
+
+
+def _refuse(text: str) -> float:
+    raise ValueError(f"the number {text}")
 
 
 def _json_object(data: bytes, where: str) -> dict[str, Any]:

@@ -5,15 +5,16 @@ Those of attempts are in `protocol.attempt_records`. Where the objects are is in
 """
 
 import math
+import re
 from collections.abc import Iterable
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, Field, JsonValue
+from pydantic import AfterValidator, Field, JsonValue, PlainSerializer, PlainValidator
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol.digests import BulkDigest, Sha256, bulk_digest
-from diloco_orchestrator.protocol.limits import LONGEST_REASON, MOST_COUNTED
-from diloco_orchestrator.protocol.record_format import Part, Record
+from diloco_orchestrator.protocol.record_format import LONGEST_REASON, MOST_COUNTED, Part, Record
 from diloco_orchestrator.protocol.verdict import Verdict, VerdictKind
 
 # -- the run and its legs ---------------------------------------------------------------------------------------------
@@ -398,6 +399,35 @@ class Contribution(Record):
 # -- commits ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class By:
+    """Who wrote a record: an attempt of a replica, or somebody with a name. Records hold it as text, which `str` is."""
+
+    who: tuple[int, int] | None  # replica_id, attempt
+    name: str = ""  # of somebody else, such as "coordinator on host"
+
+    @classmethod
+    def parse(cls, text: object) -> Self:
+        """The author that a record names. Raises `ValueError` for what is no text."""
+        if isinstance(text, cls):
+            return text
+        if not isinstance(text, str):
+            raise ValueError("it is no text")
+        found = _BY_ATTEMPT.fullmatch(text)
+        return cls((int(found[1]), int(found[2]))) if found else cls(None, text)
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.name.startswith("coordinator")
+
+    def __str__(self) -> str:
+        return self.name if self.who is None else "replica {}, attempt {}".format(*self.who)
+
+
+_BY_ATTEMPT = re.compile(r"replica (0|[1-9][0-9]{0,8}), attempt ([1-9][0-9]{0,8})", re.ASCII)
+AsText: TypeAlias = Annotated[By, PlainValidator(By.parse), PlainSerializer(By.__str__)]
+
+
 class Answer(Part):
     """One replica's response to a round, as the writer of the commit saw it."""
 
@@ -430,7 +460,7 @@ class Clipped(Part):
 
 
 class UsualNorms(Part):
-    """Norms of the contributions of a leg's rounds so far; the clip's limit follows from it (`usual_norms`)."""
+    """Norms of the contributions of a leg's rounds so far; the clip's limit follows from it (`weights.limit_of`)."""
 
     rounds: int = Field(ge=0)  # that averaged two contributions or more
     spread: float = Field(ge=0)  # how far the norms of a round are apart: mean over recent rounds
@@ -453,7 +483,7 @@ class RoundFigures(Part):
     dropped_steps: int = Field(default=0, ge=0)  # inner steps of earlier rounds that responses list as dropped
     payload_bytes: int = Field(default=0, ge=0)  # written by all replicas together, averaged or not
     disagreeing: tuple[Disagreeing, ...] = ()  # left out of the round before by its aggregate, as most manifests say
-    extra: dict[str, float] = Field(default_factory=dict)  # `protocol.extra_metrics`: means over replicas
+    extra: dict[str, float] = Field(default_factory=dict)  # `protocol.figures`: means over replicas
 
 
 class Commit(Record):
@@ -482,7 +512,7 @@ class Commit(Record):
     applied: bool  # whether the average of this round was applied as an outer step
     empty_rounds: int = Field(ge=0)  # rounds in a row that named nobody
     stop: Literal["none", "completed", "halted", "failed"]
-    by: str  # "replica 2, attempt 1" or "coordinator"
+    by: AsText
     reason: str
     previous: Sha256
 
@@ -507,7 +537,7 @@ class Commit(Record):
     @property
     def by_coordinator(self) -> bool:
         """Whether a coordinator wrote this commit, which it does only to stop a run that replicas cannot stop."""
-        return self.by.startswith("coordinator")
+        return self.by.is_coordinator
 
 
 class Want(Record):
@@ -519,7 +549,7 @@ class Want(Record):
     attempt: int = Field(ge=1)
     shard: int = Field(ge=0)
     take: int = Field(ge=2)
-    by: str  # "replica 2, attempt 1"
+    by: AsText
     reason: str
 
 

@@ -6,24 +6,24 @@ Every function is safe to repeat and to race: of several creates of one object e
 from shlex import quote
 
 from diloco_orchestrator.errors import ConfigError, RunFolderTaken
-from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Run
 from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.retrying import without_read_back
 
 
 def create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
     """Create the run and its first leg; returns its log. Raises `RunFolderTaken` if the folder holds a run already."""
-    data = run.to_bytes()
-    if not store.create(keys.RUN, data):
+    if Writer(store, Role.LAUNCHER).create(run) is None:
         raise RunFolderTaken(
             f"{store.url} already holds a run. Give the new run a folder of its own, or inspect that one with "
             f"`diloco status {quote(store.url)}`."
         )
-    return _begin_first_leg(RunLog(store, run_json=data), by, stamp)
+    return _begin_first_leg(RunLog(store, run_json=run.to_bytes()), by, stamp)
 
 
 def join_or_create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
@@ -31,9 +31,9 @@ def join_or_create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
 
     Raises `RunFolderTaken` if the folder holds a run with another configuration.
     """
-    created = store.create(keys.RUN, run.to_bytes())
+    created = Writer(store, Role.LAUNCHER).create(run)
     log = RunLog(store)
-    if not created and log.run.config != run.config:
+    if created is None and log.run.config != run.config:
         raise RunFolderTaken(f"{store.url} already holds a run with another configuration. Use a new folder.")
     return _begin_first_leg(log, by, stamp)
 
@@ -51,17 +51,16 @@ def _begin_first_leg(log: RunLog, by: str, stamp: Stamp) -> RunLog:
         why="start of the run",
         previous=log.run_sha256,
     )
-    data = begin.to_bytes()
-    if log.store.create(keys.begin(1), data):
-        log.remember_begin(data, begin)
+    created = Writer(log.store, Role.LAUNCHER).create(begin)
+    if created is not None:
+        log.remember_begin(created)
     return log
 
 
 def append_commit(log: RunLog, commit: Commit) -> CommitEntry:
     """End a round with `commit`, unless it has a commit already. Returns the one that it has, which all follow."""
-    data = commit.to_bytes()
-    if without_read_back(log.store).create(keys.commit(commit.round), data):
-        return log.remember_commit(commit.round, data)
+    if Writer.of(without_read_back(log.store), commit.by).create(commit) is not None:
+        return log.remember_commit(commit.round, commit.to_bytes())
     entry = log.commit(commit.round)
     assert entry is not None, "a commit is never deleted"
     return entry
@@ -77,4 +76,4 @@ def request_halt(log: RunLog, by: str, reason: str, stamp: Stamp) -> None:
         raise ConfigError(
             f"{log.store.url} has ended already ({result.status}: {result.reason}). There is nothing to halt."
         )
-    log.store.create(keys.halt(leg), Halt(**stamp(), leg=leg, by=by, reason=reason).to_bytes())
+    Writer(log.store, Role.ANYBODY).create(Halt(**stamp(), leg=leg, by=by, reason=reason))

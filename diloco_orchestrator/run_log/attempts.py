@@ -1,18 +1,27 @@
 """`AttemptRecords`: reads the records of each launched process (attempt) of each replica.
 
+`Authors` says whether a manifest is by an attempt that counts: with an intent, without a gap before it, and a claim.
+A manifest names the sha256 of its attempt's claim. That keeps out whoever writes in the name of a replica without
+having read the bucket, and attempts that no coordinator intended. It is no signature: claims can be read and copied.
+
 A handle stays the JSON that its executor wrote; only executors interpret it.
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import count, takewhile
 from typing import TypeVar, cast
 
+from diloco_orchestrator.clock import Background, in_parallel
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
-from diloco_orchestrator.protocol import keys, limits
+from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Cancel, Claim, Exit, Handle, Heartbeat, Intent
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.kinds import most_bytes
 from diloco_orchestrator.protocol.record_format import Record
-from diloco_orchestrator.run_log.capped_reads import read_optional
+from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.run_log.reader import Reader, read_optional
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -123,7 +132,7 @@ class AttemptRecords:
         if size is None:
             return None
         try:
-            data = self._store.get(key, max(0, size - limits.most_bytes(key)), size) if size else b""
+            data = self._store.get(key, max(0, size - most_bytes(key)), size) if size else b""
         except ObjectMissing:  # deleted meanwhile
             return None
         return data.decode(errors="replace")
@@ -139,15 +148,62 @@ class AttemptRecords:
         return cast(R, self._records[key])
 
     def _fetched(self, kind: type[R], key: str) -> R | None:
-        data = read_optional(self._store, key)
-        if data is None:
-            return None
         try:
-            found = kind.from_bytes(data, key)
+            found = Reader(self._store).read(kind, key)
         except RecordInvalid as error:
             if key not in self.unreadable:
                 log.warning("passed over: %s", error)
             self.unreadable[key] = str(error)
             return None
+        if found is None:
+            return None
         self.unreadable.pop(key, None)
+        return found.record
+
+
+class Authors:
+    """Reads claims, each once. Two threads may share it: at worst both read the same claim."""
+
+    def __init__(self, store: Store, background: Background) -> None:
+        self._store = store
+        self._background = background
+        self._claims: dict[tuple[int, int], str] = {}  # sha256 of the claim of an attempt that counts
+
+    def know(self, replica_id: int, attempt: int, claim_sha256: str) -> None:
+        """Take a claim, which the caller has created, without reading it."""
+        self._claims[replica_id, attempt] = claim_sha256
+
+    def why_not(self, manifest: Contribution) -> str:
+        """Why the attempt that a manifest names has not written it; empty if it may have. Errors: `why_not_each`."""
+        return self.why_not_each([manifest]).get(manifest.replica_id, "")
+
+    def why_not_each(self, manifests: Sequence[Contribution]) -> dict[int, str]:
+        """The reason why a manifest is not by the attempt that it names, by replica id; those that may be are left out.
+
+        One LIST and one GET, together, for every attempt that is not known yet, then another GET. Raises the store's
+        errors.
+        """
+        self._read({(each.replica_id, each.attempt) for each in manifests} - self._claims.keys())
+        found = {}
+        for manifest in manifests:
+            claim = self._claims.get((manifest.replica_id, manifest.attempt))
+            who = f"attempt {manifest.attempt} of replica {manifest.replica_id}"
+            if claim is None:
+                found[manifest.replica_id] = f"no process has claimed {who}, or no coordinator intended it"
+            elif manifest.claim_sha256 != claim:
+                found[manifest.replica_id] = f"it does not name the claim of {who}"
         return found
+
+    def _read(self, strangers: Collection[tuple[int, int]]) -> None:
+        records, ordered = AttemptRecords(self._store), sorted(strangers)
+        listing = [self._background.start(partial(records.numbers, who[0])) for who in ordered]
+        names = in_parallel(self._background, [partial(records.claim_key, *who) for who in ordered])
+        intended = [
+            (who, key)
+            for who, numbers, key in zip(ordered, listing, names, strict=True)
+            if who[1] in numbers.result() and key is not None
+        ]
+        claims = in_parallel(self._background, [partial(read_optional, self._store, key) for _, key in intended])
+        for (who, _), data in zip(intended, claims, strict=True):
+            if data is not None:
+                self._claims[who] = sha256_hex(data)

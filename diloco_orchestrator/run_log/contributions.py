@@ -14,7 +14,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.records import Answer, Contribution
 from diloco_orchestrator.protocol.weights import is_said
-from diloco_orchestrator.run_log.capped_reads import read_optional, read_record
+from diloco_orchestrator.run_log.reader import Reader, read_record
 from diloco_orchestrator.store.base import Store
 
 
@@ -53,9 +53,8 @@ class ContributionReader:
 
     def of(self, round_: int, replica_id: int) -> Contribution | None:
         """A replica's manifest of a round, or None if there is none. Raises `RecordInvalid` if it cannot be parsed."""
-        key = keys.contribution(round_, replica_id)
-        data = read_optional(self._store, key)
-        return None if data is None else Contribution.from_bytes(data, key)
+        found = Reader(self._store).read(Contribution, keys.contribution(round_, replica_id))
+        return None if found is None else found.record
 
     def in_round(self, round_: int, replicas: int, but: Collection[int] = ()) -> list[Contribution]:
         """The manifests of a round that can be parsed, in replica_id order, without those of the replicas in `but`.
@@ -90,3 +89,39 @@ class ContributionReader:
                 failure = failure or error
         assert failure is not None
         raise failure
+
+
+# A reader that looks far back for a manifest would need a hundred times as many requests with a GET for every round.
+_ROUNDS = 50  # of the first listing: with eight replicas about a page of 1,000 keys
+
+
+class ManifestListing:
+    """The authors of manifests in rounds up to `newest`, later rounds first.
+
+    Every listing goes twice as far back as the one before, because a store lists to the end of the log. A manifest that
+    appears after its round was listed is not found. Choose `newest` so that this cannot matter.
+    """
+
+    def __init__(self, store: Store, newest: int) -> None:
+        self.newest = newest
+        self._store = store
+        self._listed_from = newest + 1
+        self._reach = _ROUNDS
+        self._authors: dict[int, set[int]] = {}
+
+    def authors(self, round_: int) -> set[int]:
+        """The replicas with a manifest in a round up to `newest`. Lists rounds back to it, if they were not listed."""
+        assert round_ <= self.newest, f"round {round_} is after {self.newest}"
+        while max(1, round_) < self._listed_from:
+            self._list(max(1, self._listed_from - self._reach))
+            self._reach *= 2
+        return self._authors.get(round_, set())
+
+    def _list(self, first: int) -> None:
+        for info in self._store.list(keys.ROUNDS, start_after=keys.end_of_round(first - 1)):
+            if info.key > keys.end_of_round(self._listed_from - 1):
+                break
+            parsed = keys.contribution.parse(info.key)
+            if parsed is not None:
+                self._authors.setdefault(parsed[0], set()).add(parsed[1])
+        self._listed_from = first

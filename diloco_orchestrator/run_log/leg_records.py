@@ -7,24 +7,47 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from diloco_orchestrator.config import config_of_leg
+from diloco_orchestrator.config import RunConfig, config_of_leg
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, RecordInvalid, RecordTooNew, RecordTooOld
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.launched import Launched, settings_sha256
 from diloco_orchestrator.protocol.legs import why_no_begin
-from diloco_orchestrator.protocol.limits import parse_json
-from diloco_orchestrator.protocol.record_format import Record
+from diloco_orchestrator.protocol.record_format import Record, parse_json
 from diloco_orchestrator.protocol.records import Begin, Halt, Out, Result, Retention, Run, Start
-from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.entries import Entry
-from diloco_orchestrator.run_log.leg_configs import LegConfigs
+from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.run_log.starts import Starts
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Record)
+
+
+class LegConfigs:
+    """Validates each leg's settings once. `run`: of run.json. `begin_of`: leg -> its record, None if it has none."""
+
+    def __init__(self, run: RunConfig, begin_of: Callable[[int], Entry[Begin] | None]) -> None:
+        self._run = run
+        self._begin_of = begin_of
+        self._known: dict[str, RunConfig] = {}  # by the digest of the leg's record
+
+    def of(self, leg: int) -> RunConfig:
+        """The configuration of a leg.
+
+        Raises `ConfigError` if its record names a setting that no leg can change, `NoSuchRun` if it has no record.
+        """
+        begin = self._begin_of(leg)
+        if begin is None:
+            raise NoSuchRun(f"leg {leg} has no {keys.begin(leg)}: it was deleted. Start a new run.")
+        return self.of_begin(begin)
+
+    def of_begin(self, begin: Entry[Begin]) -> RunConfig:
+        """The configuration of the leg with this record. Raises `ConfigError` as `of` does."""
+        if begin.sha256 not in self._known:
+            self._known[begin.sha256] = config_of_leg(self._run, begin.record.settings, guard=True)
+        return self._known[begin.sha256]
 
 
 class LegRecords:
@@ -110,9 +133,9 @@ class LegRecords:
             self._on_read(key, data)
         return Entry(begin, sha256_hex(data))
 
-    def remember_begin(self, data: bytes, begin: Begin) -> None:
-        """Keep the `Begin` record of a leg, whose exact bytes are `data`: it was just created."""
-        self._begun[begin.leg] = Entry(begin, sha256_hex(data))
+    def remember_begin(self, begin: Entry[Begin]) -> None:
+        """Keep the `Begin` record of a leg, which was just created."""
+        self._begun[begin.record.leg] = begin
 
     def _follows(self, leg: int, round_: int, sha256: str) -> bool:
         """Whether the commit of a round has this digest and stopped the leg before `leg`, which has begun."""

@@ -11,19 +11,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.errors import RecordInvalid, RecordTooNew, RecordTooOld
-from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, RecordTooNew, RecordTooOld
+from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.legs import leg_position
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Result, Start
+from diloco_orchestrator.protocol.record_format import StampFields
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Result, Snapshot, Start
 from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Position
-from diloco_orchestrator.run_log.checked_segments import CheckedSegments
 from diloco_orchestrator.run_log.conclusions import Conclusions
-from diloco_orchestrator.run_log.entries import CommitEntry as CommitEntry
-from diloco_orchestrator.run_log.entries import Entry as Entry
-from diloco_orchestrator.run_log.results import result_of_leg
-from diloco_orchestrator.run_log.segments import SegmentReader
-from diloco_orchestrator.run_log.snapshot_records import SnapshotRecords
+from diloco_orchestrator.run_log.entries import CommitEntry, Entry
+from diloco_orchestrator.run_log.leg_records import LegRecords
+from diloco_orchestrator.run_log.segments import CheckedSegments, SegmentReader
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -32,7 +30,7 @@ _PATIENCE = 10  # single commits that a reader follows before it looks for segme
 _KEPT_COMMITS = 256  # single commits kept in memory: more than the rounds of a segment
 
 
-class RunLog(SnapshotRecords):
+class RunLog(LegRecords):
     """The records of the run in `store`.
 
     A record never changes, so it is fetched once; one that does not exist yet is fetched again at every call. Every
@@ -62,6 +60,9 @@ class RunLog(SnapshotRecords):
         self._history = CheckedSegments(self.segments, self.commit, on_read, on_bad_segment)
         self.conclusions = Conclusions(self)
         self._goes_on: set[tuple[int, str]] = set()  # leg, digest of a commit that did not stop the leg before
+        self.snapshot_seen = 0  # the newest round with a snapshot: the log has at least as many commits
+        # Digests of bases that the log claims, by round, as `snapshots.confirmation` finds them: they never change.
+        self.claimed_bases: dict[int, str] = {}
         self.in_doubt = False  # whether a record contradicted the log, so that every verdict is derived since
 
     # -- commits -------------------------------------------------------------------------------------------------
@@ -298,10 +299,6 @@ class RunLog(SnapshotRecords):
         found = self.conclusions.read(entry, previous, derive_verdict=False, lenient=True)
         return None if found.void or previous.void else found
 
-    def result(self, leg: int) -> Result | None:
-        """How a leg ended, as its commits say (`run_log.results`); None while it goes on or result.json is missing."""
-        return result_of_leg(self, leg)
-
     def leg_position(self, begin: Begin) -> Position:
         """The position in the commit log at which a leg begins. start.json must exist."""
         return leg_position(begin, self._start().sha256)
@@ -310,6 +307,73 @@ class RunLog(SnapshotRecords):
         start = self.start()
         assert start is not None, "the caller has checked that start.json exists"
         return start
+
+    # -- the end of a leg ----------------------------------------------------------------------------------------
+
+    def result(self, leg: int) -> Result | None:
+        """How a leg ended, as its last commit says; None while result.json is missing, or if the leg goes on.
+
+        A result.json alone says nothing. Where leg 1 has no commit, a coordinator has stopped it before any replica
+        brought a model if there is a result.json and a request to halt: every replica may create the former, and none
+        the latter.
+        """
+        try:
+            recorded = self.recorded_result(leg)
+            if recorded is None:
+                return None
+        except RecordInvalid as error:
+            log.error("%s is not obeyed: %s", keys.result(leg), error)
+            recorded = None
+        last = self._last_of(leg)
+        if last is None:
+            return self._before_the_first_commit(recorded) if leg == 1 else None
+        if last.commit.stop == "none" and recorded is not None:
+            self.doubt()  # replicas, which derive every verdict, may have read some commits as void, and so an end
+            last = self._last_of(leg) or last
+        if last.commit.stop == "none":
+            log.error("%s says that the leg has ended; round %d stopped nothing", keys.result(leg), last.commit.round)
+            return None
+        stamp: StampFields = {"write_id": last.commit.write_id, "at": (recorded or last.commit).at}
+        return rounds.result_of(last.commit, last.sha256, stamp)
+
+    def _before_the_first_commit(self, recorded: Result | None) -> Result | None:
+        """The end of leg 1 without a commit; None while nobody has asked for it. `recorded`: None if unreadable."""
+        halt = self.halt(1)
+        if halt is None:
+            return None
+        names_none = recorded is not None and not recorded.round and not recorded.commit_sha256
+        if recorded is not None and names_none and recorded.status != "completed":
+            return recorded
+        stamp: StampFields = {"write_id": halt.write_id, "at": halt.at}
+        return Result(**stamp, leg=1, status="halted", round=0, outer_steps=0, reason=halt.reason)
+
+    def _last_of(self, leg: int) -> CommitEntry | None:
+        """The last commit of a leg so far; None if it has none."""
+        begin, following = self.begin_of(leg).record, self.begin(leg + 1)
+        if following is None:
+            last = self.newest(begin)
+            return last if last is not None and last.commit.leg == leg else None
+        after = following.record.after_round
+        return self.as_read(after) if after > begin.after_round else None
+
+    # -- snapshots -----------------------------------------------------------------------------------------------
+
+    def snapshots(self) -> list[int]:
+        """The rounds with a complete snapshot, oldest first; 0 is the first base. One LIST request."""
+        return sorted(self.snapshot_takes())
+
+    def snapshot_takes(self) -> dict[int, list[str]]:
+        """The complete takes of every snapshot, by round, the shared take first. One LIST request."""
+        takes = complete_takes(self.store)
+        self.snapshot_seen = max([self.snapshot_seen, *takes])
+        return takes
+
+    def snapshot(self, round_: int, take: str = keys.SHARED_TAKE) -> Snapshot:
+        """The record of a complete snapshot. Raises `ObjectMissing` if there is none: retention may have deleted it."""
+        found = self._read(Snapshot, keys.snapshot(round_, keys.SNAPSHOT_RECORD, take))
+        if found is None:
+            raise ObjectMissing(f"{self.store.url} has no complete snapshot {round_} any more. Use a later one.")
+        return found.record
 
     def snapshots_ahead(self, round_: int, begin: Begin) -> list[int]:
         """The rounds of a leg's snapshots, confirmed or not, that are worth more than to follow commits from `round_`.
@@ -321,6 +385,16 @@ class RunLog(SnapshotRecords):
         if round_ <= self._open_seen or self.commit(far) is None:
             return []
         return [found for found in self.snapshots() if found >= far and found > begin.after_round]
+
+
+def complete_takes(store: Store) -> dict[int, list[str]]:
+    """The complete takes of every snapshot, by round, the shared take first. One LIST request."""
+    takes: dict[int, list[str]] = {}
+    for info in store.list(keys.SNAPSHOTS):
+        parsed = keys.parse_snapshot_record(info.key)
+        if parsed is not None:
+            takes.setdefault(parsed[0], []).append(parsed[1])
+    return {round_: sorted(found) for round_, found in takes.items()}
 
 
 def _entry_of(round_: int, data: bytes, config: RunConfig) -> CommitEntry:

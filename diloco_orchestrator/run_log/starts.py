@@ -13,8 +13,8 @@ from diloco_orchestrator.protocol.digests import BulkDigest, Sha256, sha256_hex
 from diloco_orchestrator.protocol.first_base import chosen_start
 from diloco_orchestrator.protocol.record_format import Record
 from diloco_orchestrator.protocol.records import Began, Follows, Start
-from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.entries import Entry
+from diloco_orchestrator.run_log.reader import Reader
 from diloco_orchestrator.store.base import Store
 
 R = TypeVar("R", bound=Record)
@@ -137,10 +137,10 @@ class Starts:
                 newest[attempt[0]] = max(newest.get(attempt[0], (0, "")), (attempt[1], key))
             follower = keys.follows.parse(key)
             if follower and follower[0] < self._replicas and (follows := self._read(Follows, key)):
-                self._follows[follower[0]] = follows
+                self._follows[follower[0]] = follows.record
         for replica_id, (_, key) in newest.items():
             if began := self._read(Began, key):
-                self._began[replica_id] = began
+                self._began[replica_id] = began.record
         named = {each.key for each in self._began.values()} | {each.key for each in self._follows.values()}
         self._read_starts([keys.START, *filter(keys.is_start, sorted(named & there))])
 
@@ -153,21 +153,21 @@ class Starts:
     def _read_starts(self, wanted: Iterable[str]) -> None:
         for key in wanted:
             found = self._read(Start, key)
-            if found is None or found.run_sha256 != self._run_sha256:
+            if found is None or found.record.run_sha256 != self._run_sha256:
                 continue
-            if self._first_base in (None, found.base_digest):
-                self._starts[key] = Entry(found, sha256_hex(found.to_bytes()))
+            if self._first_base in (None, found.record.base_digest):
+                self._starts[key] = found
 
-    def _read(self, kind: type[R], key: str) -> R | None:
+    def _read(self, kind: type[R], key: str) -> Entry[R] | None:
         """A record that was not read before; None for one that is missing, was read, or is not one that we write."""
         if key in self._seen:
             return None
-        data = read_optional(self._store, key)
-        if data is None:
+        try:
+            found = Reader(self._store).read(kind, key)
+        except RecordInvalid:
+            self._seen.add(key)
+            return None
+        if found is None:
             return None
         self._seen.add(key)
-        try:
-            record = kind.from_bytes(data, key)
-        except RecordInvalid:
-            return None
-        return record if record.to_bytes() == data else None
+        return found if sha256_hex(found.record.to_bytes()) == found.sha256 else None

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from diloco_orchestrator.protocol.records import AdapterPair
-from diloco_orchestrator.snapshots.naming import ADAPTER_GROUP, Naming
-from diloco_orchestrator.snapshots.parameter_names import plain_name
+from diloco_orchestrator.snapshots.file_plan import ADAPTER_GROUP, Naming
+from diloco_orchestrator.snapshots.model_tensors import plain_name
 
 log = logging.getLogger(__name__)
 

@@ -9,13 +9,12 @@ that base is checked when they are read (`snapshots.stored`); bases that no snap
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
+from diloco_orchestrator.errors import ModelMismatch, ObjectMissing, RecordInvalid
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.legs import leg_position
 from diloco_orchestrator.protocol.records import Commit, Contribution, Snapshot
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.snapshots.first_take import first_take
 
 log = logging.getLogger(__name__)
 
@@ -170,3 +169,34 @@ def _claimed(run_log: RunLog, round_: int) -> str | None:
 
 def _names_enough(commit: Commit, needed: int) -> bool:
     return commit.base_digest is not None and sum(rounds.contributes(each) for each in commit.answers) >= needed
+
+
+def first_take(run_log: RunLog) -> str:
+    """The take that most of those name who follow the run's start, if all name one; else the first that can be read.
+
+    Takes that equally many name are tried in the order of `replica_id`. Where several are named it reads
+    snapshot 0, once for each `run_log` whose start cannot change any more.
+    """
+    named = run_log.starts.named_takes()
+    if len(named) > 1:
+        take = next((take for take in named if _holds_first_base(run_log, take)), named[0])
+        run_log.starts.settle_take(take)
+        return take
+    return named[0] if named else keys.SHARED_TAKE
+
+
+def _holds_first_base(run_log: RunLog, take: str) -> bool:
+    # These import torch, which is slow.
+    from diloco_orchestrator.snapshots.file_plan import is_side_file
+    from diloco_orchestrator.snapshots.stored import first_snapshot_in
+
+    start = run_log.start()
+    if start is None:
+        return False
+    try:
+        found = first_snapshot_in(run_log, start.record, take)
+        found.check(start.record, but=[name for name in found.record.files if is_side_file(name)])
+    except (RecordInvalid, ObjectMissing, ModelMismatch, KeyError, ValueError) as error:
+        log.warning("%s is passed over: %s", keys.snapshot(0, "", take), error)
+        return False
+    return True

@@ -13,30 +13,17 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import FileInfo, Start
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.snapshots.file_plan import index_name, is_tensor_file
-from diloco_orchestrator.snapshots.first_take import first_take
+from diloco_orchestrator.snapshots.confirmation import first_take
+from diloco_orchestrator.snapshots.file_plan import OUTER_GROUP, Naming, index_name, is_side_file, is_tensor_file
 from diloco_orchestrator.snapshots.layout import ModelFiles
-from diloco_orchestrator.snapshots.naming import MODEL_GROUPS, OUTER_GROUP, Naming
-from diloco_orchestrator.snapshots.stored import StoredSnapshot
+from diloco_orchestrator.snapshots.stored import StoredSnapshot, first_snapshot_in
 
 log = logging.getLogger(__name__)
-
-_GROUPS = (*MODEL_GROUPS, OUTER_GROUP)
 
 
 def first_snapshot(run_log: RunLog) -> StoredSnapshot:
     """Snapshot 0, with the base and the files that `start.json` names. Raises `NoSuchRun` without a start.json."""
-    return snapshot_in(run_log, _start(run_log), first_take(run_log))
-
-
-def snapshot_in(run_log: RunLog, start: Start, take: str) -> StoredSnapshot:
-    """One take of snapshot 0, with the base and files that a start names. Raises `ObjectMissing` without a record."""
-    record = run_log.snapshot(0, take)
-    files = record.files
-    if start.first_files is not None:
-        files = {name: info for name, info in files.items() if _is_derived(name)} | start.first_files
-    named = record.model_copy(update={"base_digest": start.base_digest, "files": files})
-    return StoredSnapshot(run_log.store, 0, named, take)
+    return first_snapshot_in(run_log, _start(run_log), first_take(run_log))
 
 
 def files_of_run(run_log: RunLog) -> ModelFiles:
@@ -64,11 +51,6 @@ def side_files_of_run(run_log: RunLog) -> dict[str, bytes]:
     return found
 
 
-def is_side_file(name: str) -> bool:
-    """Whether a file of a snapshot neither holds tensors nor is an index of files that do."""
-    return not any(is_tensor_file(group, name) or name == index_name(group) for group in _GROUPS)
-
-
 def why_no_file(name: str, start: Start) -> str:
     """Why no snapshot of a run has a file of this name; empty if it may have one."""
     if is_side_file(name):
@@ -77,11 +59,6 @@ def why_no_file(name: str, start: Start) -> str:
     own = (Naming.of(start).group, OUTER_GROUP)
     known = any(is_tensor_file(group, name) or name == index_name(group) for group in own)
     return "" if known else "the model of this run has no such file"
-
-
-def _is_derived(name: str) -> bool:
-    """Whether a file of snapshot 0 follows from those that `start.json` names."""
-    return is_tensor_file(OUTER_GROUP, name) or any(name == index_name(group) for group in _GROUPS)
 
 
 def _copies(run_log: RunLog, name: str, info: FileInfo) -> Iterator[bytes]:

@@ -15,7 +15,7 @@ complete snapshot is `snapshots.stored`'s; bases between snapshots are `snapshot
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,28 +27,32 @@ from diloco_orchestrator.outer.adapter_products import merged
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
+from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import AdapterPair, FileInfo, ParameterInfo, Snapshot
-from diloco_orchestrator.run_log.capped_reads import read_record
+from diloco_orchestrator.run_log.reader import Reader
+from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.snapshots.adapter_folder import adapter_folder
 from diloco_orchestrator.snapshots.file_plan import (
-    group_files,
+    OUTER_GROUP,
+    Naming,
     index_bytes,
     index_name,
-    is_tensor_file,
     plan_files,
 )
-from diloco_orchestrator.snapshots.naming import MODEL_GROUPS, OUTER_GROUP, Naming
-from diloco_orchestrator.snapshots.parameter_names import trainable, unwrapped
+from diloco_orchestrator.snapshots.model_tensors import Untrained, trainable, unwrapped
 from diloco_orchestrator.snapshots.side_files import side_files
-from diloco_orchestrator.snapshots.tensor_file import TensorSpec, encode_each, views
-from diloco_orchestrator.snapshots.tensor_source import LiveTensors, Overlaid, TensorSource
-from diloco_orchestrator.snapshots.untrained import Untrained
+from diloco_orchestrator.snapshots.tensor_file import (
+    LiveTensors,
+    Overlaid,
+    TensorSource,
+    TensorSpec,
+    encode_each,
+)
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
 from diloco_orchestrator.store.retrying import without_read_back
 
 MODEL = "model.safetensors"
-OUTER = "outer.safetensors"
 MOMENTUM, BASE = "momentum.", "base."  # before the names in the outer file
 
 log = logging.getLogger(__name__)
@@ -135,11 +139,6 @@ class ModelFiles:
             return cls(dtypes, lambda: LiveTensors(rest), extra, adapter.naming, untrained)
         whole = LiveTensors(untrained.frozen | untrained.buffers.first)
         return cls(dtypes, lambda: whole, extra, adapter.naming if adapter else Naming(), untrained, adapters)
-
-    @property
-    def base_dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype of everything in the base: of trainable parameters the model's, of residuals float32."""
-        return {**self.dtypes, **{pair.residual: torch.float32 for pair in self.adapters}}
 
     def with_buffers(self, changed: Mapping[str, torch.Tensor]) -> "ModelFiles":
         """The same with these buffers, by name in the model, in place of the first ones.
@@ -243,7 +242,7 @@ def write_snapshot(
             return None
         record = Snapshot(**stamp(), round=round_, base_digest=digest, by=by, files=infos)
         key = keys.snapshot(round_, keys.SNAPSHOT_RECORD, take)
-        if store.create(key, record.to_bytes()) or _says_the_same(store, key, record):
+        if create_snapshot_record(store, record, take):
             return take
         log.warning("%s is not the record of this snapshot of base %s", key, digest[:12])
     raise RecordInvalid(
@@ -279,13 +278,16 @@ def _write_take(
     return infos
 
 
-def _says_the_same(store: Store, key: str, ours: Snapshot) -> bool:
-    """Whether the record that another writer created names the same base and files."""
+def create_snapshot_record(store: Store, ours: Snapshot, take: str) -> bool:
+    """Create the record of a take, which completes it; False if one is there that names another base or other files."""
+    key = keys.snapshot(ours.round, keys.SNAPSHOT_RECORD, take)
+    if Writer(store, Role.ANYBODY).create(ours, key) is not None:
+        return True
     try:
-        theirs = Snapshot.from_bytes(read_record(store, key), key)
+        theirs = Reader(store).read(Snapshot, key)
     except RecordInvalid:
         return False
-    return (theirs.base_digest, theirs.files) == (ours.base_digest, ours.files)
+    return theirs is not None and (theirs.record.base_digest, theirs.record.files) == (ours.base_digest, ours.files)
 
 
 def info_of(data: bytes) -> FileInfo:
@@ -299,13 +301,6 @@ def existing_files(store: Store, round_: int, take: str = keys.SHARED_TAKE) -> s
     return {info.key.removeprefix(folder) for info in store.list(folder)}
 
 
-def other_layout(existing: Collection[str], planned: Collection[str]) -> str | None:
-    """A tensor file that exists though no plan of this model has it; None if there is none."""
-    groups = (*MODEL_GROUPS, OUTER_GROUP)
-    found = (name for name in sorted(existing) if any(is_tensor_file(group, name) for group in groups))
-    return next((name for name in found if name not in planned), None)
-
-
 def _write_file(store: Store, key: str, file: SnapshotFile, exists: bool) -> tuple[FileInfo, bool]:
     """Create a file unless it exists. Returns what a record says of it, and whether it is there with its bytes."""
     data = file.encode()
@@ -314,67 +309,3 @@ def _write_file(store: Store, key: str, file: SnapshotFile, exists: bool) -> tup
         return ours, True
     del data  # before the existing one is read
     return ours, info_of(store.get(key, 0, ours.size + 1)) == ours
-
-
-# -- reading ----------------------------------------------------------------------------------------------------------
-
-
-def read_tensors(store: Store, key: str) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors object, by name. Raises `RecordInvalid` if it is none."""
-    return views(store.get(key), f"{key} in {store.url}")
-
-
-def files_of_base(names: Collection[str], naming: Naming, dtypes: Mapping[str, torch.dtype], where: str) -> list[str]:
-    """The files that hold a base: the outer ones, and the model's if it has parameters in fp32."""
-    outer = group_files(OUTER_GROUP, names, where)
-    in_model = any(dtype == torch.float32 for dtype in dtypes.values())
-    return [*outer, *(group_files(naming.group, names, where) if in_model else ())]
-
-
-def base_of(
-    names: Collection[str],
-    load: Callable[[str], Mapping[str, torch.Tensor]],
-    naming: Naming,
-    dtypes: Mapping[str, torch.dtype],
-    shapes: Mapping[str, torch.Size],
-    where: str,
-    fragments: Sequence[Sequence[str]],
-    shard_numel: int,
-) -> Base:
-    """The base in the files of a snapshot, of which `load` reads one at a time.
-
-    `dtypes`, `shapes`: of the run's parameters. The rest: how `Base` holds it. Raises `RecordInvalid` if the files hold
-    other ones.
-    """
-    base, missing = Base.zeros(shapes, fragments, shard_numel), set(dtypes)
-    for file in files_of_base(names, naming, dtypes, where):
-        parameters, momenta = _parts_of_base(load(file), naming, dtypes, is_outer=is_tensor_file(OUTER_GROUP, file))
-        _check_shapes((*parameters.items(), *momenta.items()), shapes, where)
-        base.fill(parameters, momenta)
-        missing -= set(parameters)
-        del parameters, momenta  # before the next file is read
-    for name in sorted(missing):
-        raise RecordInvalid(f"{where} does not hold the run's parameter {name!r}. Use another snapshot.")
-    return base
-
-
-def _check_shapes(found: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, torch.Size], where: str) -> None:
-    for name, tensor in found:
-        if tensor.shape != shapes[name]:
-            theirs, ours = list(tensor.shape), list(shapes[name])
-            raise RecordInvalid(f"{where} holds {name!r} as {theirs}, the run has {ours}. Use another snapshot.")
-
-
-def _parts_of_base(
-    tensors: Mapping[str, torch.Tensor], naming: Naming, dtypes: Mapping[str, torch.dtype], is_outer: bool
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The parameters and momenta of the base in one file's tensors, by parameter name."""
-
-    def found(prefix: str) -> dict[str, torch.Tensor]:
-        named = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
-        return {name: each for name, each in named.items() if name in dtypes}
-
-    if is_outer:
-        return found(BASE), found(MOMENTUM)
-    stored = ((name, naming.in_file(name)) for name, dtype in dtypes.items() if dtype == torch.float32)
-    return {name: tensors[each] for name, each in stored if each in tensors}, {}

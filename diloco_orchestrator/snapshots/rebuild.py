@@ -17,8 +17,8 @@ from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.outer import outer_step
+from diloco_orchestrator.outer.arithmetic import denormals_kept
 from diloco_orchestrator.outer.base import Base, BaseLayout, BaseShard
-from diloco_orchestrator.outer.float_mode import denormals_kept
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import leg_of_base
 from diloco_orchestrator.protocol.record_format import Stamp

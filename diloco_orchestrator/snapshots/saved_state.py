@@ -13,7 +13,7 @@ from diloco_orchestrator.allreduce.shards import fetch_shard
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
-from diloco_orchestrator.protocol.limits import parse_json
+from diloco_orchestrator.protocol.record_format import parse_json
 from diloco_orchestrator.protocol.records import Contribution, Shard
 from diloco_orchestrator.snapshots.tensor_file import encode, pieces, read_header
 from diloco_orchestrator.store.base import Store

@@ -1,9 +1,9 @@
 """`StoredSnapshot`: reads a complete snapshot file by file, and checks every digest that its record names.
 
-The files are `snapshots.layout`'s.
+The files are written by `snapshots.layout`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -12,13 +12,17 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import ParameterInfo, Snapshot, Start
-from diloco_orchestrator.snapshots.file_plan import group_files, is_tensor_file
-from diloco_orchestrator.snapshots.layout import (
-    ModelFiles,
-    base_of,
-    files_of_base,
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.file_plan import (
+    GROUPS,
+    MODEL_GROUPS,
+    OUTER_GROUP,
+    Naming,
+    group_files,
+    index_name,
+    is_tensor_file,
 )
-from diloco_orchestrator.snapshots.naming import MODEL_GROUPS, Naming
+from diloco_orchestrator.snapshots.layout import BASE, MOMENTUM, ModelFiles
 from diloco_orchestrator.snapshots.tensor_file import TensorSpec, read_header, views
 from diloco_orchestrator.store.base import Store
 
@@ -51,10 +55,17 @@ class StoredSnapshot:
 
         Reads each file that holds a part of the base once. `start`: of the run.
         """
-        dtypes = dtypes_of(start.parameters)
+        dtypes, naming = dtypes_of(start.parameters), Naming.of(start)
         shapes = {parameter.name: torch.Size(parameter.shape) for parameter in start.parameters}
-        layout = start.fragments, start.shard_numel
-        base = base_of(self.record.files, self._load, Naming.of(start), dtypes, shapes, self._where, *layout)
+        base, missing = Base.zeros(shapes, start.fragments, start.shard_numel), set(dtypes)
+        for file in files_of_base(self.record.files, naming, dtypes, self._where):
+            parameters, momenta = _parts_of_base(self._load(file), naming, dtypes, is_tensor_file(OUTER_GROUP, file))
+            _check_shapes((*parameters.items(), *momenta.items()), shapes, self._where)
+            base.fill(parameters, momenta)
+            missing -= set(parameters)
+            del parameters, momenta  # before the next file is read
+        for name in sorted(missing):
+            raise RecordInvalid(f"{self._where} does not hold the run's parameter {name!r}. Use another snapshot.")
         if (digest := base.digest()) != self.record.base_digest:
             raise RecordInvalid(
                 f"snapshot {self.round} in {self._store.url} holds base {digest[:12]}, its record names "
@@ -140,3 +151,47 @@ class RestOfSnapshot:
 
 def dtypes_of(parameters: Sequence[ParameterInfo]) -> dict[str, torch.dtype]:
     return {parameter.name: getattr(torch, parameter.dtype) for parameter in parameters}
+
+
+def files_of_base(names: Collection[str], naming: Naming, dtypes: Mapping[str, torch.dtype], where: str) -> list[str]:
+    """The files that hold a base: the outer ones, and the model's if it has parameters in fp32."""
+    outer = group_files(OUTER_GROUP, names, where)
+    in_model = any(dtype == torch.float32 for dtype in dtypes.values())
+    return [*outer, *(group_files(naming.group, names, where) if in_model else ())]
+
+
+def _check_shapes(found: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, torch.Size], where: str) -> None:
+    for name, tensor in found:
+        if tensor.shape != shapes[name]:
+            theirs, ours = list(tensor.shape), list(shapes[name])
+            raise RecordInvalid(f"{where} holds {name!r} as {theirs}, the run has {ours}. Use another snapshot.")
+
+
+def _parts_of_base(
+    tensors: Mapping[str, torch.Tensor], naming: Naming, dtypes: Mapping[str, torch.dtype], is_outer: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The parameters and momenta of the base in one file's tensors, by parameter name."""
+
+    def found(prefix: str) -> dict[str, torch.Tensor]:
+        named = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+        return {name: each for name, each in named.items() if name in dtypes}
+
+    if is_outer:
+        return found(BASE), found(MOMENTUM)
+    stored = ((name, naming.in_file(name)) for name, dtype in dtypes.items() if dtype == torch.float32)
+    return {name: tensors[each] for name, each in stored if each in tensors}, {}
+
+
+def first_snapshot_in(run_log: RunLog, start: Start, take: str) -> StoredSnapshot:
+    """One take of snapshot 0, with the base and files that a start names. Raises `ObjectMissing` without a record."""
+    record = run_log.snapshot(0, take)
+    files = record.files
+    if start.first_files is not None:
+        files = {name: info for name, info in files.items() if _is_derived(name)} | start.first_files
+    named = record.model_copy(update={"base_digest": start.base_digest, "files": files})
+    return StoredSnapshot(run_log.store, 0, named, take)
+
+
+def _is_derived(name: str) -> bool:
+    """Whether a file of snapshot 0 follows from those that `start.json` names."""
+    return is_tensor_file(OUTER_GROUP, name) or any(name == index_name(group) for group in GROUPS)

@@ -14,9 +14,9 @@ from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.outer.base import BaseLayout, BaseShard
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Start
-from diloco_orchestrator.snapshots.layout import BASE, MOMENTUM, files_of_base
-from diloco_orchestrator.snapshots.naming import Naming
-from diloco_orchestrator.snapshots.stored import StoredSnapshot, dtypes_of
+from diloco_orchestrator.snapshots.file_plan import Naming
+from diloco_orchestrator.snapshots.layout import BASE, MOMENTUM
+from diloco_orchestrator.snapshots.stored import StoredSnapshot, dtypes_of, files_of_base
 from diloco_orchestrator.snapshots.tensor_file import TensorSpec, read_header
 from diloco_orchestrator.store.base import Store
 

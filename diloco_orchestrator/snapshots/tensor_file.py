@@ -9,13 +9,14 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from diloco_orchestrator.allreduce.spool import held
 from diloco_orchestrator.codecs.plain import tensor_over
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
-from diloco_orchestrator.protocol.limits import parse_json
+from diloco_orchestrator.protocol.record_format import parse_json
 
 # The order in which a file holds its tensors: by this table, then by name.
 _DTYPES = (
@@ -155,6 +156,48 @@ def _entry(name: str, spec: TensorSpec, start: int) -> str:
 
 def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+# -- what is written --------------------------------------------------------------------------------------------------
+
+
+class TensorSource(Protocol):
+    """Tensors by name, each read when it is needed."""
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """Shapes and dtypes of all of them."""
+        ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """One of them, on the CPU and contiguous."""
+        ...
+
+
+@dataclass(frozen=True)
+class LiveTensors:
+    """A `TensorSource` of tensors that are in memory, on any device."""
+
+    tensors: Mapping[str, torch.Tensor]
+
+    def specs(self) -> dict[str, TensorSpec]:
+        return {name: TensorSpec.of(tensor) for name, tensor in self.tensors.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.tensors[name].detach().cpu().contiguous()
+
+
+@dataclass(frozen=True)
+class Overlaid:
+    """A `TensorSource` with other values, or other tensors, in place of some of its own."""
+
+    source: TensorSource
+    over: Mapping[str, torch.Tensor]
+
+    def specs(self) -> dict[str, TensorSpec]:
+        return self.source.specs() | {name: TensorSpec.of(tensor) for name, tensor in self.over.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.over[name] if name in self.over else self.source.read(name)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

@@ -68,8 +68,7 @@ class FsspecEngine:
             return bytes(self._fs.cat_file(path))
         try:
             return bytes(self._fs.cat_file(path, start=0, end=end))
-        except Exception:
-            # Servers refuse every range of an empty object.
+        except Exception:  # servers refuse every range of an empty object, each file system in its own way
             if self._fs.info(path)["size"]:
                 raise
             return b""
@@ -162,7 +161,7 @@ class FsspecEngine:
                     "Check the bucket's name and the endpoint."
                 ) from error
             raise ObjectMissing(f"{key} does not exist in {self.url}.") from error
-        except Exception as error:
+        except Exception as error:  # each file system raises its own kinds
             # s3fs knows such a reply only by the field Condition, which Ceph's gateway does not send.
             if verb == "create" and _server_code(error) in ("PreconditionFailed", "412"):
                 raise _Exists from error

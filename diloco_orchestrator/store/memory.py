@@ -1,7 +1,9 @@
 """`MemoryStore`: a store in this process's memory, for tests and `memory://name` URLs."""
 
 import threading
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
+from itertools import islice, takewhile
 
 from diloco_orchestrator.errors import ObjectMissing
 from diloco_orchestrator.store.base import ObjectInfo
@@ -13,6 +15,7 @@ class MemoryStore:
     def __init__(self, url: str = "memory://") -> None:
         self.url = url
         self._objects: dict[str, bytes] = {}
+        self._keys: list[str] = []  # in order
         self._lock = threading.Lock()
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
@@ -23,21 +26,27 @@ class MemoryStore:
 
     def put(self, key: str, data: bytes) -> None:
         with self._lock:
-            self._objects[key] = bytes(data)
+            self._set(key, data)
 
     def create(self, key: str, data: bytes) -> bool:
         with self._lock:
             if key in self._objects:
                 return False
-            self._objects[key] = bytes(data)
+            self._set(key, data)
             return True
+
+    def _set(self, key: str, data: bytes) -> None:
+        if key not in self._objects:
+            insort(self._keys, key)
+        self._objects[key] = bytes(data)
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
         with self._lock:
-            found = [ObjectInfo(key, len(data)) for key, data in self._objects.items()]
-        wanted = (info for info in found if info.key.startswith(prefix) and info.key > start_after)
-        return iter(sorted(wanted, key=lambda info: info.key))
+            first = max(bisect_left(self._keys, prefix), bisect_right(self._keys, start_after))
+            wanted = takewhile(lambda key: key.startswith(prefix), islice(self._keys, first, None))
+            return iter([ObjectInfo(key, len(self._objects[key])) for key in wanted])
 
     def delete(self, key: str) -> None:
         with self._lock:
-            self._objects.pop(key, None)
+            if self._objects.pop(key, None) is not None:
+                self._keys.remove(key)

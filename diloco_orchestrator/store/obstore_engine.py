@@ -8,6 +8,7 @@ import io
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -87,23 +88,19 @@ class ObstoreEngine:
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         if end is not None and end <= start:
             return b""
-        try:
+        with self._translating("read", key):
             if start == 0:
                 return self._from_start(key, end)
             size = obstore.head(self._store, key)["size"]
             stop = size if end is None else min(end, size)
             return bytes(obstore.get_range(self._store, key, start=start, end=stop)) if start < stop else b""
-        except Exception as error:
-            raise self._translated(error, key, "read") from error
 
     def open_file(self, key: str) -> IO[bytes] | None:
         """The object's file. None for a cloud, and for a folder on a file system of other machines."""
         if not self._gives_files or not _PLAIN.fullmatch(key):
             return None
-        try:
+        with self._translating("read", key):
             return open_regular(Path(self.url) / key)
-        except OSError as error:
-            raise self._translated(error, key, "read") from error
 
     def _from_start(self, key: str, end: int | None) -> bytes:
         """The first `end` bytes of an object, or all, in one request."""
@@ -113,8 +110,7 @@ class ObstoreEngine:
                 return _read(file, end)
         try:
             found = obstore.get(self._store, key, options={} if end is None else {"range": (0, end)})
-        except Exception as error:
-            # Servers and folders refuse every range of an empty object.
+        except Exception as error:  # of any kind: servers and folders refuse every range of an empty object.
             if end is None or not _NO_RANGE.search(str(error)) or obstore.head(self._store, key)["size"]:
                 raise
             return b""
@@ -129,53 +125,51 @@ class ObstoreEngine:
     def put(self, key: str, data: bytes) -> None:
         if self._multipart is not None and len(data) > self._single_put_limit:
             return self._multipart.put(key, data)
-        try:
+        with self._translating("write", key):
             obstore.put(self._store, key, data, use_multipart=False)
-        except Exception as error:
-            raise self._translated(error, key, "write") from error
 
     def create(self, key: str, data: bytes) -> bool:
         if self._multipart is not None and len(data) > self._single_put_limit:
             return self._multipart.create(key, data)
-        try:
-            # obstore's own multipart uploads have no create-only mode.
-            obstore.put(self._store, key, data, mode="create", use_multipart=False)
-        except AlreadyExistsError as error:
-            if (code := _CODE.search(str(error))) and BY_CODE.get(code[1], (None,))[0] is StoreUnavailable:
-                raise self._translated(error, key, "create") from error  # a 409: perhaps no object exists yet
-            return False
-        except Exception as error:
-            raise self._translated(error, key, "create") from error
+        with self._translating("create", key):
+            try:
+                # obstore's own multipart uploads have no create-only mode.
+                obstore.put(self._store, key, data, mode="create", use_multipart=False)
+            except AlreadyExistsError as error:
+                if (code := _CODE.search(str(error))) and BY_CODE.get(code[1], (None,))[0] is StoreUnavailable:
+                    raise  # a 409: perhaps no object exists yet
+                return False
         return True
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
-        try:
-            found = obstore.list(self._store, prefix or None, offset=start_after or None).collect()
-            infos = [ObjectInfo(meta["path"], meta["size"]) for meta in found]
-        except InvalidPathError:  # a file of somebody else, whose name is no key; without it there are the others
-            infos = listed(Path(self.url), prefix, start_after)
-        except Exception as error:
-            raise self._translated(error, prefix, "list") from error
+        with self._translating("list", prefix):
+            try:
+                found = obstore.list(self._store, prefix or None, offset=start_after or None).collect()
+                infos = [ObjectInfo(meta["path"], meta["size"]) for meta in found]
+            except InvalidPathError:  # a file of somebody else, whose name is no key; without it there are the others
+                infos = listed(Path(self.url), prefix, start_after)
         # obstore's local engine lists in directory order and shows its staging files.
         return iter(sorted((i for i in infos if not _STAGING.search(i.key)), key=lambda info: info.key))
 
     def delete(self, key: str) -> None:
-        try:
+        with suppress(ObjectMissing), self._translating("delete", key):
             obstore.delete(self._store, key)
-        except Exception as error:
-            translated = self._translated(error, key, "delete")
-            if not isinstance(translated, ObjectMissing):
-                raise translated from error
 
     def readable_url(self, key: str, lifetime_s: float) -> str:
         """A presigned URL for GET; the file's path if the store is a folder. Raises `StoreError` if signing fails."""
         if isinstance(self._store, LocalStore):
             return str(Path(self.url) / key)
         assert isinstance(self._store, S3Store | GCSStore | AzureStore)
-        try:
+        with self._translating("sign", key):
             return obstore.sign(self._store, "GET", key, expires_in=timedelta(seconds=lifetime_s))
-        except Exception as error:
-            raise self._translated(error, key, "sign") from error
+
+    @contextmanager
+    def _translating(self, verb: str, key: str) -> Iterator[None]:
+        """Raise what obstore or the file system raises as a `StoreError`. `verb`: done to `key`, for errors."""
+        try:
+            yield
+        except Exception as error:  # its kinds share no base; servers' other replies come as plain ones
+            raise self._translated(error, key, verb) from error
 
     def _translated(self, error: Exception, key: str, verb: str) -> StoreError:
         text = str(error).split("\n\nDebug source", 1)[0].strip()
@@ -211,7 +205,7 @@ def open_local(path: Path) -> ObstoreEngine:
     try:
         store = LocalStore(path, mkdir=True)
         return ObstoreEngine(store, str(path), gives_files=is_on_local_disk(path))
-    except Exception as error:
+    except Exception as error:  # obstore's kinds share no base
         text = str(error).split("\n\nDebug source", 1)[0].strip()
         raise StoreDenied(
             f"cannot open the folder {path} as a store: {text}. Choose a folder that you may write."
@@ -226,7 +220,7 @@ def open_cloud(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
     """
     try:
         store = from_url(url, client_options=CLIENT_OPTIONS, retry_config=NO_RETRIES, **options)
-    except Exception as error:
+    except Exception as error:  # obstore's kinds share no base; options of other types raise others
         text = str(error).split("\n\nDebug source", 1)[0].strip()
         raise ConfigError(f"cannot open {url}: {text}. Check the URL, the credentials and storage_options.") from error
     return ObstoreEngine(store, url)

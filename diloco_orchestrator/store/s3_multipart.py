@@ -72,7 +72,7 @@ class MultipartUploads:
         try:
             parts = self._send_parts(upload, data)
             client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts}, **condition)
-        except BaseException as error:
+        except BaseException as error:  # an interrupt too: parts that nobody completes are paid for
             with suppress(BotoCoreError, ClientError):  # the first error says more
                 client.abort_multipart_upload(**upload)
             if isinstance(error, ClientError) and _code(error) in _EXISTS:
@@ -93,7 +93,7 @@ class MultipartUploads:
             parts = [pool.submit(send, number) for number in range(1, len(starts) + 1)]
             try:
                 return [part.result() for part in parts]
-            except BaseException:
+            except BaseException:  # an interrupt too
                 pool.shutdown(wait=True, cancel_futures=True)  # no part is sent after the upload was aborted
                 raise
 

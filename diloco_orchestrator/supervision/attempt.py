@@ -1,43 +1,34 @@
 """The life of one attempt as a state machine: `advance` gives the next state, the effects to perform, and why.
 
-Pure: the time is an argument, nothing is read or written. States, events and effects are defined in `attempt_types`,
-the form of the table in `attempt_table`. Effects are performed by `fleet`; which attempt to launch, cancel or give up
-is decided in `fleet_policy`.
+Pure: the time is an argument, nothing is read or written. States, events and effects are defined in `attempt_types`.
+Effects are performed by `fleet`; which attempt to launch, cancel or give up is decided in `fleet_policy`.
 
 `python -m diloco_orchestrator.supervision.attempt` prints the diagram that docs/protocol.md holds.
 """
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from diloco_orchestrator.executors.contract import ReplicaHandle, ReplicaState, ReplicaStatus
-from diloco_orchestrator.supervision.attempt_launch import search_words  # which enters its rules, too
-from diloco_orchestrator.supervision.attempt_outcome import end_step, outcome_of
-from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
-from diloco_orchestrator.supervision.attempt_table import (
-    EVENTS,
-    MOVES,
-    REFUSED,
-    STATES,
-    RefusedEvent,
-    Step,
-    diagram,
-    on,
-    refuse,
-)
+from diloco_orchestrator.protocol.process import EXIT_DONE, EXIT_PERMANENT, EXIT_PREEMPTED, EXIT_SUPERSEDED
 from diloco_orchestrator.supervision.attempt_types import (
     AbandonLaunch,
     Alive,
+    AttemptPolicy,
     Beat,
     BeatSeen,
     CallCancel,
     CallFind,
+    CallLaunch,
     CancelAccepted,
     CancelAsked,
     CancelFailed,
     Cancelling,
     CancelSeen,
     ClaimLost,
+    Effect,
     Ended,
     Event,
     ExitSeen,
@@ -55,6 +46,7 @@ from diloco_orchestrator.supervision.attempt_types import (
     LegStopped,
     Outcome,
     Postponed,
+    Refusal,
     Replaced,
     Reserved,
     Running,
@@ -72,6 +64,67 @@ from diloco_orchestrator.supervision.attempt_types import (
     WriteOut,
 )
 
+# -- the table: every pair of a state and an event has a rule, or a reason why it cannot occur ------------------------
+
+StateClass = type[State]
+EventClass = type[Event]
+STATES: tuple[StateClass, ...] = get_args(State)
+EVENTS: tuple[EventClass, ...] = get_args(Event)
+
+
+class RefusedEvent(RuntimeError):
+    """An event arrived in a state in which it cannot occur: a bug of this package, not of its user."""
+
+
+class Step(NamedTuple):
+    """The result of one event: next state, effects to perform, and the log line `reason`, empty if none is needed."""
+
+    state: State
+    effects: tuple[Effect, ...] = ()
+    reason: str = ""
+
+
+class Move(NamedTuple):
+    """One entry of the table: the rule, and every state class that it may lead to."""
+
+    rule: Callable[..., Step]
+    to: tuple[StateClass, ...]
+
+
+MOVES: dict[tuple[StateClass, EventClass], Move] = {}
+REFUSED: dict[tuple[StateClass, EventClass], str] = {}  # why the event cannot arrive in that state
+
+_Rule = TypeVar("_Rule", bound=Callable[..., Step])
+_States = StateClass | tuple[StateClass, ...]
+_Events = EventClass | tuple[EventClass, ...]
+
+
+def _pairs(states: _States, events: _Events) -> list[tuple[StateClass, EventClass]]:
+    of_states = states if isinstance(states, tuple) else (states,)
+    of_events = events if isinstance(events, tuple) else (events,)
+    return [(state, event) for state in of_states for event in of_events]
+
+
+def on(states: _States, events: _Events, to: _States = ()) -> Callable[[_Rule], _Rule]:
+    """Decorator: enter a rule `(state, event, now, policy) -> Step` for all pairs of `states` and `events`.
+
+    `to`: the state classes that the rule may return; by default the class does not change.
+    """
+
+    def enter(rule: _Rule) -> _Rule:
+        for state, event in _pairs(states, events):
+            MOVES[state, event] = Move(rule, (to if isinstance(to, tuple) else (to,)) or (state,))
+        return rule
+
+    return enter
+
+
+def refuse(states: _States, events: _Events, why: str) -> None:
+    """Enter the reason `why` for all pairs of `states` and `events` that have neither a rule nor a reason yet."""
+    for pair in _pairs(states, events):
+        if pair not in MOVES:
+            REFUSED.setdefault(pair, why)
+
 
 def advance(state: State, event: Event, now: float, policy: AttemptPolicy) -> Step:
     """The next state of an attempt, the effects to perform, and why. Raises `RefusedEvent` for a pair in `REFUSED`."""
@@ -85,7 +138,81 @@ def advance(state: State, event: Event, now: float, policy: AttemptPolicy) -> St
     return move.rule(state, event, now, policy)
 
 
+def diagram() -> str:
+    """The moves between state classes as a Mermaid diagram, as docs/protocol.md holds it."""
+    edges: dict[tuple[str, str], list[str]] = {}
+    for state in STATES:
+        for event in EVENTS:
+            move = MOVES.get((state, event))
+            for to in move.to if move else ():
+                if to is not state:
+                    edges.setdefault((state.__name__, to.__name__), []).append(event.__name__)
+    lines = [f"    {begin} --> {end}: {', '.join(events)}" for (begin, end), events in edges.items()]
+    return "\n".join(["stateDiagram-v2", "    [*] --> Unlaunched", *lines, "    Ended --> [*]", "    GivenUp --> [*]"])
+
+
 # -- how an attempt ended ---------------------------------------------------------------------------------------------
+
+_BY_CODE = {
+    EXIT_DONE: Outcome.DONE,
+    EXIT_PREEMPTED: Outcome.PREEMPTED,
+    EXIT_SUPERSEDED: Outcome.SUPERSEDED,
+    EXIT_PERMANENT: Outcome.PERMANENT,
+}
+
+
+def is_conclusive(code: int) -> bool:
+    """Whether an exit code alone names the outcome. Other codes are errors, unless the provider knows the reason."""
+    return code in _BY_CODE
+
+
+def outcome_of(code: int | None, status: ReplicaStatus | None) -> Outcome:
+    """How an attempt ended. A conclusive exit code decides; otherwise the provider's status does.
+
+    The provider may know why the process failed: a preempted node breaks the training code before the replica notices.
+    `code` is None without exit record, `status` None if the provider reported nothing.
+    """
+    if code is not None and is_conclusive(code):
+        return _BY_CODE[code]
+    if status is None:
+        return Outcome.ERROR
+    if status.state is ReplicaState.SUCCEEDED and code is None:
+        return Outcome.DONE
+    if status.state is ReplicaState.PREEMPTED:
+        return Outcome.PREEMPTED
+    if status.state is ReplicaState.TIMED_OUT:
+        return Outcome.TIMED_OUT
+    return Outcome.NO_CAPACITY if status.reason == "no_capacity" else Outcome.ERROR
+
+
+_TOOK_PART = ", took part"
+
+
+def named(number: int, ended: Ended) -> str:
+    """The `why` of the next attempt's intent: the only record of the end of an attempt that left no exit record."""
+    took_part = _TOOK_PART if ended.took_part else ""
+    return f"attempt {number} ({ended.outcome}{took_part}): {ended.reason}"
+
+
+def named_in(why: str, number: int) -> Replaced:
+    """The end of attempt `number` in the intent `why` of the next one, as `named` wrote it.
+
+    Without an outcome for any other text, such as that of version 0.1.0.
+    """
+    found = re.fullmatch(rf"attempt {number} \((.+?)({_TOOK_PART})?\): (.*)", why, re.DOTALL)
+    if found is None or found[1] not in list(Outcome):
+        return Replaced()
+    return Replaced(Outcome(found[1]), found[3], took_part=found[2] is not None)
+
+
+def end_step(state: Alive, outcome: Outcome, reason: str, now: float) -> Step:
+    """The end of an attempt. A cancelled attempt ends as an error, unless its outcome is done or superseded."""
+    if outcome is Outcome.SUPERSEDED:
+        words = "it exited because another process has its replica, which is followed now"
+        return Step(Ended(outcome, now, reason), (FindSuccessor(),), words)
+    if isinstance(state, Cancelling) and outcome is not Outcome.DONE:
+        outcome, reason = Outcome.ERROR, state.why
+    return Step(Ended(outcome, now, reason), (), f"ended ({outcome}): {reason}")
 
 
 @on((Reserved, Postponed, Running, Unreachable, Cancelling), ExitSeen, to=Ended)
@@ -108,6 +235,118 @@ def _judged(state: Ended, event: Replaced, now: float, policy: AttemptPolicy) ->
     if event.outcome is None:
         return Step(state)
     return Step(Ended(event.outcome, state.at, event.reason, event.took_part))
+
+
+# -- from the intent to the handle ------------------------------------------------------------------------------------
+
+
+@on(Unlaunched, IntentWritten, to=Launching)
+def _launch(state: Unlaunched, event: IntentWritten, now: float, policy: AttemptPolicy) -> Step:
+    return Step(Launching(now, None), (CallLaunch(),))
+
+
+@on(Unlaunched, IntentTaken, to=Reserved)
+def _leave_to_other(state: Unlaunched, event: IntentTaken, now: float, policy: AttemptPolicy) -> Step:
+    return Step(Reserved(now, None, launch_at=now + policy.adopt_after_s))
+
+
+@on(Reserved, Tick, to=(Reserved, Launching))
+def _adopt(state: Reserved, event: Tick, now: float, policy: AttemptPolicy) -> Step:
+    """Take over a launch whose coordinator may have died before the launch call or before it wrote the handle."""
+    if now < state.launch_at:
+        return Step(state)
+    if not state.wanted:
+        return Step(state, (CallFind(),))
+    words = f"launched here: its intent has had no handle for {policy.adopt_after_s:g} s"
+    return Step(Launching(state.since, state.beat), (CallLaunch(),), words)
+
+
+@on((Reserved, Postponed), LegStopped, to=Reserved)
+def _not_wanted(state: Reserved | Postponed, event: LegStopped, now: float, policy: AttemptPolicy) -> Step:
+    """After the stop do not launch it here, but keep searching: a coordinator that died may have launched it."""
+    at = state.launch_at if isinstance(state, Reserved) else state.retry_at
+    return Step(Reserved(state.since, state.beat, launch_at=at, wanted=False))
+
+
+@on(Launching, LaunchReturned, to=Running)
+def _launched(state: Launching, event: LaunchReturned, now: float, policy: AttemptPolicy) -> Step:
+    return Step(Running(state.since, state.beat, event.handle), (WriteHandle(event.handle, event.hourly_usd),))
+
+
+@on(Launching, LaunchFailed, to=Ended)
+def _not_launched(state: Launching, event: LaunchFailed, now: float, policy: AttemptPolicy) -> Step:
+    return end_step(state, event.outcome, event.reason, now)
+
+
+@on(Launching, LaunchDenied, to=(Postponed, Ended))
+def _denied(state: Launching, event: LaunchDenied, now: float, policy: AttemptPolicy) -> Step:
+    """Retry the launch of this attempt for `denied_for_s`; then end it as permanent."""
+    refusal = _refused(state, event.error, True, now)
+    if now - refusal.since > policy.denied_for_s:
+        return end_step(state, Outcome.PERMANENT, f"its provider refuses to launch it: {event.error}", now)
+    return _postponed(state, refusal, now + policy.retry_denied_s)
+
+
+@on(Launching, LaunchUnavailable, to=(Postponed, Ended))
+def _unavailable(state: Launching, event: LaunchUnavailable, now: float, policy: AttemptPolicy) -> Step:
+    """Retry the launch of this attempt for `unavailable_for_s`, no budget used; then end it as an error."""
+    refusal = _refused(state, event.error, False, now)
+    if now - refusal.since > policy.unavailable_for_s:
+        hours = policy.unavailable_for_s / 3600
+        return end_step(state, Outcome.ERROR, f"it could not be launched for {hours:g} h: {event.error}", now)
+    return _postponed(state, refusal, now + _unavailable_pause_s(event, refusal.calls, policy))
+
+
+def _refused(state: Launching, error: str, denied: bool, now: float) -> Refusal:
+    """The refusal of a call, which goes on from that of the call before if both are of one kind."""
+    before = state.refusal
+    if before is None or before.denied != denied:
+        return Refusal(now, error, denied)
+    return Refusal(before.since, error, denied, before.calls + 1)
+
+
+def _postponed(state: Launching, refusal: Refusal, retry_at: float) -> Step:
+    words = f"it is not launched yet: {refusal.error}" if refusal.calls == 1 else ""
+    return Step(Postponed(state.since, state.beat, refusal, retry_at), (), words)
+
+
+def _unavailable_pause_s(event: LaunchUnavailable, calls: int, policy: AttemptPolicy) -> float:
+    first_s, longest_s = policy.retry_unavailable_s
+    pause_s = min(longest_s, first_s * 2.0 ** min(calls - 1, 30)) * (1 + event.spread) / 2
+    # A provider that asks for a day would outlast what the user waits for: it is asked again after an hour.
+    return max(pause_s, min(event.retry_after_s or 0.0, 3600.0))
+
+
+@on(Postponed, Tick, to=(Postponed, Launching))
+def _try_again(state: Postponed, event: Tick, now: float, policy: AttemptPolicy) -> Step:
+    if now < state.retry_at:
+        return Step(state)
+    return Step(Launching(state.since, state.beat, state.refusal), (CallLaunch(),))
+
+
+@on((Reserved, Postponed), HandleSeen, to=(Running, Unreachable))
+def _handle_seen(state: Reserved | Postponed, event: HandleSeen, now: float, policy: AttemptPolicy) -> Step:
+    if event.ours:
+        return Step(Running(state.since, state.beat, event.handle))
+    words = f"it runs on {event.handle.executor}: followed by its records, and replaced here when it has ended"
+    return Step(Unreachable(state.since, state.beat, "other executor"), (), words)
+
+
+@on(Reserved, SearchDone, to=(Running, Ended))
+def _searched(state: Reserved, event: SearchDone, now: float, policy: AttemptPolicy) -> Step:
+    if event.handle is None:
+        return end_step(state, Outcome.ERROR, "it was never launched", now)
+    return Step(Running(state.since, state.beat, event.handle), (WriteHandle(event.handle, None),))
+
+
+@on(Reserved, SearchFailed)
+def _search_later(state: Reserved, event: SearchFailed, now: float, policy: AttemptPolicy) -> Step:
+    return Step(replace(state, launch_at=now + policy.retry_denied_s), (), search_words(event))
+
+
+def search_words(event: SearchFailed) -> str:
+    """The log line about a search that failed."""
+    return f"its provider could not be searched for its process: {event.error}"
 
 
 # -- running ----------------------------------------------------------------------------------------------------------

@@ -20,8 +20,7 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.supervision import fleet_policy
-from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
-from diloco_orchestrator.supervision.attempt_types import Postponed
+from diloco_orchestrator.supervision.attempt_types import AttemptPolicy, Postponed
 from diloco_orchestrator.supervision.budgets import LegBudget
 from diloco_orchestrator.supervision.end_of_leg import EndOfLeg, coordinator_name
 from diloco_orchestrator.supervision.fleet import Fleet
@@ -134,10 +133,8 @@ class Coordinator:
                 self._fleet.cancel((replica_id, attempt), why)
             case fleet_policy.GiveUp(replica_id, attempt, why):
                 self._fleet.give_up((replica_id, attempt), why)
-            case fleet_policy.Fail(why):
-                self.stop("failed", why)
-            case fleet_policy.Halt(why):
-                self.stop("halted", why)
+            case fleet_policy.Stop(status, why):
+                self.stop(status, why)
 
     def _keep_house(self) -> None:
         """Enforce limits and retention while the leg goes on; after its stop the next leg may need any snapshot."""

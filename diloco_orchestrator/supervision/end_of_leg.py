@@ -7,13 +7,15 @@ import logging
 import platform
 
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
-from diloco_orchestrator.protocol import keys, rounds
+from diloco_orchestrator.protocol import rounds
+from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Result
-from diloco_orchestrator.protocol.usual_norms import norms_after
+from diloco_orchestrator.protocol.records import Begin, By, Commit, Halt, Result
+from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.run_log.append import append_commit
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, claimed_base
 from diloco_orchestrator.snapshots.offered import ensure_offered_snapshot
 
@@ -25,7 +27,7 @@ class EndOfLeg:
 
     def __init__(self, run_log: RunLog, begin: Entry[Begin], stamp: Stamp) -> None:
         self._log = run_log
-        self._store = run_log.store
+        self._writer = Writer(run_log.store, Role.COORDINATOR)
         self._begin = begin.record
         self._begin_sha256 = begin.sha256
         self._stamp = stamp
@@ -63,8 +65,7 @@ class EndOfLeg:
         if last is None:
             return
         if self._log.result(self._begin.leg) is None:
-            result = rounds.result_of(last.commit, last.sha256, self._stamp())
-            self._store.create(keys.result(self._begin.leg), result.to_bytes())
+            self._writer.create(rounds.result_of(last.commit, last.sha256, self._stamp()))
         self._ensure_last_snapshot()
         if last.commit.halted_by_guard:
             ensure_offered_snapshot(self._log, self._stamp)
@@ -99,7 +100,7 @@ class EndOfLeg:
             applied=False,
             empty_rounds=position.empty_rounds + 1,
             stop=stop,
-            by=coordinator_name(),
+            by=By(None, coordinator_name()),
             reason=why,
             previous=position.sha256,
         )
@@ -123,15 +124,14 @@ class EndOfLeg:
             log.error(
                 "leg %d ends without a snapshot of its last base, of round %d: %s", self._begin.leg, round_, error
             )
-            log.error("resume %s with --from-round %d, its newest snapshot", self._store.url, *newest or [0])
+            log.error("resume %s with --from-round %d, its newest snapshot", self._log.store.url, *newest or [0])
 
     def _write_result(self, stop: rounds.Stop, why: str) -> None:
         """Write the result of a leg without commits: it counts with a request to halt only, which no replica writes."""
         assert stop != "none"
-        halt = Halt(**self._stamp(), leg=self._begin.leg, by=coordinator_name(), reason=why)
-        self._store.create(keys.halt(self._begin.leg), halt.to_bytes())
+        self._writer.create(Halt(**self._stamp(), leg=self._begin.leg, by=coordinator_name(), reason=why))
         result = Result(**self._stamp(), leg=self._begin.leg, status=stop, round=0, outer_steps=0, reason=why)
-        self._store.create(keys.result(self._begin.leg), result.to_bytes())
+        self._writer.create(result)
 
 
 def coordinator_name() -> str:

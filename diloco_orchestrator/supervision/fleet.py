@@ -9,17 +9,18 @@ from functools import partial
 
 from diloco_orchestrator.clock import Background, Clock, in_parallel
 from diloco_orchestrator.errors import StoreError
-from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Cancel, Handle, Intent
+from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Out
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
+from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.supervision.attempt_types import (
     BUDGETED,
     AbandonLaunch,
     Alive,
+    AttemptPolicy,
     CallCancel,
     CallFind,
     CallLaunch,
@@ -45,13 +46,13 @@ from diloco_orchestrator.supervision.attempt_types import (
 )
 from diloco_orchestrator.supervision.end_of_leg import coordinator_name
 from diloco_orchestrator.supervision.fleet_policy import Launch
-from diloco_orchestrator.supervision.participation import took_part
 from diloco_orchestrator.supervision.record_events import Addressed, RecordEvents, Who, read_attempts, recovered
 from diloco_orchestrator.supervision.replica_view import ReplicaView, follow
 from diloco_orchestrator.supervision.vendor import Vendor
 
 log = logging.getLogger(__name__)
 
+_LAST_ROUNDS = 50  # an attempt that was averaged in none of these before its end has not got on
 _SHORT = 24  # characters of a cause that is repeated rather than referred to
 
 
@@ -78,7 +79,7 @@ class Fleet:
         config = run_log.run.config
         self._log = run_log
         self._run_id = run_log.run.run_id
-        self._store = run_log.store
+        self._writer = Writer(run_log.store, Role.COORDINATOR)
         self._leg = leg
         self._vendor = vendor
         self._clock = clock
@@ -160,7 +161,7 @@ class Fleet:
     def _created(self, intent: Intent) -> bool | StoreError:
         """Whether the intent was created: False if another coordinator wrote it. A store's error is returned."""
         try:
-            return self._store.create(keys.intent(intent.replica_id, intent.attempt), intent.to_bytes())
+            return self._writer.create(intent) is not None
         except StoreError as error:
             return error
 
@@ -242,17 +243,17 @@ class Fleet:
             case AbandonLaunch():
                 self._vendor.abandon_launch(who)
             case WriteHandle(handle, hourly_usd):
-                written = Handle(
-                    **self._stamp(),
-                    replica_id=replica_id,
-                    attempt=number,
-                    handle=handle.to_json(),
-                    hourly_usd=hourly_usd,
+                self._writer.create(
+                    Handle(
+                        **self._stamp(),
+                        replica_id=replica_id,
+                        attempt=number,
+                        handle=handle.to_json(),
+                        hourly_usd=hourly_usd,
+                    )
                 )
-                self._store.create(keys.handle(replica_id, number), written.to_bytes())
             case WriteCancel(why):
-                cancel = Cancel(**self._stamp(), replica_id=replica_id, attempt=number, reason=why)
-                self._store.create(keys.cancel(replica_id, number), cancel.to_bytes())
+                self._writer.create(Cancel(**self._stamp(), replica_id=replica_id, attempt=number, reason=why))
             case WriteOut(why):
                 out = Out(
                     **self._stamp(),
@@ -262,7 +263,7 @@ class Fleet:
                     by=coordinator_name(),
                     reason=why,
                 )
-                self._store.create(keys.out(self._leg, replica_id), out.to_bytes())
+                self._writer.create(out)
             case CallCancel(handle):
                 return [self._vendor.cancel(handle)]
             case CallFind():
@@ -292,3 +293,21 @@ class Fleet:
             self._views[replica_id] = view
             if view.attempt:
                 log.debug("replica %d, attempt %d: recovered as %s", replica_id, view.attempt, view.state)
+
+
+def took_part(run_log: RunLog, leg: int, replica_id: int, attempt: int) -> bool:
+    """Whether one of the last 50 commits of a leg averages a contribution of an attempt.
+
+    Costs a GET for each of these commits that was not read before, and one for the open round.
+    """
+    begin = run_log.begin(leg)
+    newest = run_log.newest(begin.record) if begin is not None else None
+    if begin is None or newest is None:
+        return False
+    last = newest.commit.round
+    for round_ in range(last, max(begin.record.after_round, last - _LAST_ROUNDS), -1):
+        entry = run_log.commit(round_)
+        answers = entry.commit.answers if entry is not None else ()
+        if any(a.averaged and (a.replica_id, a.attempt) == (replica_id, attempt) for a in answers):
+            return True
+    return False

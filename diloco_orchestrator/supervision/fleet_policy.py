@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from diloco_orchestrator.config import RetryConfig
+from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.replica_names import grouped, replicas
-from diloco_orchestrator.supervision.attempt_outcome import named
-from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
+from diloco_orchestrator.supervision.attempt import named
 from diloco_orchestrator.supervision.attempt_types import (
     Alive,
+    AttemptPolicy,
     Cancelling,
     Ended,
     GivenUp,
@@ -69,20 +70,14 @@ class GiveUp:
 
 
 @dataclass(frozen=True)
-class Fail:
-    """Stop the run as failed: its quorum cannot be reached any more."""
+class Stop:
+    """Stop the run: as failed, if its quorum is out of reach; as halted, if too few can commit the halt asked for."""
 
+    status: rounds.Stop
     why: str
 
 
-@dataclass(frozen=True)
-class Halt:
-    """Stop the run as halted: a halt is requested, and too few replicas are able to commit it."""
-
-    why: str
-
-
-Action = Launch | Cancel | GiveUp | Fail | Halt
+Action = Launch | Cancel | GiveUp | Stop
 
 
 def decide(view: FleetView, now: float, policy: AttemptPolicy, retry: RetryConfig, quorum: int) -> list[Action]:
@@ -91,7 +86,7 @@ def decide(view: FleetView, now: float, policy: AttemptPolicy, retry: RetryConfi
         return _cancel_leftovers(view, now - view.stopped_at, policy)
     able = sum(can_take_part(replica.state, now, policy) for replica in view.replicas)
     if view.halt and able < quorum:
-        return [Halt(f"halt requested: {view.halt}")]  # otherwise replicas obey it in their next commit
+        return [Stop("halted", f"halt requested: {view.halt}")]  # otherwise replicas obey it in their next commit
     lost = {each.replica_id: each.state.reason for each in view.replicas if isinstance(each.state, GivenUp)}
     actions: list[Action] = []
     for replica in view.replicas:
@@ -102,7 +97,7 @@ def decide(view: FleetView, now: float, policy: AttemptPolicy, retry: RetryConfi
         if action is not None and not (view.halt and isinstance(action, Launch)):  # no launch only to be halted
             actions.append(action)
     if lost and len(view.replicas) - len(lost) < quorum:
-        return [Fail(_lost_words(lost))]
+        return [Stop("failed", _lost_words(lost))]
     return actions
 
 

@@ -6,7 +6,8 @@ A replica on this machine imports our modules and the user's by itself. A replic
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import ENV_RANK, ENV_STORAGE_OPTIONS, ENV_WORLD_SIZE
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.redaction import ENV_SECRET_NAMES, redact
+from diloco_orchestrator.run_log.launched_here import why_not_launched_here
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.open_store import options_elsewhere, readable_url
 from diloco_orchestrator.supervision.budgets import check_cost_limit
 from diloco_orchestrator.supervision.credential_routes import check_route
@@ -75,7 +78,6 @@ class LaunchRequests:
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     dry: bool = False
-    _elsewhere: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # found once
 
     def without_secrets(self, text: str) -> str:
         """A provider's words without the credentials that it was sent, because they are recorded."""
@@ -128,10 +130,12 @@ class LaunchRequests:
         self.check_secrets()
         command, env = self.program(replica_id, attempt, shares_machine)
         secrets = dict(self.secrets)
-        if options := (dict(self.storage_options) if shares_machine else self._options_elsewhere()):
+        if options := (dict(self.storage_options) if shares_machine else self._options_elsewhere):
             secrets[ENV_STORAGE_OPTIONS] = json.dumps(options)
         if not shares_machine:
-            secrets[bootstrap.ENV_URL] = "" if self.dry else self._signed(keys.code(self._code()))
+            code = keys.code(self._code())
+            signed = "" if self.dry else readable_url(self.url, self.storage_options, code, CODE_URL_LIFETIME_S)
+            secrets[bootstrap.ENV_URL] = signed
         return LaunchRequest(
             self.run.run_id, replica_id, attempt, command, env=env, secrets=secrets, images=self.run.images
         )
@@ -154,18 +158,14 @@ class LaunchRequests:
 
     def endpoint(self) -> str:
         """The endpoint of the run's bucket as replicas elsewhere get it; empty for the cloud's own."""
-        options = self._options_elsewhere()
+        options = self._options_elsewhere
         inner = options.get("client_kwargs") or {}
         return str(options.get("endpoint_url") or inner.get("endpoint_url") or "")
 
+    @cached_property
     def _options_elsewhere(self) -> dict[str, Any]:
         """The storage options of a replica elsewhere; found once, because making boto3's client takes 0.1 s."""
-        if not self._elsewhere:
-            self._elsewhere["options"] = options_elsewhere(self.url, self.storage_options)
-        return dict(self._elsewhere["options"])
-
-    def _signed(self, key: str) -> str:
-        return readable_url(self.url, self.storage_options, key, CODE_URL_LIFETIME_S)
+        return options_elsewhere(self.url, self.storage_options)
 
     def _code(self) -> str:
         if self.run.code_sha256 is None:
@@ -174,3 +174,25 @@ class LaunchRequests:
                 "cannot start elsewhere. Attach to it there, or launch a new run with this executor."
             )
         return self.run.code_sha256
+
+
+def check_images(run_log: RunLog, executor: ServerlessExecutor) -> None:
+    """Raise `ConfigError` if the executor would use a digest of run.json that is not this user's own word.
+
+    It is this user's if this user launched the run on this machine, with run.json as it is now.
+    """
+    run = run_log.run
+    if not run.images or not (why := why_not_launched_here(run_log)):
+        return
+    requests = [LaunchRequest(run.run_id, each, 1, [], images=run.images) for each in range(run.config.replicas)]
+    try:
+        used = any(executor.plan(request) != executor.plan(replace(request, images={})) for request in requests)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if used:
+        raise ConfigError(
+            f"{run_log.store.url} gives digests for the images {', '.join(sorted(run.images))}, and {why}: whoever may "
+            "write to the bucket chose what replicas would run in. Name the image by digest yourself "
+            "(image='NAME@sha256:…', --image), or pass trust_bucket=True (--trust-bucket) if you trust all who may "
+            "write there."
+        )

@@ -1,5 +1,7 @@
 """Begins the next leg of a stopped run: chooses its base, settings and number of outer steps, and writes its record.
 
+`heal` begins it by itself after a halt by the guard, if the run was launched with `on_halt`.
+
 Which bases exist is decided in `protocol.legs`.
 """
 
@@ -12,15 +14,21 @@ from diloco_orchestrator.config import GuardConfig, RunConfig, config_of_leg
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, PayloadCorrupt
 from diloco_orchestrator.guard.registry import rule_of
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.legs import bases, check_base
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import Begin
+from diloco_orchestrator.protocol.records import Begin, Commit
 from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, claimed_base
 from diloco_orchestrator.snapshots.offered import ensure_offered_snapshot
 
 log = logging.getLogger(__name__)
+
+BY_HEALING = (
+    "on_halt"  # `Begin.by` of the legs that begin here: they are counted by it, whichever coordinator began them
+)
 
 
 def begin_next_leg(
@@ -84,7 +92,7 @@ def begin_next_leg(
         why=why,
         previous=position.sha256 if position else start.sha256,
     )
-    if not run_log.store.create(keys.begin(begin.leg), begin.to_bytes()):
+    if Writer(run_log.store, Role.LAUNCHER).create(begin) is None:
         if why := run_log.why_foreign(begin.leg):
             raise ConfigError(
                 f"leg {begin.leg} of {url} cannot begin: {keys.begin(begin.leg)} is there and no leg's ({why}). Delete "
@@ -127,11 +135,8 @@ def _differences(before: RunConfig, after: RunConfig) -> dict[str, JsonValue]:
 
 def _guard_state(run_log: RunLog, origin: CommitEntry | None, config: RunConfig) -> dict[str, JsonValue] | None:
     """The guard's state after the round of a leg's base; None, a new baseline, if other settings have reached it."""
-    return origin.commit.guard if origin and _judged_alike(run_log, origin, config.guard) else None
-
-
-def _judged_alike(run_log: RunLog, origin: CommitEntry, guard: GuardConfig) -> bool:
-    return run_log.configs.of(origin.commit.leg).guard == guard
+    judged_alike = origin is not None and run_log.configs.of(origin.commit.leg).guard == config.guard
+    return origin.commit.guard if origin and judged_alike else None
 
 
 def _ensure_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> str | None:
@@ -154,3 +159,42 @@ def _ensure_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> str | None:
             f"the base after round {round_} of {run_log.store.url} cannot be rebuilt: {error} Resume with --from-round "
             f"{newest}, the newest round before it with a snapshot."
         ) from None
+
+
+def heal(run_log: RunLog, stamp: Stamp) -> Begin | None:
+    """Begin the next leg if the guard has halted the newest one and `on_halt` has legs left; else None.
+
+    Safe to repeat and to race: of several coordinators one begins the leg, and all return its record. Somebody's
+    request to halt the leg is respected: then nothing begins.
+    """
+    on_halt, begins = run_log.run.config.on_halt, run_log.begins()
+    leg = begins[-1].leg
+    entry = run_log.newest(begins[-1])
+    if on_halt is None or entry is None or entry.commit.leg != leg or not entry.commit.halted_by_guard:
+        return None
+    if run_log.halt(leg) is not None:
+        log.warning("leg %d was asked to halt: on_halt begins no other leg", leg)
+        return None
+    done = sum(begin.by == BY_HEALING for begin in begins)
+    if done >= on_halt.at_most:
+        log.warning("the guard halted leg %d: on_halt has begun its %d legs", leg, done)
+        return None
+    change = ", ".join(f"{name}={value}" for name, value in on_halt.change.items()) or "nothing changed"
+    why = f"on_halt {done + 1} of at most {on_halt.at_most} ({change}): {_reason(entry.commit)}"
+    try:
+        begin = begin_next_leg(
+            run_log, rounds=None, from_round=None, by=BY_HEALING, why=why, stamp=stamp, change=on_halt.change
+        )
+    except ConfigError as error:
+        newest = run_log.newest_begin().record
+        if newest.leg > leg:  # another coordinator was first
+            return newest
+        log.warning("on_halt begins no leg: %s", error)
+        return None
+    log.warning("leg %d begins from round %d: %s", begin.leg, begin.from_round, why)
+    return begin
+
+
+def _reason(commit: Commit) -> str:
+    assert commit.verdict is not None
+    return commit.verdict.reason

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from diloco_orchestrator.executors.contract import ExecutorError, ReplicaHandle, ReplicaStatus
 from diloco_orchestrator.protocol.attempt_records import Cancel, Exit, Handle, reason_of
 from diloco_orchestrator.run_log.attempts import AttemptRecords
-from diloco_orchestrator.supervision.attempt_outcome import is_conclusive, named_in
-from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
+from diloco_orchestrator.supervision.attempt import is_conclusive, named_in
 from diloco_orchestrator.supervision.attempt_types import (
+    AttemptPolicy,
     BeatSeen,
     Cancelling,
     CancelSeen,

@@ -7,10 +7,16 @@ the latter from the bucket's records (`record_events`).
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from diloco_orchestrator.supervision.attempt import advance
-from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
-from diloco_orchestrator.supervision.attempt_table import Step
-from diloco_orchestrator.supervision.attempt_types import Ended, Event, GivenUp, Outcome, State, Unlaunched
+from diloco_orchestrator.supervision.attempt import Step, advance
+from diloco_orchestrator.supervision.attempt_types import (
+    AttemptPolicy,
+    Ended,
+    Event,
+    GivenUp,
+    Outcome,
+    State,
+    Unlaunched,
+)
 
 
 @dataclass(frozen=True)

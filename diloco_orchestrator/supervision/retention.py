@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from diloco_orchestrator.config import RetentionConfig
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS, BaseScores, leg_of_base
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Begin, Contribution, Retention
 from diloco_orchestrator.protocol.rounds import Position
-from diloco_orchestrator.run_log.contributions import ContributionReader
-from diloco_orchestrator.run_log.manifest_listing import ManifestListing
+from diloco_orchestrator.run_log.contributions import ContributionReader, ManifestListing
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.store.base import ObjectInfo, Store
 
@@ -72,7 +73,7 @@ def plan(
 def note_wider(run_log: RunLog, retention: RetentionConfig, by: str, stamp: Stamp) -> None:
     """Record, before anything is deleted, that `by` deletes payloads of a run whose own settings keep them all."""
     if retention.payloads == "needed" and run_log.keeps_payloads:
-        run_log.store.create(keys.RETENTION, Retention(**stamp(), payloads="needed", by=by).to_bytes())
+        Writer(run_log.store, Role.ANYBODY).create(Retention(**stamp(), payloads="needed", by=by))
 
 
 def delete(store: Store, plan: RetentionPlan) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.status import RoundRow
-from diloco_orchestrator.protocol.extra_metrics import PREFIX
+from diloco_orchestrator.protocol.figures import EXTRA_PREFIX
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class RoundTracker:
     def _send(self, row: RoundRow) -> None:
         self._tracker = self._tracker or self._open()
         values = {name: float(value) for name in _METRICS if (value := getattr(row, name)) is not None}
-        values |= {PREFIX + name: value for name, value in row.extra.items()}
+        values |= {EXTRA_PREFIX + name: value for name, value in row.extra.items()}
         for each in row.statistics:
             name = f"{GUARD}{each.name.lower().replace(' ', '_')}"
             values |= {name: each.value, f"{name}_threshold": each.threshold}

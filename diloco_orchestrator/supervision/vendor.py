@@ -24,8 +24,8 @@ from diloco_orchestrator.executors.contract import (
     launched_by,
 )
 from diloco_orchestrator.executors.process_contract import parse_exit_line
-from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
 from diloco_orchestrator.supervision.attempt_types import (
+    AttemptPolicy,
     CancelAccepted,
     CancelFailed,
     Cancelling,

@@ -13,17 +13,17 @@ from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, FirstBaseOutvoted, Superseded
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Claim, Intent
-from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Begin
 from diloco_orchestrator.replica.attempt.heartbeat import Pulse
 from diloco_orchestrator.replica.attempt.machine_facts import hardware_here, versions_here
-from diloco_orchestrator.run_log.attempts import AttemptRecords
-from diloco_orchestrator.run_log.authors import Authors
-from diloco_orchestrator.run_log.capped_reads import read_optional
+from diloco_orchestrator.run_log.attempts import AttemptRecords, Authors
 from diloco_orchestrator.run_log.entries import Entry
+from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
 
 _BY_HAND = "by hand"  # in place of the executor that launched an attempt
@@ -49,6 +49,11 @@ class Attempt:
     @property
     def store(self) -> Store:
         return self.log.store
+
+    @property
+    def writer(self) -> Writer:
+        """The writer of this attempt's records."""
+        return Writer.of_attempt(self.store, self.replica_id, self.number)
 
     @property
     def config(self) -> RunConfig:
@@ -114,11 +119,12 @@ def claim_attempt(
         intent = _intend_first_free(store, replica_id, leg.record.leg, stamp)
     else:
         intent = _intended(store, replica_id, number)
-    claimed, claim = intent.attempt, _claim(replica_id, intent.attempt, stamp)
-    if not store.create(keys.claim(replica_id, claimed, intent.claim_token), claim):
+    claimed, key = intent.attempt, keys.claim(replica_id, intent.attempt, intent.claim_token)
+    claim = Writer.of_attempt(store, replica_id, claimed).create(_claim(replica_id, claimed, stamp), key)
+    if claim is None:
         raise Superseded(f"attempt {claimed} of replica {replica_id} is claimed by another process; this one leaves.")
-    authors, claim_sha256 = Authors(store, background or NoBackground()), sha256_hex(claim)
-    authors.know(replica_id, claimed, claim_sha256)
+    authors = Authors(store, background or NoBackground())
+    authors.know(replica_id, claimed, claim.sha256)
     return Attempt(
         log=log,
         leg=leg,
@@ -126,7 +132,7 @@ def claim_attempt(
         number=claimed,
         clock=clock,
         stamp=stamp,
-        claim_sha256=claim_sha256,
+        claim_sha256=claim.sha256,
         authors=authors,
         should_leave=should_leave,
         background=background or NoBackground(),
@@ -148,8 +154,8 @@ def _intended(store: Store, replica_id: int, number: int) -> Intent:
 def _intend_first_free(store: Store, replica_id: int, leg: int, stamp: Stamp) -> Intent:
     """Create the intent of a replica's next attempt; its number is this process's, whatever was claimed before."""
     number = len(AttemptRecords(store).numbers(replica_id))
-    created = False
-    while not created:
+    created = None
+    while created is None:
         number += 1
         intent = Intent(
             **stamp(),
@@ -160,11 +166,11 @@ def _intend_first_free(store: Store, replica_id: int, leg: int, stamp: Stamp) ->
             why="started by its user",
             claim_token=stamp.unforeseen(),
         )
-        created = store.create(keys.intent(replica_id, number), intent.to_bytes())
-    return intent
+        created = Writer(store, Role.LAUNCHER).create(intent)
+    return created.record
 
 
-def _claim(replica_id: int, number: int, stamp: Stamp) -> bytes:
+def _claim(replica_id: int, number: int, stamp: Stamp) -> Claim:
     """The record of this process's claim."""
     return Claim(
         **stamp(),
@@ -175,4 +181,4 @@ def _claim(replica_id: int, number: int, stamp: Stamp) -> bytes:
         versions=versions_here(),
         threads=int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
         hardware=hardware_here(),
-    ).to_bytes()
+    )

@@ -8,9 +8,9 @@ import math
 from dataclasses import dataclass
 
 from diloco_orchestrator.errors import StoreError
-from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Heartbeat
 from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class HeartbeatWriter:
     """
 
     def __init__(self, store: Store, replica_id: int, attempt: int, pulse: Pulse, stamp: Stamp) -> None:
-        self._store = store
+        self._writer = Writer.of_attempt(store, replica_id, attempt)
         self._replica_id = replica_id
         self._attempt = attempt
         self._pulse = pulse
@@ -55,6 +55,6 @@ class HeartbeatWriter:
             loss=pulse.loss if pulse.loss is not None and math.isfinite(pulse.loss) else None,
         )
         try:
-            self._store.put(keys.heartbeat(self._replica_id, self._attempt), heartbeat.to_bytes())
+            self._writer.overwrite(heartbeat)
         except StoreError as error:
             log.warning("a heartbeat was not written: %s", error)

@@ -24,10 +24,10 @@ from diloco_orchestrator.replica.interop.trainer_settings import (
     check_trainer,
     rollout_steps,
 )
-from diloco_orchestrator.replica.probe import KLProbe
 from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.replica.training.consumed_items import ItemsOf
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn
+from diloco_orchestrator.replica.training.kl_probe import KLProbe
 from diloco_orchestrator.split.manifest import HeldoutManifest
 
 log = logging.getLogger(__name__)

@@ -19,10 +19,9 @@ from diloco_orchestrator.errors import ConfigError, RoundError
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.replica.attempt.attempt import Attempt, claim_attempt
-from diloco_orchestrator.replica.rounds.close_round import ClosedRound
-from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
+from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields, Rounds
 from diloco_orchestrator.replica.rounds.participant import Participant
-from diloco_orchestrator.replica.training.diloco_loop import Rounds, trainable_parameters
+from diloco_orchestrator.replica.training.diloco_loop import trainable_parameters
 from diloco_orchestrator.replica.training.fp32_shadow import PseudoGradient
 from diloco_orchestrator.replica.training.fragments import split_fragments
 from diloco_orchestrator.run_log.append import join_or_create_run
@@ -118,7 +117,7 @@ class TorchftManager:
                 "manager.attach was given. Give both the same modules in the same order."
             )
         held = self._held_by(state["outer_optimizer"], list(fragment))
-        if rounds.outer_step and self.outer_config().momentum:
+        if rounds.open.outer_step and self.outer_config().momentum:
             momenta = {index: rounds.base.momentum(name) for index, name in enumerate(held) if name in self._trained}
             state["outer_optimizer"]["state"] = {index: {"momentum_buffer": m} for index, m in momenta.items()}
             load(state)
@@ -146,7 +145,7 @@ class TorchftManager:
 
     def current_step(self) -> int:
         """Number of outer steps in the base, by which torchft picks the fragment. It changes when a round is closed."""
-        return self._attached().outer_step
+        return self._attached().open.outer_step
 
     def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False) -> "_Work":
         """Collect a tensor of the open fragment, which holds the result once `wait()` of the returned work has
@@ -184,7 +183,7 @@ class TorchftManager:
         return self._rounds
 
     def _open_fragment(self) -> Mapping[str, torch.Size]:
-        return self._fragments[self._attached().fragment]
+        return self._fragments[self._attached().open.fragment]
 
     def _by_name(self) -> dict[str, torch.Tensor]:
         """torchft's tensors of trained parameters, by name, in name order."""

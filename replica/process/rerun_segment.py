@@ -25,7 +25,7 @@ from diloco_orchestrator.replica.attempt.heartbeat import Pulse
 from diloco_orchestrator.replica.process.rerun_result import RerunResult
 from diloco_orchestrator.replica.process.run_attempt import load_training_libraries, process_environment, train
 from diloco_orchestrator.replica.process.segment_record import SegmentRecord
-from diloco_orchestrator.run_log.authors import Authors
+from diloco_orchestrator.run_log.attempts import Authors
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.past_view import PastView
 from diloco_orchestrator.run_log.run_log import RunLog

@@ -145,7 +145,7 @@ def run_attempt(
     try:
         options = json.loads(environ.get(ENV_STORAGE_OPTIONS) or "{}")
         store = open_store(url, options, clock=clock, retry=LASTING, is_leaving=should_leave)
-    except Exception as error:
+    except Exception as error:  # without a store no record can hold it, of whatever kind it is
         return _unclaimed(error, environ)
     stamp = Stamp(random_token(), clock.wall_time)
 
@@ -165,8 +165,8 @@ def run_attempt(
         except Superseded as error:
             log.warning("%s", error)
             return Ending(EXIT_SUPERSEDED, "superseded")  # another process wrote the claim, and writes the records
-        except Exception as error:
-            return _unclaimed(error, environ)  # without a claim there is no attempt to write records for
+        except Exception as error:  # of any kind: without a claim there is no attempt to write records for
+            return _unclaimed(error, environ)
         ending = joined.ended or not_loaded or _call_entrypoint(joined.attempt, load_entrypoint, interrupt_if)
         interrupt_if(lambda: False)
         joined.heartbeat.stop()
@@ -208,7 +208,7 @@ def _caught(call: Callable[[], Ending | None]) -> Ending | None:
     """What `call` returns; the `Ending` for what it raises."""
     try:
         return call()
-    except BaseException as error:
+    except BaseException as error:  # whatever ends the process is its ending
         return _ending_of(error)
 
 
@@ -232,7 +232,7 @@ def _call_entrypoint(
             log.warning("asked to leave while the store is away, so that nothing could be published: %s", error)
             return Ending(EXIT_PREEMPTED, "preempted while the store was away")
         return _ending_of(error)
-    except BaseException as error:
+    except BaseException as error:  # whatever ends the training is the ending of the attempt
         return _ending_of(error)
 
 
@@ -256,7 +256,7 @@ def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint, interrupt
     entrypoint = attempt.config.entrypoint
     try:
         function = load_entrypoint(entrypoint)
-    except Exception as error:
+    except Exception as error:  # the user's module runs here
         raise EntrypointInvalid(f"the entrypoint {entrypoint!r} does not load: {error}") from error
     # Imported late: torch takes a second to import, which `load_libraries` spends while the attempt is claimed.
     from diloco_orchestrator.replica.context import ReplicaContext
@@ -295,7 +295,7 @@ def write_exit_record(attempt: Attempt, ending: Ending, output: str, environ: Ma
     text = redact(output, environ).encode(errors="backslashreplace")
     try:
         attempt.store.create(keys.log_text(attempt.replica_id, attempt.number), text)
-        attempt.store.create(keys.exit_record(attempt.replica_id, attempt.number), record.to_bytes())
+        attempt.writer.create(record)
     except StoreError as error:
         log.error("the exit record was not written: %s", error)
         if ending.code != EXIT_DONE:

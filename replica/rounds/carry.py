@@ -19,6 +19,7 @@ from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.errors import PayloadCorrupt
 from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, Payload
 from diloco_orchestrator.protocol.rounds import carry_weight
+from diloco_orchestrator.replica.rounds.dealing import PayloadShard, everything
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.store.base import Store
 
@@ -131,11 +132,10 @@ class CarriedWork:
             raise PayloadCorrupt(f"the carry has {carried.payload.numel} elements, the pseudo-gradient {numel}.")
         cache = PayloadCache()
 
-        def fetch(index: int) -> None:
-            cache.put(_name(index), self._reader.shard(carried, index))
+        def fetch(shard: PayloadShard) -> None:
+            cache.put(_name(shard.index), self._reader.shard(shard.manifest, shard.index))
 
-        calls = [partial(fetch, index) for index in range(len(carried.payload.shards))]
-        in_parallel(self._background, calls, _SHARDS_AT_ONCE)
+        in_parallel(self._background, [partial(fetch, shard) for shard in everything([carried])], _SHARDS_AT_ONCE)
         return cache
 
     @property

@@ -7,7 +7,6 @@ them. This replica's own contribution is made by `contribute`.
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 
@@ -17,13 +16,17 @@ from diloco_orchestrator.guard.round_fold import fold_round, is_rebuildable
 from diloco_orchestrator.protocol import rounds, weights
 from diloco_orchestrator.protocol.claims import judged, shared_claim, wrong_bases
 from diloco_orchestrator.protocol.figures import figures_of, not_finite_words
-from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Halt
-from diloco_orchestrator.protocol.usual_norms import norms_after
+from diloco_orchestrator.protocol.records import Answer, By, Commit, Halt
+from diloco_orchestrator.protocol.weights import norms_after
+from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.contribute import Contributor
-from diloco_orchestrator.replica.rounds.global_model import GlobalModel, guard_state
+from diloco_orchestrator.replica.rounds.dealing import everything
 from diloco_orchestrator.replica.rounds.inbox import ExpectedContribution, RoundInbox
-from diloco_orchestrator.replica.rounds.other_arithmetic import leave_if_arithmetic_differs
+from diloco_orchestrator.replica.rounds.interface import ClosedRound
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
+from diloco_orchestrator.replica.rounds.tip import HeldTip
+from diloco_orchestrator.replica.rounds.want import PayloadRequests
 from diloco_orchestrator.run_log.append import append_commit
 from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
@@ -34,42 +37,44 @@ _FIRST_PAUSE_S = 0.02
 _POLL_SELDOM_S = 10.0  # between LIST requests for a later attempt of this replica, and for who is out of the leg
 
 
-@dataclass(frozen=True)
-class ClosedRound:
-    """The result of a round that this replica waited for."""
-
-    applied: bool
-    skipped: bool  # whether the base is newer than the round's commit, because payloads were deleted by retention
-    average: Mapping[str, torch.Tensor]  # pseudo-gradient by parameter; empty if not kept, not applied or skipped
-    healed: bool = False  # whether this replica trained on a wrong base, and has rebuilt it
-    contribution: Contribution | None = None  # this replica's, if it contributed; perhaps another attempt's
-
-
 class RoundCloser:
     """Ends one round after another. One call at a time, in whatever thread the round is carried out."""
 
-    def __init__(self, model: GlobalModel, timing: RoundTiming, contributor: Contributor, inbox: RoundInbox) -> None:
-        self._model = model
+    def __init__(
+        self,
+        attempt: Attempt,
+        tip: HeldTip,
+        claims: BaseClaims,
+        requests: PayloadRequests,
+        timing: RoundTiming,
+        contributor: Contributor,
+    ) -> None:
+        self._attempt = attempt
+        self._tip = tip
+        self._claims = claims
+        self._requests = requests
         self._timing = timing
         self._contributor = contributor
-        self._inbox = inbox
+        self._inbox = RoundInbox(attempt.store, attempt.background, requests.payloads, attempt.authors, everything)
         self._late: set[int] = set()  # replicas whose manifest of the last closed round is not in its commit
         self._halt: Halt | None = None  # the request to halt the leg, as of the last poll
         self._given_up = False
         self._healed = False  # whether the open round's base was rebuilt as another than this replica had
-        self._claims_polled_at = model.attempt.clock.now()
+        self._claims_polled_at = attempt.clock.now()
         self._out_polled_at = self._claims_polled_at  # or since when this replica waits in the open round
         self._out: dict[int, int] = {}  # replicas that are out of the leg, and the open round when that was read
         self._back: set[int] = set()  # those of them that have answered a later round
 
-    def close(self) -> ClosedRound:
+    def close(self, *, keep_average: bool = False) -> ClosedRound:
         """Commit the open round or wait for its commit, then take the base after it.
+
+        `keep_average`: return the average, which takes the memory of another fragment.
 
         Raises `QuorumLost` without a quorum for `round_timeout_s`, unless a missing replica is being launched,
         `Superseded` if a later attempt of this replica is alive, `Preempted` after a preemption notice, `BaseDiverged`
         if this machine computes other bits, and `PayloadCorrupt` if a payload that the commit averages cannot be read.
         """
-        attempt, pause, last_summary, waited = self._model.attempt, _FIRST_PAUSE_S, "", False
+        attempt, pause, last_summary, waited = self._attempt, _FIRST_PAUSE_S, "", False
         self._timing.start_waiting()
         self._out_polled_at = attempt.clock.now()
         while (entry := self._timing.without_outages(self._observe, waited)) is None:
@@ -77,19 +82,19 @@ class RoundCloser:
                 continue
             decision, shared, answers = self._decide()
             if decision.action is rounds.Action.COMMIT:
-                return self._follow(self._commit(decision, shared, answers))
+                return self._follow(self._commit(decision, shared, answers), keep_average)
             # Nobody is launched into a leg that is asked to halt, so that nobody comes.
             if decision.action is rounds.Action.GIVE_UP and (self._halt or not self._timing.waits_on(decision.missing)):
-                raise QuorumLost(f"round {self._model.round}: {decision.reason}. Look at their logs.", decision.missing)
+                raise QuorumLost(f"round {self._round}: {decision.reason}. Look at their logs.", decision.missing)
             if decision.summary != last_summary:
-                log.info("round %d: %s", self._model.round, decision.reason)
+                log.info("round %d: %s", self._round, decision.reason)
                 last_summary = decision.summary
             if attempt.should_leave() or self._given_up:
                 raise Preempted(f"replica {attempt.replica_id} was asked to leave; what it finished is published.")
             attempt.clock.sleep(pause)
             waited = True
             pause = min(1.5 * pause, attempt.config.timing.poll_s)
-        return self._follow(entry)
+        return self._follow(entry, keep_average)
 
     def give_up(self) -> None:
         """Let `close` raise `Preempted` instead of waiting any longer; called from another thread."""
@@ -97,7 +102,12 @@ class RoundCloser:
 
     def committed(self) -> bool:
         """Whether the open round has a commit. One GET request."""
-        return self._model.attempt.log.commit(self._model.round) is not None
+        return self._attempt.log.commit(self._round) is not None
+
+    @property
+    def _round(self) -> int:
+        """Number of the open round."""
+        return self._tip.position.round + 1
 
     # -- observe and decide --------------------------------------------------------------------------------------
 
@@ -113,7 +123,7 @@ class RoundCloser:
         if there are responses to receive. `waited`: whether this replica has waited in this round; then its claims are
         polled too, and `Superseded` is raised if a later attempt is alive.
         """
-        attempt, expected = self._model.attempt, self._expected()
+        attempt, expected = self._attempt, self._expected()
         start = attempt.background.start
         calls = [self._read_halt, self._read_late, self._put_wanted]
         calls += [self._check_claims, self._read_out] if waited else []
@@ -127,46 +137,45 @@ class RoundCloser:
         return entry
 
     def _put_wanted(self) -> None:
-        self._model.requests.put_wanted_if_due(self._model.tip.base_round)
+        self._requests.put_wanted_if_due(self._tip.value.base_round)
 
     def _read_halt(self) -> None:
-        self._halt = self._model.attempt.log.halt(self._model.attempt.begin.leg)
+        self._halt = self._attempt.log.halt(self._attempt.begin.leg)
 
     def _decide(self) -> tuple[rounds.Decision, str | None, tuple[Answer, ...]]:
         """The decision, the claim that a commit would name now, and the answers as it would list them."""
-        model, claims = self._model, self._inbox.claims()
-        shared = shared_claim(claims, model.digest, own_is_rebuilt=model.is_rebuilt)
+        claims = self._inbox.claims()
+        shared = shared_claim(claims, self._claims.digest, own_is_rebuilt=self._claims.is_rebuilt)
         answers = judged(self._inbox.answers(), claims, shared)
-        decision = rounds.decide(
-            self._timing.view(answers, self._is_out()), model.attempt.clock.now(), self._timing.policy
-        )
+        view = self._timing.view(answers, self._is_out())
+        decision = rounds.decide(view, self._attempt.clock.now(), self._timing.policy)
         return decision, shared, answers
 
     def _heal_if_contradicted(self) -> bool:
         """Once the round is ready, rebuild a base that is not the one most manifests claim. Whether it was rebuilt."""
         claims = self._inbox.claims()
-        if not self._model.contradicted(claims):
+        if not self._claims.contradicted(claims):
             return False
         view = self._timing.view(self._inbox.answers(), self._is_out())
-        if not rounds.is_ready(view, self._model.attempt.clock.now(), self._timing.policy):
+        if not rounds.is_ready(view, self._attempt.clock.now(), self._timing.policy):
             return False
         with suppress(PayloadGone):  # others are rounds ahead: the commit of this round exists, and is followed
-            self._healed |= self._model.heal({claim.digest for claim in claims})
+            self._healed |= self._claims.heal({claim.digest for claim in claims})
         return True
 
     def _expected(self) -> ExpectedContribution:
-        model, config = self._model, self._model.attempt.config
+        opened = self._tip.open
         return ExpectedContribution(
-            round=model.round,
-            leg=model.attempt.begin.leg,
-            fragment=model.fragment,
-            numel=model.base.numel(model.fragment_names),
-            config=config,
+            round=opened.round,
+            leg=self._attempt.begin.leg,
+            fragment=opened.fragment,
+            numel=self._tip.base.numel(opened.names),
+            config=self._attempt.config,
         )
 
     def _read_late(self) -> None:
         """Find out who has a manifest in the last closed round that its commit does not average, and so is alive."""
-        last, replicas = (self._model.last.commit if self._model.last else None), self._model.attempt.config.replicas
+        last, replicas = self._tip.last, self._attempt.config.replicas
         decided = last.decided_about() if last else set()
         if last is None or not self._timing.elastic or len(decided) == replicas:
             return
@@ -175,28 +184,26 @@ class RoundCloser:
         self._timing.record(found)
 
     def _check_claims(self) -> None:
-        attempt, now = self._model.attempt, self._model.attempt.clock.now()
+        now = self._attempt.clock.now()
         if now - self._claims_polled_at >= _POLL_SELDOM_S:
             self._claims_polled_at = now
-            attempt.check_superseded()
+            self._attempt.check_superseded()
 
     def _read_out(self) -> None:
         """Find out whom a coordinator launches no more in this leg."""
-        attempt, now = self._model.attempt, self._model.attempt.clock.now()
+        attempt, now, round_ = self._attempt, self._attempt.clock.now(), self._round
         if now - self._out_polled_at < _POLL_SELDOM_S:
             return
         self._out_polled_at = now
         for replica_id, out in attempt.log.out(attempt.begin.leg).items():
             if replica_id not in self._out:
-                self._out[replica_id] = self._model.round
-                log.warning(
-                    "round %d: nobody waits for replica %d any more: it %s", self._model.round, replica_id, out.reason
-                )
+                self._out[replica_id] = round_
+                log.warning("round %d: nobody waits for replica %d any more: it %s", round_, replica_id, out.reason)
 
     def _is_out(self) -> tuple[int, ...]:
         """The replicas that are out of the leg. One that answers a later round than that in which its record was read
         takes part, whoever wrote that record."""
-        round_, now_there = self._model.round, {answer.replica_id for answer in self._inbox.answers()}
+        round_, now_there = self._round, {answer.replica_id for answer in self._inbox.answers()}
         for replica_id, since in self._out.items():
             if (replica_id in now_there and round_ > since) or (replica_id in self._late and round_ > since + 1):
                 self._back.add(replica_id)
@@ -210,32 +217,33 @@ class RoundCloser:
         The commit fixes the inputs of the outer step. No model arithmetic precedes it, so nothing that a machine
         computes becomes the base of the others, and a replica that loses the race has lost nothing.
         """
-        model, attempt, named = self._model, self._model.attempt, self._inbox.manifests(decision.named)
+        attempt, opened, position = self._attempt, self._tip.open, self._tip.position
+        last, named = self._tip.last, self._inbox.manifests(decision.named)
         if [manifest.replica_id for manifest in named] == [attempt.replica_id]:
-            model.requests.check_own(named[0])
+            self._requests.check_own(named[0])
         scored = self._inbox.manifests(a.replica_id for a in answers if a.kind != "wrong_base")
-        known = guard_state(model), attempt.config.guard, model.round, model.heldout, model.roster
-        folded = fold_round(*known, scored, named, is_rebuildable(attempt.config, model.position.outer_step))
+        known = opened.guard, attempt.config.guard, opened.round, self._tip.heldout, opened.roster
+        folded = fold_round(*known, scored, named, is_rebuildable(attempt.config, opened.outer_step))
         fired = folded.verdict.reason if folded and folded.verdict.fire else ""
         halt = self._halt.reason if self._halt else ""
-        conclusion = rounds.conclude(decision, model.position, outer_steps=attempt.outer_steps, fired=fired, halt=halt)
+        conclusion = rounds.conclude(decision, position, outer_steps=attempt.outer_steps, fired=fired, halt=halt)
         quarantined, discounted = (folded.quarantined, folded.discounted) if folded else ((), ())
         averaged = rounds.averaged(decision.named if conclusion.applied else (), quarantined)
         answers = rounds.named_answers(answers, averaged)
-        norms = norms_after(model.last.commit, attempt.config) if model.last else None
+        norms = norms_after(last, attempt.config) if last else None
         contributions = [each for each in answers if each.averaged]
-        shares = weights.shares_of(model.round, contributions, attempt.config, norms, model.fragment)
+        shares = weights.shares_of(opened.round, contributions, attempt.config, norms, opened.fragment)
         commit = Commit(
             **attempt.stamp(),
-            round=model.round,
+            round=opened.round,
             leg=attempt.begin.leg,
-            fragment=model.fragment,
+            fragment=opened.fragment,
             outer_step=conclusion.outer_step,
             answers=weights.weighed(answers, shares),
             begin_sha256=attempt.leg.sha256,
             base_digest=shared,
             roster=self._next_roster(),
-            guard=folded.state if folded else guard_state(model),
+            guard=folded.state if folded else opened.guard,
             verdict=folded.verdict if folded else None,
             quarantined=quarantined,
             norms=norms,
@@ -245,9 +253,9 @@ class RoundCloser:
             applied=conclusion.applied,
             empty_rounds=conclusion.empty_rounds,
             stop=conclusion.stop,
-            by=f"replica {attempt.replica_id}, attempt {attempt.number}",
+            by=By((attempt.replica_id, attempt.number)),
             reason=rounds.told_with(conclusion.reason, quarantined, shares.clipped, figures.disagreeing, discounted),
-            previous=model.position.sha256,
+            previous=position.sha256,
         )
         return append_commit(attempt.log, commit)
 
@@ -257,56 +265,59 @@ class RoundCloser:
 
     # -- follow --------------------------------------------------------------------------------------------------
 
-    def _follow(self, entry: CommitEntry) -> ClosedRound:
+    def _follow(self, entry: CommitEntry, keep_average: bool) -> ClosedRound:
         """Take the outer step that a commit fixes, from a base that agrees with the commit's claim, or leave.
 
         A commit that contradicts the log or the manifests it names is void: it averages nobody and stops nothing.
         """
-        entry = self._model.attempt.log.followed(entry, self._model.last, self._inbox.by_digest())
-        ahead = self._model.attempt.log.snapshots_ahead(entry.commit.round, self._model.attempt.begin)
-        if ahead and ConfirmedSnapshots(self._model.attempt.log).newest(1, ahead):
+        run_log = self._attempt.log
+        entry = run_log.followed(entry, self._tip.value.last, self._inbox.by_digest())
+        ahead = run_log.snapshots_ahead(entry.commit.round, self._attempt.begin)
+        if ahead and ConfirmedSnapshots(run_log).newest(1, ahead):
             self._skip_to_newer_snapshot(entry.commit)
             return self._open_next_round(entry.commit, average={})
         self._timing.record(self._inbox.manifests())
         try:
             if entry.commit.base_digest is not None:
-                self._healed |= self._model.heal({entry.commit.base_digest})
-            if wrong_bases([entry.commit], self._model.attempt.replica_id):
+                self._healed |= self._claims.heal({entry.commit.base_digest})
+            if wrong_bases([entry.commit], self._attempt.replica_id):
                 self.poll()  # if the commit existed first, not all claims were received
-                leave_if_arithmetic_differs(self._model, entry.commit, self._inbox.claims(), self._timing.policy.quorum)
-            average = self._apply(entry)
+                claims, quorum = self._inbox.claims(), self._timing.policy.quorum
+                self._claims.leave_if_arithmetic_differs(entry.commit, claims, quorum)
+            average = self._apply(entry, keep_average)
         except PayloadGone:
             self._skip_to_newer_snapshot(entry.commit)
             return self._open_next_round(entry.commit, average={})
         self._contributor.settle(entry.commit)
         return self._open_next_round(entry.commit, average)
 
-    def _apply(self, entry: CommitEntry) -> Mapping[str, torch.Tensor]:
+    def _apply(self, entry: CommitEntry, keep_average: bool) -> Mapping[str, torch.Tensor]:
         if not entry.commit.applied:
-            self._model.skip(entry)
+            self._tip.skip(entry)
             return {}
         commit, expected = entry.commit, self._expected()
-        contributions = self._model.requests.until_readable(
+        contributions = self._requests.until_readable(
             lambda: self._inbox.averaged_by(commit, expected), until=commit.round - 1
         )
         # If the commit existed before this replica received the contributions, their times are not recorded yet.
         self._timing.record(manifest for manifest, _ in contributions)
-        return self._model.step(entry, contributions, self._inbox.shard)
+        self._claims.note()
+        return self._tip.step(entry, contributions, self._inbox.shard, keep_average=keep_average)
 
     def _skip_to_newer_snapshot(self, commit: Commit) -> None:
         """Continue from a snapshot after `commit`: because it is far ahead, or a payload of that round was deleted.
 
         Raises `PayloadCorrupt` if there is no such snapshot: then the payload was deleted by hand.
         """
-        self._model.rebuild()
-        if self._model.position.round < commit.round:
+        self._claims.rebuild()
+        if self._tip.position.round < commit.round:
             raise PayloadCorrupt(
-                f"a payload of round {commit.round} in {self._model.attempt.store.url} is gone, and no later snapshot "
+                f"a payload of round {commit.round} in {self._attempt.store.url} is gone, and no later snapshot "
                 "is complete: it was deleted by hand. Resume the run from an earlier snapshot."
             )
         log.info(
             "round %d: its payloads were deleted by retention, or a snapshot is far ahead; skipped to round %d",
-            *(commit.round, self._model.position.round),
+            *(commit.round, self._tip.position.round),
         )
         self._contributor.recover()
 
@@ -318,7 +329,7 @@ class RoundCloser:
         log.info("round %d: committed by %s: %s", commit.round, commit.by, commit.reason)
         closed = ClosedRound(
             applied=commit.applied,
-            skipped=self._model.position.round > commit.round,
+            skipped=self._tip.position.round > commit.round,
             healed=self._healed,
             average=average,
             contribution=self._contributor.own,

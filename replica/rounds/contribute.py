@@ -6,6 +6,7 @@ Writes payload, saved state and manifest, in this order. When a round ends is de
 import logging
 from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,17 +15,19 @@ from diloco_orchestrator.allreduce.payload import publish
 from diloco_orchestrator.allreduce.payload_cache import KeepsPayloads
 from diloco_orchestrator.allreduce.shards import NotFinite
 from diloco_orchestrator.allreduce.vectors import BLOCK, Vector
-from diloco_orchestrator.errors import RoundError
+from diloco_orchestrator.errors import ConfigError, RoundError
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.limits import MOST_NORM
+from diloco_orchestrator.protocol.record_format import MOST_NORM
 from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, Payload, Shard
+from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.carry import CarriedWork
-from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields, check_tokens
 from diloco_orchestrator.replica.rounds.contribution_history import ContributionHistory
-from diloco_orchestrator.replica.rounds.global_model import GlobalModel
+from diloco_orchestrator.replica.rounds.interface import ContributionFields
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
+from diloco_orchestrator.replica.rounds.tip import HeldTip
 from diloco_orchestrator.snapshots.buffers import not_a_number, write_buffers
-from diloco_orchestrator.snapshots.saved_state import Buffers, write_state
+from diloco_orchestrator.snapshots.saved_state import write_state
 
 log = logging.getLogger(__name__)
 
@@ -34,15 +37,17 @@ _NAMED = 3  # parameters that are not finite which an abstention names
 class Contributor:
     """Makes the contributions of one replica. `cache`: keeps published payload bytes, to average without a read."""
 
-    def __init__(self, model: GlobalModel, timing: RoundTiming, cache: KeepsPayloads) -> None:
-        self.history = ContributionHistory(model.attempt)
+    def __init__(
+        self, attempt: Attempt, tip: HeldTip, claims: BaseClaims, timing: RoundTiming, cache: KeepsPayloads
+    ) -> None:
+        self.history = ContributionHistory(attempt, tip, claims)
         self.own: Contribution | None = None  # this replica's manifest of the open round, once it was created here
-        self._model = model
+        self._attempt = attempt
+        self._tip = tip
+        self._claims = claims
         self._timing = timing
         self._cache = cache
-        self._carry = CarriedWork(
-            model.attempt.store, model.fragments, model.attempt.config.late, model.attempt.background
-        )
+        self._carry = CarriedWork(attempt.store, len(tip.fragments), attempt.config.late, attempt.background)
 
     # -- contributing --------------------------------------------------------------------------------------------
 
@@ -55,21 +60,27 @@ class Contributor:
         that fragment is added. If another attempt has created the manifest first, that one is returned. Raises
         `RoundError` if the run takes no more pseudo-gradients.
         """
-        model, attempt = self._model, self._model.attempt
-        if model.stopped or model.closing:
+        attempt, opened = self._attempt, self._tip.open
+        if opened.stopped or opened.closing:
             raise RoundError(
                 f"the {attempt.outer_steps} outer steps of the run in {attempt.store.url} are taken. End "
                 "the training loop there, or join with more rounds in a new folder."
             )
         if name := not_a_number(fields.buffers):
             return self._create("abstention", fields, reason=f"buffer {name} holds NaN")
-        vector = self._carry.added_to(pseudo_gradient, model.fragment, model.round)
-        saving = self._start_saving(fields.state)  # saved while the payload is published
-        saving_buffers = self._start_saving_buffers(fields.buffers)
+        vector = self._carry.added_to(pseudo_gradient, opened.fragment, opened.round)
+        who = (attempt.replica_id, opened.round, attempt.number)
+        saving: dict[str, Future[Shard]] = {}  # while the payload is published
+        if (state := fields.state) is not None:
+            write = partial(write_state, attempt.store, *who, state, attempt.object_limit)
+            saving["state"] = attempt.background.start(write)
+        if fields.buffers:
+            write = partial(write_buffers, attempt.store, *who, fields.buffers)
+            saving["buffers"] = attempt.background.start(write)
         try:
             payload = publish(
                 attempt.store,
-                lambda shard: keys.payload(model.round, attempt.replica_id, attempt.number, shard),
+                lambda shard: keys.payload(opened.round, attempt.replica_id, attempt.number, shard),
                 vector,
                 attempt.config.codec,
                 attempt.config.shard_numel,
@@ -78,16 +89,12 @@ class Contributor:
                 MOST_NORM,
             )
         except NotFinite as error:
-            where = _named_not_finite(vector, model.base.shapes(model.fragment_names)) + _losses_not_finite(fields)
+            where = _named_not_finite(vector, self._tip.base.shapes(opened.names)) + _losses_not_finite(fields)
             return self._create("abstention", fields, reason=f"pseudo-gradient not finite: {error}{where}")
         finally:
             vector.close()
-        origin = Origin(round=model.round, steps=fields.steps)
-        saved = {
-            "state": None if saving is None else saving.result(),
-            "buffers": None if saving_buffers is None else saving_buffers.result(),
-        }
-        origins = (*vector.carried, origin)
+        saved = {name: each.result() for name, each in saving.items()}
+        origins = (*vector.carried, Origin(round=opened.round, steps=fields.steps))
         return self._create("delta", fields, payload=payload, origins=origins, dropped=vector.dropped, **saved)
 
     def contribute_scores(self, fields: ContributionFields) -> Contribution:
@@ -99,43 +106,21 @@ class Contributor:
 
         Does nothing if this replica has a manifest there, or if rounds wait for it anyway.
         """
-        attempt, last = self._model.attempt, self._model.last.commit if self._model.last else None
-        expected = self._model.stopped or attempt.replica_id in self._model.roster
+        attempt, last, opened = self._attempt, self._tip.last, self._tip.open
+        expected = opened.stopped or attempt.replica_id in opened.roster
         if last is None or not self._timing.elastic or expected:
             return
         manifest = self._manifest("abstention", ContributionFields(), reason="back, after this round").model_copy(
             update={"round": last.round, "fragment": last.fragment, "base_digest": ""}  # it claims no base
         )
-        attempt.store.create(keys.contribution(last.round, attempt.replica_id), manifest.to_bytes())
-
-    def existing(self, round_: int | None = None) -> Contribution | None:
-        """This replica's manifest of a round (default: the open one), of whichever attempt; None if absent. One GET."""
-        return self.history.of(self._model.round if round_ is None else round_, self._model.round)
-
-    def _start_saving(self, state: Buffers | None) -> Future[Shard] | None:
-        if state is None:
-            return None
-        attempt, round_ = self._model.attempt, self._model.round
-
-        def save() -> Shard:
-            who = (attempt.replica_id, round_, attempt.number)
-            return write_state(attempt.store, *who, state, attempt.object_limit)
-
-        return attempt.background.start(save)
-
-    def _start_saving_buffers(self, buffers: Mapping[str, torch.Tensor]) -> Future[Shard] | None:
-        if not buffers:
-            return None
-        attempt, round_ = self._model.attempt, self._model.round
-        who = (attempt.replica_id, round_, attempt.number)
-        return attempt.background.start(lambda: write_buffers(attempt.store, *who, buffers))
+        attempt.writer.create(manifest)
 
     def _create(self, kind: str, fields: ContributionFields, **contents: Any) -> Contribution:
         """Create the manifest of the open round. Returns the existing one instead, perhaps of another attempt."""
-        attempt, round_ = self._model.attempt, self._model.round
+        attempt, round_ = self._attempt, self._tip.open.round
         manifest = self._manifest(kind, fields, **contents)
-        if not attempt.store.create(keys.contribution(round_, attempt.replica_id), manifest.to_bytes()):
-            existing = self.existing()
+        if attempt.writer.create(manifest) is None:
+            existing = self.history.of_open_round()
             if existing is None:
                 log.error("round %d: a manifest of this replica that none of its attempts wrote came first", round_)
                 self.own = manifest  # its work is carried
@@ -160,21 +145,25 @@ class Contributor:
         origins: tuple[Origin, ...] = (),
         dropped: tuple[Origin, ...] = (),
     ) -> Contribution:
-        attempt = self._model.attempt
-        check_tokens(kind, fields, attempt.config)
+        attempt, opened = self._attempt, self._tip.open
+        if kind == "delta" and fields.steps and attempt.config.weights == "tokens" and fields.tokens < 1:
+            raise ConfigError(
+                'weights="tokens", but observe(tokens=...) reported no token in this round. Report them, or use '
+                '"uniform".'
+            )
         return Contribution(
             **attempt.stamp(),
-            round=self._model.round,
+            round=opened.round,
             leg=attempt.begin.leg,
             replica_id=attempt.replica_id,
             attempt=attempt.number,
             claim_sha256=attempt.claim_sha256,
             kind=kind,  # type: ignore[arg-type]
             reason=reason,
-            base_digest=self._model.hash(),
-            snapshot_round=self._model.tip.snapshot_round,
-            rebuilt_after=self._model.rebuilt_after,
-            fragment=self._model.fragment,
+            base_digest=self._claims.hash(),
+            snapshot_round=self._tip.value.snapshot_round,
+            rebuilt_after=self._claims.rebuilt_after,
+            fragment=opened.fragment,
             payload=payload,
             state=state,
             buffers=buffers,
@@ -186,7 +175,7 @@ class Contributor:
             local_scores=fields.local_scores if kind == "delta" else (),
             vault=fields.vault,
             metrics=dict(fields.metrics),
-            disagreeing=self._model.disagreeing,
+            disagreeing=self._tip.disagreeing,
             consumed=fields.consumed,
             progress=fields.progress,
             train_s=self._timing.train_s,
@@ -196,30 +185,30 @@ class Contributor:
 
     def settle(self, commit: Commit) -> None:
         """Update the carry after a commit: the contribution of this replica was averaged, or becomes the carry."""
-        manifest = self.own or self.existing(commit.round)
+        manifest = self.own or self.history.of(commit.round)
         if manifest is not None:
-            self._carry.settle(manifest, commit, self._model.is_right)
+            self._carry.settle(manifest, commit, self._claims.is_right)
 
     def open_round(self) -> None:
         """Reset for a new open round, to which nothing is contributed yet. After the stop, drop the carry."""
         self.own = None
-        if self._model.stopped:
+        if self._tip.open.stopped:
             self._carry.drop_all("the run has stopped")
 
     def recover(self) -> None:
         """Restore from the bucket the carry and the train times of the last rounds."""
-        model, closed = self._model, self._model.closed_rounds
-        self._carry.recover(closed, self.existing, model.commit_of, model.is_right)
+        closed = self._tip.closed_rounds
+        self._carry.recover(closed, self.history.of, self._tip.commit_of, self._claims.is_right)
         self._timing.recover()
-        if model.attempt.begin.leg > 1 and not closed:
+        if self._attempt.begin.leg > 1 and not closed:
             self._warn_of_work_that_its_leg_left()
 
     def _warn_of_work_that_its_leg_left(self) -> None:
         """Log a warning for work of an earlier leg that was to be carried: a new leg never averages it."""
-        newest = self.history.newest(self._model.round)
-        if newest is None or newest.kind != "delta" or newest.leg == self._model.attempt.begin.leg:
+        newest = self.history.newest()
+        if newest is None or newest.kind != "delta" or newest.leg == self._attempt.begin.leg:
             return
-        answers = self._model.commit_of(newest.round).answers
+        answers = self._tip.commit_of(newest.round).answers
         if not any(a.averaged and a.replica_id == newest.replica_id for a in answers):
             steps = sum(origin.steps for origin in newest.origins)
             log.warning("%d inner steps of round %d are dropped: their leg has ended", steps, newest.round)

@@ -4,14 +4,15 @@ What a restarted attempt does with them is decided by `replica.training.checkpoi
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
+from diloco_orchestrator.replica.rounds.tip import HeldTip
 from diloco_orchestrator.run_log.attempts import AttemptRecords
-from diloco_orchestrator.run_log.contributions import ContributionReader
-from diloco_orchestrator.run_log.manifest_listing import ManifestListing
+from diloco_orchestrator.run_log.contributions import ContributionReader, ManifestListing
 from diloco_orchestrator.snapshots.saved_state import read_state
 
 _RECENT_ROUNDS = 3  # in which a manifest of this replica may still appear
@@ -20,17 +21,19 @@ log = logging.getLogger(__name__)
 
 
 class ContributionHistory:
-    """Reads one replica's manifests. `open_round` of the methods: number of the round that is open for this attempt."""
+    """Reads one replica's manifests."""
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: Attempt, tip: HeldTip, claims: BaseClaims) -> None:
         self._attempt = attempt
+        self._tip = tip
+        self._claims = claims
         self._reader = ContributionReader(attempt.store)
         self._closed: dict[int, Contribution] = {}  # of closed rounds, as far as they were read
         self._joined_at: int | None = None  # the round that was open at the first call
         self._is_alone: bool | None = None  # whether no other attempt of this replica ever ran; None: not asked yet
         self._listing: ManifestListing | None = None
 
-    def of(self, round_: int, open_round: int) -> Contribution | None:
+    def of(self, round_: int) -> Contribution | None:
         """The manifest of a round; None if it does not exist, cannot be read, or no attempt of this replica wrote it.
 
         One GET for a round among the last three. Older rounds are listed, many at once, and cost a GET if there
@@ -38,6 +41,7 @@ class ContributionHistory:
         """
         if round_ in self._closed:
             return self._closed[round_]
+        open_round = self._tip.position.round + 1
         if not self._may_exist(round_, open_round):
             return None
         try:
@@ -69,24 +73,28 @@ class ContributionHistory:
             self._listing = ManifestListing(self._attempt.store, open_round - _RECENT_ROUNDS)
         return self._attempt.replica_id in self._listing.authors(round_)
 
-    def newest(self, open_round: int) -> Contribution | None:
+    def of_open_round(self) -> Contribution | None:
+        """The manifest of the open round, as `of`."""
+        return self.of(self._tip.position.round + 1)
+
+    def newest(self) -> Contribution | None:
         """The newest manifest, of any leg, that holds this replica's progress; None if there is none."""
-        for round_ in range(open_round, 0, -1):
-            manifest = self.of(round_, open_round)
+        for round_ in range(self._tip.position.round + 1, 0, -1):
+            manifest = self.of(round_)
             if manifest is not None and manifest.progress is not None:
                 return manifest
         return None
 
-    def newest_delta(self, open_round: int, is_right: Callable[[Contribution], bool]) -> Contribution | None:
+    def newest_delta(self) -> Contribution | None:
         """This replica's latest pseudo-gradient of a round that the newest base descends from, or of the open round.
 
         Searched in this leg, then in the round whose base the leg began from; rounds that a resume left behind are
         skipped.
         """
         begin = self._attempt.begin
-        for round_ in (*range(open_round, begin.after_round, -1), begin.from_round):
-            manifest = self.of(round_, open_round) if round_ else None
-            if manifest is not None and manifest.kind == "delta" and is_right(manifest):
+        for round_ in (*range(self._tip.position.round + 1, begin.after_round, -1), begin.from_round):
+            manifest = self.of(round_) if round_ else None
+            if manifest is not None and manifest.kind == "delta" and self._claims.is_right(manifest):
                 return manifest
         return None
 

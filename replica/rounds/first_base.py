@@ -18,27 +18,24 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.first_base import StartDecision, decide_start
-from diloco_orchestrator.protocol.records import Began, FileInfo, Follows, FrozenTensors, HeldoutSet, Snapshot, Start
+from diloco_orchestrator.protocol.records import Began, FileInfo, Follows, HeldoutSet, Snapshot, Start
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.run_log.attempts import AttemptRecords
-from diloco_orchestrator.run_log.capped_reads import read_record
 from diloco_orchestrator.run_log.entries import Entry
-from diloco_orchestrator.run_log.snapshot_records import complete_takes
-from diloco_orchestrator.snapshots.file_plan import is_tensor_file
-from diloco_orchestrator.snapshots.first_snapshot import first_snapshot, is_side_file
-from diloco_orchestrator.snapshots.first_take import first_take
+from diloco_orchestrator.run_log.run_log import complete_takes
+from diloco_orchestrator.snapshots.confirmation import first_take
+from diloco_orchestrator.snapshots.file_plan import Naming, is_side_file, is_tensor_file
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
     SnapshotFile,
-    check_same_model,
+    create_snapshot_record,
     describe,
     existing_files,
     info_of,
 )
-from diloco_orchestrator.snapshots.naming import Naming
+from diloco_orchestrator.snapshots.model_tensors import digest_of
 from diloco_orchestrator.snapshots.rebuild import FirstBase
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
-from diloco_orchestrator.snapshots.untrained import digest_of
 from diloco_orchestrator.store.retrying import without_read_back
 
 log = logging.getLogger(__name__)
@@ -98,10 +95,10 @@ class _Agreement:
 
     def reach(self) -> tuple[Entry[Start], FirstBase | None]:
         """Wait, write or follow until this replica has begun."""
-        attempt, replica_id = self._attempt, self._attempt.replica_id
+        attempt = self._attempt
         began = Began(**attempt.stamp(), **self._who, start_sha256=self._own, key=self._key)
-        attempt.store.create(keys.began(replica_id, attempt.number), began.to_bytes())
-        turn, since = _Turn(attempt), attempt.clock.now()
+        attempt.writer.create(began)
+        since = attempt.clock.now()
         while True:
             self._starts.refresh()
             waited = attempt.clock.now() - since >= attempt.config.timing.startup_timeout_s
@@ -115,11 +112,10 @@ class _Agreement:
                     return begun
             elif (entry := self._starts.entry(self._own)) is not None:
                 return self._follow_own(entry)
-            elif turn.has_come(existing := self._writing.existing(), self._writing.next_size(existing)):
-                if self._writing.write(existing):
-                    self._create_start()
-            else:
+            elif (existing := self._writing.existing_on_turn()) is None:
                 self._pause()
+            elif self._writing.write(existing):
+                self._create_start()
 
     @property
     def _who(self) -> dict[str, int]:
@@ -197,7 +193,7 @@ class _Agreement:
     def _begun(self, entry: Entry[Start], take: str, base: Base) -> tuple[Entry[Start], FirstBase]:
         attempt, key = self._attempt, self._starts.key_of(entry.sha256)
         follows = Follows(**attempt.stamp(), **self._who, start_sha256=entry.sha256, key=key, take=take)
-        attempt.store.create(keys.follows(attempt.replica_id), follows.to_bytes())
+        attempt.writer.create(follows)
         self._starts.follow(entry, take)
         return entry, FirstBase(base, entry.record.base_digest)
 
@@ -221,12 +217,12 @@ class _Agreement:
 
     def _create_start(self) -> None:
         """Create the start: `start.json`, or where that holds another one, the key that this attempt has named."""
-        store, data = self._attempt.store, self._start.to_bytes()
-        if not store.create(keys.START, data) and self._starts.entry(self._own) is None:
+        writer = self._attempt.writer
+        if writer.create(self._start, keys.START) is None and self._starts.entry(self._own) is None:
             self._starts.refresh()
             if self._starts.entry(self._own) is None:
                 log.warning("%s holds another start, which no replica began with: it is passed over", keys.START)
-                store.create(self._key, data)
+                writer.create(self._start, self._key)
 
 
 def _start_of(
@@ -264,98 +260,9 @@ def _buffers_digest(stored: StoredSnapshot, start: Start, buffers: Sequence[str]
     return digest_of({name: rest.read(name) for name in buffers if name in rest.specs()})
 
 
-def check_start(
-    start: Start,
-    parameters: Mapping[str, torch.Tensor],
-    fragments: Sequence[tuple[str, ...]],
-    heldout: HeldoutSet | None,
-    files: ModelFiles,
-    attempt: Attempt,
-) -> None:
-    """Raise `ModelMismatch` unless a replica trains the run's model, in its fragments, with its adapters and on its
-    frozen tensors, and scores its held-out set.
-    """
-    url = attempt.store.url
-    check_same_model(describe(parameters), start.parameters)
-    if start.fragments != tuple(fragments):
-        raise ModelMismatch(
-            f"this replica synchronises {len(fragments)} fragments of the model, the run in {url} "
-            f"{len(start.fragments)}, or the same number split otherwise. All replicas must agree."
-        )
-    for mine, pair in zip(
-        files.adapters, start.adapters, strict=True
-    ):  # their residuals are parameters, compared above
-        if mine != pair:
-            raise ModelMismatch(
-                f"this replica's adapter of {mine.weight!r} has the scaling {mine.scaling:g}, the run's in {url} "
-                f"{pair.scaling:g}: its product would be averaged with other ones. Give all replicas the same "
-                "lora_alpha and r."
-            )
-    if heldout != start.heldout:
-        raise ModelMismatch(
-            f"this replica scores {_heldout_words(heldout)}; the run in {url} is judged by "
-            f"{_heldout_words(start.heldout)}. All replicas must pass the same `heldout_items`, `vault_items` and "
-            "`in_loop` to attach, and score by the same function; another set or scorer needs a new run."
-        )
-    _check_untrained(start, files, attempt)
-
-
-def _heldout_words(heldout: HeldoutSet | None) -> str:
-    if heldout is None:
-        return "no held-out set"
-    root, scorer = heldout.root or heldout.digest, heldout.scorer or "unknown"
-    vault = f" and {heldout.vault.items} vault items (sha256 {heldout.vault.digest[:12]})" if heldout.vault else ""
-    return f"{heldout.items} held-out items ({heldout.metric}, root {root[:12]}, scorer {scorer[:12]}){vault}"
-
-
-def _check_untrained(start: Start, files: ModelFiles, attempt: Attempt) -> None:
-    """Raise `ModelMismatch` unless the frozen tensors and the adapter of a replica are the run's.
-
-    Hashes every frozen tensor, once for each model. Where this replica's first buffers differ, those of snapshot 0 are
-    taken.
-    """
-    untrained, naming, url = files.untrained, files.naming, attempt.store.url
-    assert untrained is not None, "a replica has the live model"
-    ours, theirs = untrained.describe_frozen(attempt.background), start.frozen
-    if ours != theirs:
-        raise ModelMismatch(
-            f"replica {attempt.replica_id} has {_frozen_words(ours)}; the run in {url} has {_frozen_words(theirs)}. "
-            "Its base model is another: what is trained on different bases cannot be averaged. Load the same model, in "
-            "the same revision, dtype and quantisation, in every replica, or start a new run."
-        )
-    if Naming.of(start) != naming:
-        raise ModelMismatch(
-            f"the adapter of replica {attempt.replica_id} is stored under other names than that of the run in {url}: "
-            "all replicas must build it alike, with the same version of PEFT."
-        )
-    if untrained.buffers.digest() != start.buffers:
-        log.warning("this replica's first buffers differ from those of snapshot 0; it takes those")
-        rest = first_snapshot(attempt.log).model_files(start, {}).rest()
-        names = naming.by_file(untrained.buffers.first)
-        untrained.buffers.adopt({names[name]: rest.read(name) for name in rest.specs() if name in names})
-
-
-def _frozen_words(frozen: FrozenTensors | None) -> str:
-    if frozen is None:
-        return "no frozen tensor"
-    return f"{frozen.tensors} frozen tensors ({frozen.size / 1e6:.3g} MB, digest {frozen.digest[:15]})"
-
-
-class _Turn:
-    """Whether this replica writes the next file of snapshot 0, or waits for the one that wrote the last."""
-
-    def __init__(self, attempt: Attempt) -> None:
-        self._attempt = attempt
-        self._seen: set[str] | None = None
-        self._since = 0.0  # when the newest file was first listed
-
-    def has_come(self, existing: set[str], next_size: int) -> bool:
-        """Whether no file exists, or none was added for as long as the next one, of `next_size` bytes, may take."""
-        now = self._attempt.clock.now()
-        if existing != self._seen:
-            self._seen, self._since = existing, now
-        rank = 1 + self._attempt.replica_id % _TURNS
-        return not existing or now - self._since >= rank * (_GRACE_S + next_size / _SLOW_LINK)
+def patience_s(replica_id: int, next_size: int) -> float:
+    """Seconds without a new file after which a waiting replica writes the next one itself, of `next_size` bytes."""
+    return (1 + replica_id % _TURNS) * (_GRACE_S + next_size / _SLOW_LINK)
 
 
 class _FirstSnapshot:
@@ -381,20 +288,26 @@ class _FirstSnapshot:
         self._planned = files.planned(self.base, attempt.object_limit)
         self._infos: dict[str, FileInfo] = {}  # files of the first take that this replica has written or compared
         self._lost: set[str] = set()  # files that another replica created first
+        self._seen: set[str] | None = None  # files as of the last listing
+        self._since = 0.0  # when the newest of them was first listed
 
     def first_files(self) -> dict[str, FileInfo]:
         """The files with the model's tensors, and those without tensors. Encodes one at a time."""
         named = (each for each in self._planned if self._is_of_model(each) or is_side_file(each.name))
         return {each.name: info_of(each.encode()) for each in named}
 
-    def existing(self) -> set[str]:
-        """Files of the first take that exist, of those that this replica would write. One LIST request."""
-        planned = {each.name for each in self._planned}
-        return (existing_files(self._attempt.store, 0) | self._lost) & planned
+    def existing_on_turn(self) -> set[str] | None:
+        """Files of the first take that exist, of those that this replica would write, if it is to write the next one.
 
-    def next_size(self, existing: set[str]) -> int:
-        """Bytes of the first file that is missing."""
-        return next((each.size for each in self._planned if each.name not in existing), 0)
+        None while another one is writing: a file was added within this replica's patience. One LIST request.
+        """
+        now, planned = self._attempt.clock.now(), {each.name for each in self._planned}
+        existing = (existing_files(self._attempt.store, 0) | self._lost) & planned
+        if existing != self._seen:
+            self._seen, self._since = existing, now
+        next_size = next((each.size for each in self._planned if each.name not in existing), 0)
+        is_turn = not existing or now - self._since >= patience_s(self._attempt.replica_id, next_size)
+        return existing if is_turn else None
 
     def write(self, existing: set[str]) -> bool:
         """Write everything that is missing. False if another replica turns out to be writing a file of the model."""
@@ -448,12 +361,5 @@ class _FirstSnapshot:
 
     def _complete(self, take: str, infos: Mapping[str, FileInfo]) -> bool:
         """Create the record of a take; False if one is there that names other files."""
-        store, key = self._attempt.store, keys.snapshot(0, keys.SNAPSHOT_RECORD, take)
         ours = Snapshot(**self._attempt.stamp(), round=0, base_digest=self.base.digest(), by=None, files=dict(infos))
-        if store.create(key, ours.to_bytes()):
-            return True
-        try:
-            theirs = Snapshot.from_bytes(read_record(store, key), key)
-        except RecordInvalid:
-            return False
-        return (theirs.base_digest, theirs.files) == (ours.base_digest, ours.files)
+        return create_snapshot_record(self._attempt.store, ours, take)

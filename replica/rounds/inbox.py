@@ -1,7 +1,7 @@
-"""`RoundInbox`: the responses to the open round as this replica has received them, verified to the last payload byte.
+"""`RoundInbox`: the responses to the open round, and the payload shards that this replica has received of them.
 
-Verification comes before the decision: what is not verified here is never averaged. The decision is made by
-`protocol.rounds.decide`.
+Received is what was verified to the last byte, before the decision: nothing else is averaged. Which shards those are is
+said by the dealing; the decision is made by `protocol.rounds.decide`.
 """
 
 import logging
@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from diloco_orchestrator.allreduce.payload import check_shape
-from diloco_orchestrator.allreduce.payload_cache import Name
 from diloco_orchestrator.allreduce.recent_payloads import RecentPayloads
 from diloco_orchestrator.allreduce.shards import fetch, open_verified
 from diloco_orchestrator.allreduce.threads import one_torch_thread
@@ -20,12 +19,13 @@ from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.claims import BaseClaim
 from diloco_orchestrator.protocol.digests import sha256_hex
-from diloco_orchestrator.protocol.limits import LONGEST_REASON, MOST_NORM
+from diloco_orchestrator.protocol.record_format import LONGEST_REASON, MOST_NORM
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
 from diloco_orchestrator.protocol.weights import weight_of
-from diloco_orchestrator.run_log.authors import Authors
-from diloco_orchestrator.run_log.capped_reads import read_record
+from diloco_orchestrator.replica.rounds.dealing import Dealing, PayloadShard
+from diloco_orchestrator.run_log.attempts import Authors
 from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.run_log.reader import read_record
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -65,15 +65,20 @@ class ExpectedContribution:
 class RoundInbox:
     """Collects the responses of one round after another. Not thread-safe.
 
-    `cache`: verified payload bytes; this replica's own are put there when they are published.
+    Args:
+        cache: the bytes of shards that were received; this replica's own are put there when they are published.
+        dealing: which shards of contributions are received.
     """
 
-    def __init__(self, store: Store, background: Background, cache: RecentPayloads, authors: Authors) -> None:
+    def __init__(
+        self, store: Store, background: Background, cache: RecentPayloads, authors: Authors, dealing: Dealing
+    ) -> None:
         self._store = store
         self._background = background
         self._reader = ContributionReader(store, background)
         self._cache = cache
         self._authors = authors
+        self._dealing = dealing
         self._received: dict[int, ReceivedContribution] = {}
 
     def clear(self) -> None:
@@ -91,7 +96,7 @@ class RoundInbox:
         return found
 
     def receive(self, unread: Mapping[int, str], expected: ExpectedContribution) -> None:
-        """Read and verify responses in two round trips: all their manifests, then all payload shards that these name.
+        """Read and verify responses in two round trips: all their manifests, then the shards that are dealt of them.
 
         A manifest that is not by the attempt it names is nobody's: unverifiable, and nothing in it counts. The claim of
         an attempt that was not seen before is read beside the payloads.
@@ -100,9 +105,9 @@ class RoundInbox:
         """
         calls = [partial(self._read, key, replica_id, expected) for replica_id, key in unread.items()]
         read = in_parallel(self._background, calls)
-        manifests = [each.manifest for each in read if each.manifest is not None]
-        checking = self._background.start(lambda: self._authors.why_not_each(manifests))
-        damaged = self._damaged([each.manifest for each in read if each.answer.kind == "delta"], expected)
+        readable = [(each.manifest, each.answer.kind) for each in read if each.manifest is not None]
+        checking = self._background.start(lambda: self._authors.why_not_each([manifest for manifest, _ in readable]))
+        damaged = self._damaged([manifest for manifest, kind in readable if kind == "delta"], expected)
         forged = checking.result()
         for each in read:
             answer = each.answer
@@ -143,8 +148,7 @@ class RoundInbox:
         """
         answers = [answer for answer in commit.answers if answer.averaged]
         manifests = in_parallel(self._background, [partial(self._named, commit.round, answer) for answer in answers])
-        missing = [shard for shard in _shards_of(manifests) if _shard_name(*shard) not in self._cache]
-        calls = [partial(self._fetch_shard, *shard) for shard in missing]
+        calls = [partial(self._fetch, shard) for shard in self._dealing(manifests) if shard.name not in self._cache]
         in_parallel(self._background, calls, expected.shards_at_once)
         return [(manifest, answer.weight) for manifest, answer in zip(manifests, answers, strict=True)]
 
@@ -156,8 +160,8 @@ class RoundInbox:
         return self._reader.named(round_, answer)
 
     @one_torch_thread()
-    def _fetch_shard(self, manifest: Contribution, index: int) -> None:
-        self._cache.put(_shard_name(manifest, index), self._reader.shard(manifest, index))
+    def _fetch(self, shard: PayloadShard) -> None:
+        self._cache.put(shard.name, self._reader.shard(shard.manifest, shard.index))
 
     def late_in(self, round_: int, replicas: int, but: Collection[int]) -> list[Contribution]:
         """Manifests that exist now in a closed round, in replica_id order, except those of the replicas in `but`."""
@@ -165,7 +169,7 @@ class RoundInbox:
 
     def shard(self, manifest: Contribution, index: int) -> bytes | memoryview:
         """The verified bytes of a shard, from the cache if they were verified before."""
-        return self._cache.get(_shard_name(manifest, index)) or self._reader.shard(manifest, index)
+        return self._cache.get(PayloadShard(manifest, index).name) or self._reader.shard(manifest, index)
 
     # -- verifying -----------------------------------------------------------------------------------------------
 
@@ -198,37 +202,37 @@ class RoundInbox:
             return "unverifiable", why
         return manifest.kind, ""
 
-    def _damaged(self, manifests: Sequence[Contribution | None], expected: ExpectedContribution) -> dict[int, str]:
-        """What is wrong with payloads that are not what their manifests promise, by replica id.
+    def _damaged(self, manifests: Sequence[Contribution], expected: ExpectedContribution) -> dict[int, str]:
+        """What is wrong with payloads whose dealt shards are not what their manifests promise, by replica id.
 
         Verified bytes are put in the cache.
         """
-        shards = _shards_of(manifests)
-        calls = [partial(self._verify_shard, manifest, index) for manifest, index in shards]
+        shards = self._dealing(manifests)
+        calls = [partial(self._verify, shard) for shard in shards]
         errors = in_parallel(self._background, calls, expected.shards_at_once)
         damaged: dict[int, str] = {}
-        for (manifest, _), error in zip(shards, errors, strict=True):
-            if error is not None and manifest.replica_id not in damaged:
-                damaged[manifest.replica_id] = str(error)
-                _log_not_averaged(manifest, error)
+        for shard, error in zip(shards, errors, strict=True):
+            if error is not None and shard.manifest.replica_id not in damaged:
+                damaged[shard.manifest.replica_id] = str(error)
+                _log_not_averaged(shard.manifest, error)
         return damaged
 
     @one_torch_thread()
-    def _verify_shard(self, manifest: Contribution, index: int) -> PayloadCorrupt | None:
+    def _verify(self, shard: PayloadShard) -> PayloadCorrupt | None:
         """Fetch and check a shard and put it in the cache. Returns what is wrong with it.
 
         A shard that this process published is in the cache, and is not read back: a store that lost it although it
         answered is found by the others, who cannot read it.
         """
-        assert manifest.payload is not None
-        name = _shard_name(manifest, index)
+        name, payload, index = shard.name, shard.manifest.payload, shard.index
+        assert payload is not None
         if name in self._cache:
             return None
         try:
-            if (file := open_verified(self._store, name[0], manifest.payload, index)) is not None:
-                self._cache.put_file(name, file, manifest.payload.shards[index].size)
+            if (file := open_verified(self._store, name[0], payload, index)) is not None:
+                self._cache.put_file(name, file, payload.shards[index].size)
             else:
-                self._cache.put(name, fetch(self._store, name[0], manifest.payload, index, with_norm=True))
+                self._cache.put(name, fetch(self._store, name[0], payload, index, with_norm=True))
         except PayloadCorrupt as error:
             return error
         return None
@@ -255,18 +259,6 @@ def _breaks_its_promise(manifest: Contribution, expected: ExpectedContribution) 
 
 def _log_not_averaged(manifest: Contribution, error: PayloadCorrupt) -> None:
     log.warning("round %d: replica %d is not averaged: %s", manifest.round, manifest.replica_id, error)
-
-
-def _shards_of(manifests: Iterable[Contribution | None]) -> list[tuple[Contribution, int]]:
-    """(manifest, shard index) of every payload shard that these manifests name."""
-    return [(each, index) for each in manifests if each and each.payload for index in range(len(each.payload.shards))]
-
-
-def _shard_name(manifest: Contribution, index: int) -> Name:
-    """The name of a shard's bytes in a `PayloadCache`: (key, digest)."""
-    assert manifest.payload is not None
-    key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, index)
-    return key, manifest.payload.shards[index].digest
 
 
 def _belongs(manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> bool:

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 import torch
 
 from diloco_orchestrator.errors import ObjectMissing, PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.contribution_history import ContributionHistory
-from diloco_orchestrator.replica.rounds.global_model import GlobalModel
+from diloco_orchestrator.replica.rounds.tip import HeldTip
 from diloco_orchestrator.snapshots.buffers import buffers_of_base, read_buffers
 from diloco_orchestrator.snapshots.layout import ModelFiles
 
@@ -24,24 +25,26 @@ _UNREADABLE = (PayloadCorrupt, RecordInvalid, ObjectMissing)
 class ReplicaBuffers:
     """Publishes, restores and shows buffers. Costs nothing, and no request, for a model without persistent ones."""
 
-    def __init__(self, history: ContributionHistory, model: GlobalModel, files: ModelFiles) -> None:
+    def __init__(self, attempt: Attempt, tip: HeldTip, history: ContributionHistory, files: ModelFiles) -> None:
         assert files.untrained is not None, "a replica has the live model"
         self._live = files.untrained.buffers
+        self._attempt = attempt
+        self._tip = tip
         self._history = history
-        self._model = model
 
     def changed(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers that differ from the run's first ones."""
         return self._live.changed()
 
     def resume(self) -> None:
-        """Set the model's buffers to those of this replica's newest contribution; without one, to the base's."""
+        """Set the model's buffers to those of this replica's newest contribution; without one, or if they are gone, to
+        the base's. Safe to repeat."""
         if not self._live.first:
             return
-        newest = self._history.newest_delta(self._model.round, self._model.is_right)
+        newest = self._history.newest_delta()
         if newest is not None:
             try:
-                self._live.load(read_buffers(self._model.attempt.store, newest))
+                self._live.load(read_buffers(self._attempt.store, newest))
                 return
             except _UNREADABLE as error:
                 log.warning(
@@ -51,7 +54,7 @@ class ReplicaBuffers:
 
     @contextmanager
     def showing_base(self) -> Iterator[None]:
-        """Context in which the model has the base's buffers; afterwards it has its own again."""
+        """Context in which the model has the base's buffers, its own where those cannot be read; afterwards its own."""
         of_base = self._of_base() if self._live.first else None
         if of_base is None:
             yield
@@ -66,7 +69,7 @@ class ReplicaBuffers:
     def _of_base(self) -> Mapping[str, torch.Tensor] | None:
         """None if they cannot be read."""
         try:
-            return buffers_of_base(self._model.attempt.log, self._model.tip.base_round)
+            return buffers_of_base(self._attempt.log, self._tip.value.base_round)
         except _UNREADABLE as error:
-            log.error("the buffers of the base after round %d: %s", self._model.tip.base_round, error)
+            log.error("the buffers of the base after round %d: %s", self._tip.value.base_round, error)
             return None

@@ -7,7 +7,8 @@ import logging
 from concurrent.futures import Future
 
 from diloco_orchestrator.errors import DilocoError
-from diloco_orchestrator.replica.rounds.global_model import GlobalModel
+from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.rounds.tip import HeldTip
 from diloco_orchestrator.run_log.segments import TAIL_ROUNDS, write_segments
 
 log = logging.getLogger(__name__)
@@ -20,22 +21,22 @@ class SegmentWriter:
     that dies is replaced ten rounds later. It lists the segments unless it wrote the last ones itself.
     """
 
-    def __init__(self, model: GlobalModel) -> None:
-        self._model = model
+    def __init__(self, attempt: Attempt, tip: HeldTip) -> None:
+        self._attempt = attempt
+        self._tip = tip
         self._complete_until = 0  # this replica knows that all segments of rounds up to it exist
         self._writing: Future[None] | None = None
 
     def write_if_due(self) -> None:
         """Start to write the missing segments if it is this replica's turn. Returns at once."""
-        entry = self._model.last
-        if entry is None or entry.commit.round % TAIL_ROUNDS:
+        commit = self._tip.last
+        if commit is None or commit.round % TAIL_ROUNDS:
             return
-        averaged = [a.replica_id for a in entry.commit.answers if a.averaged]
-        if min(averaged, default=None) != self._model.attempt.replica_id:
+        averaged = [a.replica_id for a in commit.answers if a.averaged]
+        if min(averaged, default=None) != self._attempt.replica_id:
             return
         if self._writing is None or self._writing.done():
-            round_ = entry.commit.round
-            self._writing = self._model.attempt.background.start(lambda: self._write(round_))
+            self._writing = self._attempt.background.start(lambda: self._write(commit.round))
 
     def wait(self) -> None:
         """Block until no segment is being written."""
@@ -45,7 +46,7 @@ class SegmentWriter:
     def _write(self, newest_round: int) -> None:
         try:
             knows = self._complete_until if self._complete_until >= newest_round - TAIL_ROUNDS else 0
-            write_segments(self._model.attempt.store, self._model.attempt.log.commit, newest_round, knows)
+            write_segments(self._attempt.store, self._attempt.log.commit, newest_round, knows)
             self._complete_until = newest_round
         except DilocoError as error:  # a segment only saves requests; ten rounds later it is tried again
             log.warning("no segment of the log is written this time: %s", error)

@@ -12,10 +12,12 @@ from dataclasses import replace
 from diloco_orchestrator.errors import ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.replica.attempt.attempt import Attempt
-from diloco_orchestrator.replica.rounds.global_model import GlobalModel
+from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
+from diloco_orchestrator.replica.rounds.tip import HeldTip
 from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
-from diloco_orchestrator.snapshots.first_snapshot import is_side_file, side_files_of_run
+from diloco_orchestrator.snapshots.file_plan import is_side_file
+from diloco_orchestrator.snapshots.first_snapshot import side_files_of_run
 from diloco_orchestrator.snapshots.layout import ModelFiles, info_of, write_snapshot
 from diloco_orchestrator.snapshots.offered import ensure_offered_snapshot, offered_base
 from diloco_orchestrator.snapshots.rebuild import Tip
@@ -32,8 +34,10 @@ _PATIENCE_S = 30.0  # waiting time for each replica with a lower id, which may b
 class SnapshotWriter:
     """Writes snapshots for one replica. `files`: what a snapshot holds beside the model's tensors."""
 
-    def __init__(self, model: GlobalModel, files: ModelFiles) -> None:
-        self._model = model
+    def __init__(self, attempt: Attempt, tip: HeldTip, claims: BaseClaims, files: ModelFiles) -> None:
+        self._attempt = attempt
+        self._tip = tip
+        self._claims = claims
         self._files = files
         self._writing: Future[None] | None = None
 
@@ -46,7 +50,7 @@ class SnapshotWriter:
         a warning, and the run goes on without it.
         """
         self.wait()
-        commit = self._model.last.commit if self._model.last else None
+        commit = self._tip.last
         if commit is None or not commit.applied or commit.outer_step % self._attempt.config.snapshot_every:
             return False
         averaged = [a.replica_id for a in commit.answers if a.averaged]
@@ -54,7 +58,7 @@ class SnapshotWriter:
             return False
         alone = len(averaged) < 2 or not self._newest_is_confirmed()
         healed = alone and self._rebuild()
-        tip, digest = self._model.tip, self._model.digest if alone else None
+        tip, digest = self._tip.value, self._claims.digest if alone else None
         self._writing = self._attempt.background.start(lambda: self._write_beside_training(tip, digest))
         return healed
 
@@ -76,15 +80,15 @@ class SnapshotWriter:
         are read back: nobody claims this base any more. Returns whether the rebuild gave another base, which this
         replica holds then.
         """
-        assert self._model.last is not None
+        commit = self._tip.last
+        assert commit is not None
         self.wait()
-        commit = self._model.last.commit
         self._attempt.pulse.phase = "snapshot"
         agreeing = sum(rounds.contributes(answer) for answer in commit.answers)
-        agreed = self._model.hash() == commit.base_digest and not commit.applied and agreeing > 1
+        agreed = self._claims.hash() == commit.base_digest and not commit.applied and agreeing > 1
         healed = not agreed and self._rebuild()
         before_us = sum(a.replica_id < self._attempt.replica_id for a in commit.answers)
-        own = self._model.tip.base_round, self._model.digest
+        own = self._tip.value.base_round, self._claims.digest
         self._await_others(_PATIENCE_S * before_us, lambda: self._exists(*own))
         if not self._exists(*own):
             self._write_and_read_back()
@@ -94,8 +98,8 @@ class SnapshotWriter:
         """After a halt by the guard: write the best base's snapshot, rebuilt, unless it appears within 30 s per replica
         with a lower id. If that fails, the coordinator writes it, or whoever resumes from it.
         """
-        assert self._model.last is not None
-        commit, run_log = self._model.last.commit, self._attempt.log
+        commit, run_log = self._tip.last, self._attempt.log
+        assert commit is not None
         if not commit.halted_by_guard:
             return
         offered = offered_base(run_log).round
@@ -103,22 +107,17 @@ class SnapshotWriter:
         self._await_others(_PATIENCE_S * before_us, lambda: ConfirmedSnapshots(run_log).take_of(offered) is not None)
         ensure_offered_snapshot(run_log, self._attempt.stamp, self._attempt.replica_id)
 
-    @property
-    def _attempt(self) -> Attempt:
-        return self._model.attempt
-
     def _newest_is_confirmed(self) -> bool:
         snapshots = ConfirmedSnapshots(self._attempt.log)
-        earlier = [round_ for round_ in snapshots.rounds if round_ < self._model.tip.base_round]
+        earlier = [round_ for round_ in snapshots.rounds if round_ < self._tip.value.base_round]
         return not earlier or snapshots.take_of(earlier[-1]) is not None
 
     def _rebuild(self) -> bool:
         """Rebuild the base from an older confirmed snapshot. Whether the base changed by it."""
-        model = self._model
         try:
-            return model.verify_base({model.hash()})
+            return self._claims.verify({self._claims.hash()})
         except (PayloadCorrupt, RecordInvalid) as error:
-            log.warning("the base after round %d cannot be rebuilt: %s", model.tip.base_round, error)
+            log.warning("the base after round %d cannot be rebuilt: %s", self._tip.value.base_round, error)
             return False
 
     def _await_others(self, patience_s: float, is_there: Callable[[], bool]) -> None:
@@ -173,10 +172,10 @@ class SnapshotWriter:
         return replace(self._files, extra=side_files_of_run(self._attempt.log))
 
     def _write_and_read_back(self) -> None:
-        with _going_on_without(self._model.tip.base_round):
+        with _going_on_without(self._tip.value.base_round):
             for _ in range(_WRITES):
-                tip = self._model.tip
-                take = self._write(tip, self._model.digest)
+                tip = self._tip.value
+                take = self._write(tip, self._claims.digest)
                 if take is None:
                     self._rebuild()
                 elif self._reads_back(tip.base_round, take):

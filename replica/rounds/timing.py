@@ -10,7 +10,8 @@ from typing import TypeVar
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.records import Answer, Contribution
 from diloco_orchestrator.protocol.straggler import RoundTimes, StragglerDeadline
-from diloco_orchestrator.replica.rounds.global_model import GlobalModel
+from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.rounds.tip import HeldTip
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 
 log = logging.getLogger(__name__)
@@ -25,10 +26,11 @@ _ROUNDS_READ = 3  # rounds that a restarted attempt reads to learn how long a ro
 class RoundTiming:
     """Times of the open round and of the rounds before it. All in seconds on this replica's clock."""
 
-    def __init__(self, model: GlobalModel) -> None:
-        self.policy = rounds.Policy.of(model.attempt.config)
-        self._model = model
-        self._times = RoundTimes(model.attempt.config.round_steps, model.attempt.replica_id)
+    def __init__(self, attempt: Attempt, tip: HeldTip) -> None:
+        self.policy = rounds.Policy.of(attempt.config)
+        self._attempt = attempt
+        self._tip = tip
+        self._times = RoundTimes(attempt.config.round_steps, attempt.replica_id)
         self._next_poll = 0.0
         self._first_opened: dict[int, float] = {}  # of the open round and the one before: when this replica opened it
         self.open_round()
@@ -37,8 +39,8 @@ class RoundTiming:
         """Start the times of a new open round now."""
         self._opened_at = self._waiting_since = self._first_waiting_since = self._now()
         self._quorum_since: float | None = None
-        kept = {r: at for r, at in self._first_opened.items() if r in (self._model.round - 1, self._model.round)}
-        self._first_opened = {self._model.round: self._opened_at, **kept}
+        kept = {r: at for r, at in self._first_opened.items() if r in (self._tip.open.round - 1, self._tip.open.round)}
+        self._first_opened = {self._tip.open.round: self._opened_at, **kept}
 
     def start_waiting(self) -> None:
         """Mark the end of this replica's training in the round: from now on `round_timeout_s` counts."""
@@ -52,14 +54,14 @@ class RoundTiming:
         wait. At most for `retry.unavailable_for_s`, after which a coordinator stops trying, too. Two LIST requests for
         each replica.
         """
-        config, records = self._model.attempt.config, AttemptRecords(self._model.attempt.store)
+        config, records = self._attempt.config, AttemptRecords(self._attempt.store)
         if self._now() - self._first_waiting_since >= config.retry.unavailable_for_s:
             return False
         launching = [i for i in missing if max(records.numbers(i), default=0) > records.newest_claim(i)]
         if launching:
             log.warning(
                 "round %d: no quorum for %.0f s, but replicas %s are being launched: waiting on",
-                *(self._model.round, self._now() - self._first_waiting_since, launching),
+                *(self._tip.open.round, self._now() - self._first_waiting_since, launching),
             )
             self._waiting_since = self._now()
         return bool(launching)
@@ -82,8 +84,8 @@ class RoundTiming:
 
     def recover(self) -> None:
         """Take the train times of the last closed rounds from their commits, which hold no late contributions."""
-        for round_ in self._model.closed_rounds[:_ROUNDS_READ]:
-            self._times.record_answers(round_, self._model.commit_of(round_).answers)
+        for round_ in self._tip.closed_rounds[:_ROUNDS_READ]:
+            self._times.record_answers(round_, self._tip.commit_of(round_).answers)
 
     @property
     def elastic(self) -> bool:
@@ -97,7 +99,7 @@ class RoundTiming:
 
     def deadline(self) -> StragglerDeadline | None:
         """The straggler deadline of the open round. None in a leg's first round, which waits for all to start."""
-        first = self._model.round == self._model.attempt.begin.after_round + 1
+        first = self._tip.open.round == self._attempt.begin.after_round + 1
         return None if first else self._times.deadline()
 
     def poll_due(self) -> bool:
@@ -109,14 +111,14 @@ class RoundTiming:
         now = self._now()
         if now < self._next_poll or not self._may_be_committed():
             return False
-        self._next_poll = now + self._model.attempt.config.timing.poll_s
+        self._next_poll = now + self._attempt.config.timing.poll_s
         return True
 
     def _may_be_committed(self) -> bool:
         deadline = self.deadline()
-        if not self.elastic or self._model.closing:
+        if not self.elastic or self._tip.open.closing:
             return False
-        if deadline is None or self._model.attempt.replica_id not in self._model.roster:
+        if deadline is None or self._attempt.replica_id not in self._tip.open.roster:
             return True
         return self.train_s > _POLL_FROM * deadline.deadline_s
 
@@ -126,7 +128,7 @@ class RoundTiming:
         True if at its speed it would miss the deadline with the whole round, and its next step would end after the
         median. A partial contribution that is averaged is worth more than a whole one that is late every time.
         """
-        deadline, elapsed, whole = self.deadline(), self.train_s, self._model.attempt.config.round_steps
+        deadline, elapsed, whole = self.deadline(), self.train_s, self._attempt.config.round_steps
         if not self.elastic or deadline is None or not 0 < steps < whole:
             return False
         step_s = elapsed / steps
@@ -140,9 +142,9 @@ class RoundTiming:
         if self._quorum_since is None and sum(map(rounds.contributes, answers)) >= self.policy.quorum:
             self._quorum_since = self._now()
         return rounds.View(
-            round=self._model.round,
+            round=self._tip.open.round,
             answers=answers,
-            roster=self._model.roster,
+            roster=self._tip.open.roster,
             opened_at=self._opened_at,
             waiting_since=self._waiting_since,
             quorum_since=self._quorum_since,
@@ -151,4 +153,4 @@ class RoundTiming:
         )
 
     def _now(self) -> float:
-        return self._model.attempt.clock.now()
+        return self._attempt.clock.now()

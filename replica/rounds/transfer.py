@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from diloco_orchestrator.clock import Background, Clock
-from diloco_orchestrator.replica.rounds.close_round import ClosedRound
+from diloco_orchestrator.replica.rounds.interface import ClosedRound
 
 log = logging.getLogger(__name__)
 

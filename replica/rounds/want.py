@@ -15,8 +15,9 @@ from diloco_orchestrator.errors import PayloadCorrupt, Preempted
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.keys import PayloadKey
-from diloco_orchestrator.protocol.records import Contribution, Want
+from diloco_orchestrator.protocol.records import By, Contribution, Want
 from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.rounds.dealing import everything
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.rebuild import Comparison, FirstBase, Tip, rebuild, rebuild_beside
@@ -98,7 +99,6 @@ class PayloadRequests:
     def _ask(self, shard: PayloadKey, take: int, reason: str) -> None:
         if take > keys.MAX_TAKES:
             return  # the store damages every one
-        key = keys.want(shard.round, shard.replica_id, shard.attempt, shard.shard, take)
         want = Want(
             **self._attempt.stamp(),
             round=shard.round,
@@ -106,10 +106,10 @@ class PayloadRequests:
             attempt=shard.attempt,
             shard=shard.shard,
             take=take,
-            by=f"replica {self._attempt.replica_id}, attempt {self._attempt.number}",
+            by=By((self._attempt.replica_id, self._attempt.number)),
             reason=reason,
         )
-        self._attempt.store.create(key, want.to_bytes())
+        self._attempt.writer.create(want)
 
     def _takes(self, shard: PayloadKey) -> set[int]:
         """The takes of a shard that exist, readable or not. One LIST request."""
@@ -159,10 +159,10 @@ class PayloadRequests:
         Called before a commit that averages this replica alone: nobody else has read the payload, or would ask for it.
         """
         reader = ContributionReader(self._attempt.store)
-        for index in range(len(manifest.payload.shards) if manifest.payload else 0):
+        for own in everything([manifest]):
             while True:
                 try:
-                    reader.shard(manifest, index)
+                    reader.shard(own.manifest, own.index)
                     break
                 except PayloadCorrupt as error:
                     shard = keys.parse_payload(error.key)

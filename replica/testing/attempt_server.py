@@ -129,7 +129,7 @@ def _in_fork(job: Job) -> None:
         for old, new in ((nothing, 0), (output, 1), (output, 2)):
             os.dup2(old, new)
         code = _train_plainly(job) if job.watch["plain"] else _take_part(job)
-    except BaseException:
+    except BaseException:  # a fork ends here whatever happens
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -179,7 +179,7 @@ def _train_plainly(job: Job) -> int:
     try:
         load_entrypoint(job.config["entrypoint"])(context)
         return 0
-    except BaseException:
+    except BaseException:  # the training function runs here
         context.watcher.notes.error = traceback.format_exc()
         return 1
     finally:
@@ -214,8 +214,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         try:
             load_entrypoint(given["entrypoint"])
-        except BaseException:
-            traceback.print_exc()  # each attempt fails alike, and says so
+        except BaseException:  # each attempt fails alike, and says so
+            traceback.print_exc()
     sys.stdout.flush()
     _Server(given["most"], given["limit_s"], replies).serve()
 

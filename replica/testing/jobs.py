@@ -15,6 +15,7 @@ from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Exit, Intent
+from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Contribution, Run
 from diloco_orchestrator.protocol.version import VERSION
@@ -23,6 +24,7 @@ from diloco_orchestrator.replica.testing.watched import Notes, Tensors, Watch, r
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.open_store import open_store
 
 _LAST_LINES = 15  # of the output of a server that died
@@ -143,14 +145,14 @@ class Jobs:
         """Create the intent of an attempt, as a coordinator does, and the run if there is none yet."""
         stamp, store = Stamp("check", SystemClock().wall_time), open_store(self._url(wanted.run))
         if wanted.run not in self._runs:
-            run = Run(**stamp(), run_id=wanted.run, config=wanted.config, package_version=VERSION)
+            run = Run(**stamp(), run_id="check", config=wanted.config, package_version=VERSION)
             self._runs[wanted.run] = create_run(store, run, "check", stamp).run_sha256
         who = {"replica_id": wanted.replica_id, "attempt": wanted.attempt}
         token = stamp.unforeseen()
         intent = Intent(
             **stamp(), **who, leg=1, executor="check", why="to check the training function", claim_token=token
         )
-        store.create(keys.intent(wanted.replica_id, wanted.attempt), intent.to_bytes())
+        Writer(store, Role.COORDINATOR).create(intent)
 
     def _url(self, run: str) -> str:
         return str(self._folder / "runs" / run)

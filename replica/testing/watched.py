@@ -203,7 +203,7 @@ class WatchedContext(ReplicaContext):
         if self.session is not None:
             if (items := self.session._evidence.items) is not None and items.last is not None:
                 self.watcher.notes.last_item = items.last.hex()
-            self.watcher.keep("base", dict(self.session._training._participant.base.parameters))
+            self.watcher.keep("base", dict(self.session._training._rounds.base.parameters))
         self.watcher.write()
 
     def _batches(self, batches: Callable[[Iterable[Any]], Iterator[Any]]) -> Callable[[Iterable[Any]], Iterator[Any]]:

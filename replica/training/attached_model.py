@@ -1,15 +1,21 @@
-"""`AttachedModel`: the user's model as a replica trains it, and checks that it can be, and still is, that model."""
+"""`AttachedModel`: the user's model as a replica trains it, checked at `attach` and with every contribution."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.replica.training.diloco_loop import trainable_parameters
+from diloco_orchestrator.replica.training.exact_adapters import ExactAdapters, ExactView
+from diloco_orchestrator.replica.training.fp32_shadow import check_whole, views_of
+from diloco_orchestrator.replica.training.fragments import FragmentView, SyncSchedule, split_fragments
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
-from diloco_orchestrator.snapshots.parameter_names import plain_name, unwrapped
+from diloco_orchestrator.snapshots.layout import ModelFiles
+from diloco_orchestrator.snapshots.model_tensors import plain_name, unwrapped
 
 log = logging.getLogger(__name__)
 
@@ -17,15 +23,27 @@ log = logging.getLogger(__name__)
 class AttachedModel:
     """A model without the wrapper of `torch.compile`, and its trainable parameters, by name.
 
-    Raises `ModelMismatch` if there is none, and `ConfigError` for one that is not a plain tensor with values.
+    Raises `ModelMismatch` if there is none, and `ConfigError` for one that no `FragmentView` can hold.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.module = unwrapped(model)
         self.parameters = trainable_parameters(self.module)
         for name, parameter in self.parameters.items():
-            _check_plain(name, parameter)
+            check_whole(name, parameter)
         self._dtypes = {name: parameter.dtype for name, parameter in self.parameters.items()}
+
+    def split(self, config: RunConfig, tokenizer: Any) -> "ModelParts":
+        """This model as a run synchronises it. Raises `ConfigError` for adapters that cannot be averaged exactly."""
+        schedule = SyncSchedule(
+            config.sync_every, config.fragments, config.fragment_sync_delay, config.fragment_update_alpha
+        )
+        names, views = split_fragments(self.parameters, config.fragments), list[FragmentView]()
+        views += views_of(self.parameters, names, mixes=schedule.alpha > 0, in_background=schedule.delay > 0)
+        if config.adapters == "mean":
+            return ModelParts(self, names, views, schedule, ModelFiles.of(self.module, tokenizer))
+        exact = ExactAdapters(self.module, self.parameters)
+        return ModelParts(self, names, [ExactView(views[0], exact)], schedule, exact.model_files(tokenizer))
 
     def check_optimized(self, optimizers: InnerOptimizers, stateful: Mapping[str, Any]) -> None:
         """Raise `ConfigError` unless the optimizers train this model; log parameters that none of them trains.
@@ -70,28 +88,15 @@ class AttachedModel:
                 )
 
 
-def _check_plain(name: str, parameter: torch.nn.Parameter) -> None:
-    """Raise `ConfigError` unless a parameter is one whole tensor that has values."""
-    kind = type(parameter.data)
-    if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
-        raise ConfigError(
-            f"the model's parameter {name!r} has no shape yet (a Lazy module): call the model once before ctx.attach."
-        )
-    if parameter.is_meta:
-        raise ConfigError(
-            f"the model's parameter {name!r} is on the meta device and has no values: load the model before ctx.attach."
-        )
-    if hasattr(parameter, "placements") or "FlatParameter" in (kind.__name__, type(parameter).__name__):
-        raise ConfigError(
-            f"the model's parameter {name!r} is sharded ({kind.__name__}, as of FSDP): a replica's parameters must be "
-            "whole tensors of one process. Leave fully_shard and parallelize_module out; each replica trains on one "
-            "device."
-        )
-    if kind is not torch.Tensor:
-        raise ConfigError(
-            f"the model's parameter {name!r} is a {kind.__name__}: a replica's trainable parameters must be plain "
-            "tensors. Quantised weights can stay frozen beside adapters that are trained."
-        )
+@dataclass(frozen=True)
+class ModelParts:
+    """An attached model, its fragments' names and views, when they are synchronised, and what snapshots need of it."""
+
+    attached: AttachedModel
+    names: Sequence[tuple[str, ...]]
+    views: Sequence[FragmentView]
+    schedule: SyncSchedule
+    files: ModelFiles
 
 
 def _parameters_in(stateful: Any) -> Iterable[torch.Tensor]:

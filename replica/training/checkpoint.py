@@ -15,7 +15,8 @@ import torch
 
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol.records import Contribution, Progress
-from diloco_orchestrator.replica.rounds.participant import Participant
+from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.rounds.interface import RunRounds
 from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.replica.training.small_state import SmallState
@@ -40,12 +41,14 @@ class Checkpoint:
 
     def __init__(
         self,
-        participant: Participant,
+        attempt: Attempt,
+        rounds: RunRounds,
         loop: DiLoCoLoop,
         optimizer: InnerOptimizers,
         stateful: Mapping[str, Any],
     ) -> None:
-        self._participant = participant
+        self._attempt = attempt
+        self._rounds = rounds
         self._loop = loop
         self._optimizer = optimizer
         self._stateful = stateful
@@ -53,10 +56,10 @@ class Checkpoint:
 
     def encode_if_due(self) -> Buffers | None:
         """The state as bytes, or None if none is saved with the open round's contribution (`replica_state`)."""
-        config, outer_step = self._participant.attempt.config, self._participant.outer_step
-        beside_snapshot = (outer_step + 1) % config.snapshot_every == 0
+        config, opened = self._attempt.config, self._rounds.open
+        beside_snapshot = (opened.outer_step + 1) % config.snapshot_every == 0
         due = config.saves_state == "round" or (config.saves_state == "snapshot" and beside_snapshot)
-        if self._participant.closing or not due:
+        if opened.closing or not due:
             return None
         return pack(
             {
@@ -72,8 +75,8 @@ class Checkpoint:
         A state that cannot be read is logged and counts as none. An older state is never used: optimizer moments must
         match the base that they were computed on.
         """
-        history = self._participant.contributor.history
-        contribution = history.newest_delta(self._participant.round, self._participant.model.is_right)
+        history = self._rounds.history
+        contribution = history.newest_delta()
         if contribution is None or contribution.state is None:
             return None
         try:
@@ -89,7 +92,7 @@ class Checkpoint:
         Buffers are those that this replica published last. A stateful object that is in neither begins anew, with a
         warning.
         """
-        self._participant.buffers.resume()
+        self._rounds.buffers.resume()
         found: set[str] = set()
         if saved is not None:
             self.load(saved)
@@ -139,7 +142,7 @@ class ResumePoint:
     already_contributed: bool = False  # an earlier attempt has contributed to `round`
 
 
-def resume_point(participant: Participant, checkpoint: Checkpoint, *, overlaps: bool) -> ResumePoint:
+def resume_point(attempt: Attempt, rounds: RunRounds, checkpoint: Checkpoint, *, overlaps: bool) -> ResumePoint:
     """Where this attempt continues, decided from the bucket. `overlaps`: whether a delay or alpha is set.
 
     If an earlier attempt has contributed to the open round, its state with local parameters lets this attempt continue
@@ -155,19 +158,19 @@ def resume_point(participant: Participant, checkpoint: Checkpoint, *, overlaps: 
     A state whose contribution is not this replica's newest response says nothing about local parameters: after an
     abstention, a response from a wrong base, or scores, they are the base's.
     """
-    open_round, leg = participant.round, participant.attempt.begin
-    existing = participant.contributor.existing()
-    newest = participant.contributor.history.newest(open_round)
+    open_round, leg, history = rounds.open.round, attempt.begin, rounds.history
+    existing = history.of_open_round()
+    newest = history.newest()
     state = checkpoint.read_newest()
-    if existing is None and participant.contributor.existing() is not None:
+    if existing is None and history.of_open_round() is not None:
         # An earlier attempt that is still alive contributed between these reads: they belong to two points.
-        return resume_point(participant, checkpoint, overlaps=overlaps)
-    if existing is not None and existing.attempt > participant.attempt.number:
-        participant.attempt.check_superseded()
+        return resume_point(attempt, rounds, checkpoint, overlaps=overlaps)
+    if existing is not None and existing.attempt > attempt.number:
+        attempt.check_superseded()
     point = ResumePoint(
         open_round, newest.progress if newest else None, state, already_contributed=existing is not None
     )
-    if newest is not None and state is None and participant.attempt.config.fragments > 1:
+    if newest is not None and state is None and attempt.config.fragments > 1:
         log.warning(
             "what was trained in fragments since each of them moved last is dropped: no state was saved with the "
             'newest contribution. replica_state="round" saves one every time.'

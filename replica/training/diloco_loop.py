@@ -5,7 +5,7 @@ step, and with a delay the background thread for them, are left to the `Rounds` 
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -16,61 +16,12 @@ from diloco_orchestrator.allreduce.vectors import Vector, has_nonzero
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import ModelMismatch
 from diloco_orchestrator.outer.base import Base
-from diloco_orchestrator.replica.rounds.close_round import ClosedRound
-from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
-from diloco_orchestrator.replica.training.fp32_shadow import Fp32View, views_of
-from diloco_orchestrator.replica.training.fragments import SyncSchedule, split_fragments
+from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields, Rounds
+from diloco_orchestrator.replica.training.fp32_shadow import views_of
+from diloco_orchestrator.replica.training.fragments import FragmentView, SyncSchedule, split_fragments
 from diloco_orchestrator.replica.training.inner_optimizers import was_skipped
 from diloco_orchestrator.snapshots.layout import ModelFiles
-from diloco_orchestrator.snapshots.parameter_names import trainable
-
-
-class Rounds(Protocol):
-    """The rounds that the loop takes part in. `Participant` implements them over a bucket, `MockManager` in memory."""
-
-    @property
-    def base(self) -> Base:
-        """The base that the open round starts from."""
-        ...
-
-    @property
-    def outer_step(self) -> int:
-        """Number of outer steps in the base."""
-        ...
-
-    @property
-    def fragment(self) -> int:
-        """Index of the fragment that the open round synchronises."""
-        ...
-
-    @property
-    def closing(self) -> bool:
-        """Whether the open round takes no pseudo-gradient, because every outer step is taken."""
-        ...
-
-    def publish(self, form: Callable[[], Vector], fields: ContributionFields, *, in_background: bool = False) -> None:
-        """Contribute to the open round; at most once per round.
-
-        `form` is called once, and returns the pseudo-gradient of the open round's fragment, in name order. In the
-        background it is called, and its vector read, at any time until `close` returns, so both must not depend on what
-        training changes meanwhile. Until then the properties above stay, and `base` may not be read.
-        """
-        ...
-
-    def close_beside_training(self, then: Callable[[], None], *, keep_average: bool = False) -> None:
-        """Begin to close the open round in the background, unless that has begun; then call `then` there.
-
-        For a round that this replica has contributed to. `keep_average`: as in `close`, for which it counts then.
-        Raises the background's error, if it has ended with one.
-        """
-        ...
-
-    def close(self, *, keep_average: bool = False) -> ClosedRound:
-        """End the open round, or wait for its end; afterwards `base` is the next base. Raises the round's errors.
-
-        `keep_average`: return the average, which takes the memory of another fragment.
-        """
-        ...
+from diloco_orchestrator.snapshots.model_tensors import trainable
 
 
 class DiLoCoLoop:
@@ -82,7 +33,7 @@ class DiLoCoLoop:
 
     def __init__(
         self,
-        fragments: Sequence[Fp32View],
+        fragments: Sequence[FragmentView],
         rounds: Rounds,
         schedule: SyncSchedule,
         fields: Callable[[], ContributionFields] = ContributionFields,
@@ -111,13 +62,13 @@ class DiLoCoLoop:
         if self.inner_step == self.schedule.round_steps:
             return self.synchronise()
         if self.published:
-            fragment = self._fragments[self._rounds.fragment]
+            fragment = self._fragments[self._rounds.open.fragment]
             self._rounds.close_beside_training(lambda: fragment.stage(self._rounds.base))
         return None
 
     def publish(self) -> None:
         """Publish the open round's pseudo-gradient; with a delay of a copy, in the background."""
-        fragment = self._fragments[self._rounds.fragment]
+        fragment = self._fragments[self._rounds.open.fragment]
         if self.schedule.delay:
             self._publish(fragment.handed_over(self._rounds.base), in_background=True)
         else:
@@ -125,7 +76,7 @@ class DiLoCoLoop:
 
     def publish_part(self) -> None:
         """Publish the pseudo-gradient so far, unless it is published already, is zero, or the round takes none."""
-        if self.published or self._rounds.closing:
+        if self.published or self._rounds.open.closing:
             return
         pseudo_gradient = self._pseudo_gradient()
         if has_nonzero(pseudo_gradient):
@@ -137,7 +88,7 @@ class DiLoCoLoop:
         With fewer steps than a whole round the contribution is partial.
         """
         whole = self.inner_step == self.schedule.round_steps
-        fragment = self._fragments[self._rounds.fragment]
+        fragment = self._fragments[self._rounds.open.fragment]
         self.publish_part()
         closed = self._rounds.close()
         if closed.skipped or closed.healed:
@@ -150,7 +101,7 @@ class DiLoCoLoop:
         return closed
 
     def _pseudo_gradient(self) -> Vector:
-        return self._fragments[self._rounds.fragment].pseudo_gradient(self._rounds.base)
+        return self._fragments[self._rounds.open.fragment].pseudo_gradient(self._rounds.base)
 
     def _publish(self, form: Callable[[], Vector], in_background: bool) -> None:
         self._rounds.publish(form, self._fields(), in_background=in_background)
@@ -198,14 +149,16 @@ class DiLoCoLoop:
         if len(self._fragments) == 1 and not self.schedule.alpha:
             yield
             return
-        local = self.local_values()
-        for fragment in self._fragments:
-            fragment.show(self._rounds.base)
-        try:
+        with self.holding(self._rounds.base):
             yield
-        finally:
+
+    @contextmanager
+    def holding(self, base: Base) -> Iterator[None]:
+        """Context in which the model holds a base, perhaps an earlier one; afterwards it holds what it held."""
+        with ExitStack() as stack:
             for fragment in self._fragments:
-                fragment.restore(local)
+                stack.enter_context(fragment.holding(base))
+            yield
 
     # -- as a context --------------------------------------------------------------------------------------------
 

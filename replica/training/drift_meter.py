@@ -15,10 +15,10 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import Metric, Probe
 from diloco_orchestrator.replica.attempt.attempt import Attempt
-from diloco_orchestrator.replica.probe import KLProbe
-from diloco_orchestrator.replica.rounds.participant import Participant
-from diloco_orchestrator.replica.training.other_base import holding
-from diloco_orchestrator.run_log.capped_reads import read_optional
+from diloco_orchestrator.replica.rounds.tip import OpenRound
+from diloco_orchestrator.replica.training.heldout_scorer import ShownBase
+from diloco_orchestrator.replica.training.kl_probe import KLProbe
+from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.snapshots.first_snapshot import first_snapshot
 from diloco_orchestrator.snapshots.tensor_file import encode, views
 
@@ -38,40 +38,40 @@ class DriftMeter:
         self._measured = (-1, -1)  # round, and version of the base
         self._written = False
 
-    def is_of(self, participant: Participant) -> bool:
+    def is_of(self, opened: OpenRound) -> bool:
         """Whether `kl` is of the base that the open round starts from."""
-        return self._measured == (participant.round, participant.model.version)
+        return self._measured == (opened.round, opened.version)
 
-    def measure(self, model: torch.nn.Module, participant: Participant) -> None:
-        """Measure `model`, which holds the base of the open round, and is left unchanged.
+    def measure(self, shown: ShownBase) -> None:
+        """Measure the base of the open round.
 
         Raises `ModelMismatch` if the run's reference is of other items, `RecordInvalid` if it was changed.
         """
-        attempt = participant.attempt
-        if participant.outer_step == 0:
-            if not self._written and attempt.replica_id == min(participant.roster):
-                self._create(model, attempt)
+        opened, attempt = shown.open, shown.attempt
+        if opened.outer_step == 0:
+            if not self._written and attempt.replica_id == min(opened.roster):
+                self._create(shown.model, attempt)
                 self._written = True
             self.kl = Metric(sum=0.0, count=1)
-        elif (participant.round - 1) % self._probe.every:
+        elif (opened.round - 1) % self._probe.every:
             self.kl = None
         else:
             if not self._probe.has_reference:
-                self._load(model, participant)
-            drift = self._probe.measure(model)
+                self._load(shown)
+            drift = self._probe.measure(shown.model)
             self.kl = Metric(sum=drift if math.isfinite(drift) else None, count=1)
-        self._measured = (participant.round, participant.model.version)
+        self._measured = (opened.round, opened.version)
 
     # -- the reference -------------------------------------------------------------------------------------------
 
-    def _load(self, model: torch.nn.Module, participant: Participant) -> None:
+    def _load(self, shown: ShownBase) -> None:
         """Take the run's reference, after creating it from the first base if no replica has lived to do so."""
-        attempt = participant.attempt
+        attempt = shown.attempt
         record = self._record(attempt)
         if record is None:
             log.warning("the run has no reference for kl_to_init yet; it is computed from snapshot 0")
-            with holding(model, _first_base(attempt), participant.files):
-                self._create(model, attempt)
+            with shown.holding(_first_base(attempt)):
+                self._create(shown.model, attempt)
             record = self._record(attempt)
             assert record is not None
         if record.items != self._probe.items_digest:
@@ -113,7 +113,7 @@ class DriftMeter:
             size=len(data),
             tokens=sum(len(each) for each in views(data, keys.KL_REFERENCE).values()),
         )
-        attempt.store.create(keys.KL_RECORD, record.to_bytes())
+        attempt.writer.create(record)
 
     def _record(self, attempt: Attempt) -> Probe | None:
         data = read_optional(attempt.store, keys.KL_RECORD)

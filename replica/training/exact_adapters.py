@@ -6,7 +6,8 @@ with `<layer>.base_layer.weight`, and `<layer>.lora_A` with `<layer>.weight` as 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.outer.adapter_products import merged
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.records import AdapterPair
-from diloco_orchestrator.replica.training.fp32_shadow import Fp32View
+from diloco_orchestrator.replica.training.fragments import FragmentView
 from diloco_orchestrator.snapshots.layout import ModelFiles
-from diloco_orchestrator.snapshots.parameter_names import plain_name
+from diloco_orchestrator.snapshots.model_tensors import plain_name
 
 _FACTOR = re.compile(r"(?P<layer>.+)\.lora_A(?:\.(?P<adapter>[^.]+)\.weight)?")
 _INSTEAD = 'or train the run with adapters="mean"'
@@ -93,10 +94,6 @@ class ExactAdapters:
         """What snapshots need of the model; they hold the frozen weights with residuals."""
         return ModelFiles.of(self._model, tokenizer, self.pairs, self._frozen)
 
-    def view(self, plain: Fp32View) -> "ExactView":
-        """The view of the only fragment, which sets the frozen weights too."""
-        return ExactView(plain, self)
-
     @torch.no_grad()
     def install(self, base: Base) -> None:
         """Set the adapted weights of the model to their first values and the residuals of a base."""
@@ -104,17 +101,36 @@ class ExactAdapters:
             residual = base.parameters[pair.residual]
             self._weights[pair.weight].copy_(merged(self._frozen[pair.weight], residual, pair.scaling))
 
+    @contextmanager
+    def holding(self, base: Base) -> Iterator[None]:
+        """Context in which the adapted weights are those of a base; afterwards they are what they were."""
+        held = {name: weight.detach().clone() for name, weight in self._weights.items()}
+        self.install(base)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, weight in self._weights.items():
+                    weight.copy_(held[name])
 
-class ExactView(Fp32View):
-    """A view that sets the adapted frozen weights with the parameters: the residuals are part of a base."""
 
-    def __init__(self, plain: Fp32View, adapters: ExactAdapters) -> None:
-        self.__dict__.update(vars(plain))
+class ExactView:
+    """`FragmentView` of the only fragment, which sets the adapted frozen weights too: a base has their residuals."""
+
+    def __init__(self, trained: FragmentView, adapters: ExactAdapters) -> None:
+        self._trained = trained
         self._adapters = adapters
+        self.pseudo_gradient, self.handed_over, self.stage = trained.pseudo_gradient, trained.handed_over, trained.stage
+        self.values, self.restore = trained.values, trained.restore
 
     def install(self, base: Base, keep: float = 0.0) -> None:
-        super().install(base, keep)
+        self._trained.install(base, keep)
         self._adapters.install(base)
+
+    @contextmanager
+    def holding(self, base: Base) -> Iterator[None]:
+        with self._trained.holding(base), self._adapters.holding(base):
+            yield
 
 
 def _check_kinds(parameters: Mapping[str, torch.Tensor]) -> None:

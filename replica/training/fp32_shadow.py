@@ -5,12 +5,14 @@ model's parameters have. Knows nothing of rounds.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
 
 from diloco_orchestrator.allreduce.vectors import FlatTensors, aligned, empty
+from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.replica.training.handover import Handover, PlainCopies, handover_of
 
@@ -67,14 +69,11 @@ class PseudoGradient:
 
 
 class Fp32View:
-    """The parameters of one fragment as float32 on the CPU, in name order.
+    """`FragmentView` of whole tensors of this process, as float32 on the CPU.
 
     `mixes`: whether `install` keeps a share of the local values. Then parameters that are not contiguous fp32 on the
     CPU get fp32 shadows, for the digits of the mixture that the model's dtype cannot hold. Without, the local value of
     such a parameter is the base and what training changed. `handover`: copies the values of a round in the background.
-
-    In the background are called what `handed_over` returns, and `stage`; all else belongs to the training thread, which
-    calls nothing else while the fragment's round is in flight.
     """
 
     def __init__(
@@ -132,10 +131,16 @@ class Fp32View:
             if mixed is not parameter:
                 parameter.copy_(mixed)
 
-    @torch.no_grad()
-    def show(self, base: Base) -> None:
-        """Set the model's parameters to the base, to be undone by `restore`; shadows are not changed."""
-        base.copy_into(self._parameters)
+    @contextmanager
+    def holding(self, base: Base) -> Iterator[None]:
+        """Context in which the model's parameters are those of a base; shadows are not changed."""
+        local = self.values()
+        with torch.no_grad():
+            base.copy_into(self._parameters)
+        try:
+            yield
+        finally:
+            self.restore(local)
 
     def values(self) -> dict[str, torch.Tensor]:
         """Copies of the model's parameters, in their own dtype."""
@@ -168,6 +173,30 @@ def views_of(
     parts = [{name: parameters[name] for name in names} for names in fragments]
     handover = handover_of(parts) if in_background else PlainCopies()
     return [Fp32View(part, mixes, handover) for part in parts]
+
+
+def check_whole(name: str, parameter: torch.nn.Parameter) -> None:
+    """Raise `ConfigError` unless `Fp32View` can hold a parameter: one whole tensor of this process, with values."""
+    kind = type(parameter.data)
+    if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+        raise ConfigError(
+            f"the model's parameter {name!r} has no shape yet (a Lazy module): call the model once before ctx.attach."
+        )
+    if parameter.is_meta:
+        raise ConfigError(
+            f"the model's parameter {name!r} is on the meta device and has no values: load the model before ctx.attach."
+        )
+    if hasattr(parameter, "placements") or "FlatParameter" in (kind.__name__, type(parameter).__name__):
+        raise ConfigError(
+            f"the model's parameter {name!r} is sharded ({kind.__name__}, as of FSDP): a replica's parameters must be "
+            "whole tensors of one process. Leave fully_shard and parallelize_module out; each replica trains on one "
+            "device."
+        )
+    if kind is not torch.Tensor:
+        raise ConfigError(
+            f"the model's parameter {name!r} is a {kind.__name__}: a replica's trainable parameters must be plain "
+            "tensors. Quantised weights can stay frozen beside adapters that are trained."
+        )
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:

@@ -1,11 +1,15 @@
-"""Fragments: which parameters each one holds, and when it is synchronised."""
+"""Fragments: which parameters each one holds, when it is synchronised, and what a loop asks of its values."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from diloco_orchestrator.allreduce.vectors import Vector
 from diloco_orchestrator.errors import ConfigError, unknown_name
+from diloco_orchestrator.outer.base import Base
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,47 @@ class SyncSchedule:
     def overlaps(self) -> bool:
         """Whether local parameters differ from the base after a synchronisation: with a delay or an alpha."""
         return self.delay > 0 or self.alpha > 0
+
+
+class FragmentView(Protocol):
+    """The values of one fragment of a model in training, and how they pass to the base and back.
+
+    The fragment's flat vector has its parameters in name order, each of them flat; a base is of the whole model. All
+    calls come from the training thread, but for what `handed_over` returns, and `stage`: these come from the background
+    while the fragment's round is in flight, when nothing else is called.
+    """
+
+    def pseudo_gradient(self, base: Base) -> Vector:
+        """`base - local`, with the values that the model has when the vector is read."""
+        ...
+
+    def handed_over(self, base: Base) -> Callable[[], Vector]:
+        """Take the values as they are now. What is returned forms `base - local` of them, in any thread, once."""
+        ...
+
+    def stage(self, base: Base) -> None:
+        """Prepare the next `install` of this base, as far as it does not need the local values; perhaps nothing."""
+        ...
+
+    def install(self, base: Base, keep: float = 0.0) -> None:
+        """Set the model's values to `(1 - keep) * base + keep * local`. Safe to repeat with `keep=0`.
+
+        Raises `ValueError` for a `keep` that this view was not made for.
+        """
+        ...
+
+    def holding(self, base: Base) -> AbstractContextManager[None]:
+        """Context in which the model holds a base, perhaps another than the newest; afterwards it holds what it held.
+        Changes nothing that a pseudo-gradient is formed from."""
+        ...
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Copies of the model's values, by name, in their own dtype and on their device."""
+        ...
+
+    def restore(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Set the model's values to what `values` returned, in this process or in an earlier attempt."""
+        ...
 
 
 def split_fragments(

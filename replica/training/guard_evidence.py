@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 
 from diloco_orchestrator.protocol.records import HeldoutSet
-from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
-from diloco_orchestrator.replica.rounds.participant import Participant
+from diloco_orchestrator.replica.rounds.interface import ContributionFields
+from diloco_orchestrator.replica.rounds.tip import OpenRound
 from diloco_orchestrator.replica.training.consumed_items import ConsumedItems
 from diloco_orchestrator.replica.training.drift_meter import DriftMeter
-from diloco_orchestrator.replica.training.heldout_scorer import HeldOutScorer
+from diloco_orchestrator.replica.training.heldout_scorer import HeldOutScorer, ShownBase
 from diloco_orchestrator.replica.training.vault_scorer import VaultScorer
 
 
@@ -38,23 +38,22 @@ class GuardEvidence:
         self._drift = drift
         self._vault = vault
 
-    def is_of(self, participant: Participant) -> bool:
+    def is_of(self, opened: OpenRound) -> bool:
         """Whether there is nothing left to measure of the base that the open round starts from."""
         others = [each for each in (self._drift, self._vault) if each is not None]
-        return self._is_scored(participant) and all(each.is_of(participant) for each in others)
+        return self._is_scored(opened) and all(each.is_of(opened) for each in others)
 
-    def measure(self, model: torch.nn.Module, participant: Participant) -> None:
-        """Measure `model`, which holds that base. Parameters, modes and random generators are left unchanged."""
-        if self._scorer is not None and not self._is_scored(participant):
-            base = participant.model.version, participant.roster
-            self._scorer.score(model, participant.attempt.replica_id, *base)
+    def measure(self, shown: ShownBase) -> None:
+        """Measure that base. Parameters, modes and random generators are left unchanged."""
+        if self._scorer is not None and not self._is_scored(shown.open):
+            self._scorer.score(shown.model, shown.attempt.replica_id, shown.open.version, shown.open.roster)
         if self._drift is not None:
-            self._drift.measure(model, participant)
-        if self._vault is not None and not self._vault.is_of(participant):
-            self._vault.score(model, participant)
+            self._drift.measure(shown)
+        if self._vault is not None and not self._vault.is_of(shown.open):
+            self._vault.score(shown)
 
-    def _is_scored(self, participant: Participant) -> bool:
-        return self._scorer is None or self._scorer.has_scored(participant.model.version, participant.roster)
+    def _is_scored(self, opened: OpenRound) -> bool:
+        return self._scorer is None or self._scorer.has_scored(opened.version, opened.roster)
 
     def added_to(self, fields: ContributionFields, local: torch.nn.Module | None) -> ContributionFields:
         """A contribution's fields with what was measured of the last base, and the items consumed since the last call.

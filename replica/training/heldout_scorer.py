@@ -7,21 +7,35 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.guard.shares import content_hash, deal, set_digest, shares_of
+from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.records import HeldoutSet, Score
+from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.rounds.tip import OpenRound
 from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.split.content import item_hash, merkle_root
 
 HeldoutFn = Callable[[torch.nn.Module, Sequence[Any]], Any]
 
 SIGN = {"loss": -1.0, "reward": 1.0}  # published numbers: higher is better
+
+
+@dataclass(frozen=True)
+class ShownBase:
+    """A model that holds the base of the open round, to be measured: it is left unchanged."""
+
+    model: torch.nn.Module
+    attempt: Attempt
+    open: OpenRound
+    holding: Callable[[Base], AbstractContextManager[None]]  # lets the model hold another base for a while
 
 
 class HeldOutScorer:
@@ -106,7 +120,7 @@ def values_of(heldout: HeldoutFn, model: torch.nn.Module, items: Sequence[Any], 
     """
     try:
         values = [float(value) for value in heldout(model, items)]
-    except Exception as error:
+    except Exception as error:  # the training function runs here
         error.add_note(f"heldout(model, items) raised this, for the {len(items)} items of {where}.")
         raise
     if len(values) != len(items):

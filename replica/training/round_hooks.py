@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from diloco_orchestrator.protocol.records import Commit, RoundFigures
 from diloco_orchestrator.protocol.verdict import Verdict
-from diloco_orchestrator.replica.rounds.participant import Participant
+from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.rounds.interface import RunRounds
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,9 @@ RoundFn = Callable[[RoundView], None]
 class RoundHooks:
     """The functions of one attempt. `sign`: -1 if the metric is a loss, which verdicts hold negated, else 1."""
 
-    def __init__(self, participant: Participant, sign: float) -> None:
-        self._participant = participant
+    def __init__(self, attempt: Attempt, rounds: RunRounds, sign: float) -> None:
+        self._attempt = attempt
+        self._rounds = rounds
         self._sign = sign
         self._functions: list[RoundFn] = []
         self._told = 0  # the last round whose commit was shown
@@ -60,10 +62,10 @@ class RoundHooks:
 
     def _newest(self) -> int:
         """The last committed round that this replica has followed; 0 if there is none."""
-        return self._participant.round - 1
+        return self._rounds.open.round - 1
 
     def _view(self, round_: int) -> RoundView:
-        entry = self._participant.attempt.log.commit(round_)
+        entry = self._attempt.log.commit(round_)
         assert entry is not None
         commit, verdict = entry.commit, entry.commit.verdict
         figures = commit.figures or RoundFigures()

@@ -5,10 +5,9 @@ import math
 from collections.abc import Mapping
 
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.protocol.extra_metrics import PREFIX, checked
-from diloco_orchestrator.protocol.figures import never_observed
+from diloco_orchestrator.protocol.figures import EXTRA_PREFIX, checked_extra, never_observed
 from diloco_orchestrator.protocol.records import Metric, Progress
-from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
+from diloco_orchestrator.replica.rounds.interface import ContributionFields
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN
 
 log = logging.getLogger(__name__)
@@ -47,9 +46,9 @@ class RoundMetrics:
         self.inner_steps += 1
 
     def add_extra(self, extra: Mapping[str, float]) -> None:
-        """Add the user's own metrics of one inner step. Raises `ConfigError` as `extra_metrics.checked` does."""
-        known = [name for name in self._values if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in extra]
-        self.add(checked(extra, len(known)), 0)
+        """Add the user's own metrics of one inner step. Raises `ConfigError` as `checked_extra` does."""
+        known = {name.removeprefix(EXTRA_PREFIX) for name in self._values if name.startswith(EXTRA_PREFIX)}
+        self.add(checked_extra(extra, len(known - extra.keys())), 0)
 
     def add(self, values: Mapping[str, float | None], tokens: int) -> None:
         """Add the values of one inner step; None means not measured. Raises `ConfigError` for a negative count."""
@@ -73,7 +72,7 @@ class RoundMetrics:
 
     def warn_of_never_observed(self) -> None:
         """Log a warning if steps were taken, metrics were observed, and the guard's is not among them."""
-        observed = [name.removeprefix(PREFIX) for name in self._values]
+        observed = [name.removeprefix(EXTRA_PREFIX) for name in self._values]
         if self.inner_steps and observed and self.metric not in self._values:
             log.warning("%s", never_observed(self.metric, observed))
 

@@ -1,34 +1,27 @@
 """`TrainingSession`: one attempt's training. Counts inner steps, opens and closes rounds, resumes.
 
-Synchronisation is left to `DiLoCoLoop`, rounds to `Participant`. The user's training function sees a session as
-`replica.context.ReplicaSession`.
+Synchronisation is left to `DiLoCoLoop`, rounds to the `RunRounds` it is given. The user's training function sees a
+session as `replica.context.ReplicaSession`.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
-from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import Preempted
 from diloco_orchestrator.protocol.records import Contribution, Progress
 from diloco_orchestrator.replica.attempt.attempt import Attempt
-from diloco_orchestrator.replica.rounds.close_round import ClosedRound
-from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
-from diloco_orchestrator.replica.rounds.participant import Participant
-from diloco_orchestrator.replica.training.attached_model import AttachedModel
+from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields, RunRounds
+from diloco_orchestrator.replica.training.attached_model import ModelParts
 from diloco_orchestrator.replica.training.checkpoint import Checkpoint, ResumePoint, SavedState, resume_point
 from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop
-from diloco_orchestrator.replica.training.exact_adapters import ExactAdapters
-from diloco_orchestrator.replica.training.fp32_shadow import Fp32View, views_of
-from diloco_orchestrator.replica.training.fragments import SyncSchedule, split_fragments
 from diloco_orchestrator.replica.training.guard_evidence import GuardEvidence
-from diloco_orchestrator.replica.training.heldout_scorer import SIGN
+from diloco_orchestrator.replica.training.heldout_scorer import SIGN, ShownBase
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers, StepWatch
 from diloco_orchestrator.replica.training.position import TrainingPosition
 from diloco_orchestrator.replica.training.round_hooks import RoundHooks
 from diloco_orchestrator.replica.training.round_metrics import RoundMetrics
-from diloco_orchestrator.snapshots.layout import ModelFiles
 
 log = logging.getLogger(__name__)
 
@@ -36,60 +29,53 @@ Batch = TypeVar("Batch")
 
 
 class TrainingSession:
-    """The training of one attempt. The constructor joins the run; raises `ModelMismatch` for another model."""
+    """The training of one attempt. `rounds`: of the run, which it has joined with `parts`."""
 
     def __init__(
         self,
         attempt: Attempt,
-        model: AttachedModel,
+        rounds: RunRounds,
+        parts: ModelParts,
         optimizers: InnerOptimizers,
         evidence: GuardEvidence,
         in_loop: str,
-        tokenizer: Any,
         stateful: Mapping[str, Any],
     ) -> None:
-        config, parameters = attempt.config, model.parameters
-        model.check_optimized(optimizers, stateful)
-        names = split_fragments(parameters, config.fragments)
-        schedule = SyncSchedule(
-            config.sync_every, config.fragments, config.fragment_sync_delay, config.fragment_update_alpha
-        )
         self.metrics = RoundMetrics(in_loop)
         self.preempted = False
-        self._attempt, self._attached, self._model = attempt, model, model.module
+        self._attempt, self._rounds = attempt, rounds
+        self._attached, self._model = parts.attached, parts.attached.module
         self._optimizers, self._evidence = optimizers, evidence
-        files, views = _files_and_views(config, model, names, schedule, tokenizer)
-        self._participant = Participant.join(attempt, parameters, names, files, evidence.set)
-        self._loop = DiLoCoLoop(views, self._participant, schedule, self._fields)
-        self._checkpoint = Checkpoint(self._participant, self._loop, optimizers, stateful)
+        self._loop = DiLoCoLoop(parts.views, rounds, parts.schedule, self._fields)
+        self._checkpoint = Checkpoint(attempt, rounds, self._loop, optimizers, stateful)
         self._hooks = optimizers.watch(self._process_steps, self._count_step)
         self._watch = StepWatch(optimizers)
         self._unprocessed = 0  # inner steps that the loop has not counted yet
-        self._position = TrainingPosition(self.metrics, config.seed + 1 + attempt.replica_id)
-        self.hooks = RoundHooks(self._participant, SIGN[in_loop])
+        self._position = TrainingPosition(self.metrics, attempt.config.seed + 1 + attempt.replica_id)
+        self.hooks = RoundHooks(attempt, rounds, SIGN[in_loop])
         self._going = False  # between `begin` and the end
         self._has_contributed = False  # this attempt, to any round
 
     @property
     def round(self) -> int:
         """Number of the open round."""
-        return self._participant.round
+        return self._rounds.open.round
 
     @property
     def stopped(self) -> bool:
         """Whether the leg is over for all replicas."""
-        return self._participant.stopped
+        return self._rounds.open.stopped
 
     def detach(self) -> None:
         """Remove the hooks that count the optimizer's steps; give up a round in flight where it would wait."""
-        self._participant.give_up()
+        self._rounds.give_up()
         for hook in self._hooks:
             hook.remove()
 
     @property
     def step_count(self) -> int:
         """Inner steps of all outer steps in the base, whoever took them, and of the open round."""
-        steps = self._participant.outer_step * self._attempt.config.round_steps
+        steps = self._rounds.open.outer_step * self._attempt.config.round_steps
         return steps + self._loop.inner_step + self._unprocessed
 
     def begin(self) -> None:
@@ -136,7 +122,7 @@ class TrainingSession:
         """After the leg's stop: write what is written then, and hold the last base."""
         if self.stopped:
             self._going = False
-            if self._participant.finish_leg():
+            if self._rounds.finish_leg():
                 self._loop.load_base()
 
     # -- inner steps ---------------------------------------------------------------------------------------------
@@ -171,18 +157,19 @@ class TrainingSession:
             if not self._loop.published:
                 self._score()
             self._attempt.pulse.phase, self._attempt.pulse.inner_step = "training", 0
-            if not self._participant.closing:
+            if not self._rounds.open.closing:
                 break
-            self._participant.contributor.contribute_scores(self._fields())
-            self._participant.close()
+            self._rounds.publish_scores(self._fields())
+            self._rounds.close()
         self.hooks.tell()
 
     def _score(self) -> None:
-        if self._evidence.is_of(self._participant):
+        opened = self._rounds.open
+        if self._evidence.is_of(opened):
             return
         self._attempt.pulse.phase = "scoring"
-        with self._loop.showing_base(), self._participant.buffers.showing_base():
-            self._evidence.measure(self._model, self._participant)
+        with self._loop.showing_base(), self._rounds.buffers.showing_base():
+            self._evidence.measure(ShownBase(self._model, self._attempt, opened, self._loop.holding))
 
     def _end_round_early(self) -> None:
         """Between inner steps: follow rounds committed without this replica, or publish a partial contribution if
@@ -191,25 +178,25 @@ class TrainingSession:
         if self._loop.published:
             return
         round_, trained = self.round, self._loop.inner_step
-        if self._participant.timing.poll_due() and self._cut():
+        if self._rounds.committed(if_due=True):
+            self._cut()
             log.info("round %d went on without us, after %d inner steps; we are cut", round_, trained)
-            self._participant.contributor.announce()
+            self._rounds.announce()
             self._open_round()
-        elif self._participant.timing.is_behind(trained):
+        elif self._rounds.is_behind(trained):
             log.info("round %d: too slow for a whole round, contributing %d inner steps", round_, trained)
             self._settle(*_outcome(self._loop.synchronise()))
             self._open_round()
 
-    def _cut(self) -> bool:
-        """Contribute what was trained to every round that is committed already, and take the base after it.
-
-        The work is carried into the next contribution. Returns whether there was such a round.
+    def _cut(self) -> None:
+        """Contribute what was trained to the open round, and to every later one, as long as they are committed already,
+        and take the base after it. The work is carried into the next contribution.
         """
-        before = self.round
-        while self._participant.committed():
+        while True:
             self._settle(*_outcome(self._loop.synchronise()))
             self._write_snapshot_if_due()
-        return self.round > before
+            if not self._rounds.committed():
+                return
 
     def _settle(self, contribution: Contribution | None, healed: bool) -> None:
         """After a round: continue from its manifest if another attempt wrote that; go back after an abstention, to
@@ -244,7 +231,7 @@ class TrainingSession:
     def _go_back(self, state: SavedState | None, reset: Callable[[], None]) -> None:
         """Reset model, buffers and inner optimizer: to the base, the newest own ones, a saved state or by `reset`."""
         self._loop.load_base()
-        self._participant.buffers.resume()
+        self._rounds.buffers.resume()
         self._optimizers.zero_grad()
         if state is None:
             reset()
@@ -252,7 +239,7 @@ class TrainingSession:
             self._checkpoint.go_back(state)
 
     def _write_snapshot_if_due(self) -> None:
-        if self._participant.write_snapshot_if_due():  # its replay gave another base
+        if self._rounds.write_snapshot_if_due():  # its replay gave another base
             self._go_back(self._checkpoint.read_newest(), self._checkpoint.reset)
 
     def _fields(self) -> ContributionFields:
@@ -264,7 +251,7 @@ class TrainingSession:
         if self.round == 1:
             self.metrics.warn_of_sequence_sums(self._attempt.config.guard.kl_hard_stop)
         return replace(
-            self._evidence.added_to(self.metrics.take(), None if self._participant.closing else self._model),
+            self._evidence.added_to(self.metrics.take(), None if self._rounds.open.closing else self._model),
             progress=self._position.progress(self._checkpoint.small.encode()),
             state=self._checkpoint.encode_if_due(),
         )
@@ -275,59 +262,43 @@ class TrainingSession:
         """Continue from this replica's newest manifest in the bucket."""
         if self.stopped:
             return
-        point = resume_point(self._participant, self._checkpoint, overlaps=self._loop.schedule.overlaps)
+        point = resume_point(self._attempt, self._rounds, self._checkpoint, overlaps=self._loop.schedule.overlaps)
         self._continue_from(point)
         if point.already_contributed:
             log.info("round %d: an earlier attempt of this replica has contributed to it", point.round)
             if point.local:
                 self._loop.continue_after_publishing()
             else:
-                self._participant.close()
+                self._rounds.close()
                 self._loop.load_base()
-        self._participant.contributor.announce()
+        self._rounds.announce()
 
     def _continue_from(self, point: ResumePoint) -> None:
         """Load cursor, random generators, counters, optimizer, buffers and local parameters from a resume point."""
         self._checkpoint.resume(point.progress, point.state)
         self._position.continue_from(point.progress)
         if point.round < self.round:
-            self._participant.reopen_round(point.round)
+            self._rounds.reopen(point.round)
         if point.local:
             self._loop.load_local(point.local, point.from_base)
 
     def _leave_if_asked(self) -> None:
         if not self.stopped and self._attempt.should_leave():
-            _leave(self._participant, self._loop, self.metrics.inner_steps)
+            self._leave()
 
-
-def _files_and_views(
-    config: RunConfig, model: AttachedModel, names: Sequence[Sequence[str]], schedule: SyncSchedule, tokenizer: Any
-) -> tuple[ModelFiles, Sequence[Fp32View]]:
-    """What snapshots need of a model, and a view of each fragment."""
-    views = views_of(model.parameters, names, mixes=schedule.alpha > 0, in_background=schedule.delay > 0)
-    if config.adapters == "mean":
-        return ModelFiles.of(model.module, tokenizer), views
-    exact = ExactAdapters(model.module, model.parameters)
-    return exact.model_files(tokenizer), [exact.view(views[0])]
-
-
-def _leave(participant: Participant, loop: DiLoCoLoop, steps: int) -> NoReturn:
-    """Publish a partial contribution if a round may count one, and raise `Preempted`.
-
-    `steps`: inner steps since the last contribution.
-    """
-    attempt, trained = participant.attempt, loop.inner_step
-    whole = attempt.config.round_steps
-    notice = f"asked to leave in mid-round {participant.round}, after {trained} of {whole} inner steps; "
-    if loop.published:
-        participant.await_published()
-        raise Preempted(notice + f"{steps} of them after its pseudo-gradient was published.")
-    if participant.timing.elastic and trained:
-        loop.publish_part()
-    contribution = participant.contribution
-    if contribution is None or contribution.attempt != attempt.number:
-        raise Preempted(notice + "they are not published, the next attempt takes them again.")
-    raise Preempted(notice + f"they are published as they are ({contribution.kind}).")
+    def _leave(self) -> NoReturn:
+        """Publish a partial contribution if a round may count one, and raise `Preempted`."""
+        attempt, rounds, trained = self._attempt, self._rounds, self._loop.inner_step
+        whole = attempt.config.round_steps
+        notice = f"asked to leave in mid-round {self.round}, after {trained} of {whole} inner steps; "
+        if self._loop.published:
+            rounds.await_published()
+            raise Preempted(notice + f"{self.metrics.inner_steps} of them after its pseudo-gradient was published.")
+        if rounds.elastic and trained:
+            self._loop.publish_part()
+        if rounds.own is None or rounds.own.attempt != attempt.number:
+            raise Preempted(notice + "they are not published, the next attempt takes them again.")
+        raise Preempted(notice + f"they are published as they are ({rounds.own.kind}).")
 
 
 def _outcome(closed: ClosedRound) -> tuple[Contribution | None, bool]:

@@ -14,9 +14,8 @@ from diloco_orchestrator.errors import ConfigError, ObjectMissing, PayloadCorrup
 from diloco_orchestrator.guard.round_fold import vault_base
 from diloco_orchestrator.guard.shares import content_hash, deal, set_digest, shares_of
 from diloco_orchestrator.protocol.records import VaultScore, VaultSet
-from diloco_orchestrator.replica.rounds.participant import Participant
-from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn, undisturbed, values_of
-from diloco_orchestrator.replica.training.other_base import holding
+from diloco_orchestrator.replica.rounds.tip import OpenRound
+from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn, ShownBase, undisturbed, values_of
 from diloco_orchestrator.snapshots.rebuild import rebuild_scored
 
 log = logging.getLogger(__name__)
@@ -46,31 +45,31 @@ class VaultScorer:
         self._scores: tuple[VaultScore, ...] = ()  # that no contribution has yet
         self._scored: tuple[Any, ...] = ()  # round, roster, and version of the base
 
-    def is_of(self, participant: Participant) -> bool:
+    def is_of(self, opened: OpenRound) -> bool:
         """Whether there is nothing to score of the base that the open round starts from."""
-        return vault_base(participant.guard_state) is None or self._scored == _of(participant)
+        return vault_base(opened.guard) is None or self._scored == _of(opened)
 
-    def score(self, model: torch.nn.Module, participant: Participant) -> None:
-        """Score `model`, which holds that base, and the base that it is compared with. The model is left unchanged.
+    def score(self, shown: ShownBase) -> None:
+        """Score that base, and the base that it is compared with.
 
         Without the other base, whose payloads may be deleted, nothing is scored. Raises what the scoring function
         raises, and `ConfigError` if it does not return one number per item.
         """
-        self._scores, self._scored = (), _of(participant)
-        against = vault_base(participant.guard_state)
+        opened, attempt = shown.open, shown.attempt
+        self._scores, self._scored = (), _of(opened)
+        against = vault_base(opened.guard)
         assert against is not None, "`is_of` has said so"
-        attempt = participant.attempt
-        dealt = deal(len(self._shares), participant.roster).get(attempt.replica_id, [])
+        dealt = deal(len(self._shares), opened.roster).get(attempt.replica_id, [])
         try:
             earlier = rebuild_scored(attempt.log, against)
         except (PayloadCorrupt, RecordInvalid, ObjectMissing) as error:
             log.warning("the vault set cannot be scored on the base of round %d: %s", against, error)
             return
-        log.info("round %d: an alarm is checked on the vault set, against round %d", participant.round, against)
-        with undisturbed(model):
-            now = [self._values(model, share) for share in dealt]
-            with holding(model, earlier, participant.files):
-                before = [self._values(model, share) for share in dealt]
+        log.info("round %d: an alarm is checked on the vault set, against round %d", opened.round, against)
+        with undisturbed(shown.model):
+            now = [self._values(shown.model, share) for share in dealt]
+            with shown.holding(earlier):
+                before = [self._values(shown.model, share) for share in dealt]
         self._scores = tuple(map(_change, dealt, now, before))
 
     def take(self) -> tuple[VaultScore, ...]:
@@ -93,8 +92,8 @@ def _change(share: int, now: Sequence[float], before: Sequence[float]) -> VaultS
     return VaultScore(share=share, change=total, squares=squares, count=len(differences))
 
 
-def _of(participant: Participant) -> tuple[Any, ...]:
-    return participant.round, participant.roster, participant.model.version
+def _of(opened: OpenRound) -> tuple[Any, ...]:
+    return opened.round, opened.roster, opened.version
 
 
 def _check_items(items: Sequence[Any], heldout_items: Sequence[Any], replicas: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from protocol_fleet import Fleet
+from replica.rounds.contribution_fields import ContributionFields
 
 from diloco_orchestrator.allreduce.aggregate import AGGREGATES
 from diloco_orchestrator.allreduce.payload import publish
@@ -25,7 +26,6 @@ from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import Contribution, Payload
 from diloco_orchestrator.store.open_store import open_store
 from replica.rounds.carry import WithCarry
-from replica.rounds.contribution_fields import ContributionFields
 
 GROUP = 256
 NUMEL = BLOCK + 3 * LARGEST_GROUP + 300  # more than one block, and a last group that is shorter

@@ -25,7 +25,7 @@ from diloco_orchestrator.executors.machine import machine_memory
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.outer_step import step
-from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
+from diloco_orchestrator.replica.rounds.interface import ContributionFields
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
 
@@ -161,7 +161,7 @@ def test_a_run_is_the_same_with_a_budget_of_one_shard(spooling, tmp_path):
 
 def one_round(participant: Participant, value: float) -> None:
     fields = ContributionFields(steps=1)
-    participant.contributor.contribute_delta(FlatTensors([torch.full((700_700,), value)]), fields)
+    participant._contributor.contribute_delta(FlatTensors([torch.full((700_700,), value)]), fields)
     participant.close()
 
 

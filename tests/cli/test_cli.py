@@ -38,7 +38,8 @@ def test_help_loads_nothing_heavy():
     """What makes a command slow to start is what it imports."""
     code = (
         "import sys\n"
-        "import diloco_orchestrator.cli.main\n"
+        "from diloco_orchestrator.cli.main import diloco\n"
+        "assert len([diloco.get_command(None, name) for name in diloco.list_commands(None)]) > 20\n"
         "heavy = {'torch', 'transformers', 'torchft', 'obstore', 'pydantic', 'rich', 'numpy', 'boto3', 'modal'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
@@ -50,6 +51,19 @@ def test_run_help_lists_every_setting_with_its_default(tmp_path):
     assert "--guard-decline-patience" in text and "3 halts healthy runs" in text
     assert "--outer-lr VALUE outer learning rate; the paper's value [default: 0.7]" in text
     assert "--strict / --no-strict" in text
+
+
+def test_run_help_lists_the_settings_for_experts_last(tmp_path):
+    from diloco_orchestrator.cli.setting_options import SECTIONS, setting_options
+    from diloco_orchestrator.config import FIRST, LAST
+
+    text = diloco_here("run", "--help", cwd=tmp_path).stdout
+    parts = re.split("|".join(f"\n{name}:\n" for name in ("Options", *SECTIONS)), text)
+    found = [set(re.findall(r"^  (--[\w-]+)", part, flags=re.MULTILINE)) for part in parts]
+    flags = [{f"--{name.replace('.', '-').replace('_', '-')}" for name in names} for names in (FIRST, LAST)]
+    assert (found[2], found[4]) == tuple(flags) and not flags[0] & flags[1]
+    assert found[3] == {option.opts[0] for option in setting_options()} - flags[0] - flags[1]
+    assert "--store" in found[1] and "--retry-hung-after-s" in found[3]
 
 
 def test_a_file_that_does_not_exist_is_refused_before_anything_starts(tmp_path):

@@ -10,8 +10,8 @@ from fake_uv import HASH, fake_uv, no_uv
 from wheels import wheel
 
 from diloco_orchestrator.code_archive import bootstrap
-from diloco_orchestrator.code_archive.lock import uv_command, write_lock
 from diloco_orchestrator.code_archive.pack import LOCK_NAME, CodeBundle, lock_file_of, needed_there, pack
+from diloco_orchestrator.code_archive.pinning import uv_command, write_lock
 from diloco_orchestrator.code_archive.requirements import read_requirements
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.launching.plan import plan_launch

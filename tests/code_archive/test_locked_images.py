@@ -13,9 +13,8 @@ from protocol_fleet import BY_HAND, Fleet
 from scripted import STAMP, ScriptedExecutor
 
 from diloco_orchestrator.clock import ManualClock
-from diloco_orchestrator.code_archive.locked_images import image_lines, read_image_lines
 from diloco_orchestrator.code_archive.pack import LOCK_NAME, needed_there
-from diloco_orchestrator.code_archive.requirements import read_requirements
+from diloco_orchestrator.code_archive.requirements import image_lines, read_image_lines, read_requirements
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
 from diloco_orchestrator.inspection.status import RunReader

@@ -190,6 +190,8 @@ def test_requirements_keep_where_they_come_from(project: Path):
     assert specs["mine"] == "mine @ https://host.example/mine.zip" and "other" not in specs
     with pytest.raises(ConfigError, match="is none that pip takes"):
         pack(CodeBundle([project], requirements=["git+https://host.example/x"]), ENTRYPOINT)
+    with pytest.raises(ConfigError, match="readable in the bucket"):
+        pack(CodeBundle([project], requirements=["x @ https://me:pass@host.example/x.whl"]), ENTRYPOINT)
 
 
 def test_the_innermost_ignore_rule_decides_as_it_does_for_git(project: Path):

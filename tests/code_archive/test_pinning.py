@@ -16,9 +16,8 @@ from wheels import wheel
 
 from diloco_orchestrator import CodeBundle
 from diloco_orchestrator.code_archive import bootstrap, pinning
-from diloco_orchestrator.code_archive.lock import uv_command
 from diloco_orchestrator.code_archive.pack import LOCK_NAME, needed_there, pack
-from diloco_orchestrator.code_archive.pinning import check_pinned, pinned
+from diloco_orchestrator.code_archive.pinning import check_pinned, pinned, uv_command
 from diloco_orchestrator.code_archive.requirements import MadeList, read_requirements
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.launching.plan import plan_launch

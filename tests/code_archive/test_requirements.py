@@ -90,9 +90,11 @@ def test_pip_is_run_with_the_users_file_and_checks_hashes(tmp_path: Path, monkey
     there = [{"name": "packaging", "spec": "packaging", "pin": ""}]
     absent = [{"name": "no-such-package-of-ours", "spec": "no-such-package-of-ours==1.0", "pin": "1.0"}]
     bootstrap.install_hashed({"requirements": there, "users": there, "hashed": True}, tmp_path)
-    bootstrap.install_users({"constraints": []}, tmp_path)  # an archive of an older version
+    bootstrap.install_unhashed({"requirements": [], "constraints": []}, tmp_path)  # an archive of an older version
     assert commands == []
     bootstrap.install_hashed({"requirements": there, "users": absent, "hashed": True}, tmp_path)
     assert commands[0][-3:] == ["--require-hashes", "-r", str(tmp_path / "requirements.txt")]
-    bootstrap.install_users({"users": absent, "constraints": ["a==1"], "hashed": False}, tmp_path)
+    bootstrap.install_unhashed(
+        {"requirements": [], "users": absent, "constraints": ["a==1"], "hashed": False}, tmp_path
+    )
     assert "-c" in commands[1] and (tmp_path / "constraints.txt").read_text() == "a==1\n"

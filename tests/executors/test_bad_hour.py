@@ -63,7 +63,7 @@ def limits(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> N
     for limit in ("hf_api._READ_TIMEOUT_S", "hf_api._CALL_S"):
         monkeypatch.setattr(f"executors.{limit}", short_s)
     monkeypatch.setattr("executors.kubernetes_api._CALL_S", (5, short_s))
-    for limit in ("modal_app.CALL_S", "modal_app.LAUNCH_S", "modal_sandboxes.CALL_S"):
+    for limit in ("modal_api.CALL_S", "modal_api.LAUNCH_S", "modal_sandboxes.CALL_S"):
         # Modal says 429 as RESOURCE_EXHAUSTED with a pause, which the SDK makes within the call.
         monkeypatch.setattr(f"executors.{limit}", 0.2 if "delay_s" in what or what.get("failing") == 429 else 60.0)
 

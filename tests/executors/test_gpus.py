@@ -9,7 +9,7 @@ import pytest
 from in_processes import request
 
 from executors import LocalProcessExecutor
-from executors.gpus import gpu_of, listed_gpus, sharing_words, visible_gpus
+from executors.machine import gpu_of, listed_gpus, sharing_words, visible_gpus
 
 TWO = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aa)\nGPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-bb)\n"
 DIVIDED = """\
@@ -99,5 +99,5 @@ def test_the_process_itself_sees_its_gpu_and_the_handle_says_so(nvidia_smi, tmp_
 
 
 def test_finding_gpus_imports_no_torch():
-    program = "import sys; from executors.gpus import visible_gpus; visible_gpus({}); print('torch' in sys.modules)"
+    program = "import sys; from executors.machine import visible_gpus; visible_gpus({}); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"

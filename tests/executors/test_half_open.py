@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from half_open import half_open
 
+from executors.answers import answer_within, items_while
 from executors.contract import ExecutorError, ReplicaHandle, ReplicaState, ServerlessExecutor, Unavailable
 from executors.hf_jobs import HFJobsExecutor
 from executors.kubernetes_jobs import KubernetesExecutor
 from executors.testing import request_of
-from executors.time_limits import answer_within, items_while
 
 SHORT_S = 0.1
 _KUBECONFIG = """
@@ -108,8 +108,8 @@ def test_no_call_to_modal_waits_for_ever(monkeypatch: pytest.MonkeyPatch):
         handle = executor.launch(request_of("pass"))
         server.slow_s = 3600.0
         with monkeypatch.context() as patched:  # a busy machine may need longer where the server does answer
-            patched.setattr("executors.modal_app.CALL_S", 3 * SHORT_S)
-            patched.setattr("executors.modal_app.LAUNCH_S", 3 * SHORT_S)
+            patched.setattr("executors.modal_api.CALL_S", 3 * SHORT_S)
+            patched.setattr("executors.modal_api.LAUNCH_S", 3 * SHORT_S)
             patched.setattr("executors.modal_sandboxes.CALL_S", 5 * SHORT_S)
             check_that_every_call_ends(executor, handle)
         server.slow_s = 0.0

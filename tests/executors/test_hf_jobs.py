@@ -19,7 +19,7 @@ from executors.contract import (
     ReplicaStatus,
 )
 from executors.hf_jobs import HFJobsExecutor
-from executors.hf_objects import Job, hourly_usd_of, job_arguments, seconds_of, status_of
+from executors.hf_objects import Job, JobOptions, hourly_usd_of, job_arguments, seconds_of, status_of
 from executors.testing import ExecutorContract, Rig, ended_state, request_of, wait_until
 
 _STAY = "import time; print('here', flush=True); time.sleep(600)"
@@ -83,11 +83,11 @@ class TestHFJobs(ExecutorContract):
 # -- the request ------------------------------------------------------------------------------------------------------
 
 REQUEST = LaunchRequest("my-run", 2, 3, ["python", "-m", "train"], env={"A": "b"}, secrets={"KEY": "hush"})
-DEFAULTS: dict[str, Any] = {"hardware": "l4x1", "image": "torch", "timeout_s": 5400, "env": {"E": "f"}, "secrets": {}}
+OPTIONS = JobOptions("l4x1", "torch", 5400, {"E": "f"}, {})
 
 
 def test_a_request_becomes_a_job():
-    assert job_arguments(REQUEST, **{**DEFAULTS, "secrets": {"HF_TOKEN": "hf_x"}}) == {
+    assert job_arguments(REQUEST, replace(OPTIONS, secrets={"HF_TOKEN": "hf_x"})) == {
         "image": "torch",
         "command": ["python", "-m", "train"],
         "env": {"E": "f", "A": "b", "DILOCO_LEAVE_AFTER_S": "5100"},
@@ -106,14 +106,14 @@ def test_a_request_becomes_a_job():
 
 
 def test_the_time_limit_of_the_request_comes_first():
-    job = job_arguments(replace(REQUEST, timeout_s=0.2), **DEFAULTS)
+    job = job_arguments(replace(REQUEST, timeout_s=0.2), OPTIONS)
     assert (job["timeout"], job["labels"]["diloco-timeout-s"]) == (1, "1")
 
 
 def test_a_plan_shows_what_is_sent_without_its_secrets():
     executor = HFJobsExecutor("h200", namespace="org", secrets={"HF_TOKEN": "hf_x"}, timeout="90m")
     assert executor.plan(REQUEST) == {
-        **job_arguments(REQUEST, **{**DEFAULTS, "hardware": "h200", "image": "python:3.11", "env": {}}),
+        **job_arguments(REQUEST, replace(OPTIONS, hardware="h200", image="python:3.11", env={})),
         "secrets": {"HF_TOKEN": "<redacted>", "KEY": "<redacted>"},
         "namespace": "org",
     }
@@ -121,7 +121,7 @@ def test_a_plan_shows_what_is_sent_without_its_secrets():
 
 @pytest.mark.parametrize("run_id", ["my-run", "My Run", "läufe/7", "x" * 200, ""])
 def test_every_label_is_one_that_the_service_takes(run_id: str):
-    labels = job_arguments(replace(REQUEST, run_id=run_id), **DEFAULTS)["labels"]
+    labels = job_arguments(replace(REQUEST, run_id=run_id), OPTIONS)["labels"]
     for text in (*labels, *labels.values()):
         assert re.fullmatch(r"[A-Za-z0-9_-]{1,100}", text), text
 

@@ -20,7 +20,7 @@ from executors.contract import (
     ReplicaState,
 )
 from executors.kubernetes_jobs import KubernetesExecutor
-from executors.kubernetes_objects import Machine, job_body, newest_by_owner, runs, status_of
+from executors.kubernetes_objects import PodOptions, job_body, newest_by_owner, runs, status_of
 from executors.remote_base import run_label
 from executors.testing import ExecutorContract, Rig, ended_state, request_of, wait_until
 
@@ -102,11 +102,7 @@ def test_the_job_of_an_attempt_compared_whole():
     )
     body = job_body(
         request,
-        image="replicas:1",
-        machine=Machine(gpu=1, cpu=4, memory="16Gi"),
-        service_account="trainer",
-        spot=True,
-        queue="gpus",
+        PodOptions("replicas:1", gpu=1, cpu=4, memory="16Gi", service_account="trainer", spot=True, queue="gpus"),
     )
     labels = {"diloco-run": "run-7", "diloco-replica": "2", "diloco-attempt": "3"}
     assert body == {

@@ -388,7 +388,7 @@ def test_what_is_written_until_an_attempt_is_found_to_have_ended_is_followed_too
             output.write("its last\nline")
         return True
 
-    assert list(folder.follow(0, has_ended, lambda: None)) == ["its last", "line"]
+    assert list(folder.logs(True, None, has_ended, lambda: None)) == ["its last", "line"]
 
 
 def test_a_plan_shows_what_would_be_sent_and_no_secret(executor, tmp_path):

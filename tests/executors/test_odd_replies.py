@@ -9,8 +9,8 @@ from pathlib import Path
 import held_services
 import pytest
 
+from executors.answers import odd_reply
 from executors.contract import ReplicaHandle, ReplicaState, ServerlessExecutor, Unavailable
-from executors.replies import odd_reply
 from executors.slurm_objects import accounted_jobs, queued_jobs
 from executors.testing import request_of
 

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from diloco_orchestrator.store.open_store import open_store
-from executors import private_files
-from executors.attempt_folder import AttemptFolder
+from executors import attempt_folder
+from executors.attempt_folder import AttemptFolder, make_private, open_private, state_folder
 from executors.contract import ExecutorError, ReplicaHandle
 from executors.local_process import LocalProcessExecutor
-from executors.private_files import make_private, open_private, state_folder
 from executors.testing import request_of
 
 
@@ -58,7 +57,7 @@ def test_a_folder_that_others_may_write_to_is_refused(executor: LocalProcessExec
 
 def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     make_private(tmp_path / "theirs")
-    monkeypatch.setattr(private_files.os, "getuid", lambda: os.geteuid() + 1)
+    monkeypatch.setattr(attempt_folder.os, "getuid", lambda: os.geteuid() + 1)
     with pytest.raises(ExecutorError, match="another user's"):
         make_private(tmp_path / "theirs")
     (tmp_path / "file").touch()

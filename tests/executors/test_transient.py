@@ -11,11 +11,11 @@ import pytest
 from loopback_hf import LoopbackHF
 from loopback_kubernetes import LoopbackKubernetes, running_kubernetes
 
+from executors.answers import retry_after_s
 from executors.contract import ExecutorDenied, ServerlessExecutor, Unavailable
 from executors.hf_jobs import HFJobsExecutor
 from executors.kubernetes_jobs import KubernetesExecutor
 from executors.testing import request_of
-from executors.transient import retry_after_s
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from protocol_fleet import Fleet, answer, report
 from diloco_orchestrator.cli.shared import shown
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, StoreError
 from diloco_orchestrator.inspection.status import RunReader
-from diloco_orchestrator.protocol import keys, limits
+from diloco_orchestrator.protocol import keys, kinds
 from diloco_orchestrator.protocol.attempt_records import Heartbeat
-from diloco_orchestrator.run_log.capped_reads import read_record
+from diloco_orchestrator.run_log.reader import read_record
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
 
@@ -72,8 +72,8 @@ def test_text_that_no_record_holds_is_refused(data: bytes):
 
 def test_no_more_of_a_record_is_read_than_a_record_may_have():
     store, key = MemoryStore(), keys.heartbeat(0, 1)
-    store.put(key, b" " * (4 * limits.MIB))
-    assert len(read_record(store, key)) == limits.MIB + 1
+    store.put(key, b" " * (4 * kinds.MIB))
+    assert len(read_record(store, key)) == kinds.MIB + 1
     with pytest.raises(RecordInvalid):
         Heartbeat.from_bytes(read_record(store, key), key)
 
@@ -91,7 +91,7 @@ def test_no_more_of_a_record_is_read_than_a_record_may_have():
     ],
 )
 def test_the_most_bytes_of_each_kind_of_record(key: str, most: int):
-    assert limits.most_bytes(key) == most * limits.MIB
+    assert kinds.most_bytes(key) == most * kinds.MIB
 
 
 def fifo(path: Path) -> None:
@@ -172,4 +172,4 @@ def test_one_manifest_never_ends_the_run_of_the_others(harm: dict[str, object], 
         each.close()
     (commit,) = fleet.commits()
     assert commit.applied and {0, 1} <= {each.replica_id for each in commit.answers if each.averaged}
-    assert one.model.hash() == two.model.hash()
+    assert one._claims.hash() == two._claims.hash()

@@ -9,7 +9,7 @@ import pytest
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard import fold
-from diloco_orchestrator.guard.breadth import Breadth
+from diloco_orchestrator.guard.channels.breadth import Breadth
 from diloco_orchestrator.guard.fold import RoundReports
 from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
 
@@ -79,7 +79,7 @@ def test_liars_that_hide_a_fall_delay_the_halt_by_less_than_a_factor_of_two(rate
 
 def after(rounds: list[list[float]], calm: int) -> Breadth:
     """After rounds of gains by share, of which the first `calm` ones say nothing."""
-    breadth = Breadth(1)
+    breadth = Breadth(parts=[{}])
     for index, gains in enumerate(rounds):
         breadth = Breadth.restore(json.loads(json.dumps(breadth.state())))
         breadth.begin_round({str(share): gain for share, gain in enumerate(gains) if not math.isnan(gain)})

@@ -13,7 +13,7 @@ from diloco_orchestrator.inspection.report import Report
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.limits import LONGEST_REASON
+from diloco_orchestrator.protocol.record_format import LONGEST_REASON
 from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Metric, Score
 
 ITEMS = 10

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diloco_orchestrator.guard import Evidence, SequentialGuard, Verdict, VerdictKind
-from diloco_orchestrator.guard.early_collapse import ROUNDS, EarlyCollapse
+from diloco_orchestrator.guard.channels.early import ROUNDS, EarlyCollapse
 from diloco_orchestrator.guard.vault import VaultChange
 
 # Measured: two replicas of examples/composer with --grpo --hack, 32 held-out items, guard off.

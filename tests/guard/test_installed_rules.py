@@ -57,7 +57,7 @@ def fallen_run(folder: Path) -> Fleet:
     participants = fleet.join_all()
     for score in (1.0, 2.0, 2.5, 2.4, 2.0, 1.9, 1.9):
         play(participants, [1.0, 1.0], [report(i, score) for i in range(2)])
-    assert all(p.stopped for p in participants)
+    assert all(p.open.stopped for p in participants)
     return fleet
 
 

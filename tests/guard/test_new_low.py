@@ -11,8 +11,8 @@ from protocol_fleet import Fleet, play, report
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard import Evidence, SequentialGuard, Verdict, VerdictKind, fold
+from diloco_orchestrator.guard.channels.early import LOW_BETWEEN, SINCE, Fall, NewLow
 from diloco_orchestrator.guard.fold import RoundReports
-from diloco_orchestrator.guard.new_low import BETWEEN, SINCE, Low, NewLow
 from diloco_orchestrator.guard.vault import VaultChange
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
@@ -46,13 +46,13 @@ def halted(held: Sequence[float], trained: Sequence[float | None], state: Any = 
     return 0, verdict
 
 
-def lows(held: Sequence[float], gained: float = 0.0) -> list[Low]:
+def lows(held: Sequence[float], gained: float = 0.0) -> list[Fall]:
     """What the rule alone finds after each round."""
     rule, found = NewLow(), []
     for model, _ in enumerate(held):
         rule = NewLow.restore(json.loads(json.dumps(rule.state())))
         rule.learn(model, held[: model + 1])
-        low = rule.low(held[: model + 1], gained)
+        low = rule.fall(held[: model + 1], gained)
         found += [] if low is None else [low]
     return found
 
@@ -197,9 +197,9 @@ def test_a_run_halts_at_the_same_round_in_all_replicas_and_verify_derives_it_aga
     participants = fleet.join_all()
     for held, trained in zip(*hacked(29), strict=True):
         play(participants, [1.0, 1.0], [report(i, held, trained) for i in range(2)])
-        if any(p.stopped for p in participants):
+        if any(p.open.stopped for p in participants):
             break
-    assert all(p.stopped for p in participants)
+    assert all(p.open.stopped for p in participants)
     last = fleet.commits()[-1]
     assert last.verdict is not None and last.verdict.reason.startswith("new low: since round 6 ")
     assert (last.round, last.stop, last.verdict.rollback_to) == (16, "halted", 4)
@@ -223,7 +223,7 @@ def test_the_state_stays_small_and_a_dismissed_alarm_starts_anew():
     for model, _ in enumerate(held):
         rule.learn(model, held[max(0, model - 31) : model + 1])
     models, before, _ = rule.state()
-    assert models == list(range(300 - SINCE - BETWEEN, 300)) and before[0] == 300 - SINCE - BETWEEN
+    assert models == list(range(300 - SINCE - LOW_BETWEEN, 300)) and before[0] == 300 - SINCE - LOW_BETWEEN
 
     guard, state, asked = SequentialGuard(vault_sigmas=2.0), None, 0
     for round_, (heldout, in_loop) in enumerate(zip(*hacked(28), strict=True), start=1):

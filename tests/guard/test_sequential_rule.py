@@ -83,9 +83,9 @@ def test_a_run_is_folded_stopped_shown_and_verified_by_the_sequential_rule():
     for round_ in range(1, 60):
         fall = 0.1 * max(round_ - 30, 0)
         play(participants, [1.0, 1.0], [report(i, 2.0 - fall + rng.gauss(0, 0.05)) for i in range(2)])
-        if any(p.stopped for p in participants):
+        if any(p.open.stopped for p in participants):
             break
-    assert all(p.stopped for p in participants)
+    assert all(p.open.stopped for p in participants)
     last = fleet.commits()[-1]
     assert last.guard is not None and last.guard["rule"] == "sequential-v1"
     assert (last.stop, last.applied, last.fired) == ("halted", False, True)

@@ -219,16 +219,16 @@ def vaulted(vault_fall: float, killed: bool = False) -> VaultFleet:
     """
     fleet = VaultFleet()
     participants, rng = fleet.join_all(), random.Random(3)
-    while not any(p.stopped for p in participants) and participants[0].round < 44:
-        if killed and vault_base(participants[0].guard_state) is not None:
+    while not any(p.open.stopped for p in participants) and participants[0].open.round < 44:
+        if killed and vault_base(participants[0].open.guard) is not None:
             participants, killed = [fleet.join(i) for i in range(2)], False
-        since = max(participants[0].round - 22, 0)
-        asked = [vault_base(p.guard_state) is not None for p in participants]
+        since = max(participants[0].open.round - 22, 0)
+        asked = [vault_base(p.open.guard) is not None for p in participants]
         said = [report(i, 2.0 - 0.1 * since + rng.gauss(0, 0.05)) for i in range(2)]
         if asked[0]:
             said = [replace(each, vault=(share(i, -vault_fall * since, 0.1, 10),)) for i, each in enumerate(said)]
         play(participants, [1.0, 1.0], said)
-        assert asked[0] is asked[1] and participants[0].stopped is participants[1].stopped
+        assert asked[0] is asked[1] and participants[0].open.stopped is participants[1].open.stopped
     return fleet
 
 
@@ -263,13 +263,13 @@ def test_a_vault_score_of_a_share_that_was_not_dealt_is_not_counted_and_verify_s
     fleet = VaultFleet()
     participants, rng = fleet.join_all(), random.Random(3)
     for round_ in range(1, 50):
-        asked = vault_base(participants[0].guard_state) is not None
+        asked = vault_base(participants[0].open.guard) is not None
         said = [report(i, 2.0 - 0.1 * max(round_ - 22, 0) + rng.gauss(0, 0.05)) for i in range(2)]
         # Replica 1 answers for both shares, with too many items for its own: nothing of it counts, and half is enough.
         lie = (share(0, 9.0, 0.1, 10), share(1, 9.0, 0.1, 99))
         said = [replace(said[0], vault=(share(0, -0.5, 0.1, 10),)), replace(said[1], vault=lie)] if asked else said
         play(participants, [1.0, 1.0], said)
-        if participants[0].stopped:
+        if participants[0].open.stopped:
             break
     assert fleet.commits()[-1].halted_by_guard
     assert "it changed by -0.5 ± 0.032" in fleet.commits()[-1].reason

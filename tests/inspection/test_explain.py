@@ -26,7 +26,7 @@ def played(most: int, fall: float = 0.0, after: int = 0, **settings: object) -> 
     for round_ in range(1, most + 1):
         score = 2.0 - fall * max(round_ - after, 0)
         play(participants, [1.0, 1.0], [report(i, score + rng.gauss(0, 0.05)) for i in range(2)])
-        if participants[0].stopped:
+        if participants[0].open.stopped:
             break
     return RunReader(fleet.store)
 

@@ -16,7 +16,7 @@ from diloco_orchestrator.protocol.records import FileInfo, Halt, Retention, Snap
 from diloco_orchestrator.replica.training.tensor_tree import pack
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
-from replica.rounds.contribution_fields import ContributionFields
+from replica.rounds.interface import ContributionFields
 
 STAMP = Stamp("test", lambda: 0.0)
 
@@ -264,7 +264,7 @@ def test_elastic_rounds_carries_halts_and_legs_agree():
             participant.close()
         if round_ == 2:
             answer(two, 2.0)  # late
-        while two.committed() and not two.stopped:
+        while two.committed() and not two.open.stopped:
             two.close()
     zero.finish_leg()
     done = verify_run(fleet.store)

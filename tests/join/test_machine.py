@@ -13,9 +13,10 @@ from diloco_orchestrator.cli.join_command import only_own_offers
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreUnavailable
-from diloco_orchestrator.join.attempt import End, end_of, name_of
+from diloco_orchestrator.join.attempt import end_of
 from diloco_orchestrator.join.executor import JoinExecutor
 from diloco_orchestrator.join.machine import Identity, JoinSettings, Machine
+from diloco_orchestrator.join.offers import name_of
 from diloco_orchestrator.join.output import MOST_PIECES, PIECE_BYTES, OutputPieces, lines_of
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Offer, Taken
@@ -30,7 +31,7 @@ from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
 from diloco_orchestrator.supervision.end_of_leg import EndOfLeg
 from diloco_orchestrator.supervision.launch_request import LaunchRequests
-from executors.contract import ExecutorError, LaunchRequest, ReplicaState, give_store
+from executors.contract import ExecutorError, LaunchRequest, ReplicaState, ReplicaStatus, give_store
 from executors.mixed import MixedExecutor
 
 SECRET = "a-secret-of-the-user-5612"
@@ -175,6 +176,20 @@ def test_an_offer_that_is_withdrawn_while_a_machine_asks_for_it_is_taken_by_nobo
     before_its_create(scene, lambda: scene.executor.cancel(handle))
     assert scene.machine(program, hours=0.1).run() == 0
     assert program.started == [] and scene.executor.poll(handle).state is ReplicaState.CANCELLED
+
+
+def test_an_offer_that_was_made_anew_is_taken_as_it_is_now(scene: Scene):
+    handle = scene.executor.launch(scene.request(env={"A": "old"}))
+
+    def meanwhile(offer: Offer) -> str:
+        if offer.env["A"] == "old":
+            scene.store.delete(keys.join_offer(handle.native_id))
+            scene.executor.launch(scene.request(env={"A": "new"}))
+        return ""
+
+    program = scene.program()
+    assert scene.machine(program, why_not=meanwhile).run() == 0
+    assert [env["A"] for env in program.started] == ["new"]
 
 
 def test_an_offer_under_another_attempts_name_is_refused(scene: Scene):
@@ -332,9 +347,9 @@ def test_without_a_run_the_executor_says_what_to_name():
 
 # -- the end ----------------------------------------------------------------------------------------------------------
 
-LEFT = End(ReplicaState.PREEMPTED, "lost", message="its machine left")
-CANCELLED = End(ReplicaState.CANCELLED, "user")
-LATE = End(ReplicaState.TIMED_OUT, "deadline")
+LEFT = ReplicaStatus(ReplicaState.PREEMPTED, "lost", message="its machine left")
+CANCELLED = ReplicaStatus(ReplicaState.CANCELLED, "user")
+LATE = ReplicaStatus(ReplicaState.TIMED_OUT, "deadline")
 
 
 @pytest.mark.parametrize(
@@ -353,10 +368,10 @@ LATE = End(ReplicaState.TIMED_OUT, "deadline")
     ],
 )
 def test_an_exit_code_and_what_was_asked_for_make_the_end(
-    code: int, asked: End | None, state: ReplicaState, reason: str
+    code: int, asked: ReplicaStatus | None, state: ReplicaState, reason: str
 ):
     end = end_of(code, asked)
-    assert (end.state, end.reason, end.code) == (state, reason, code)
+    assert (end.state, end.reason, end.exit_code) == (state, reason, code)
 
 
 def test_a_signal_lets_the_replica_leave_and_is_a_preemption(scene: Scene):

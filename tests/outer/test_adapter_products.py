@@ -10,7 +10,7 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.outer_step import average_and_step
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import AdapterPair, Contribution, Payload, Shard
-from diloco_orchestrator.snapshots.untrained import same_bytes
+from diloco_orchestrator.snapshots.model_tensors import same_bytes
 
 OUT, IN, RANK, REPLICAS = 24, 20, 4, 4
 PAIR = AdapterPair(a="l.lora_A", b="l.lora_B", weight="l.weight", residual="l.lora_residual", scaling=2.0)

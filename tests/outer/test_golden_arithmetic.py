@@ -8,7 +8,7 @@ import torch
 from diloco_orchestrator.allreduce import aggregate
 from diloco_orchestrator.errors import BaseDiverged
 from diloco_orchestrator.outer import golden_arithmetic
-from diloco_orchestrator.outer.float_mode import denormals_kept, flushes
+from diloco_orchestrator.outer.arithmetic import denormals_kept, flushes
 
 
 def test_a_bit_that_is_wrong_once_while_the_arithmetic_is_checked_removes_nobody(monkeypatch):

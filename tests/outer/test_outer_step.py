@@ -14,9 +14,9 @@ from diloco_orchestrator.allreduce.mean import Part, mean_into
 from diloco_orchestrator.allreduce.vectors import BLOCK
 from diloco_orchestrator.codecs.table import encode
 from diloco_orchestrator.config import OuterConfig
+from diloco_orchestrator.outer.arithmetic import nesterov_step
 from diloco_orchestrator.outer.base import Base, NamedVector
 from diloco_orchestrator.outer.golden_arithmetic import GOLDEN, GOLDEN_AGGREGATES, GOLDEN_EDGES
-from diloco_orchestrator.outer.nesterov import nesterov_step
 from diloco_orchestrator.outer.outer_step import Nesterov, average_and_step, step, step_in_place
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import Contribution, Payload, Shard
@@ -243,7 +243,7 @@ def test_denormals_ties_and_huge_values_have_the_same_bits_with_any_capability_a
 @pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_flush_to_zero_is_off_around_our_steps_and_on_again_after_them(threads):
     found = digests_in_a_process(
-        "from diloco_orchestrator.outer.float_mode import *; torch.set_flush_denormal(True);"
+        "from diloco_orchestrator.outer.arithmetic import *; torch.set_flush_denormal(True);"
         "print(edge_cases_digest()); check_arithmetic(); print(flushes(), torch.get_num_threads())",
         threads,
     )

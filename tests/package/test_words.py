@@ -134,7 +134,7 @@ def sample_keys() -> tuple[str, ...]:
     attempt = [keys.intent, keys.handle, keys.cancel, keys.exit_record, keys.log_text, keys.heartbeat]
     shards = ("model-00001-of-0000K.safetensors", index_name("model"))
     beside = ("config.json", "adapter_model.safetensors", "README.md")
-    files = (layout.MODEL, layout.OUTER, keys.SNAPSHOT_RECORD, *beside, *shards)
+    files = (layout.MODEL, "outer.safetensors", keys.SNAPSHOT_RECORD, *beside, *shards)
     return (
         *(
             keys.RUN,

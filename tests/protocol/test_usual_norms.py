@@ -8,7 +8,7 @@ import pytest
 
 from diloco_orchestrator.config import RunConfig, make_config
 from diloco_orchestrator.protocol.records import Answer, Commit, UsualNorms
-from diloco_orchestrator.protocol.usual_norms import Limit, folded, limit_of, norms_after
+from diloco_orchestrator.protocol.weights import Limit, folded, limit_of, norms_after
 
 
 def config(**settings: Any) -> RunConfig:

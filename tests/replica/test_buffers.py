@@ -16,8 +16,8 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles, write_snapshot
+from diloco_orchestrator.snapshots.model_tensors import LiveBuffers, Untrained, digest_of
 from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot
-from diloco_orchestrator.snapshots.untrained import LiveBuffers, Untrained, digest_of
 
 MEAN, COUNT = "1.running_mean", "1.num_batches_tracked"
 
@@ -100,9 +100,9 @@ def normalised_fleet(**settings: Any) -> tuple[Fleet, list[Any]]:
 
 def contribute(participants: Iterable[Any], means: list[float]) -> None:
     def take_part(participant: Any, mean: float) -> None:
-        numel = participant.base.numel(participant.model.fragment_names)
+        numel = participant.base.numel(participant.open.names)
         pseudo_gradient = delta(0.0).__class__([torch.full((numel,), mean)])
-        participant.contributor.contribute_delta(pseudo_gradient, with_buffers(**{"1_running_mean": mean}))
+        participant._contributor.contribute_delta(pseudo_gradient, with_buffers(**{"1_running_mean": mean}))
         close(participant)
 
     together([lambda p=p, m=m: take_part(p, m) for p, m in zip(participants, means, strict=True)])  # type: ignore[misc]
@@ -135,9 +135,9 @@ def test_verify_derives_the_buffers_of_snapshots_again():
     assert verify_run(fleet.store).agrees
     for info in list(fleet.store.list(keys.snapshot(2, ""))):
         fleet.store.delete(info.key)
-    model = participants[0].model
+    one = participants[0]
     files = ModelFiles.of(normalised()).with_buffers({MEAN: torch.full((3,), 6.0)})
-    write_snapshot(fleet.store, 2, model.base, model.digest, files, Stamp("test", lambda: 0.0), by=0)
+    write_snapshot(fleet.store, 2, one.base, one.digest, files, Stamp("test", lambda: 0.0), by=0)
     found = verify_run(fleet.store).disagreement
     assert found is not None and found.key == keys.snapshot(2, MODEL) and repr(MEAN) in found.words
 

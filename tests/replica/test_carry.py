@@ -111,7 +111,7 @@ def test_work_of_a_round_that_moved_nothing_counts_less_in_the_next_one_though_i
     zero, one = (fleet.join(i, fragments=[("bias",), ("weight",)]) for i in (0, 1))
     for values in ((1.0, float("nan")), (1.0, 1.0)):
         said, _ = (
-            participant.contributor.contribute_delta(FlatTensors([torch.full((3,), value)]), report())
+            participant._contributor.contribute_delta(FlatTensors([torch.full((3,), value)]), report())
             for participant, value in zip((zero, one), values, strict=True)
         )
         together([zero.close, one.close])

@@ -6,7 +6,7 @@ from protocol_fleet import answer
 
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Origin
-from diloco_orchestrator.run_log.manifest_listing import ManifestListing
+from diloco_orchestrator.run_log.contributions import ManifestListing
 
 IDLE = 2  # the id of a replica that has never taken part in a run of two others
 
@@ -14,9 +14,9 @@ IDLE = 2  # the id of a replica that has never taken part in a run of two others
 def requests_of_a_first_join(rounds: int) -> int:
     run = LongRun(rounds, idle=1)
     participant = run.fleet.join(IDLE)
-    participant.contributor.history.newest(participant.round)
-    participant.contributor.history.newest_delta(participant.round, participant.model.is_right)
-    assert participant.round == rounds + 1
+    participant.history.newest()
+    participant.history.newest_delta()
+    assert participant.open.round == rounds + 1
     return run.store.requests
 
 
@@ -27,7 +27,7 @@ def test_a_first_join_costs_the_same_after_any_number_of_rounds():
 def test_a_first_join_knows_how_long_rounds_take_without_reading_a_manifest():
     run = LongRun(25, idle=1)
     participant = run.fleet.join(IDLE)
-    deadline = participant.timing.deadline()
+    deadline = participant._timing.deadline()
     assert deadline is not None and deadline.median_s == 1.0
     read = {parsed for key in run.store.gets if (parsed := keys.contribution.parse(key)) is not None}
     own = {(round_, IDLE) for round_ in range(1, 27)}  # which are not there
@@ -44,8 +44,8 @@ def test_a_living_replica_far_behind_goes_on_from_the_newest_snapshot(missed: in
     run.write_snapshot(newest)
     answer(late, 1.0)
     run.store.forget()
-    assert not late.close().skipped and late.round == 107  # it had seen this round open
-    assert late.close().skipped and late.round == run.rounds + 1 and late.digest == run.digest
+    assert not late.close().skipped and late.open.round == 107  # it had seen this round open
+    assert late.close().skipped and late.open.round == run.rounds + 1 and late.digest == run.digest
     assert run.store.requests < 70 + missed // 50  # its own work is looked for in a listing of the rounds it missed
     assert not any(keys.commit(round_) in run.store.gets for round_ in range(109, 115))
 
@@ -68,7 +68,7 @@ def test_a_replica_few_rounds_behind_follows_every_round():
     run.add(9)
     run.write_snapshot(110)
     for round_ in range(106, 115):
-        assert late.round == round_ and not late.close().skipped
+        assert late.open.round == round_ and not late.close().skipped
 
 
 def test_without_a_snapshots_ahead_every_round_is_followed():
@@ -76,7 +76,7 @@ def test_without_a_snapshots_ahead_every_round_is_followed():
     late = run.fleet.join(IDLE)
     run.add(40)
     for round_ in range(106, 146):
-        assert late.round == round_ and not late.close().skipped
+        assert late.open.round == round_ and not late.close().skipped
 
 
 def test_a_restarted_replica_finds_its_last_manifest_many_rounds_back():
@@ -87,8 +87,8 @@ def test_a_restarted_replica_finds_its_last_manifest_many_rounds_back():
     run.write_snapshot(500)
     again = run.fleet.join(IDLE)
     run.store.forget()
-    assert again.contributor.history.newest(again.round) == made
-    assert again.contributor.history.newest_delta(again.round, again.model.is_right) == made
+    assert again.history.newest() == made
+    assert again.history.newest_delta() == made
     assert run.store.requests < 20
     assert answer(again, 1.0).origins == (*made.origins, Origin(round=506, steps=30))
 
@@ -99,7 +99,7 @@ def test_a_manifest_that_cannot_be_read_counts_for_nothing_far_back_too():
     run.add(20)
     run.store.put(keys.contribution(106, IDLE), b"{}")
     again = run.fleet.join(IDLE)
-    assert again.contributor.history.newest(again.round) is None
+    assert again.history.newest() is None
 
 
 def test_every_listing_goes_twice_as_far_back_and_none_is_repeated():
@@ -119,4 +119,4 @@ def test_a_first_attempt_that_starts_after_the_second_finds_what_that_one_publis
     made = answer(run.fleet.join(IDLE, attempt=2), 1.0)
     run.add(20)
     first = run.fleet.join(IDLE, attempt=1)
-    assert first.contributor.history.newest(first.round) == made
+    assert first.history.newest() == made

@@ -95,7 +95,7 @@ def test_a_run_ends_by_itself_and_scores_every_model_from_first_to_last(tmp_path
 def test_the_last_snapshot_is_the_model_in_hand(tmp_path: Path):
     alone = Alone(tmp_path)
     model, _ = train(alone)
-    from diloco_orchestrator.snapshots.layout import read_tensors
+    from stored_snapshots import read_tensors
 
     saved = read_tensors(alone.store, keys.snapshot(2, "model.safetensors"))
     assert sorted(saved) == sorted(model.state_dict())
@@ -508,7 +508,7 @@ def test_an_error_of_the_users_loop_waits_for_no_round_in_flight(tmp_path: Path)
         overlapped(MemoryStore(), tmp_path, fail, replicas=2, timing={**FAST, "round_timeout_s": 60.0})
     assert sessions[0].round == 1
     with pytest.raises(Preempted):
-        sessions[0]._participant.close()
+        sessions[0]._rounds.close()
 
 
 def test_a_notice_to_leave_waits_for_no_round_in_flight(tmp_path: Path):

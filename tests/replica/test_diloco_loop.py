@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from protocol_fleet import together
+from stored_snapshots import complete_snapshots
 from sync_cases import CASES, PLAIN, history_by_hand, scalars_through_our_loop
 from tiny_workloads import batch_of, inner_step, mlp
 
@@ -23,9 +24,9 @@ from diloco_orchestrator import (
     open_store,
 )
 from diloco_orchestrator.outer.base import Base
-from diloco_orchestrator.run_log.snapshot_records import complete_snapshots
 from diloco_orchestrator.testing import MockManager
-from replica.rounds.close_round import ClosedRound
+from replica.rounds.interface import ClosedRound
+from replica.rounds.tip import OpenRound
 from replica.training.diloco_loop import DiLoCoLoop
 from replica.training.fp32_shadow import Fp32View, views_of
 from replica.training.fragments import SyncSchedule
@@ -236,17 +237,17 @@ def test_an_outer_optimizer_other_than_the_runs_is_refused(tmp_path: Path):
 class Script:
     """Rounds of one fragment after another that end as scripted; an applied one moves the base by -8."""
 
-    closing = False
-
     def __init__(self, *ends: ClosedRound, fragments: int = 1) -> None:
+        self.closing = False
         self.base, self.outer_step, self.fragments = Base(dict.fromkeys("ab", torch.zeros(1)), {}), 0, fragments
         self.ends = list(ends)
         self.published: list[tuple[float, bool]] = []
         self.began_to_close = 0
 
     @property
-    def fragment(self) -> int:
-        return self.outer_step % self.fragments
+    def open(self) -> OpenRound:
+        index = self.outer_step % self.fragments
+        return OpenRound(self.outer_step + 1, index, (), self.outer_step, closing=self.closing)
 
     def publish(self, form, fields, *, in_background=False) -> None:  # type: ignore[no-untyped-def]
         self.published.append((form().read(0, 1).item(), in_background))
@@ -429,10 +430,8 @@ def test_a_pseudo_gradient_is_the_same_read_whole_or_in_parts(mixes):
 def test_the_base_is_shown_for_a_while_and_local_values_come_back():
     real = torch.nn.Parameter(torch.ones(2))
     view = Fp32View({"w": real})
-    local = view.values()
-    view.show(Base({"w": torch.zeros(2)}, {}))
-    assert real.tolist() == [0.0, 0.0]
-    view.restore(local)
+    with view.holding(Base({"w": torch.zeros(2)}, {})):
+        assert real.tolist() == [0.0, 0.0]
     assert real.tolist() == [1.0, 1.0]
 
 
@@ -452,7 +451,8 @@ with make_diloco_outer_loop(model, optimizer, manager, 2):
         tiny_workloads.inner_step(model, optimizer, tiny_workloads.batch_of(step))
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.protocol.records import Run, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.replica.context import ReplicaContext
 from diloco_orchestrator.replica.attempt.attempt import claim_attempt
 from diloco_orchestrator.run_log.append import create_run

@@ -81,7 +81,7 @@ def test_a_round_does_not_wait_longer_than_the_deadline_for_who_is_silent():
     began = clock.now()
     one_after_another([zero, one], clock, [1.0, 1.0])
     assert clock.now() - began == 2.0  # not on the roster any more: nobody waits
-    assert not two.stopped
+    assert not two.open.stopped
 
 
 def test_late_work_is_carried_into_the_next_contribution_and_counts_less():
@@ -118,7 +118,7 @@ def test_a_contribution_in_time_that_the_commit_does_not_name_is_carried_too():
 def test_who_came_late_is_waited_for_again():
     fleet, (zero, one, two), clock = fleet_of()
     one_after_another([zero, one], clock, [1.0, 1.0])
-    assert zero.roster == (0, 1)
+    assert zero.open.roster == (0, 1)
     answer(two, 1.0)
     two.close()
     one_after_another([zero, one], clock, [1.0, 1.0])
@@ -222,7 +222,7 @@ def test_what_is_owed_when_the_run_stops_is_dropped_with_a_word(caplog):
     one.close()
     with caplog.at_level(logging.WARNING):
         one_after_another([zero, one], clock, [0.0, 0.0])
-    assert one.stopped and "7 inner steps of round 2 are dropped: the run has stopped" in caplog.text
+    assert one.open.stopped and "7 inner steps of round 2 are dropped: the run has stopped" in caplog.text
 
 
 def test_a_partial_round_weighs_by_its_steps():
@@ -243,18 +243,18 @@ def test_a_newcomer_announces_itself_and_is_waited_for():
     fleet, (zero, one, _), clock = fleet_of()
     one_after_another([zero, one], clock, [1.0, 1.0])
     again = fleet.join(2, clock=clock)
-    again.contributor.announce()
-    said = again.contributor.existing(2)
+    again.announce()
+    said = again.history.of(2)
     assert said is not None and (said.kind, said.reason) == ("abstention", "back, after this round")
     one_after_another([zero, one], clock, [1.0, 1.0])
-    assert zero.roster == (0, 1, 2)
+    assert zero.open.roster == (0, 1, 2)
 
 
 def test_who_is_waited_for_anyway_has_nothing_to_announce():
     for settings in ({}, {"quorum": "all"}):
         fleet, (zero, *_), _ = fleet_of(**settings)
         before = [info.key for info in fleet.store.list("rounds/")]
-        zero.contributor.announce()
+        zero.announce()
         assert [info.key for info in fleet.store.list("rounds/")] == before
 
 
@@ -264,7 +264,7 @@ def test_a_replica_far_behind_follows_every_commit_to_the_same_base():
         one_after_another([zero, one], clock, [1.0, 0.5])
     while two.committed():
         two.close()
-    assert two.digest == zero.digest and two.round == zero.round
+    assert two.digest == zero.digest and two.open.round == zero.open.round
 
 
 def test_a_quorum_of_answers_ends_a_round_without_a_quorum_of_contributions():
@@ -311,8 +311,8 @@ def test_a_cut_contribution_tells_the_pace_of_a_whole_round():
     two.close()
     answer(zero, 1.0), answer(one, 1.0)
     zero.close()
-    pace = zero.timing._times.deadline()
-    assert pace is not None and max(t.train_s for t in zero.timing._times._times.values()) == pytest.approx(
+    pace = zero._timing._times.deadline()
+    assert pace is not None and max(t.train_s for t in zero._timing._times._times.values()) == pytest.approx(
         100.0, rel=0.1
     )
 
@@ -331,23 +331,23 @@ def test_each_fragment_owes_its_own(restarted):
     zero, one = (fleet.join(i, clock=clock, fragments=fragments) for i in (0, 1))
 
     def part(participant: Participant, value: float) -> FlatTensors:
-        return FlatTensors([torch.full((3,) if participant.fragment == 0 else (3, 3), value)])
+        return FlatTensors([torch.full((3,) if participant.open.fragment == 0 else (3, 3), value)])
 
     for participant in (zero, one):
-        participant.contributor.contribute_delta(part(participant, 1.0), report())
+        participant._contributor.contribute_delta(part(participant, 1.0), report())
     zero.close(), one.close()
     for _ in range(2):  # rounds 2 and 3, of fragments 1 and 0, without replica 1
-        zero.contributor.contribute_delta(part(zero, 1.0), report())
+        zero._contributor.contribute_delta(part(zero, 1.0), report())
         zero.close()
-        one.contributor.contribute_delta(part(one, 1.0), report(steps=5))
+        one._contributor.contribute_delta(part(one, 1.0), report(steps=5))
         one.close()
     found = []
     if restarted:
         one = fleet.join(1, clock=clock, fragments=fragments)
     for _ in range(2):
-        told = one.contributor.contribute_delta(part(one, 1.0), report())
+        told = one._contributor.contribute_delta(part(one, 1.0), report())
         found.append((told.fragment, [(o.round, o.steps) for o in told.origins], published(fleet, told)))
-        zero.contributor.contribute_delta(part(zero, 1.0), report())
+        zero._contributor.contribute_delta(part(zero, 1.0), report())
         one.close(), zero.close()
     assert found == [
         (1, [(2, 5), (4, 30)], pytest.approx(1.8)),  # one synchronisation of the fragment late, two rounds
@@ -363,13 +363,13 @@ def test_a_carry_of_several_shards_is_added_whole():
     zero, one = (fleet.join(i, clock=clock, model=model) for i in (0, 1))
     noise = torch.randn(360_600, generator=torch.Generator().manual_seed(0))
     for _ in range(2):
-        zero.contributor.contribute_delta(FlatTensors([torch.ones(360_600)]), report())
+        zero._contributor.contribute_delta(FlatTensors([torch.ones(360_600)]), report())
         zero.close()
     one.close()
-    one.contributor.contribute_delta(FlatTensors([noise.clone()]), report())
+    one._contributor.contribute_delta(FlatTensors([noise.clone()]), report())
     one.close()
     training = torch.ones(360_600)
-    told = one.contributor.contribute_delta(FlatTensors([training]), report())
+    told = one._contributor.contribute_delta(FlatTensors([training]), report())
     assert told.payload is not None and len(told.payload.shards) == 2
     reader, ranges = ContributionReader(fleet.store), shard_ranges(360_600, fleet.config.shard_numel)
     shards = [Encoded(reader.shard(told, i), "fp32", stop - start).values() for i, (start, stop) in enumerate(ranges)]

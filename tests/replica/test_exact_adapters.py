@@ -14,13 +14,11 @@ from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.snapshots.parameter_names import trainable
 from diloco_orchestrator.snapshots.rebuild import rebuild_files, write_rebuilt_snapshot
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.snapshots.tensor_file import views
 from replica.context import ReplicaContext
-from replica.training.exact_adapters import ExactAdapters
-from replica.training.other_base import holding
+from replica.training.diloco_loop import DiLoCoLoop
 
 BATCHES = [batch_of(i) for i in range(40)]
 EXACT = {"adapters": "exact", "rounds": 3, "snapshot_every": 2}
@@ -138,14 +136,21 @@ def test_a_delay_and_a_frozen_factor_are_supported():
 
 def test_an_earlier_base_is_held_with_its_own_residuals_and_then_the_newest_again():
     run = SmallRun(2, **EXACT)
-    model, _ = run.train(train)
+    loops: dict[int, DiLoCoLoop] = {}
+
+    def workload(context: ReplicaContext) -> torch.nn.Sequential:
+        model = train(context)
+        assert context.session is not None
+        loops[context.replica_id] = context.session._training._loop
+        return model
+
+    model, _ = run.train(workload)
     newest = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     fresh, log = lora_mlp(), RunLog(run.store)
     start = log.start()
     assert start is not None
     first = StoredSnapshot(run.store, 0, log.snapshot(0)).base(start.record)
-    files = ExactAdapters(fresh, trainable(fresh)).model_files(None)
-    with holding(model, first, files):
+    with loops[0].holding(first):
         for name, tensor in model.state_dict().items():
             assert torch.equal(tensor, fresh.state_dict()[name]), name
     for name, tensor in model.state_dict().items():

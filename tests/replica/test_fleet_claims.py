@@ -7,13 +7,13 @@ import pytest
 import torch
 from protocol_fleet import Fleet, tiny_model
 from sessions import Counted, constant_steps, context_of
+from stored_snapshots import complete_snapshots
 from virtual_time import Process, VirtualClock, VirtualTime
 
 from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.rounds import carry_weight
 from diloco_orchestrator.run_log.contributions import ContributionReader
-from diloco_orchestrator.run_log.snapshot_records import complete_snapshots
 from diloco_orchestrator.store.memory import MemoryStore
 
 NAN = float("nan")

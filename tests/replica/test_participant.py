@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from protocol_fleet import Fleet, answer, close, delta, play, report, tiny_model, together
+from stored_snapshots import complete_snapshots
 
 from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import ManualClock
@@ -30,8 +31,7 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Contribution, Halt, Result
 from diloco_orchestrator.protocol.rounds import result_of
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.run_log.snapshot_records import complete_snapshots
-from diloco_orchestrator.snapshots.parameter_names import trainable
+from diloco_orchestrator.snapshots.model_tensors import trainable
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.interop.torchft import ObjectStoreManager
@@ -57,7 +57,7 @@ def test_a_run_goes_from_start_to_result():
     participants = fleet.join_all()
     for round_ in (1, 2, 3):
         play(participants, [1.0, 2.0, 3.0])
-        assert {p.round for p in participants} == {round_ + 1}
+        assert {p.open.round for p in participants} == {round_ + 1}
     together([p.finish_leg for p in participants])
     commits = fleet.commits()
     assert [(c.applied, c.outer_step, c.stop) for c in commits] == [
@@ -187,7 +187,7 @@ def test_three_rounds_in_a_row_that_name_nobody_fail_the_run():
     for _ in range(3):
         play(participants, [1.0, float("nan")])
     assert [c.stop for c in fleet.commits()] == ["none"] * 4 + ["failed"]
-    assert all(p.stopped for p in participants)
+    assert all(p.open.stopped for p in participants)
 
 
 def test_bf16_overflow_is_found_before_it_is_published():
@@ -316,7 +316,7 @@ def test_a_replica_waits_on_while_a_missing_one_is_being_launched_unless_the_leg
     patience = {"retry": {"unavailable_for_s": 600.0}, "timing": {"round_timeout_s": 60.0, "startup_timeout_s": 60.0}}
     fleet, clock = Fleet(replicas=2, **patience), ManualClock()
     waiting, gone = fleet.join(1, clock=clock), fleet.join(0, clock=clock)
-    number = gone.attempt.number + 1
+    number = gone._attempt.number + 1
     intended = Intent(**STAMP(), replica_id=0, attempt=number, leg=1, executor="test", why="test")
     fleet.store.create(keys.intent(0, number), intended.to_bytes())
     if halted:
@@ -430,8 +430,8 @@ def test_a_restarted_attempt_stands_where_the_others_stand():
         one.write_snapshot_if_due()
     assert complete_snapshots(fleet.store) == [0, 2]
     again = fleet.join(1)
-    assert again.attempt.number == 2
-    assert (again.round, again.digest) == (one.round, one.digest)
+    assert again._attempt.number == 2
+    assert (again.open.round, again.digest) == (one.open.round, one.digest)
     play([one, again], [1.0, 1.0])
     assert one.digest == again.digest
 
@@ -441,9 +441,9 @@ def test_an_answer_left_by_an_earlier_attempt_is_adopted_and_counted_once():
     one, dying = fleet.join_all()
     answer(dying, 5.0, report(inner_steps=77))
     again = fleet.join(1)
-    standing = again.contributor.existing()
+    standing = again.history.of_open_round()
     assert standing is not None and standing.attempt == 1
-    newest = again.contributor.history.newest(again.round)
+    newest = again.history.newest()
     assert newest is not None
     progress = newest.progress
     assert progress is not None and progress.inner_steps == 77
@@ -484,7 +484,7 @@ def test_a_halt_request_stops_everybody_after_the_open_round_which_is_applied():
     play(participants, [1.0, 1.0])
     commit = fleet.commits()[-1]
     assert (commit.round, commit.stop, commit.applied, commit.outer_step) == (2, "halted", True, 2)
-    assert commit.reason == "halt requested: lunch" and all(p.stopped for p in participants)
+    assert commit.reason == "halt requested: lunch" and all(p.open.stopped for p in participants)
     together([p.finish_leg for p in participants])
     assert complete_snapshots(fleet.store)[-1] == 2
 
@@ -499,9 +499,9 @@ def test_a_collapse_stops_everybody_at_the_same_round_unapplied():
         good = min(round_, 3) - 2 * max(0, round_ - 3)  # the score of the base: up, then down
         reports = [report(i, 0.1 * good, in_loop=0.1 * round_) for i in range(2)]
         play(participants, [1.0, 1.0], reports)
-        if participants[0].stopped:
+        if participants[0].open.stopped:
             break
-    assert all(p.stopped for p in participants)
+    assert all(p.open.stopped for p in participants)
     commit = fleet.commits()[-1]
     assert commit.stop == "halted" and not commit.applied and "Hacking Gap" in commit.reason
     assert commit.fired
@@ -548,7 +548,7 @@ def test_library_users_who_mean_different_runs_are_told(tmp_path):
 def test_a_payload_of_the_wrong_length_is_unverifiable():
     fleet = Fleet(replicas=2)
     one, two = fleet.join_all()
-    two.contributor.contribute_delta(FlatTensors([torch.ones(5)]), report())
+    two._contributor.contribute_delta(FlatTensors([torch.ones(5)]), report())
     answer(one, 1.0)
     commit = close(one).commit
     assert commit.answers[1].kind == "unverifiable"
@@ -562,7 +562,7 @@ def test_shards_smaller_than_tensors_change_no_bit(tmp_path):
         participant = fleet.join(0, model=model)
         generator = torch.Generator().manual_seed(1)
         shapes = [(500,), (500, 600)]
-        participant.contributor.contribute_delta(
+        participant._contributor.contribute_delta(
             FlatTensors([torch.randn(s, generator=generator) for s in shapes]), report()
         )
         participant.close()

@@ -18,7 +18,7 @@ from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.tensor_file import views
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.context import ReplicaContext
-from replica.probe import KLProbe, token_mean_kl
+from replica.training.kl_probe import KLProbe, token_mean_kl
 
 LOGITS = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 2.0, 0.0]]])
 REFERENCE = torch.tensor([[[0.0, 0.0, 0.0], [0.0, 1.0, 0.0]]])

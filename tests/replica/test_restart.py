@@ -11,7 +11,7 @@ from sessions import Counted, constant_steps, context_of
 from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.snapshots.parameter_names import trainable
+from diloco_orchestrator.snapshots.model_tensors import trainable
 from diloco_orchestrator.snapshots.rebuild import rebuild
 
 NAN = float("nan")

@@ -9,7 +9,8 @@ import torch
 
 from diloco_orchestrator.errors import Superseded
 from diloco_orchestrator.protocol.records import Contribution, Progress
-from replica.rounds.participant import Participant
+from replica.attempt.attempt import Attempt
+from replica.rounds.interface import RunRounds
 from replica.training.checkpoint import Checkpoint, ResumePoint, SavedState, resume_point
 
 OPEN, LEG, FROM_ROUND = 9, 2, 3  # the open round, its leg, and the round whose base the leg began from
@@ -37,17 +38,18 @@ class Bucket:
     fragments: int = 2
 
     def point(self, overlaps: bool = False) -> ResumePoint:
-        history = SimpleNamespace(newest=lambda open_round: self.newest)
-        contributor = SimpleNamespace(history=history, existing=lambda: self.existing)
+        history = SimpleNamespace(newest=lambda: self.newest, of_open_round=lambda: self.existing)
         attempt = SimpleNamespace(
             number=2,
             begin=SimpleNamespace(leg=LEG, from_round=FROM_ROUND),
             config=SimpleNamespace(fragments=self.fragments),
             check_superseded=self._superseded,
         )
-        participant = SimpleNamespace(round=OPEN, contributor=contributor, attempt=attempt)
+        rounds = SimpleNamespace(open=SimpleNamespace(round=OPEN), history=history)
         checkpoint = SimpleNamespace(read_newest=lambda: self.state)
-        return resume_point(cast(Participant, participant), cast(Checkpoint, checkpoint), overlaps=overlaps)
+        return resume_point(
+            cast(Attempt, attempt), cast(RunRounds, rounds), cast(Checkpoint, checkpoint), overlaps=overlaps
+        )
 
     def _superseded(self) -> Any:
         raise Superseded("attempt 3 took over")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from long_history import RequestCounter
 from protocol_fleet import BY_HAND, Fleet, answer, play, report, together
+from stored_snapshots import complete_snapshots
 
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.codecs.table import Encoded, encode
@@ -20,7 +21,6 @@ from diloco_orchestrator.protocol.attempt_records import Intent
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Payload, Progress, Shard
-from diloco_orchestrator.run_log.snapshot_records import complete_snapshots
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.rounds.participant import Participant
 
@@ -30,9 +30,9 @@ STAMP = Stamp("test", lambda: 0.0)
 def commit_by(participant: Participant) -> Commit:
     """The commit with which a replica closed its open round."""
     participant.close()
-    last = participant.model.last
+    last = participant._tip.last
     assert last is not None
-    return last.commit
+    return last
 
 
 def forge(fleet: Fleet, manifest: Contribution, values: torch.Tensor) -> Contribution:
@@ -75,7 +75,7 @@ def test_finite_numbers_whose_sum_is_not_finite_are_not_averaged(declared):
             assert forged.payload is not None
             payload = forged.payload.model_copy(update={"norms": (declared,)})
             forged = forged.model_copy(update={"payload": payload})
-            fleet.store.put(keys.contribution(1, each.attempt.replica_id), forged.to_bytes())
+            fleet.store.put(keys.contribution(1, each._attempt.replica_id), forged.to_bytes())
     answer(one, 1.0), answer(two, 1.0)
     commit = commit_by(one)
     assert [(a.kind, a.averaged) for a in commit.answers] == [("delta", True)] * 2 + [("unverifiable", False)] * 2
@@ -159,7 +159,7 @@ def test_who_saw_another_manifest_than_the_commit_names_averages_the_one_that_is
     assert said.payload is not None
     shards = (Shard(digest=bulk_digest(data), size=len(data)),)
     payload = said.payload.model_copy(update={"shards": shards, "norms": (Encoded(data, "fp32", 12).measure().norm,)})
-    claim = fleet.join(1).attempt.claim_sha256  # of attempt 2
+    claim = fleet.join(1)._attempt.claim_sha256  # of attempt 2
     other = said.model_copy(update={"attempt": 2, "claim_sha256": claim, "payload": payload})
     fleet.store.put(keys.contribution(1, 1), other.to_bytes())
     fleet.join(0).close()  # another attempt, which sees the other manifest, commits
@@ -190,13 +190,13 @@ def test_a_manifest_that_cannot_be_read_hides_nobody_else_from_the_next_roster()
     clock.advance(2.0)
     answer(zero, 1.0)
     zero.close()
-    assert zero.roster == (0,)
+    assert zero.open.roster == (0,)
     fleet.store.put(keys.contribution(2, 1), b"not json")
     answer(two, 1.0)  # late, but there
     clock.advance(2.0)
     answer(zero, 1.0)
     zero.close()
-    assert zero.roster == (0, 2)
+    assert zero.open.roster == (0, 2)
 
 
 # -- commits ----------------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_a_commit_copied_from_another_round_is_void():
     play([participant], [1.0])
     fleet.store.put(keys.commit(2), fleet.store.get(keys.commit(1)))
     again = fleet.join(0)
-    assert again.round == 3 and again.digest == participant.digest
+    assert again.open.round == 3 and again.digest == participant.digest
     assert fleet.commits()[1].reason.endswith("it says it is round 1")
 
 
@@ -281,7 +281,7 @@ def test_a_step_that_was_interrupted_half_way_is_not_taken_up_again(monkeypatch,
         patched.setattr(outer_step, "step_shard", half_way)
         with pytest.raises(KeyboardInterrupt):
             participant.close()
-    assert participant.round == 1
+    assert participant.open.round == 1
     participant.close()
     assert participant.base.digest() == participant.digest == fleet.join(0).digest
     assert "elsewhere; rebuilding" in caplog.text
@@ -294,7 +294,7 @@ def test_a_round_has_one_commit_though_all_write_it_at_once():
         for value, participant in enumerate(participants):
             answer(participant, float(value))
         together([participant.close for participant in participants])
-        assert {p.position.sha256 for p in participants} == {sha256_hex(fleet.store.get(keys.commit(1)))}
+        assert {p._tip.position.sha256 for p in participants} == {sha256_hex(fleet.store.get(keys.commit(1)))}
         assert len({p.digest for p in participants}) == 1
 
 
@@ -310,12 +310,14 @@ def test_a_void_commit_averages_nobody_for_everybody_and_its_work_is_carried(mon
         one.close()
     two.close()
     assert one.digest == two.digest == before == fleet.join(0).digest
-    assert one.position == two.position and one.outer_step == 0 and one.round == 2
-    assert not one.closing and fleet.commits()[0].reason.startswith("void, so that nobody is averaged: replica 0 has")
+    assert one._tip.position == two._tip.position and one.open.outer_step == 0 and one.open.round == 2
+    assert not one.open.closing and fleet.commits()[0].reason.startswith(
+        "void, so that nobody is averaged: replica 0 has"
+    )
     for participant in (one, two):
         assert [origin.round for origin in answer(participant, 1.0).origins] == [1, 2]
     one.close(), two.close()
-    assert one.digest == two.digest != before and one.outer_step == 1
+    assert one.digest == two.digest != before and one.open.outer_step == 1
     done = verify_run(fleet.store)
     assert done.agrees and "is void and averages nobody" in done.notes[0]
 
@@ -335,7 +337,7 @@ def test_a_snapshot_that_holds_another_base_is_not_confirmed_and_not_loaded():
         data = fleet.store.get(info.key).replace(b'"round":1', b'"round":2')
         fleet.store.put(keys.snapshot(2, name), data)
     again = fleet.join(0)
-    assert (again.digest, again.model.tip.snapshot_round) == (participant.digest, 1)
+    assert (again.digest, again._tip.value.snapshot_round) == (participant.digest, 1)
 
 
 def test_a_round_that_moved_nothing_leaves_no_snapshot():
@@ -349,7 +351,7 @@ def test_a_round_that_moved_nothing_leaves_no_snapshot():
     again.write_snapshot_if_due()
     for _ in range(2):
         play([again], [float("nan")])
-    assert again.stopped
+    assert again.open.stopped
     again.finish_leg()
     assert complete_snapshots(fleet.store) == [0, 1]
 
@@ -421,7 +423,7 @@ def test_training_metrics_that_are_not_finite_stop_the_run_only_if_most_are(brok
         reports[index] = replace(reports[index], in_loop=Metric(sum=None, count=30))
     for _ in range(4):
         play(participants, [1.0, 1.0], reports)
-        if participants[0].stopped:
+        if participants[0].open.stopped:
             break
     verdict = fleet.commits()[-1].verdict
     assert verdict is not None and verdict.fire is fires and ("nonfinite" in verdict.reason) is fires
@@ -436,7 +438,7 @@ def test_an_attempt_stays_while_its_successor_is_only_meant_to_be_launched():
     participant = fleet.join(0)
     intent = Intent(**STAMP(), replica_id=0, attempt=2, leg=1, executor="far", why="it looks dead from here")
     fleet.store.create(keys.intent(0, 2), intent.to_bytes())
-    participant.attempt.check_superseded()
+    participant._attempt.check_superseded()
     play([participant], [1.0])
     assert fleet.commits()[0].answers[0].attempt == 1
 

@@ -14,7 +14,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Halt, Out
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
-from replica.rounds.close_round import ClosedRound
+from replica.rounds.interface import ClosedRound
 from replica.rounds.participant import Participant
 from replica.rounds.transfer import Transfer
 
@@ -146,15 +146,20 @@ def test_an_error_of_closing_leaves_what_is_published():
 def test_while_a_round_is_in_flight_nothing_moves_for_training_though_it_is_closed():
     background, fleet, then = ByHand(), Fleet(replicas=1, rounds=1), list[int]()
     taking = fleet.join(0, background=background)
-    before, pulse = taking.open, taking.attempt.pulse.round
+    before, pulse = taking.open, taking._attempt.pulse.round
     taking.publish(lambda: delta(1.0), report(), in_background=True)
-    taking.close_beside_training(lambda: then.append(taking.model.round))
+    taking.close_beside_training(lambda: then.append(taking._tip.open.round))
     background.do_all()
     assert len(fleet.commits()) == 1 and then == [2]
     taking.close_beside_training(lambda: then.append(0))
-    assert (taking.open, taking.attempt.pulse.round) == (before, pulse) and not taking.closing
+    assert (taking.open, taking._attempt.pulse.round) == (before, pulse) and not taking.open.closing
     assert taking.close().applied and then == [2]
-    assert (taking.round, taking.outer_step, taking.attempt.pulse.round, taking.closing) == (2, 1, 2, True)
+    assert (taking.open.round, taking.open.outer_step, taking._attempt.pulse.round, taking.open.closing) == (
+        2,
+        1,
+        2,
+        True,
+    )
 
 
 def test_the_time_of_the_next_round_begins_when_training_takes_its_base():
@@ -165,7 +170,7 @@ def test_the_time_of_the_next_round_begins_when_training_takes_its_base():
     background.do_all()
     clock.advance(30.0)  # inner steps of the round before
     taking.close()
-    assert taking.timing.train_s == 0.0
+    assert taking._timing.train_s == 0.0
 
 
 def test_a_round_to_which_an_earlier_attempt_contributed_is_closed_beside_training_too():
@@ -174,8 +179,8 @@ def test_a_round_to_which_an_earlier_attempt_contributed_is_closed_beside_traini
     again = fleet.join(0, background=background)
     again.close_beside_training()
     background.do_all()
-    assert len(fleet.commits()) == 1 and again.round == 1
-    assert again.close().applied and again.round == 2
+    assert len(fleet.commits()) == 1 and again.open.round == 1
+    assert again.close().applied and again.open.round == 2
 
 
 def test_a_round_that_ended_beside_training_has_the_average_that_was_asked_for():
@@ -184,7 +189,7 @@ def test_a_round_that_ended_beside_training_has_the_average_that_was_asked_for()
     taking.publish(lambda: delta(1.0), report(), in_background=True)
     taking.close_beside_training(keep_average=True)
     background.do_all()
-    assert set(taking.close(keep_average=True).average) == set(taking.model.fragment_names)
+    assert set(taking.close(keep_average=True).average) == set(taking.open.names)
 
 
 def test_a_snapshot_is_written_beside_training_and_before_the_base_is_stepped_again():
@@ -232,19 +237,19 @@ def fleet_of(**settings: Any) -> tuple[list[Participant], ManualClock]:
 def test_nobody_polls_before_ninety_percent_of_the_deadline():
     (zero, *_), clock = fleet_of()
     clock.advance(135.0)
-    assert not zero.timing.poll_due()
+    assert not zero._timing.poll_due()
     clock.advance(0.1)
-    assert zero.timing.poll_due()
+    assert zero._timing.poll_due()
 
 
 def test_polls_are_apart():
     (zero, *_), clock = fleet_of()
     clock.advance(140.0)
-    assert [zero.timing.poll_due(), zero.timing.poll_due()] == [True, False]
+    assert [zero._timing.poll_due(), zero._timing.poll_due()] == [True, False]
     clock.advance(9.9)
-    assert not zero.timing.poll_due()
+    assert not zero._timing.poll_due()
     clock.advance(0.1)
-    assert zero.timing.poll_due()
+    assert zero._timing.poll_due()
 
 
 def test_a_replica_off_the_roster_polls_from_the_start():
@@ -253,13 +258,13 @@ def test_a_replica_off_the_roster_polls_from_the_start():
     for participant in (zero, one):
         answer(participant, 1.0)
     zero.close(), two.close()
-    assert zero.roster == (0, 1)
-    assert two.timing.poll_due() and not zero.timing.poll_due()
+    assert zero.open.roster == (0, 1)
+    assert two._timing.poll_due() and not zero._timing.poll_due()
 
 
 def be_out(participant: Participant, replica_id: int) -> None:
     out = Out(**STAMP(), leg=1, replica_id=replica_id, attempt=1, by="coordinator", reason="another model")
-    participant.attempt.store.create(keys.out(1, replica_id), out.to_bytes())
+    participant._attempt.store.create(keys.out(1, replica_id), out.to_bytes())
 
 
 def test_a_round_does_not_wait_for_a_replica_that_is_out():
@@ -293,11 +298,11 @@ def test_a_replica_that_answers_after_it_was_called_out_is_waited_for_again():
 
 def test_an_object_that_is_no_such_record_keeps_nobody_out(caplog: pytest.LogCaptureFixture):
     (zero, *_), _ = fleet_of()
-    zero.attempt.store.create(keys.out(1, 1), b"junk")
-    zero.attempt.store.create(keys.out(1, 2), Halt(**STAMP(), leg=1, by="x", reason="y").to_bytes())
+    zero._attempt.store.create(keys.out(1, 1), b"junk")
+    zero._attempt.store.create(keys.out(1, 2), Halt(**STAMP(), leg=1, by="x", reason="y").to_bytes())
     be_out(zero, 9)  # a replica that the run does not have
-    zero.attempt.store.create(keys.out(1, 0), zero.attempt.store.get(keys.out(1, 9)))  # it names another
-    log = zero.attempt.log
+    zero._attempt.store.create(keys.out(1, 0), zero._attempt.store.get(keys.out(1, 9)))  # it names another
+    log = zero._attempt.log
     assert log.out(1) == log.out(1) == {}
     assert caplog.text.count("counts for nothing") == 3
 
@@ -305,21 +310,21 @@ def test_an_object_that_is_no_such_record_keeps_nobody_out(caplog: pytest.LogCap
 @pytest.mark.parametrize(("outage_s", "counted_s"), [(10.0, 110.0), (3600.0, 100.0)])
 def test_an_outage_of_the_store_does_not_count_as_waiting_for_the_others(outage_s: float, counted_s: float):
     (zero, *_), clock = fleet_of()
-    zero.timing.start_waiting()
+    zero._timing.start_waiting()
     clock.advance(100.0)
-    assert zero.timing.without_outages(lambda waited: (clock.advance(outage_s), waited)[1], True) is True
-    assert clock.now() - zero.timing.view([]).waiting_since == counted_s
+    assert zero._timing.without_outages(lambda waited: (clock.advance(outage_s), waited)[1], True) is True
+    assert clock.now() - zero._timing.view([]).waiting_since == counted_s
 
 
 def test_in_the_first_round_of_a_leg_everybody_polls_from_the_start():
     fleet = Fleet(replicas=2, quorum=1)
-    assert fleet.join(0, clock=ManualClock()).timing.poll_due()
+    assert fleet.join(0, clock=ManualClock())._timing.poll_due()
 
 
 def test_with_quorum_all_nobody_polls():
     (zero, *_), clock = fleet_of(quorum="all")
     clock.advance(1e6)
-    assert not zero.timing.poll_due()
+    assert not zero._timing.poll_due()
 
 
 @pytest.mark.parametrize(
@@ -335,4 +340,4 @@ def test_with_quorum_all_nobody_polls():
 def test_a_replica_is_behind_if_it_would_miss_the_deadline_with_a_whole_round(elapsed_s, steps, behind):
     (zero, *_), clock = fleet_of(sync_every=30)
     clock.advance(elapsed_s)
-    assert zero.timing.is_behind(steps) is behind
+    assert zero._timing.is_behind(steps) is behind

@@ -110,7 +110,7 @@ def test_a_small_state_is_one_object_and_a_large_one_an_index_and_pieces():
     assert {key: size for key, size in sizes.items() if size > LIMIT}.keys() <= {keys.state(0, 1, 1)}, "the tiny limit"
     assert {keys.parse_round(key) for key in sizes} == {1}, "so that retention finds them"
     large.engine.reads.clear()
-    assert same(unpack(participant.contributor.history.read_state(manifest), "here"), TREE)
+    assert same(unpack(participant.history.read_state(manifest), "here"), TREE)
     assert set(large.engine.reads.values()) == {1} and set(large.engine.reads) == set(sizes)
 
 
@@ -121,10 +121,10 @@ def test_a_piece_that_was_changed_or_deleted_is_found(piece):
     data = fleet.store.get(key)
     fleet.store.put(key, data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(PayloadCorrupt, match=f"1/{piece}.bin"):
-        list(participant.contributor.history.read_state(manifest))
+        list(participant.history.read_state(manifest))
     fleet.store.delete(key)
     with pytest.raises(PayloadGone, match=f"1/{piece}.bin"):
-        list(participant.contributor.history.read_state(manifest))
+        list(participant.history.read_state(manifest))
 
 
 def test_verify_reads_every_piece():

@@ -36,9 +36,9 @@ def one_round(participants: list[Participant], *values: float) -> Commit:
         answer(participant, value)
     for participant in participants:
         participant.close()
-    last = participants[0].model.last
+    last = participants[0]._tip.last
     assert last is not None
-    return last.commit
+    return last
 
 
 # -- the clip ---------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_who_is_left_out_for_its_direction_is_named_in_the_next_commit_and_every
 def test_what_one_manifest_says_of_another_counts_only_with_most():
     _, participants = fleet_of(4, aggregate="agreeing_mean")
     one_round(participants, 1.0, 1.0, -1.0, 1.0)
-    liar = participants[3].model
+    liar = participants[3]._tip
     liar.disagreeing = tuple(each.model_copy(update={"replica_id": 0}) for each in liar.disagreeing)
     figures = one_round(participants, 1.0, 1.0, 1.0, 1.0).figures
     assert figures is not None and [each.replica_id for each in figures.disagreeing] == [2]

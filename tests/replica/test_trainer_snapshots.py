@@ -33,7 +33,7 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
-from diloco_orchestrator.snapshots.parameter_names import trainable
+from diloco_orchestrator.snapshots.model_tensors import trainable
 from diloco_orchestrator.store.open_store import open_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -199,8 +199,8 @@ def test_a_snapshot_of_several_files_is_loaded_back_by_verify(tmp_path: Path, ba
     fleet = Fleet(replicas=1, rounds=1, object_limit=2**14, store=open_store(str(tmp_path / "run")))
     participant = fleet.join(0, model=AutoModelForCausalLM.from_pretrained(base))
     assert len(list((tmp_path / "run").glob("snapshots/00000000/model-*.safetensors"))) > 1
-    done = verify_run(participant.attempt.store)
-    check_loading(participant.attempt.store, done)
+    done = verify_run(participant._attempt.store)
+    check_loading(participant._attempt.store, done)
     assert done.agrees and done.checked["snapshots loaded"] == 1
 
 

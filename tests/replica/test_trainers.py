@@ -19,6 +19,7 @@ import torch
 from protocol_fleet import Fleet
 from real_runs import FAST
 from sessions import context_of
+from stored_snapshots import read_tensors
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from diloco_orchestrator import (
@@ -40,7 +41,6 @@ from diloco_orchestrator import (
 from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution
-from diloco_orchestrator.snapshots.layout import read_tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 

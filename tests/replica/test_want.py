@@ -74,10 +74,10 @@ def test_a_payload_that_its_follower_cannot_read_is_put_again_by_its_author(harm
     harm(fleet, keys.payload(1, 1, 1, 0))
     clock.do = observes(two)
     one.close()
-    assert one.model.hash() == two.model.hash() and one.round == 2
+    assert one._claims.hash() == two._claims.hash() and one.open.round == 2
     key = keys.want(1, 1, 1, 0, 2)
     want = Want.from_bytes(fleet.store.get(key), key)
-    assert want.by == "replica 0, attempt 1" and "rounds/00000001/payload/1/1/0.bin" in want.reason
+    assert want.by.who == (0, 1) and "rounds/00000001/payload/1/1/0.bin" in want.reason
     done = verify_run(fleet.store)
     assert done.disagreement is None and any("payload/1/1/0.2.bin holds its bytes" in note for note in done.notes)
 
@@ -88,7 +88,7 @@ def test_any_replica_that_took_part_holds_the_bytes_though_their_author_is_gone(
     fleet.store.delete(keys.payload(1, 1, 1, 0))
     clock.do = observes(three)
     one.close()
-    assert one.model.hash() == three.model.hash()
+    assert one._claims.hash() == three._claims.hash()
 
 
 def test_an_attempt_that_joins_asks_too():
@@ -97,7 +97,7 @@ def test_an_attempt_that_joins_asks_too():
     damaged(fleet, keys.payload(1, 0, 1, 0))
     clock.do = observes(two)
     again = fleet.join(0, clock=clock)
-    assert again.round == 2 and again.model.hash() == two.model.hash()
+    assert again.open.round == 2 and again._claims.hash() == two._claims.hash()
 
 
 @pytest.mark.parametrize("how", ["lost", "damaged"])
@@ -108,9 +108,9 @@ def test_a_take_that_the_store_harms_is_followed_by_another(how):
     fleet.store.delete(keys.payload(1, 1, 1, 0))
     clock.do = observes(two)
     one.close()
-    assert one.model.hash() == two.model.hash()
+    assert one._claims.hash() == two._claims.hash()
     expected = 2 if how == "lost" else 3
-    assert one.model.requests.payloads.held(keys.payload(1, 1, 1, 0)) == store.get(keys.payload(1, 1, 1, 0, expected))
+    assert one._requests.payloads.held(keys.payload(1, 1, 1, 0)) == store.get(keys.payload(1, 1, 1, 0, expected))
 
 
 def test_replicas_that_lack_each_others_payload_help_each_other_while_both_wait():
@@ -127,12 +127,12 @@ def test_replicas_that_lack_each_others_payload_help_each_other_while_both_wait(
         try:
             participant.close()
         finally:
-            behind.discard(participant.attempt.replica_id)
+            behind.discard(participant._attempt.replica_id)
         while behind:  # as it does in the next round, once it has trained
             participant._closer._observe(True)
 
     together([lambda: follow(one), lambda: follow(two)])
-    assert one.model.hash() == two.model.hash() == three.model.hash()
+    assert one._claims.hash() == two._claims.hash() == three._claims.hash()
 
 
 def test_if_nobody_holds_the_bytes_the_error_names_them_and_comes_after_the_round_timeout():
@@ -162,9 +162,9 @@ def test_a_snapshot_replaces_what_nobody_can_put_again():
             two.write_snapshot_if_due(), three.write_snapshot_if_due()
 
     clock.do = go_on
-    two.model.requests.payloads.end_round(NoBackground()), three.model.requests.payloads.end_round(NoBackground())
+    two._requests.payloads.end_round(NoBackground()), three._requests.payloads.end_round(NoBackground())
     closed = one.close()
-    assert closed.skipped and one.round > 2
+    assert closed.skipped and one.open.round > 2
 
 
 def test_who_waits_for_a_payload_leaves_when_it_is_asked_to_and_when_a_later_attempt_is_alive():
@@ -231,7 +231,7 @@ def test_who_is_averaged_alone_reads_its_payload_back_and_puts_it_again(harm):
     answer(one, 1.0)
     one.close()
     assert verify_run(fleet.store).disagreement is None
-    assert fleet.join(0, clock=ManualClock()).model.hash() == one.model.hash()
+    assert fleet.join(0, clock=ManualClock())._claims.hash() == one._claims.hash()
 
 
 def test_a_round_without_payloads_costs_no_bytes_that_are_held():

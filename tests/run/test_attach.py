@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from real_runs import FAST, Strike, digests, launcher, pid_of, reader_of, wait_for
+from stored_snapshots import read_tensors
 from tiny_workloads import mlp
 
 from diloco_orchestrator import CollapseStopError, LocalProcessExecutor, Run, attach, launch
@@ -14,7 +15,6 @@ from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import bases
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.snapshots.layout import read_tensors
 from diloco_orchestrator.snapshots.offered import offered_base
 from diloco_orchestrator.store.open_store import open_store
 

@@ -86,7 +86,7 @@ def test_a_halt_that_finds_no_replica_alive_is_committed_by_the_coordinator(star
     result = run.wait()
     last = reader_of(folder).commits()[-1]
     assert result.status == "halted" and "halt requested: enough" in result.reason
-    assert last.by.startswith("coordinator") and not last.applied and last.answers == ()
+    assert last.by_coordinator and not last.applied and last.answers == ()
     assert run.snapshots()[-1] == last.outer_step
     assert reader_of(folder).attempts.numbers(0) == [1]
     assert open_store(str(folder)).get(keys.result(1))

@@ -18,7 +18,7 @@ SETTINGS: dict[str, Any] = {
     "sync_every": 10,
     "outer": {"lr": 0.4, "momentum": 0.6},
     "guard": {"rule": "sequential", "per_replica": True},
-    "on_halt": {"resume": "best", "change": {"outer.lr": 0.3}, "at_most": 2},
+    "on_halt": {"change": {"outer.lr": 0.3}, "at_most": 2},
     "snapshot_every": 20,
 }
 

@@ -49,11 +49,11 @@ def test_a_claim_far_ahead_shuts_nobody_out():
     zero, one = fleet.join_all()
     claim(fleet.store, 0, 2)  # without an intent
     claim(fleet.store, 1, 10**6, ["f" * 16]), intend(fleet.store, 1, 10**6)  # far ahead
-    zero.attempt.check_superseded(), one.attempt.check_superseded()
+    zero._attempt.check_superseded(), one._attempt.check_superseded()
     assert AttemptRecords(fleet.store).all_numbers() == {0: [1], 1: [1]}
     play([zero, one], [1.0, 0.5])
     again = fleet.join(1)
-    assert again.attempt.number == 2
+    assert again._attempt.number == 2
 
 
 def test_an_attempt_that_nobody_intended_cannot_be_claimed():
@@ -75,7 +75,7 @@ def test_a_claim_from_before_its_intent_counts_for_nobody():
         claim(fleet.store, 1, attempt)
     zero, one = fleet.join_all()
     intend(fleet.store, 1, 2)  # and a claim of it is there, too
-    one.attempt.check_superseded()
+    one._attempt.check_superseded()
     records = AttemptRecords(fleet.store)
     assert records.claims(1) == {1} and records.newest_claim(1) == 1 and records.newest_claim(1, 1) == 1
     assert records.claim(1, 1) is not None and records.claim(1, 2) is None
@@ -160,7 +160,7 @@ def test_an_intent_that_is_none_is_claimed_by_nobody(junk: bytes | None):
     other = Intent(**STAMP(), replica_id=0, attempt=7, leg=1, executor="x", why="x")
     fleet.store.create(keys.intent(1, 2), junk or other.to_bytes())
     claim(fleet.store, 1, 2)
-    one.attempt.check_superseded()
+    one._attempt.check_superseded()
     with pytest.raises(ConfigError, match=r"attempt 2 of replica 1 .* has no intent\.json that can be read"):
         claim_attempt(fleet.store, 1, 2, SystemClock(), STAMP)
 
@@ -180,7 +180,7 @@ def test_a_manifest_that_its_attempt_has_not_written_is_not_averaged(change, why
     claim(fleet.store, 1, 7)
     intend(fleet.store, 1, 2)
     honest = answer(zero, 1.0)
-    forged = honest.model_copy(update={"replica_id": 1, "claim_sha256": one.attempt.claim_sha256, **change})
+    forged = honest.model_copy(update={"replica_id": 1, "claim_sha256": one._attempt.claim_sha256, **change})
     if forged.attempt > 1:
         fleet.store.create(keys.payload(1, 1, forged.attempt, 0), fleet.store.get(keys.payload(1, 0, 1, 0)))
     fleet.store.create(keys.contribution(1, 1), forged.to_bytes())

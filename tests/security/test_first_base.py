@@ -29,7 +29,7 @@ from diloco_orchestrator.protocol.records import Began, FileInfo, Follows, Snaps
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.first_snapshot import first_snapshot
 from diloco_orchestrator.snapshots.layout import ModelFiles, describe
-from diloco_orchestrator.snapshots.parameter_names import trainable
+from diloco_orchestrator.snapshots.model_tensors import trainable
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.retrying import RetryingStore
@@ -173,8 +173,8 @@ ATTACKS: dict[str, Callable[[Creates], None]] = {
 }
 
 
-# Those that take two seconds of the real clock, a replica's patience with another's upload, but for two of them.
-SLOW = ("other values, with its own voice", "other values in one file", "junk in a file", "junk everywhere", "NaN")
+# Those that take two seconds of the real clock, a replica's patience with another's upload, but for some of them.
+SLOW = ("other values, with its own voice", "other values in one file", "junk in a file", "junk everywhere")
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_take_that_one_of_two_replicas_names_hides_the_first_base_from_nobody(
     """It follows the start of all, with junk in the shared take, and names one in which no first base is."""
     fleet = Fleet(replicas=2, rounds=4, quorum=1)
     launch(fleet)
-    start = Fleet(replicas=2, rounds=4, quorum=1).join(1).attempt.log.start()
+    start = Fleet(replicas=2, rounds=4, quorum=1).join(1)._attempt.log.start()
     assert start is not None
     attacker = Creates(fleet, attacker=0)
     attacker.create(MODEL, b"junk")
@@ -232,12 +232,12 @@ def test_a_majority_that_agrees_overrules_the_first_start():
     fleet = Fleet(replicas=3)
     launch(fleet)
     first = fleet.join(0, model=tiny_model(seed=1))
-    first.attempt.check_superseded()
+    first._attempt.check_superseded()
     own = Base.fresh(trainable(tiny_model()), fleet.config.outer).digest()
     others = together([partial(fleet.join, replica_id) for replica_id in (1, 2)])
     assert [each.digest for each in others] == [own, own] != [first.digest, own]
     with pytest.raises(FirstBaseOutvoted, match="replica 0 began with other values than more than half"):
-        first.attempt.check_superseded()
+        first._attempt.check_superseded()
     assert fleet.join(0, model=tiny_model(seed=1)).digest == own
     found = RunLog(fleet.store).start()
     assert found is not None and found.record.base_digest == own

@@ -15,7 +15,7 @@ from scripted import Scene
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
-from diloco_orchestrator.protocol import keys, limits
+from diloco_orchestrator.protocol import keys, kinds
 from diloco_orchestrator.protocol.attempt_records import Heartbeat
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.records import Begin, Halt, Metric, Result
@@ -114,7 +114,7 @@ def test_a_leg_that_begins_after_a_void_commit_is_none_of_those():
             answer(participant, 1.0)
         for participant in participants:
             participant.close()
-    assert participants[0].stopped
+    assert participants[0].open.stopped
     log = RunLog(fleet.store)
     end = EndOfLeg(log, log.newest_begin(), STAMP)
     assert end.reached()
@@ -137,7 +137,7 @@ def test_a_drift_that_one_replica_alone_reports_halts_no_run(replicas: int):
         said = [report(share, 0.5, 0.5) for share in range(replicas)]
         said[-1] = replace(said[-1], metrics={"kl_to_init": Metric(sum=10.0, count=1)})
         play(participants, [1.0] * replicas, said)
-    assert not any(participant.stopped for participant in participants)
+    assert not any(participant.open.stopped for participant in participants)
     assert [commit.fired for commit in fleet.commits()] == [False] * 3 and verify_run(fleet.store).agrees
 
 
@@ -151,7 +151,7 @@ def test_a_request_to_halt_that_cannot_be_read_is_a_request(data: bytes):
     fleet.engine.create(keys.halt(1), data)
     assert [said.partition(": ")[0] for said in RunReader(fleet.store).status().unreadable] == [keys.halt(1)]
     play(participants, [1.0, 0.5])
-    assert [participant.stopped for participant in participants] == [True, True]
+    assert [participant.open.stopped for participant in participants] == [True, True]
     last = fleet.commits()[-1]
     assert last.stop == "halted" and "legs/1/halt.json" in last.reason and "cannot be read" in last.reason
     log = RunLog(fleet.store)
@@ -238,9 +238,9 @@ def test_junk_under_the_keys_of_one_attempt_ends_no_coordinator(name: str, data:
 
 def test_a_large_log_is_read_from_its_end_up_to_what_a_replica_writes():
     store = MemoryStore()
-    store.put(keys.log_text(0, 1), b"first line\n" + b"\n" * (3 * limits.MIB) + b"last line\n")
+    store.put(keys.log_text(0, 1), b"first line\n" + b"\n" * (3 * kinds.MIB) + b"last line\n")
     text = AttemptRecords(store).log_text(0, 1)
-    assert text is not None and len(text) == limits.MIB and text.endswith("last line\n") and "first" not in text
+    assert text is not None and len(text) == kinds.MIB and text.endswith("last line\n") and "first" not in text
     assert AttemptRecords(store).log_text(0, 2) is None
     store.put(keys.log_text(0, 2), b"")
     assert AttemptRecords(store).log_text(0, 2) == ""

@@ -9,7 +9,7 @@ from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.inspection.whatif.replay import all_lines
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Commit, Discounted, Result
+from diloco_orchestrator.protocol.records import By, Commit, Discounted, Result
 from diloco_orchestrator.protocol.verdict import VerdictKind
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -28,7 +28,7 @@ FORGED = {
     "an empty roster": lambda c: {"roster": ()},
     "a roster of nobody": lambda c: {"roster": tuple(range(5, 9))},
     "another fragment": lambda c: {"fragment": 1},
-    "a coordinator that averages": lambda c: {"by": "coordinator on x", "stop": "halted"},
+    "a coordinator that averages": lambda c: {"by": By(None, "coordinator on x"), "stop": "halted"},
     "an answer twice": lambda c: {"answers": (*c.answers, c.answers[0])},
 }
 
@@ -42,7 +42,7 @@ def test_a_commit_that_contradicts_the_log_is_void_and_the_run_goes_on(forged):
     forge(fleet, forged)
     for participant in participants:
         assert not participant.close().applied
-        assert not participant.stopped and participant.digest == before and participant.round == 4
+        assert not participant.open.stopped and participant.digest == before and participant.open.round == 4
     play(participants, [1.0, 0.5])
     restarted = fleet.join(1)
     assert restarted.digest == participants[0].digest == participants[1].digest != before
@@ -62,7 +62,7 @@ def test_a_roster_of_others_than_the_replicas_of_the_run_makes_a_commit_void(ros
         answer(participant, 1.0)
     forge(fleet, lambda c: {"roster": roster})
     for participant in participants:
-        assert not participant.close().applied and participant.roster == (0, 1)
+        assert not participant.close().applied and participant.open.roster == (0, 1)
 
 
 def test_a_forged_result_ends_nothing():
@@ -74,7 +74,7 @@ def test_a_forged_result_ends_nothing():
     assert RunReader(fleet.store).status().state == "running"
     assert not EndOfLeg(log, log.newest_begin(), STAMP).reached()
     restarted = fleet.join(1)
-    assert _ended_before(restarted.attempt) is None
+    assert _ended_before(restarted._attempt) is None
     request_halt(log, "test", "the run can still be halted", STAMP)
     play([participants[0], restarted], [1.0, 0.5])
     ended = RunLog(fleet.store).result(1)
@@ -94,9 +94,9 @@ def test_a_result_before_the_first_commit_ends_nothing_without_a_request_to_halt
     log = RunLog(fleet.store)
     assert log.result(1) is None and not EndOfLeg(log, log.newest_begin(), STAMP).reached()
     participants = fleet.join_all()
-    assert _ended_before(participants[0].attempt) is None
+    assert _ended_before(participants[0]._attempt) is None
     play(participants, [1.0, 0.5])
-    assert RunReader(fleet.store).status().state == "running" and participants[0].round == 2
+    assert RunReader(fleet.store).status().state == "running" and participants[0].open.round == 2
 
 
 @pytest.mark.parametrize("data", [b"{}", None], ids=["junk", "nothing"])
@@ -135,17 +135,17 @@ def blind(commit: Commit) -> Fields:
 @pytest.mark.parametrize("forged", [fired, blind])
 def test_a_verdict_that_does_not_follow_from_the_scores_is_void_for_everybody(forged):
     fleet, participants = after_two_rounds(scored=True)
-    before, guard = participants[0].digest, participants[0].guard_state
+    before, guard = participants[0].digest, participants[0].open.guard
     for participant, said in zip(participants, scores(3), strict=True):
         answer(participant, 1.0, said)
     forge(fleet, forged)
     for participant in participants:
         participant.close()
-        assert not participant.stopped and participant.digest == before and participant.guard_state == guard
+        assert not participant.open.stopped and participant.digest == before and participant.open.guard == guard
     play(participants, [1.0, 0.5], scores(4))
     restarted = fleet.join(1)
     assert restarted.digest == participants[0].digest != before
-    assert restarted.guard_state == participants[0].guard_state
+    assert restarted.open.guard == participants[0].open.guard
     status = RunReader(fleet.store).status()
     assert (status.state, status.outer_step, status.rounds[-1].applied) == ("running", 3, True)
     found = verify_run(fleet.store).disagreement
@@ -166,15 +166,15 @@ def test_a_halt_that_follows_from_the_scores_is_obeyed_and_stays_one_without_its
     fleet = Fleet(replicas=2, rounds=20, scored=True, guard={"rule": "heldout", "min_steps": 2})
     participants = fleet.join_all()
     for _ in range(20):
-        if participants[0].stopped:
+        if participants[0].open.stopped:
             break
         said = [
-            report(share=i, score=0.9 - 0.1 * participants[0].round, in_loop=0.1 * participants[0].round)
+            report(share=i, score=0.9 - 0.1 * participants[0].open.round, in_loop=0.1 * participants[0].open.round)
             for i in (0, 1)
         ]
         play(participants, [1.0, 0.5], said)
-    assert participants[0].stopped and RunReader(fleet.store).status().state == "halted"
-    key = keys.contribution(participants[0].position.round, 1)
+    assert participants[0].open.stopped and RunReader(fleet.store).status().state == "halted"
+    key = keys.contribution(participants[0]._tip.position.round, 1)
     fleet.store.delete(key)
     assert RunReader(fleet.store).status().state == "halted"
     found = verify_run(fleet.store).disagreement
@@ -189,7 +189,7 @@ def test_three_void_commits_in_a_row_fail_the_run_for_everybody():
         forge(fleet, completed, round_)
         for participant in participants:
             participant.close()
-    assert all(participant.stopped for participant in participants)
+    assert all(participant.open.stopped for participant in participants)
     assert RunReader(fleet.store).status().state == "failed"
 
 
@@ -220,7 +220,7 @@ def test_three_commits_in_a_row_that_are_void_in_other_ways_fail_the_run_which_c
     before, watching = participants[0].digest, RunReader(fleet.store)
     void_rounds(fleet, participants, forged, range(3, 6))
     assert watching.status().round == 5
-    assert all(participant.stopped for participant in participants)
+    assert all(participant.open.stopped for participant in participants)
     for participant in participants:
         participant.finish_leg()
     for reader in (watching, RunReader(fleet.store)):
@@ -235,7 +235,7 @@ def test_three_commits_in_a_row_that_are_void_in_other_ways_fail_the_run_which_c
     again = [fleet.join(replica_id, 2) for replica_id in (0, 1)]
     assert [each.digest for each in again] == [before, before]
     play(again, [1.0, 0.5])
-    assert again[0].position.outer_step == 3 and fleet.join(0, 3).digest == again[0].digest != before
+    assert again[0].open.outer_step == 3 and fleet.join(0, 3).digest == again[0].digest != before
     assert [commit.applied for commit in fleet.commits()] == [True, True, False, False, False, True]
     first = RunLog(fleet.store).result(1)
     assert first is not None and first.status == "failed"
@@ -244,7 +244,7 @@ def test_three_commits_in_a_row_that_are_void_in_other_ways_fail_the_run_which_c
 def test_a_halt_in_a_commit_with_other_answers_is_obeyed_by_nobody():
     fleet, participants = after_two_rounds()
     void_rounds(fleet, participants, lambda commit: {**other_tokens(commit), "stop": "halted"}, range(3, 4))
-    assert not any(participant.stopped for participant in participants)
+    assert not any(participant.open.stopped for participant in participants)
     log = RunLog(fleet.store)
     assert RunReader(fleet.store).status().state == "running"
     assert not EndOfLeg(log, log.newest_begin(), STAMP).reached()

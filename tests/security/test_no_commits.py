@@ -12,7 +12,7 @@ from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
 from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
-from diloco_orchestrator.protocol import keys, limits
+from diloco_orchestrator.protocol import keys, kinds
 from diloco_orchestrator.protocol.records import Commit, Origin
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -40,7 +40,7 @@ NO_COMMITS: dict[str, Bytes] = {
     "not Unicode": lambda last: b'{"a": "\xff"}',
     "a list": lambda last: b"[]\n",
     "JSON nested too deeply": lambda last: b"[" * 100_000,
-    "more bytes than a commit may have": lambda last: b" " * (limits.most_bytes(keys.commit(3)) + 9),
+    "more bytes than a commit may have": lambda last: b" " * (kinds.most_bytes(keys.commit(3)) + 9),
     "another record": lambda last: changed(record="begin")(last),
     "a field too few": changed(round=3, stop=None, verdict=None, roster=None),
     "a field too many": changed(round=3, more=1),
@@ -69,12 +69,12 @@ def follow(participants: list[Participant]) -> None:
 @pytest.mark.parametrize("made", NO_COMMITS.values(), ids=NO_COMMITS)
 def test_what_is_no_commit_costs_a_round_and_nobody_reads_it_otherwise(made: Bytes, tmp_path: Path):
     fleet, participants = after_two_rounds()
-    before, guard = participants[0].digest, participants[0].guard_state
+    before, guard = participants[0].digest, participants[0].open.guard
     put(fleet, made)
     follow(participants)
     for each in participants:
-        assert (each.round, each.digest, each.guard_state, each.roster) == (4, before, guard, (0, 1))
-        assert not each.stopped
+        assert (each.open.round, each.digest, each.open.guard, each.open.roster) == (4, before, guard, (0, 1))
+        assert not each.open.stopped
     play(participants, [1.0, 0.5])
     restarted = fleet.join(1)
     assert restarted.digest == participants[0].digest == participants[1].digest != before
@@ -85,7 +85,7 @@ def test_what_is_no_commit_costs_a_round_and_nobody_reads_it_otherwise(made: Byt
     log = RunLog(fleet.store)
     assert not EndOfLeg(log, log.newest_begin(), STAMP).reached()
     assert copy_model(log, tmp_path / "model", 4) == 4
-    commits = [participants[0].attempt.log.commit(3), log.commit(3), reader.log.commit(3)]
+    commits = [participants[0]._attempt.log.commit(3), log.commit(3), reader.log.commit(3)]
     assert len({(each.commit, each.sha256) for each in commits if each}) == 1 and None not in commits
     assert commits[0].commit.reason.startswith("void") and commits[0].commit.empty_rounds == 1
     found = verify_run(fleet.store).disagreement
@@ -115,13 +115,13 @@ def first(**fields: object) -> Callable[[Commit], Fields]:
 )
 def test_a_commit_that_says_other_than_the_manifests_it_names_is_void(forged: Callable[[Commit], Fields], scored: bool):
     fleet, participants = after_two_rounds(scored, sync_every=30)
-    before, guard = participants[0].digest, participants[0].guard_state
+    before, guard = participants[0].digest, participants[0].open.guard
     for participant, said in zip(participants, scores(3), strict=True):
         answer(participant, 1.0, said if scored else None)
     forge(fleet, forged)
     for each in participants:
         assert not each.close().applied
-        assert (each.round, each.digest, each.guard_state, each.stopped) == (4, before, guard, False)
+        assert (each.open.round, each.digest, each.open.guard, each.open.stopped) == (4, before, guard, False)
     play(participants, [1.0, 0.5], scores(4) if scored else None)
     assert fleet.join(1).digest == participants[0].digest == participants[1].digest != before
     status = RunReader(fleet.store).status()
@@ -163,7 +163,7 @@ def test_three_in_a_row_fail_the_run_which_can_be_resumed(made: Bytes | None):
             forge(fleet, completed, round_)
         for participant in participants:
             participant.close()
-    assert all(participant.stopped for participant in participants)
+    assert all(participant.open.stopped for participant in participants)
     before, log = participants[0].digest, RunLog(fleet.store)
     end = EndOfLeg(log, log.newest_begin(), STAMP)
     assert end.reached()
@@ -279,5 +279,5 @@ def test_a_run_that_is_asked_to_halt_after_what_is_no_commit_halts():
     follow(participants)
     request_halt(RunLog(fleet.store), "test", "enough", STAMP)
     play(participants, [1.0, 0.5])
-    assert all(participant.stopped for participant in participants)
+    assert all(participant.open.stopped for participant in participants)
     assert RunReader(fleet.store).status().state == "halted"

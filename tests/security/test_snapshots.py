@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from iam_server import Question, allows
 from protocol_fleet import Fleet, answer, play, tiny_model
+from stored_snapshots import OUTER
 
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.inspection.pull import copy_model
@@ -26,7 +27,7 @@ from diloco_orchestrator.protocol.records import FileInfo, Retention, Snapshot
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
-from diloco_orchestrator.snapshots.layout import MODEL, OUTER, ModelFiles, write_snapshot
+from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles, write_snapshot
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
@@ -296,7 +297,7 @@ def test_one_replica_that_puts_junk_into_the_takes_of_coming_snapshots_ends_nobo
     go_on(participants, 5)
     finish(participants)
     assert ConfirmedSnapshots(RunLog(fleet.store)).newest(2, [2, 4]) == [2, 4]
-    assert fleet.join(1).model.tip.snapshot_round == 4
+    assert fleet.join(1)._tip.value.snapshot_round == 4
     assert is_model_of(pulled(fleet, tmp_path / "model"), participants[0])
 
 
@@ -343,7 +344,7 @@ def test_a_take_that_says_the_right_base_and_holds_another_is_passed_over(tmp_pa
     go_on(participants, 1)
     assert ConfirmedSnapshots(RunLog(fleet.store)).takes_of(2) == ["", "r0", "r2"]
     again = fleet.join(1)
-    assert (again.digest, again.model.tip.snapshot_round) == (participants[0].digest, 2)
+    assert (again.digest, again._tip.value.snapshot_round) == (participants[0].digest, 2)
     assert torch.equal(bias(pulled(fleet, tmp_path / "model", 3)), participants[0].base.parameters["bias"])
     assert not torch.all(bias(pulled(fleet, tmp_path / "two", 2)) == 7.0)
 

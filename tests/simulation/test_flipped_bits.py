@@ -17,8 +17,9 @@ from diloco_orchestrator.protocol.records import Commit
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.rebuild import rebuild
-from replica.rounds import close_round, other_arithmetic
-from replica.rounds.global_model import GlobalModel
+from replica.rounds import base_claims, close_round
+from replica.rounds.base_claims import BaseClaims
+from replica.rounds.tip import HeldTip
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +84,7 @@ def test_a_leg_that_the_coordinator_ends_has_the_right_last_snapshot(when, where
     plan = calm(rounds=6, settings=settings, flips=flips, kills=kills, halt_at=20.0)
     simulation = Simulation(plan)
     last = simulation.run()[-1]
-    assert last.stop == "halted" and last.by.startswith("coordinator") and not simulation.coming
+    assert last.stop == "halted" and last.by_coordinator and not simulation.coming
     log = RunLog(simulation.bucket)
     made_in = max(log.snapshots())
     take = ConfirmedSnapshots(log).take_of(made_in)
@@ -143,44 +144,47 @@ def caught(replicas: int, quorum: Any, who: int = 0, tensors: Sequence[str] = ("
 def test_without_claims_that_are_hashed_when_they_are_published_it_is_caught(monkeypatch):
     """The digest noted after the step: the flip is averaged, and its author ends with another base."""
 
-    def noted(self: GlobalModel) -> str:
-        self._digest = self._digest if self._digest is not None else self._tip.digest
+    claims: dict[HeldTip, BaseClaims] = {}
+
+    def noted(self: BaseClaims) -> str:
+        claims[self._tip] = self
+        self._digest = self._digest if self._digest is not None else self._tip.value.digest
         return self._digest
 
-    step = GlobalModel.step
+    step = HeldTip.step
 
-    def note(self: GlobalModel, *args: Any) -> Any:
-        average = step(self, *args)
-        noted(self)
+    def note(self: HeldTip, *args: Any, **options: Any) -> Any:
+        average = step(self, *args, **options)
+        noted(claims[self])
         return average
 
-    monkeypatch.setattr(GlobalModel, "hash", noted)
-    monkeypatch.setattr(GlobalModel, "step", note)
+    monkeypatch.setattr(BaseClaims, "hash", noted)
+    monkeypatch.setattr(HeldTip, "step", note)
     assert caught(3, None)
 
 
 def test_without_healing_it_is_caught(monkeypatch):
-    monkeypatch.setattr(GlobalModel, "heal", lambda self, claims: False)
-    monkeypatch.setattr(GlobalModel, "contradicted", lambda self, claims: frozenset())
+    monkeypatch.setattr(BaseClaims, "heal", lambda self, claims: False)
+    monkeypatch.setattr(BaseClaims, "contradicted", lambda self, claims: frozenset())
     assert caught(3, None)
 
 
 def test_without_groups_it_is_caught(monkeypatch):
     """The decider's own digest is law: the flip of the machine that decides is everybody's."""
     monkeypatch.setattr(close_round, "shared_claim", lambda claims, own, own_is_rebuilt: own)
-    monkeypatch.setattr(GlobalModel, "contradicted", lambda self, claims: frozenset())
+    monkeypatch.setattr(BaseClaims, "contradicted", lambda self, claims: frozenset())
     assert caught(3, None)
 
 
 def test_if_wrong_work_is_carried_it_is_caught(monkeypatch):
-    monkeypatch.setattr(GlobalModel, "is_right", lambda self, manifest: True)
+    monkeypatch.setattr(BaseClaims, "is_right", lambda self, manifest: True)
     assert caught(3, None)
 
 
 def test_if_who_is_outvoted_once_leaves_it_is_caught(monkeypatch):
     """A transient fault must remove nobody."""
-    monkeypatch.setattr(other_arithmetic, "is_outvoted", lambda *args: True)
-    monkeypatch.setattr(other_arithmetic, "MAX_WRONG_BASES", 1)
+    monkeypatch.setattr(base_claims, "is_outvoted", lambda *args: True)
+    monkeypatch.setattr(base_claims, "MAX_WRONG_BASES", 1)
     assert caught(3, None)
 
 

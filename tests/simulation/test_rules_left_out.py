@@ -26,8 +26,8 @@ from diloco_orchestrator.snapshots.rebuild import rebuild
 from diloco_orchestrator.supervision import next_leg
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
 from replica.rounds import close_round
+from replica.rounds.base_claims import BaseClaims
 from replica.rounds.contribution_history import ContributionHistory
-from replica.rounds.global_model import GlobalModel
 from replica.rounds.want import PayloadRequests
 
 pytestmark = pytest.mark.slow
@@ -87,8 +87,8 @@ def test_twice_a_rebuilt_base_that_nobody_claims_is_rebuilt_once_more(monkeypatc
         def __contains__(self, digest: object) -> bool:
             return True
 
-    verify = GlobalModel.verify_base
-    monkeypatch.setattr(GlobalModel, "verify_base", lambda self, known: verify(self, Everything()))  # type: ignore[arg-type]
+    verify = BaseClaims.verify
+    monkeypatch.setattr(BaseClaims, "verify", lambda self, known: verify(self, Everything()))  # type: ignore[arg-type]
     is_caught(plan, "snapshots/00000004/: its base is")
 
 

@@ -15,7 +15,7 @@ from diloco_orchestrator.config import OuterConfig, RunConfig
 from diloco_orchestrator.guard import FoldResult
 from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.outer import outer_step
-from diloco_orchestrator.outer.nesterov import nesterov_step
+from diloco_orchestrator.outer.arithmetic import nesterov_step
 from diloco_orchestrator.protocol import keys, weights
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
 from diloco_orchestrator.protocol.weights import Shares, shares_of
@@ -26,7 +26,7 @@ from replica.rounds import close_round
 from replica.rounds.carry import CarriedWork
 from replica.rounds.contribute import Contributor
 from replica.rounds.contribution_history import ContributionHistory
-from replica.rounds.participant import OpenRound, Participant
+from replica.rounds.participant import Participant
 from replica.training.checkpoint import Checkpoint
 from replica.training.session import TrainingSession
 
@@ -318,8 +318,9 @@ def test_a_guard_folded_twice_is_caught(monkeypatch):
 def test_an_older_state_on_the_newest_base_is_caught(monkeypatch):
     """The restarted attempt goes on from its manifest before the last: batches count twice."""
 
-    def older(self: ContributionHistory, open_round: int) -> Contribution | None:
-        found = [m for r in range(open_round, 0, -1) if (m := self.of(r, open_round)) is not None and m.progress]
+    def older(self: ContributionHistory) -> Contribution | None:
+        open_round = self._tip.open.round
+        found = [m for r in range(open_round, 0, -1) if (m := self.of(r)) is not None and m.progress]
         return found[1] if len(found) > 1 else (found[0] if found else None)
 
     monkeypatch.setattr(ContributionHistory, "newest", older)
@@ -332,7 +333,7 @@ def test_two_live_attempts_that_both_count_are_caught(monkeypatch):
     create = Contributor._create
 
     def insist(self: Contributor, kind: str, fields: Any, **contents: Any) -> Contribution:
-        existing, attempt = create(self, kind, fields, **contents), self._model.attempt
+        existing, attempt = create(self, kind, fields, **contents), self._attempt
         if existing.attempt != attempt.number and kind == "delta":
             author = {"attempt": attempt.number, "claim_sha256": attempt.claim_sha256}
             ours = existing.model_copy(update={**author, "payload": contents["payload"]})
@@ -361,9 +362,9 @@ def test_a_replica_that_heals_in_mid_round_is_caught(monkeypatch):
     end_round_early = TrainingSession._end_round_early
 
     def heal(self: TrainingSession) -> None:
-        taking = self._participant
-        ending = taking.outer_step + 2 >= taking.attempt.outer_steps
-        if ending or not taking.timing.elastic or not self._loop.inner_step or not taking.committed():
+        taking = self._rounds
+        ending = taking.open.outer_step + 2 >= taking._attempt.outer_steps
+        if ending or not taking.elastic or not self._loop.inner_step or not taking.committed():
             end_round_early(self)
             return
         taking.close()  # and local parameters stay those that were trained from the base before
@@ -374,7 +375,7 @@ def test_a_replica_that_heals_in_mid_round_is_caught(monkeypatch):
 
 def test_a_position_that_moves_under_training_while_a_round_is_in_flight_is_caught(monkeypatch):
     """The fragment that training installs is another than the one which the round moved."""
-    monkeypatch.setattr(Participant, "open", property(lambda self: OpenRound.of(self.model)))
+    monkeypatch.setattr(Participant, "open", property(lambda self: self._tip.open))
     monkeypatch.setattr("simulation._undisturbed", {})  # digests of such runs are not those of others
     assert "I5: " in caught(quorum="all", **OVERLAP[1])
 

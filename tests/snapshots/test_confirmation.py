@@ -11,7 +11,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Contribution
-from diloco_orchestrator.protocol.usual_norms import norms_after
+from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, claimed_base
@@ -89,7 +89,7 @@ def test_a_commit_with_another_claim_than_its_manifests_is_void():
     forged = honest.model_copy(update={**fields, "base_digest": "b3:" + "0" * 64})
     assert fleet.store.create(keys.commit(2), forged.to_bytes())
     assert not zero.close().applied and claimed_base(RunLog(fleet.store), 1) is None
-    entry = zero.attempt.log.commit(2)
+    entry = zero._attempt.log.commit(2)
     assert entry is not None and "claims another base than replica 0" in entry.void
     one.close()
     play([zero, one], [1.0, 1.0])
@@ -127,7 +127,7 @@ def test_a_refuted_snapshot_stays_and_the_next_take_is_loaded():
     log = RunLog(fleet.store)
     assert log.snapshot(2).base_digest == wrong != log.snapshot(2, "r0").base_digest
     again = fleet.join(0)
-    assert (again.digest, again.model.tip.snapshot_round) == (participants[0].digest, 2)
+    assert (again.digest, again._tip.value.snapshot_round) == (participants[0].digest, 2)
 
 
 def test_a_snapshot_that_everybody_contradicts_is_not_loaded():
@@ -137,7 +137,7 @@ def test_a_snapshot_that_everybody_contradicts_is_not_loaded():
     play(participants, [1.0, 1.0])
     assert confirmed(fleet, 2) is None
     again = fleet.join(1)
-    assert (again.digest, again.model.tip.snapshot_round) == (participants[0].digest, 1)
+    assert (again.digest, again._tip.value.snapshot_round) == (participants[0].digest, 1)
 
 
 def test_a_replica_alone_rebuilds_before_it_writes_and_heals_what_was_wrong():
@@ -147,9 +147,9 @@ def test_a_replica_alone_rebuilds_before_it_writes_and_heals_what_was_wrong():
     assert not alone.write_snapshot_if_due()
     play([alone], [1.0])
     assert confirmed(fleet) == ""
-    right = alone.model.hash()
+    right = alone._claims.hash()
     alone.base.parameters["bias"].view(-1)[0] += 0.5
-    assert alone.model.hash() != right
+    assert alone._claims.hash() != right
     assert alone.write_snapshot_if_due() and alone.digest == right
     play([alone], [1.0])
     assert confirmed(fleet, 2) == "" and claimed_base(RunLog(fleet.store), 2) == right
@@ -164,7 +164,7 @@ def test_the_base_that_a_halt_leaves_is_confirmed_by_the_leg_that_starts_from_it
     assert ConfirmedSnapshots(RunLog(fleet.store)).rounds == [0, 1, 2] and confirmed(fleet, 2) is None
     begin = begin_next_leg(RunLog(fleet.store), rounds=None, from_round=None, by="test", why="test", stamp=STAMP)
     assert begin.base_digest == participants[0].digest and confirmed(fleet, 2) == ""
-    assert fleet.join(0).model.tip.snapshot_round == 2
+    assert fleet.join(0)._tip.value.snapshot_round == 2
 
 
 def test_a_leg_whose_own_snapshot_cannot_be_read_starts_from_an_older_one():
@@ -175,5 +175,5 @@ def test_a_leg_whose_own_snapshot_cannot_be_read_starts_from_an_older_one():
     for info in list(fleet.store.list("snapshots/00000002")):
         fleet.store.put(info.key, b"junk")
     again = fleet.join(0)
-    assert (again.digest, again.model.tip.snapshot_round) == (participants[0].digest, 1)
-    assert again.position == fleet.join(1).position and again.round == 3
+    assert (again.digest, again._tip.value.snapshot_round) == (participants[0].digest, 1)
+    assert again._tip.position == fleet.join(1)._tip.position and again.open.round == 3

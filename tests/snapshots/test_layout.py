@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from protocol_fleet import Fleet, answer, model_bytes, play, start_of, tiny_model
+from stored_snapshots import complete_snapshots
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
@@ -18,13 +19,12 @@ from diloco_orchestrator.outer.outer_step import step
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Snapshot
-from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.run_log.snapshot_records import complete_snapshots, complete_takes
+from diloco_orchestrator.run_log.run_log import RunLog, complete_takes
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
     write_snapshot,
 )
-from diloco_orchestrator.snapshots.parameter_names import trainable
+from diloco_orchestrator.snapshots.model_tensors import trainable
 from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.store.base import Store

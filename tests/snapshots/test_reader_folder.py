@@ -15,12 +15,11 @@ from diloco_orchestrator.outer.adapter_products import with_residuals
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.replica.training.exact_adapters import ExactAdapters
 from diloco_orchestrator.snapshots.adapter_folder import _full_rank
+from diloco_orchestrator.snapshots.file_plan import Naming
 from diloco_orchestrator.snapshots.layout import ModelFiles
-from diloco_orchestrator.snapshots.naming import Naming
-from diloco_orchestrator.snapshots.parameter_names import trainable
+from diloco_orchestrator.snapshots.model_tensors import same_bytes, trainable
 from diloco_orchestrator.snapshots.reader_folder import files_of
 from diloco_orchestrator.snapshots.tensor_file import views
-from diloco_orchestrator.snapshots.untrained import same_bytes
 
 PREFIX = "base_model.model."
 CONFIG = {"base_model_name_or_path": "ada/base", "r": 2, "lora_alpha": 4}

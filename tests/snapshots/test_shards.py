@@ -24,7 +24,7 @@ from diloco_orchestrator.protocol.records import Snapshot
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.file_plan import plan_files
 from diloco_orchestrator.snapshots.layout import ModelFiles, existing_files, write_snapshot
-from diloco_orchestrator.snapshots.parameter_names import trainable
+from diloco_orchestrator.snapshots.model_tensors import trainable
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.snapshots.tensor_file import TensorSpec, encode, file_size, pieces, read_header
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store

@@ -13,7 +13,7 @@ from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import LASTING
 from diloco_orchestrator.store.retrying import RetryingStore, RetryPolicy, _Opened, without_read_back
-from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
+from diloco_orchestrator.supervision.attempt_types import AttemptPolicy
 
 
 class FaultyStore(MemoryStore):

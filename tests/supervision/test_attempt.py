@@ -8,11 +8,10 @@ from typing import get_args
 
 import pytest
 
-from diloco_orchestrator.supervision.attempt import advance
-from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
-from diloco_orchestrator.supervision.attempt_table import EVENTS, MOVES, REFUSED, STATES, RefusedEvent
+from diloco_orchestrator.supervision.attempt import EVENTS, MOVES, REFUSED, STATES, RefusedEvent, advance
 from diloco_orchestrator.supervision.attempt_types import (
     AbandonLaunch,
+    AttemptPolicy,
     Beat,
     BeatSeen,
     CallCancel,

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from diloco_orchestrator.config import RetryConfig
-from diloco_orchestrator.supervision.attempt_outcome import named, named_in
-from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
+from diloco_orchestrator.supervision.attempt import named, named_in
 from diloco_orchestrator.supervision.attempt_types import (
+    AttemptPolicy,
     Beat,
     Cancelling,
     Ended,
@@ -27,11 +27,10 @@ from diloco_orchestrator.supervision.attempt_types import (
 from diloco_orchestrator.supervision.fleet_policy import (
     Action,
     Cancel,
-    Fail,
     FleetView,
     GiveUp,
-    Halt,
     Launch,
+    Stop,
     can_take_part,
     decide,
     silence_s,
@@ -124,7 +123,7 @@ def test_a_replica_without_a_machine_is_asked_for_every_ten_minutes_while_the_qu
     assert actions(alone, other, quorum=1, now=1599.0) == []
     assert actions(alone, other, quorum=1, now=1601.0) == [Launch(0, 2, "attempt 1 (no capacity): because")]
     (failed,) = actions(alone, other, quorum=2, now=1599.0)
-    assert isinstance(failed, Fail) and "retry.max_no_capacity" in failed.why
+    assert isinstance(failed, Stop) and failed.status == "failed" and "retry.max_no_capacity" in failed.why
 
 
 def test_one_budget_is_not_spent_on_another():
@@ -211,7 +210,7 @@ def test_a_halt_waits_for_who_is_coming_up_and_for_nobody_who_never_does():
 )
 def test_a_replica_that_cannot_be_had_again_fails_the_run_and_nothing_else_is_started(lost, words):
     found = actions(replica(Unlaunched(), 0, attempt=0), lost, now=1e9)
-    assert len(found) == 1 and isinstance(found[0], Fail) and words in found[0].why
+    assert len(found) == 1 and isinstance(found[0], Stop) and found[0].status == "failed" and words in found[0].why
 
 
 def test_a_quorum_goes_on_without_those_who_cannot_be_had_again():
@@ -222,21 +221,21 @@ def test_a_quorum_goes_on_without_those_who_cannot_be_had_again():
     ]
     assert actions(replica(RUNNING), replica(GivenUp("lost"), 1), fine, quorum=2) == []
     both = actions(lost, replica(ended(Outcome.ERROR), 3, times=3), fine, quorum=2)
-    assert len(both) == 1 and isinstance(both[0], Fail)
+    assert len(both) == 1 and isinstance(both[0], Stop) and both[0].status == "failed"
     assert "replica 1 cannot" in both[0].why and "replica 3 failed 3 times" in both[0].why
 
 
 def test_what_several_replicas_failed_for_is_told_once():
     four = [replica(ended(Outcome.PERMANENT), i) for i in range(4)]
     found = actions(*four, replica(GivenUp("was lost"), 4), quorum=5)
-    assert found == [Fail("replicas 0-3: cannot take part: because; replica 4 was lost")]
+    assert found == [Stop("failed", "replicas 0-3: cannot take part: because; replica 4 was lost")]
 
 
 def test_a_halt_relaunches_nobody_and_is_committed_here_if_too_few_are_able_to():
     dead = [replica(ended(Outcome.ERROR), 0), replica(ended(Outcome.PREEMPTED), 1)]
     alive = [replica(replace(RUNNING, beat=Beat(2, 1e9)), i) for i in (2, 3)]
-    assert actions(*dead, now=1e9, halt="lunch", quorum=1) == [Halt("halt requested: lunch")]
-    assert actions(*dead, *alive, now=1e9, halt="lunch", quorum=3) == [Halt("halt requested: lunch")]
+    assert actions(*dead, now=1e9, halt="lunch", quorum=1) == [Stop("halted", "halt requested: lunch")]
+    assert actions(*dead, *alive, now=1e9, halt="lunch", quorum=3) == [Stop("halted", "halt requested: lunch")]
     assert actions(*dead, *alive, now=1e9, halt="lunch", quorum=2) == []
 
 

@@ -117,7 +117,7 @@ def test_a_leg_takes_the_outer_steps_that_its_base_lacks():
     begin = resume(fleet, from_round=1)
     assert (begin.from_outer_step, begin.outer_steps) == (1, 9)
     joined = fleet.join_all()
-    assert {p.position.outer_step for p in joined} == {1}
+    assert {p._tip.position.outer_step for p in joined} == {1}
 
 
 def test_a_leg_begins_with_no_empty_round_behind_it():
@@ -212,7 +212,7 @@ def test_a_coordinator_that_loses_the_round_to_a_replica_stops_the_next_one():
     engine = OvertakenStore()
     fleet, (zero, one) = fleet_of([0.1], store=engine)
     for participant in (zero, one):
-        answer(participant, 1.0, report(share=participant.attempt.replica_id, score=0.1))
+        answer(participant, 1.0, report(share=participant._attempt.replica_id, score=0.1))
     engine.overtake = (keys.commit(2), zero.close)
     ending(fleet).commit_stop("halted", "enough")
     assert [(c.round, c.stop, c.applied) for c in fleet.commits()[1:]] == [(2, "none", True), (3, "halted", False)]

@@ -7,6 +7,7 @@ import pytest
 from guarded_legs import STAMP, commit_of, ending, fleet_of, halted, scoring
 from protocol_fleet import Fleet, play, report
 
+from diloco_orchestrator.config import OnHaltConfig, make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.inspection.status import RunReader
@@ -17,8 +18,7 @@ from diloco_orchestrator.protocol.records import Begin, Halt
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.store.memory import MemoryStore
-from diloco_orchestrator.supervision.healing import heal
-from diloco_orchestrator.supervision.next_leg import begin_next_leg
+from diloco_orchestrator.supervision.next_leg import begin_next_leg, heal
 
 SCORES = [0.1, 0.5, 0.9, 0.3, 0.2]  # the third round scores the base after the second best
 BEST, NEWEST = 2, 4  # the fifth round fires, so that the newest base is that of the fourth
@@ -108,7 +108,7 @@ def test_the_settings_of_a_leg_last_until_another_leg_changes_them():
     assert resume(fleet).settings == {"outer.lr": 0.35, "args.temperature": 0.5}
     ending(fleet).commit_stop("halted", "enough")
     assert resume(fleet, change={"outer.lr": 0.7}).settings == {"args.temperature": 0.5}
-    assert fleet.join(0).attempt.config.args == {"temperature": 0.5}
+    assert fleet.join(0)._attempt.config.args == {"temperature": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_verify_finds_a_leg_that_dropped_the_guards_state_without_a_word():
 
 # -- healing ----------------------------------------------------------------------------------------------------------
 
-ON_HALT = {"resume": "best", "change": {"outer.lr": 0.35}, "at_most": 2}
+ON_HALT = {"change": {"outer.lr": 0.35}, "at_most": 2}
 
 
 def healed(fleet: Fleet) -> Begin | None:
@@ -191,6 +191,13 @@ def healed(fleet: Fleet) -> Begin | None:
 
 def collapse_again(fleet: Fleet) -> None:
     scoring(fleet, fleet.join_all(), [0.9, 0.1], last_drifts=True)
+
+
+def test_on_halt_of_a_run_of_version_0_3_names_its_base():
+    named, plain = ({**each, "change": {"outer.lr": 0.35}} for each in ({"resume": "best"}, {}))
+    assert OnHaltConfig.model_validate(named) == OnHaltConfig.model_validate(plain)
+    with pytest.raises(ConfigError, match="resume"):
+        make_config({"entrypoint": "m:f", "on_halt": {"resume": "newest"}})
 
 
 def test_on_halt_begins_the_next_leg_from_the_best_base_at_most_as_often_as_asked_each_with_its_reason():

@@ -19,8 +19,7 @@ from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Cancel, Exit, Handle, Intent
 from diloco_orchestrator.supervision import replica_view
-from diloco_orchestrator.supervision.attempt import advance
-from diloco_orchestrator.supervision.attempt_table import MOVES, Step
+from diloco_orchestrator.supervision.attempt import MOVES, Step, advance
 from diloco_orchestrator.supervision.attempt_types import (
     Alive,
     Cancelling,

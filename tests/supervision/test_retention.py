@@ -152,9 +152,9 @@ def test_a_replica_that_finds_payloads_collected_goes_on_from_a_newer_snapshot()
             participant.close()
             participant.write_snapshot_if_due()
     collect(fleet, NEEDED)
-    assert two.round == 1
+    assert two.open.round == 1
     two.close()
-    assert (two.round, two.digest) == (8, zero.digest)
+    assert (two.open.round, two.digest) == (8, zero.digest)
 
 
 @pytest.mark.slow
@@ -231,7 +231,7 @@ def test_after_a_collapse_the_best_base_that_can_still_be_had_is_taken():
         play(participants, [1.0, 2.0], [replace(each, metrics=drift) for each in scores])
         for participant in participants:
             participant.write_snapshot_if_due()
-        if participants[0].stopped:
+        if participants[0].open.stopped:
             break
     assert fleet.commits()[-1].stop == "halted"
     reader = RunReader(fleet.store)

@@ -41,17 +41,17 @@ def play_round(
     """
 
     def take_part(participant: Participant) -> None:
-        round_, replica_id = participant.round, participant.attempt.replica_id
+        round_, replica_id = participant.open.round, participant._attempt.replica_id
         said = report(steps=30)
-        if participant.closing:
-            participant.contributor.contribute_scores(said)
+        if participant.open.closing:
+            participant._contributor.contribute_scores(said)
         else:
             delta = contribution(round_, replica_id)
             if (round_, replica_id) in absent:
                 delta = FlatTensors([torch.full((12,), float("nan"))])
             if replica_id == loud:
                 delta = FlatTensors([1000 * delta.read(0, 12)])
-            participant.contributor.contribute_delta(delta, said)
+            participant._contributor.contribute_delta(delta, said)
         close(participant)
 
     together([lambda each=each: take_part(each) for each in participants])
@@ -91,7 +91,8 @@ class ReadOnly(MemoryStore):
 
     def __init__(self, store: Store) -> None:
         super().__init__("memory://read-only")
-        self._objects = {info.key: store.get(info.key) for info in store.list("")}
+        for info in store.list(""):
+            self._set(info.key, store.get(info.key))
 
     def _refuse(self, *_: Any) -> Any:
         raise AssertionError("this command only reads")

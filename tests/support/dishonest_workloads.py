@@ -38,7 +38,7 @@ def train(ctx: ReplicaContext) -> None:
         range(1000 * ctx.replica_id, 1000 * ctx.replica_id + 7), batch_size=None, shuffle=True
     )
     with ctx.attach(model, optimizer, heldout=heldout, heldout_items=_ITEMS) as replica:
-        participant = replica._training._participant
+        participant = replica._training._rounds
         publish = participant.publish
 
         def lying(form: Callable[[], Vector], fields: Any, **options: Any) -> None:
@@ -65,7 +65,7 @@ def _copied(ctx: ReplicaContext, participant: Any) -> _Other:
     """The payload of replica 0, once it is in the bucket."""
     reader = ContributionReader(ctx._attempt.store)
     while True:
-        theirs: Contribution | None = reader.of(participant.round, 0)
+        theirs: Contribution | None = reader.of(participant.open.round, 0)
         if theirs is not None and theirs.payload is not None:
             break
         time.sleep(0.01)

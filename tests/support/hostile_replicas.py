@@ -20,7 +20,7 @@ from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.codecs.table import encode
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
-from diloco_orchestrator.protocol.limits import MOST_COUNTED
+from diloco_orchestrator.protocol.record_format import MOST_COUNTED
 from diloco_orchestrator.protocol.records import (
     Commit,
     Contribution,
@@ -31,8 +31,8 @@ from diloco_orchestrator.protocol.records import (
     Score,
     Shard,
 )
-from diloco_orchestrator.protocol.usual_norms import limit_of, norms_after
-from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
+from diloco_orchestrator.protocol.weights import limit_of, norms_after
+from diloco_orchestrator.replica.rounds.interface import ContributionFields
 
 INPUTS, HIDDEN, CLASSES = 8, 16, 4
 STEPS, BATCH, LR = 20, 64, 1.0  # the learning rate falls to a tenth
@@ -161,13 +161,13 @@ class HostileFleet(Fleet):
         self._clock = ManualClock()
         joined = [self.join(i, model=Classifier(seed), clock=self._clock) for i in range(replicas)]
         self.deciders = joined[:2]
-        self._claims = [participant.attempt.claim_sha256 for participant in joined]
+        self._claims = [participant._attempt.claim_sha256 for participant in joined]
         self._memory: dict[int, dict[str, Any]] = {}
         self._seed = seed
 
     def play(self) -> list[Commit]:
         """Play the run to its end. Returns its commits."""
-        while not self.deciders[0].stopped:
+        while not self.deciders[0].open.stopped:
             self._round()
         return self.commits()
 
@@ -179,8 +179,8 @@ class HostileFleet(Fleet):
     @property
     def allowed(self) -> float:
         """How many times the median norm a contribution to the open round may have."""
-        last = self.deciders[0].model.last
-        before = norms_after(last.commit, self.config) if last else None
+        last = self.deciders[0]._tip.last
+        before = norms_after(last, self.config) if last else None
         return float(limit_of([1.0] * self.replicas, 0, before, self.config).factor)
 
     def publish(self, round_: int, replica_id: int, vector: torch.Tensor) -> Payload:
@@ -197,17 +197,17 @@ class HostileFleet(Fleet):
         first = self.deciders[0]
         parameters = {name: first.base.parameters[name] for name in _SHAPES}
         scores = self.task.losses(parameters)
-        round_, closing = first.round, first.closing
-        done = first.outer_step / self.config.rounds
+        round_, closing = first.open.round, first.open.closing
+        done = first.open.outer_step / self.config.rounds
         deltas, losses = self.task.trained(parameters, self.replicas, LR * (1.0 - 0.9 * done))
         flat = [torch.cat([delta[name].reshape(-1) for name in _SHAPES]) for delta in deltas]
         self._clock.advance(10.0)
         said = [self._fields(i, scores, losses[i]) for i in range(self.replicas)]
         for participant, vector, fields in zip(self.deciders, flat, said, strict=False):
             if closing:
-                participant.contributor.contribute_scores(fields)
+                participant._contributor.contribute_scores(fields)
             else:
-                participant.contributor.contribute_delta(FlatTensors([vector]), fields)
+                participant._contributor.contribute_delta(FlatTensors([vector]), fields)
         first_of_all = Contribution.from_bytes(self.store.get(keys.contribution(round_, 0)), "its own")
         for i in range(len(self.deciders), self.replicas):
             own = {"replica_id": i, "write_id": f"w{i}", "claim_sha256": self._claims[i]}

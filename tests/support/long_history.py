@@ -28,7 +28,7 @@ from diloco_orchestrator.protocol.weights import weight_of
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.segments import write_segments
 from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
-from diloco_orchestrator.snapshots.parameter_names import trainable
+from diloco_orchestrator.snapshots.model_tensors import trainable
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
 from executors.contract import ReplicaHandle

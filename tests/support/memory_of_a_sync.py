@@ -40,7 +40,7 @@ def main(folder: str, millions: int, snapshots: bool) -> None:
             if snapshots:
                 assert not manager.participant.write_snapshot_if_due()
                 manager.participant._snapshots.wait()
-            manager.participant.model.requests.payloads.wait()  # it goes to a file beside training
+            manager.participant._requests.payloads.wait()  # it goes to a file beside training
             held.append((status("VmRSS") - baseline) / c)
             peak.append((status("VmHWM") - baseline) / c)
     print(json.dumps({"c": c, "held": held, "peak": peak}))

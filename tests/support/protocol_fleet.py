@@ -22,12 +22,12 @@ from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles, describe
-from diloco_orchestrator.snapshots.parameter_names import trainable
+from diloco_orchestrator.snapshots.model_tensors import trainable
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.retrying import RetryingStore
 from replica.attempt.attempt import claim_attempt
-from replica.rounds.contribution_fields import ContributionFields
+from replica.rounds.interface import ContributionFields
 from replica.rounds.participant import Participant
 
 FAST = {"poll_s": 0.01, "round_timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S}
@@ -169,16 +169,16 @@ def play(
 
 
 def answer(participant: Participant, value: float, said: ContributionFields | None = None) -> Contribution:
-    if participant.closing:
-        return participant.contributor.contribute_scores(said or report())
-    return participant.contributor.contribute_delta(delta(value), said or report())
+    if participant.open.closing:
+        return participant._contributor.contribute_scores(said or report())
+    return participant._contributor.contribute_delta(delta(value), said or report())
 
 
 def close(participant: Participant) -> CommitEntry:
     """The commit of the open round, once `participant` has followed it."""
-    round_ = participant.round
+    round_ = participant.open.round
     participant.close()
-    entry = participant.attempt.log.commit(round_)
+    entry = participant._attempt.log.commit(round_)
     assert entry is not None
     return entry
 

@@ -137,11 +137,11 @@ class Scene:
         """
         participants = self.fleet.join_all()
         for _ in range(rounds):
-            if not participants[0].stopped:
+            if not participants[0].open.stopped:
                 play(participants, [1.0, 1.0])
                 for participant in participants:
                     participant.write_snapshot_if_due()
-        if participants[0].stopped:
+        if participants[0].open.stopped:
             together([p.finish_leg for p in participants])
 
     def exit(self, replica_id: int, attempt: int, code: int) -> None:

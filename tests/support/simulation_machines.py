@@ -13,8 +13,9 @@ from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.snapshots import rebuild as rebuild_module
 from diloco_orchestrator.store.base import Store
 from replica.rounds import snapshot_writer
-from replica.rounds.close_round import ClosedRound, RoundCloser
+from replica.rounds.close_round import RoundCloser
 from replica.rounds.contribute import Contributor
+from replica.rounds.interface import ClosedRound
 from replica.training.checkpoint import Checkpoint, SavedState
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def machines_of(simulation: "Simulation") -> Iterator[None]:
         load(self, saved)
 
     def close_and_note(self: RoundCloser, commit: Commit, average: Any) -> ClosedRound:
-        attempt = self._model.attempt
+        attempt = self._attempt
         simulation.note_closed(attempt.replica_id, attempt.number, commit.round)
         return close(self, commit, average)
 

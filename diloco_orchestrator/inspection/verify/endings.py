@@ -13,7 +13,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import JoinEnd
 from diloco_orchestrator.protocol.record_format import Record
 from diloco_orchestrator.run_log.attempts import AttemptRecords
-from diloco_orchestrator.run_log.capped_reads import read_optional
+from diloco_orchestrator.run_log.reader import Reader
 from diloco_orchestrator.store.base import Store
 
 R = TypeVar("R", bound=Record)
@@ -96,8 +96,8 @@ def _quoted(key: str, record: R | None, words: Callable[[R], str]) -> str:
 
 
 def _join_end(store: Store, key: str) -> JoinEnd | None:
-    data = read_optional(store, key)
     try:
-        return None if data is None else JoinEnd.from_bytes(data, key)
+        found = Reader(store).read(JoinEnd, key)
     except RecordInvalid:
         return None
+    return None if found is None else found.record

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, RecordTooNew, RecordTooOld
-from diloco_orchestrator.protocol.limits import parse_json
-from diloco_orchestrator.protocol.record_format import Record, canonical_json
-from diloco_orchestrator.run_log.capped_reads import read_record
+from diloco_orchestrator.protocol.record_format import Record, canonical_json, parse_json
+from diloco_orchestrator.run_log.reader import read_record
 from diloco_orchestrator.store.base import Store
 
 T = TypeVar("T")

@@ -11,23 +11,11 @@ from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.inspection.verify.endings import AttemptFolders, without_exit
 from diloco_orchestrator.inspection.verify.findings import Verification
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.attempt_records import (
-    Cancel,
-    Claim,
-    Exit,
-    Handle,
-    Heartbeat,
-    Intent,
-    JoinCancel,
-    JoinEnd,
-    Lease,
-    Offer,
-    Taken,
-)
+from diloco_orchestrator.protocol.kinds import kind_at
 from diloco_orchestrator.protocol.record_format import Record
-from diloco_orchestrator.protocol.records import Halt, Start
+from diloco_orchestrator.protocol.records import Start
 from diloco_orchestrator.run_log.attempts import AttemptRecords
-from diloco_orchestrator.run_log.capped_reads import read_optional
+from diloco_orchestrator.run_log.reader import Reader
 from diloco_orchestrator.run_log.segments import ROUNDS, TAIL_ROUNDS
 from diloco_orchestrator.snapshots.first_snapshot import why_no_file
 from diloco_orchestrator.store.base import Store
@@ -65,21 +53,6 @@ _ATTEMPT_KINDS = {
     "exit.json": "exits",
     "log.txt": "attempt logs",
     "claim.json": "claims",
-}
-_ATTEMPT_RECORDS: Mapping[str, type[Record]] = {
-    "intent.json": Intent,
-    "handle.json": Handle,
-    "heartbeat.json": Heartbeat,
-    "cancel.json": Cancel,
-    "exit.json": Exit,
-    "claim.json": Claim,
-}
-_JOIN_RECORDS: Mapping[str, type[Record]] = {
-    keys.JOIN_OFFER: Offer,
-    keys.JOIN_TAKEN: Taken,
-    keys.JOIN_LEASE: Lease,
-    keys.JOIN_CANCEL: JoinCancel,
-    keys.JOIN_END: JoinEnd,
 }
 
 
@@ -209,20 +182,16 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
 
 def _unpinned_record(key: str) -> type[Record] | None:
     """The kind of a record of an attempt, of a machine that joined, or of a request to halt; None for other keys."""
-    if (attempt := keys.parse_attempt(key)) is not None:
-        return _ATTEMPT_RECORDS.get(attempt.name)
-    if (joined := keys.parse_join_record(key)) is not None:
-        return _JOIN_RECORDS.get(joined.record)
-    leg = keys.halt.parse(key)
-    return Halt if leg is not None and leg[0] else None
+    if keys.parse_attempt(key) is None and keys.parse_join_record(key) is None and keys.halt.parse(key) is None:
+        return None
+    kind = kind_at(key)
+    return None if kind is None else kind.record
 
 
 def _why_unreadable(store: Store, key: str, kind: type[Record]) -> str:
     """Why a record cannot be read; empty if it can, or is gone."""
-    data = read_optional(store, key)
     try:
-        if data is not None:
-            kind.from_bytes(data, key)
+        Reader(store).read(kind, key)
     except RecordInvalid as error:
         return str(error)
     return ""

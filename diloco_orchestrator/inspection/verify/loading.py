@@ -23,8 +23,8 @@ from diloco_orchestrator.protocol.records import HeldoutSet, Score, Start
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
+from diloco_orchestrator.snapshots.file_plan import ADAPTER_GROUP, MODEL_GROUP
 from diloco_orchestrator.snapshots.first_snapshot import files_of_run
-from diloco_orchestrator.snapshots.naming import ADAPTER_GROUP, MODEL_GROUP
 from diloco_orchestrator.snapshots.reader_folder import files_of
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.snapshots.tensor_file import views
@@ -160,7 +160,7 @@ class SnapshotLoader:
                 except CannotLoad as error:
                     done.unchecked.append(f"whether snapshot {round_} loads: {error}")
                     return  # nor do the others
-                except Exception as error:
+                except Exception as error:  # whatever the model class and its library raise
                     raise Differs(keys.snapshot(round_, "", take), f"does not load: {error}") from error
             done.checked["snapshots loaded"] += 1
             self._check_scores(model, round_, take, confirmed, done)

@@ -4,7 +4,7 @@ from diloco_orchestrator.inspection.verify.findings import equal, fetch, parse
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import Probe, Start
-from diloco_orchestrator.run_log.capped_reads import read_optional
+from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.store.base import Store
 
 

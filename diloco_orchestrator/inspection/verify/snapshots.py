@@ -12,15 +12,14 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS
 from diloco_orchestrator.protocol.records import Snapshot, Start
-from diloco_orchestrator.run_log.capped_reads import read_optional
+from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.buffers import buffers_of_base
-from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
-from diloco_orchestrator.snapshots.first_snapshot import first_snapshot, is_side_file, why_no_file
-from diloco_orchestrator.snapshots.first_take import first_take
-from diloco_orchestrator.snapshots.naming import Naming
+from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, first_take
+from diloco_orchestrator.snapshots.file_plan import Naming, is_side_file
+from diloco_orchestrator.snapshots.first_snapshot import first_snapshot, why_no_file
+from diloco_orchestrator.snapshots.model_tensors import same_bytes
 from diloco_orchestrator.snapshots.stored import RestOfSnapshot, StoredSnapshot
-from diloco_orchestrator.snapshots.untrained import same_bytes
 
 
 class SnapshotChecker:

@@ -20,9 +20,8 @@ from diloco_orchestrator.inspection.influence_rows import Influence, InfluenceRo
 from diloco_orchestrator.inspection.whatif.decision import OtherDecision
 from diloco_orchestrator.inspection.whatif.models import BaseScorer
 from diloco_orchestrator.inspection.whatif.replay import all_lines, distance, has_payloads, squared_distance
+from diloco_orchestrator.outer.arithmetic import denormals_kept, nesterov_step
 from diloco_orchestrator.outer.base import Base, BaseShard
-from diloco_orchestrator.outer.float_mode import denormals_kept
-from diloco_orchestrator.outer.nesterov import nesterov_step
 from diloco_orchestrator.outer.outer_step import part_of, step_in_threads
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
 from diloco_orchestrator.run_log.contributions import ContributionReader

@@ -1,0 +1,258 @@
+"""`EarlyCollapse` and `NewLow`: scores before and after a fall, compared with each other while noise is not known.
+
+The other statistics need the long-run noise, which takes some 30 rounds to measure; a collapse in these rounds is
+itself part of what they measure, and a climb right before one counts as noise. But exchangeable scores fall apart into
+two groups that are further from each other than each is wide only by a rare chance, whatever their noise is. Only
+`+ - * /` and comparisons, so that every machine gets the same bits.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from diloco_orchestrator.guard.channels.drawdown import ADVICE
+from diloco_orchestrator.guard.channels.remembered import Remembered
+from diloco_orchestrator.guard.vault import Alarm, AlarmKind
+
+BEFORE = 4  # rounds: early collapse compares the range of no more, since a healthy run moves; new low needs so many
+OF_THE_GAIN = 0.125  # a fall smaller than this share of what training gained meanwhile is none
+
+# -- early collapse
+ROUNDS = 32  # from the start; then the noise is known
+BETWEEN = 3  # rounds at most that belong to neither group: the fall itself
+# Rounds that a fall must have lasted, and how many widths it must measure: if training gained meanwhile, and if not.
+GAINED, OTHERWISE = (5, 2.0), (10, 2.5)
+CONSTANT = 8  # rounds of one score that count, such as an accuracy of 0; fewer may be one score given again
+STEPS = 4  # changes of value in both groups, with which they show how the score varies
+
+# -- new low
+SINCE = 10  # rounds that must lie below all before
+LOW_BETWEEN = 4  # rounds that belong to neither group
+NEEDS = 4.0  # times their own range by which they lie below
+
+
+@dataclass(frozen=True)
+class Fall:
+    """Two groups of rounds, all scores of the later one below all of the earlier one."""
+
+    best: int  # round of the best model before the later group
+    since: int  # round of the later group's first model
+    ratio: float  # smallest distance of a score before from one since, by what scores vary by
+    needs: float  # the ratio above which it halts
+    after: int = 0  # early collapse: round of the best model from the earlier group's last one to the later group
+    gained: bool = False  # early collapse: whether training gained meanwhile, by more than the width of its own groups
+
+    @property
+    def share(self) -> float:
+        """The ratio as a share of the one that is needed."""
+        return self.ratio / self.needs
+
+    @property
+    def halts(self) -> bool:
+        return self.ratio > self.needs
+
+
+@dataclass
+class EarlyCollapse(Remembered):
+    """A held-out score that falls in the first rounds of a run and stays down.
+
+    State: 2 numbers per round with both metrics, none after 32 rounds.
+    """
+
+    rows: list[list[Any]] | None = field(default_factory=list)  # model and its training metric; None: no longer judged
+
+    def learn(self, model: int, trained: float | None) -> None:
+        """Learn the next model. One without a training metric starts the rows anew."""
+        if self.rows is not None:
+            self.rows = [] if trained is None else [*self.rows, [model, trained]]
+
+    def stop(self) -> None:
+        """Judge no more: the other statistics know the noise now, or the fall was no fall."""
+        self.rows = None
+
+    def fall(self, scores: Sequence[float]) -> Fall | None:
+        """The fall up to the last model that halts, else the one that comes nearest to it; None if there is none.
+
+        Of several that halt, the one with the fewest rounds between its groups, then the last one: there it fell.
+        `scores`: held-out, of the last 32 models or of all, oldest first.
+        """
+        nearest: Fall | None = None
+        for fall in self._falls(scores):
+            if fall.halts:
+                return fall
+            if nearest is None or fall.share > nearest.share:
+                nearest = fall
+        return nearest
+
+    def _falls(self, scores: Sequence[float]) -> Iterator[Fall]:
+        rows = self.rows or []
+        held = scores[len(scores) - len(rows) :]
+        lost = [-row[1] for row in rows]  # so that what training gains is a fall as well
+        held_since, lost_since = _groups_since(held), _groups_since(lost)
+        for between in range(BETWEEN + 1):
+            for end in range(len(rows) - between - GAINED[0], 0, -1):
+                window, later, rounds = slice(max(0, end - BEFORE), end), end + between, len(rows) - end - between
+                if held[end - 1] <= held_since[later].high:
+                    continue  # no fall, as `_compared` would find: most pairs
+                held_groups = _groups_since(held[window])[0], held_since[later]
+                lost_groups = _groups_since(lost[window])[0], lost_since[later]
+                known = _compared(held_groups, lost_groups, rounds)
+                if known is not None:
+                    # Rounds between the groups may have been better still: a climb, and then the fall.
+                    top = max(range(end - 1, later), key=lambda index: held[index])
+                    best = max(range(later), key=lambda index: held[index])
+                    ratio, needs, gained = known
+                    yield Fall(rows[best][0], rows[later][0], ratio, needs, rows[top][0], gained)
+
+    def alarms(self, scores: Sequence[float]) -> list[Alarm]:
+        """The alarm, if a fall halts. `scores`: as in `fall`."""
+        fall = self.fall(scores)
+        if fall is None or not fall.halts:
+            return []
+        training = "gained" if fall.gained else "did not gain"
+        what = (
+            f"early collapse: the held-out score fell after round {fall.after} and has stayed down since round "
+            f"{fall.since}, by {fall.ratio:.1f} times what scores vary by before and since (halts above "
+            f"{fall.needs:g}), while the training metric {training}"
+        )
+        return [Alarm(what, fall.best, ADVICE, AlarmKind.FALL)]
+
+    def state(self) -> Any:
+        return self.rows
+
+    @classmethod
+    def restore(cls, state: Any) -> Self:
+        return cls(state)
+
+
+@dataclass
+class NewLow(Remembered):
+    """A held-out score that has left every score before it behind for ten rounds, whatever it did before.
+
+    Scores that all lie below every score of the run so far, the first one included, need no noise to be known: their
+    distance is compared with their own range. State: 21 numbers.
+    """
+
+    models: list[int] = field(default_factory=list)  # the last ones, 14 at most
+    # Of all scores before: rounds, changes of value, lowest, highest, model of the highest, last.
+    before: list[Any] | None = None
+    step: float | None = None  # smallest change between two rounds: scores can be no closer than that
+
+    def learn(self, model: int, scores: Sequence[float]) -> None:
+        """Learn the next model. `scores`: held-out, of the last 15 models at least or of all, oldest first."""
+        if self.before is not None:
+            change = abs(scores[-1] - scores[-2])
+            if change and (self.step is None or change < self.step):
+                self.step = change
+        self.models = [*self.models, model]
+        if self.before is None or self.before[0] < BEFORE or len(self.models) > SINCE + LOW_BETWEEN:
+            oldest, *self.models = self.models
+            self._learn_before(oldest, scores[-len(self.models) - 1])
+
+    def _learn_before(self, model: int, score: float) -> None:
+        if self.before is None:
+            self.before = [1, 0, score, score, model, score]
+            return
+        rounds, changes, low, high, best, last = self.before
+        high, best = (score, model) if score > high else (high, best)
+        self.before = [rounds + 1, changes + (score != last), min(low, score), high, best, score]
+
+    def fall(self, scores: Sequence[float], gained: float) -> Fall | None:
+        """The last ten scores, if they are below all before; None if not, or if they say nothing.
+
+        They say nothing if they recover, if the scores before changed in fewer than half of the rounds (one score that
+        is given again for ten rounds looks like a level), or if training gained much more than was lost. `scores`: as
+        in `learn`, with the last model's. `gained`: by the training metric since the first model.
+        """
+        if self.before is None or len(self.models) < SINCE or self.step is None:
+            return None
+        rounds, changes, lowest, high, best, _ = self.before
+        last, since = scores[-len(self.models) :], scores[-SINCE:]
+        highest, place = max(since), len(last) - SINCE
+        width = max(highest - min(since), self.step)
+        rise = 0.0
+        for earlier, later in zip(since[: SINCE // 2], since[SINCE // 2 :], strict=True):
+            rise += later - earlier
+        # A steady recovery rises by 5/9 of its range from half to half; more than 1/5 is `width` in 5 pairs.
+        if highest >= lowest or rise > width or 2 * changes < rounds - 1:
+            return None
+        while place > 0 and last[place - 1] < lowest:
+            place -= 1
+        for model, score in zip(self.models[:place], last[:place], strict=True):
+            high, best = (score, model) if score > high else (high, best)
+        if high - highest <= OF_THE_GAIN * gained:
+            return None
+        return Fall(best, self.models[place], (lowest - highest) / width, NEEDS)
+
+    def alarms(self, scores: Sequence[float], gained: float) -> list[Alarm]:
+        """The alarm, if it halts. Arguments as in `fall`."""
+        fall = self.fall(scores, gained)
+        if fall is None or not fall.halts:
+            return []
+        what = (
+            f"new low: since round {fall.since} the held-out score has been below every score before, by "
+            f"{fall.ratio:.1f} times what it varies by since (halts above {NEEDS:g})"
+        )
+        return [Alarm(what, fall.best, ADVICE, AlarmKind.FALL)]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Values of consecutive rounds."""
+
+    low: float
+    high: float
+    rise: float  # the largest from one round to a later one
+    steps: int  # changes of value from one round to the next
+
+    @property
+    def range(self) -> float:
+        return self.high - self.low
+
+
+_Groups = tuple[_Group, _Group]  # before a fall, and since
+
+
+def _groups_since(values: Sequence[float]) -> list[_Group]:
+    """For each value, the group of it and all later ones."""
+    groups: list[_Group] = []
+    for index in range(len(values) - 1, -1, -1):
+        value = values[index]
+        if not groups:
+            groups.append(_Group(value, value, 0.0, 0))
+            continue
+        later, moved = groups[-1], value != values[index + 1]
+        rise = max(later.rise, later.high - value)
+        groups.append(_Group(min(value, later.low), max(value, later.high), rise, later.steps + moved))
+    return groups[::-1]
+
+
+def _distance(groups: _Groups) -> float:
+    """How far all values since are below all before; negative if they are not."""
+    return groups[0].low - groups[1].high
+
+
+def _width(groups: _Groups) -> float:
+    """What values move without a collapse: their range before, or their largest rise since, if that is larger.
+
+    A fall that goes on is no noise, so that only a rise counts. One value before has no range: then that since counts.
+    """
+    before, since = groups
+    return max(before.range, since.rise) if before.range > 0 else since.range
+
+
+def _compared(held: _Groups, lost: _Groups, rounds: int) -> tuple[float, float, bool] | None:
+    """(ratio, ratio that halts, whether training gained) of a fall between two groups; None if it is none.
+
+    `lost`: of the negated training metric. `rounds`: since the fall.
+    """
+    distance, width, steps = _distance(held), _width(held), held[0].steps
+    varies = steps + held[1].steps >= STEPS or (steps >= 2 and rounds >= CONSTANT)
+    if distance <= 0 or width <= 0 or not varies:
+        return None
+    gain, usual = _distance(lost), _width(lost)
+    if gain > usual:
+        return (distance / width, GAINED[1], True) if distance > OF_THE_GAIN * gain else None
+    if rounds >= OTHERWISE[0] and distance > usual:
+        return distance / width, OTHERWISE[1], False
+    return None

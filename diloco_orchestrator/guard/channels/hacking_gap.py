@@ -1,0 +1,58 @@
+"""`HackingGap`: training that gains while the held-out score does not improve."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_orchestrator.guard.channels.drawdown import CUSUMS, clipped, in_sigmas
+from diloco_orchestrator.guard.channels.remembered import Remembered
+from diloco_orchestrator.guard.vault import Alarm, AlarmKind
+
+OF_THE_GAIN = 0.25  # of what held-out has gained: a gap this size is no reason to halt
+
+
+@dataclass
+class HackingGap(Remembered):
+    """A statistic that adds up by how many sigmas training has gained on held-out since held-out improved last."""
+
+    statistic: float = 0.0
+    zero: int = 0  # the last model at which it was zero
+    # Held-out level, training level and last model of the block in which held-out improved last.
+    reference: list[Any] | None = None
+    training: list[float] = field(default_factory=lambda: [0.0, 0.0])  # sum and count in the block that is being filled
+
+    def begin(self, model: int) -> None:
+        """Start the statistic anew from this model; the reference stays."""
+        self.statistic, self.zero = 0.0, model
+
+    def judge(
+        self, model: int, held: float, trained: float, sigma: float, allowed: float, weight: float, threshold: float
+    ) -> list[Alarm]:
+        """Judge the next model. `allowed`: the gap that is no reason to halt, in the metric's unit."""
+        if self.reference is None:
+            return []
+        held_level, trained_level, since = self.reference
+        gap = (trained - trained_level) - (held - held_level)
+        above = in_sigmas(gap - allowed, sigma)
+        self.statistic = max(0.0, self.statistic + weight * (clipped(above) - CUSUMS[0][0]))
+        if self.statistic == 0.0:
+            self.zero = model
+        if self.statistic <= threshold:
+            return []
+        what = (
+            f"Hacking Gap: the training metric gained {in_sigmas(gap, sigma):.1f} sigmas on the held-out score, which "
+            f"has not improved since round {since}; beyond what noise explains since round {self.zero} (statistic "
+            f"{self.statistic:.1f} of {threshold:g})"
+        )
+        advice = "look for reward hacking or memorisation there; check the reward"
+        return [Alarm(what, self.zero, advice, AlarmKind.GAP)]
+
+    def learn(self, trained: float) -> None:
+        """Learn the next training metric."""
+        self.training = [self.training[0] + trained, self.training[1] + 1]
+
+    def end_block(self, model: int, held: float, least: float) -> None:
+        """A block of held-out scores with the mean `held` is full; it is the reference if it improved by `least`."""
+        total, count = self.training
+        if count and (self.reference is None or held - self.reference[0] > least):
+            self.reference, self.statistic = [held, total / count, model], 0.0
+        self.training = [0.0, 0.0]

@@ -1,0 +1,116 @@
+"""Every kind of record of a run: its keys, who may write it, and the most bytes that readers take of one.
+
+docs/protocol.md, section 2, prints the table. `run_log.writer` refuses who may not write. Nothing shows a reader who
+wrote a record; where that matters, rules of their own say whose word counts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from diloco_orchestrator.protocol import attempt_records as of_attempts
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol import records as of_runs
+from diloco_orchestrator.protocol.keys import Form
+from diloco_orchestrator.protocol.record_format import Record
+
+MIB = 2**20
+
+
+class Role(StrEnum):
+    """Who writes a record."""
+
+    LAUNCHER = "launcher"  # who creates a run, begins a leg, or starts a replica by hand
+    COORDINATOR = "coordinator"
+    ATTEMPT = "attempt"  # the process of a replica
+    MACHINE = "machine"  # that joins
+    ANYBODY = "anybody"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of record."""
+
+    record: type[Record]
+    forms: tuple[Form, ...]  # of its keys
+    writers: tuple[Role, ...]
+    most_bytes: int = MIB
+    by_itself: bool = False  # whether the attempt that it is about is the only one that writes it
+
+    def key(self, record: Record) -> str | None:
+        """The key of a record; None if its key has parts that the record does not name."""
+        fields = [_FIELDS.get(name, name) for name in self.forms[0].names]
+        if len(self.forms) > 1 or not all(hasattr(record, field) for field in fields):
+            return None
+        return self.forms[0](*(getattr(record, field) for field in fields))
+
+    def has(self, key: str) -> bool:
+        """Whether records of this kind have such a key."""
+        return any(form.parse(key) is not None for form in self.forms)
+
+    def row(self) -> str:
+        """The kind's row in docs/protocol.md."""
+        texts = (form.text.replace("<job>", "dl-<run>-r<id>-a<attempt>") for form in self.forms)
+        forms = " or ".join(f"`{text}`" for text in texts)
+        writers = ", ".join("its attempt" if self.by_itself else role for role in self.writers)
+        return f"| {self.record.__name__} | {forms} | {writers} | {self.most_bytes // MIB} MiB |"
+
+
+_FIELDS = {"id": "replica_id", "version": "take"}  # of records, where parts of keys have other names
+_LAUNCHER, _COORDINATOR, _ATTEMPT, _MACHINE, _ANYBODY = ((role,) for role in Role)
+# The most bytes, of which JSON takes up to ten times as many in memory. Ours stay far below: the manifest of a model
+# of 70 billion parameters has 500 KiB, the start record of a model of 50,000 tensors 8 MiB.
+_LARGE, _LARGER = 8 * MIB, 16 * MIB
+KINDS: tuple[Kind, ...] = (
+    Kind(of_runs.Run, (Form(keys.RUN),), _LAUNCHER),
+    Kind(of_runs.Start, (Form(keys.START), keys.start_take), _ATTEMPT, _LARGER),
+    Kind(of_runs.Began, (keys.began,), _ATTEMPT, by_itself=True),
+    Kind(of_runs.Follows, (keys.follows,), _ATTEMPT, by_itself=True),
+    Kind(of_runs.Probe, (Form(keys.KL_RECORD),), _ATTEMPT),
+    Kind(of_runs.Begin, (keys.begin,), _LAUNCHER),
+    Kind(of_runs.Halt, (keys.halt,), _ANYBODY),
+    Kind(of_runs.Out, (keys.out,), _COORDINATOR),
+    Kind(of_runs.Result, (keys.result,), _ATTEMPT + _COORDINATOR),
+    Kind(of_attempts.Intent, (keys.intent,), _COORDINATOR + _LAUNCHER),
+    Kind(of_attempts.Handle, (keys.handle,), _COORDINATOR),
+    Kind(of_attempts.Claim, keys.CLAIMS, _ATTEMPT, by_itself=True),
+    Kind(of_attempts.Heartbeat, (keys.heartbeat,), _ATTEMPT, by_itself=True),
+    Kind(of_attempts.Cancel, (keys.cancel,), _COORDINATOR),
+    Kind(of_attempts.Exit, (keys.exit_record,), _ATTEMPT, by_itself=True),
+    Kind(of_attempts.Offer, (keys.join_offer,), _COORDINATOR),
+    Kind(of_attempts.Taken, (keys.about_offer(keys.JOIN_TAKEN),), _MACHINE + _COORDINATOR),
+    Kind(of_attempts.Lease, (keys.about_offer(keys.JOIN_LEASE),), _MACHINE),
+    Kind(of_attempts.JoinCancel, (keys.about_offer(keys.JOIN_CANCEL),), _COORDINATOR),
+    Kind(of_attempts.JoinEnd, (keys.about_offer(keys.JOIN_END),), _MACHINE + _COORDINATOR),
+    Kind(of_runs.Contribution, (keys.contribution,), _ATTEMPT, _LARGE, by_itself=True),
+    Kind(of_runs.Want, (keys.want,), _ATTEMPT),
+    Kind(of_runs.Commit, (keys.commit,), _ATTEMPT + _COORDINATOR, _LARGE),
+    Kind(of_runs.Snapshot, keys.SNAPSHOT_RECORDS, _ANYBODY, _LARGER),
+    Kind(of_runs.Retention, (Form(keys.RETENTION),), _ANYBODY),
+)
+_KIND_OF = {kind.record: kind for kind in KINDS}
+
+
+def kind_of(record: Record) -> Kind:
+    """The kind of a record of a run."""
+    return _KIND_OF[type(record)]
+
+
+def kind_at(key: str) -> Kind | None:
+    """The kind of the records with such a key; None for any other object."""
+    return next((kind for kind in KINDS if kind.has(key)), None)
+
+
+def most_bytes(key: str) -> int:
+    """The most bytes that a record with this key, a segment of the log or an attempt's log.txt may have."""
+    if keys.parse_segment(key) is not None:
+        return 256 * MIB  # the commits or manifests of 100 rounds, which are parsed one by one
+    kind = kind_at(key)
+    return MIB if kind is None else kind.most_bytes
+
+
+def table() -> Iterator[str]:
+    """The lines of the table in docs/protocol.md."""
+    yield "| record | key | written by | at most |"
+    yield "|---|---|---|---|"
+    yield from (kind.row() for kind in KINDS)

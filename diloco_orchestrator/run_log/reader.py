@@ -1,0 +1,51 @@
+"""`Reader`: reads records from the store, each up to the most bytes that a record with its key may have.
+
+Whoever may write to the bucket may put gigabytes there under any key; a reader must not hold them.
+"""
+
+from typing import TypeVar
+
+from diloco_orchestrator.errors import ObjectMissing
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.kinds import most_bytes
+from diloco_orchestrator.protocol.record_format import Record
+from diloco_orchestrator.run_log.entries import Entry
+from diloco_orchestrator.store.base import Store
+
+R = TypeVar("R", bound=Record)
+
+
+def read_record(store: Store, key: str) -> bytes:
+    """The bytes of a record; the first of them, which are no JSON object, if there are more than a record may have.
+
+    Raises the store's errors.
+    """
+    return store.get(key, 0, most_bytes(key) + 1)
+
+
+def read_optional(store: Store, key: str) -> bytes | None:
+    """What `read_record` returns, or None if the object does not exist. Raises the store's other errors."""
+    try:
+        return read_record(store, key)
+    except ObjectMissing:
+        return None
+
+
+class Reader:
+    """Reads records of one store. Nothing is cached."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def read(self, kind: type[R], key: str) -> Entry[R] | None:
+        """The record under a key, with the digest of its bytes; None if the object does not exist.
+
+        Raises `RecordInvalid` for an object that is not such a record, `RecordTooNew` and `RecordTooOld` for one of
+        another schema, and the store's errors.
+        """
+        data = read_optional(self._store, key)
+        return None if data is None else self.parsed(kind, key, data)
+
+    def parsed(self, kind: type[R], key: str, data: bytes) -> Entry[R]:
+        """The record whose exact bytes are `data`, as `read` returns it."""
+        return Entry(kind.from_bytes(data, key), sha256_hex(data))

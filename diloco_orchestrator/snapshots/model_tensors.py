@@ -1,0 +1,156 @@
+"""The tensors of a model: which are trained, and those that no outer step moves, under the names that records have.
+
+The latter are frozen parameters, and persistent buffers such as BatchNorm's. Frozen parameters never change, and are
+the same in every replica: `start.json` has their digest. Buffers change in training, and are each replica's own; which
+of them a snapshot holds is said in `snapshots.buffers`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from diloco_orchestrator.allreduce.threads import workers
+from diloco_orchestrator.clock import Background, NoBackground, in_parallel
+from diloco_orchestrator.protocol.digests import BulkDigest, BulkHasher, bulk_digest
+from diloco_orchestrator.protocol.records import FrozenTensors
+from diloco_orchestrator.snapshots.tensor_file import TensorSpec, memory_of
+
+_COMPILED = "_orig_mod"  # the name under which `torch.compile` holds the module that it wraps
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model in a wrapper of `torch.compile`, which shares its parameters; any other model itself."""
+    inner = getattr(model, _COMPILED, model)
+    return inner if isinstance(inner, torch.nn.Module) else model
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without those of `torch.compile`'s wrappers around parts of the model."""
+    return name.replace(f"{_COMPILED}.", "")
+
+
+def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The trainable parameters by name, in name order; a tied parameter has one entry."""
+    found = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    return {name: found[name] for name in sorted(found)}
+
+
+class Untrained:
+    """Those tensors of one model, by state-dict name; a tied tensor has one.
+
+    `trained`: names of the others. `first`: values of frozen parameters that the model itself may not hold any more.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, trained: set[str], first: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        state = {plain_name(name): each for name, each in model.state_dict().items() if isinstance(each, torch.Tensor)}
+        buffers = {plain_name(name) for name, _ in model.named_buffers()} & state.keys()
+        first_name = {state[name].data_ptr(): name for name in trained if state[name].numel()}
+        self.tied: dict[str, str] = {}  # second names of tensors that have another one, which files hold
+        self.frozen: dict[str, torch.Tensor] = {}
+        for name, tensor in state.items():
+            if name in trained:
+                continue
+            if tensor.numel() and tensor.data_ptr() in first_name:
+                self.tied[name] = first_name[tensor.data_ptr()]
+                continue
+            first_name[tensor.data_ptr()] = name
+            if name not in buffers:
+                self.frozen[name] = (first or {}).get(name, tensor)
+        self.buffers = LiveBuffers(model, sorted(buffers - self.tied.keys()))
+        self._described: FrozenTensors | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of frozen tensors and buffers."""
+        return [*self.frozen, *self.buffers.first]
+
+    def describe_frozen(self, background: Background | None = None) -> FrozenTensors | None:
+        """Digest, number and bytes of the frozen tensors, hashed at the first call; None if there are none.
+
+        `background`: hashes several tensors at once.
+        """
+        if self._described is None and self.frozen:
+            size = sum(tensor.numel() * tensor.element_size() for tensor in self.frozen.values())
+            digest = digest_of(self.frozen, background)
+            self._described = FrozenTensors(digest=digest, tensors=len(self.frozen), size=size)
+        return self._described
+
+
+class LiveBuffers:
+    """The persistent buffers of a model in training. `first` holds copies of the run's first values, on the CPU."""
+
+    def __init__(self, model: torch.nn.Module, names: list[str]) -> None:
+        # Modules and not their names, which change when a part of the model is compiled later.
+        self._owners: dict[str, tuple[torch.nn.Module, str]] = {
+            plain_name(f"{path}.{attribute}" if path else attribute): (module, attribute)
+            for path, module in model.named_modules()
+            for attribute, _ in module.named_buffers(recurse=False)
+        }
+        self.first = {name: _copied(self._get(name)) for name in names}
+
+    def digest(self) -> BulkDigest | None:
+        """The digest of the first values; None for a model without persistent buffers."""
+        return digest_of(self.first) if self.first else None
+
+    def adopt(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Take these as the first values, because another replica wrote them into the first snapshot."""
+        for name in values.keys() & self.first.keys():
+            self.first[name] = _copied(values[name])
+        if values.keys() & self.first.keys():
+            self.load({})
+
+    def changed(self) -> dict[str, torch.Tensor]:
+        """Copies, on the CPU, of the buffers that have other bytes than the first values."""
+        now = {name: _copied(self._get(name)) for name in self.first}
+        return {name: value for name, value in now.items() if not same_bytes(value, self.first[name])}
+
+    @torch.no_grad()
+    def load(self, changed: Mapping[str, torch.Tensor]) -> None:
+        """Set the model's buffers to what `changed` returned. Those that are not in it get their first values."""
+        for name, first in self.first.items():
+            value, buffer = changed.get(name, first), self._get(name)
+            if buffer.shape == value.shape and buffer.dtype == value.dtype:
+                buffer.copy_(value)
+            else:  # one that grows in training
+                owner, attribute = self._owners[name]
+                setattr(owner, attribute, value.to(buffer.device, copy=True))
+
+    def _get(self, name: str) -> torch.Tensor:
+        owner, attribute = self._owners[name]
+        return owner.get_buffer(attribute)
+
+
+def digest_of(tensors: Mapping[str, torch.Tensor], background: Background | None = None) -> BulkDigest:
+    """The digest over names, dtypes, shapes and bytes of tensors on any device, in name order."""
+
+    def line(name: str) -> str:
+        tensor, hasher = tensors[name], BulkHasher()
+        for part in _plain(tensor):
+            hasher.update(memory_of(part.cpu()))
+        spec = TensorSpec.of(tensor)
+        return json.dumps([name, spec.dtype, list(spec.shape), hasher.digest()])
+
+    calls = [lambda name=name: line(name) for name in sorted(tensors)]
+    return bulk_digest("\n".join(in_parallel(background or NoBackground(), calls, workers())).encode())
+
+
+def same_bytes(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether two tensors on the CPU have the same dtype, shape and bytes: NaN equals NaN, and 0 not -0."""
+    return TensorSpec.of(ours) == TensorSpec.of(theirs) and memory_of(ours) == memory_of(theirs)
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that hold the numbers of one of a class of its own, such as a quantised one; else itself."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor.detach()
+        return
+    for name in flatten()[0]:
+        yield from _plain(getattr(tensor, name))
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()

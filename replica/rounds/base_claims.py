@@ -1,0 +1,193 @@
+"""`BaseClaims`: which digest this replica's base has, which one others claim, and what follows where they differ.
+
+A base is a function of the log, and a digest is a claim about it (`protocol.claims`). A bit that was wrong once in a
+machine's memory is healed by a rebuild from the bucket, and removes nobody; a machine whose arithmetic differs leaves.
+"""
+
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from diloco_orchestrator.errors import BaseDiverged, PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.protocol import rounds
+from diloco_orchestrator.protocol.claims import (
+    MAX_WRONG_BASES,
+    WITHIN_ROUNDS,
+    BaseClaim,
+    contradictions,
+    is_outvoted,
+    wrong_bases,
+)
+from diloco_orchestrator.protocol.records import Commit, Contribution
+from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.rounds.tip import HeldTip
+from diloco_orchestrator.replica.rounds.want import PayloadRequests
+from diloco_orchestrator.snapshots.rebuild import Tip, rebuild_beside
+
+log = logging.getLogger(__name__)
+
+
+class BaseClaims:
+    """Judges and rebuilds the base of one replica. `requests`: asks for payloads that a rebuild cannot read."""
+
+    def __init__(self, attempt: Attempt, tip: HeldTip, requests: PayloadRequests) -> None:
+        self.rebuilt_after = tip.position.round  # the commit up to which the base was last rebuilt
+        self._attempt = attempt
+        self._tip = tip
+        self._requests = requests
+        self._digest: str | None = None  # of the base; None: not hashed since it changed
+        self._digests: dict[int, str] = {}  # of earlier bases of this leg, as this replica held them, by their round
+        self._asked: tuple[int, set[str]] = (0, set())  # a round, and claims for which its base was rebuilt
+
+    # -- the digest ----------------------------------------------------------------------------------------------
+
+    @property
+    def digest(self) -> str:
+        """Digest of the base, as it was last hashed."""
+        return self._digest if self._digest is not None else self.hash()
+
+    def hash(self) -> str:
+        """Hash the base as it is in memory now, and return the digest.
+
+        A claim is hashed after its pseudo-gradient was formed, never noted after the step: any bit that was wrong in
+        the base when the pseudo-gradient was formed is in the digest.
+        """
+        self._digest = self._tip.base.digest(self._attempt.background)
+        return self._digest
+
+    def note(self) -> None:
+        """Note the digest of a base that is about to be stepped in place: if that is interrupted, the base is hashed
+        anew, and rebuilt."""
+        self._digests[self._tip.value.base_round], self._digest = self.digest, None
+
+    @property
+    def is_rebuilt(self) -> bool:
+        """Whether the base was rebuilt in the open round."""
+        return self.rebuilt_after == self._tip.position.round
+
+    # -- claims about closed rounds ------------------------------------------------------------------------------
+
+    def is_right(self, manifest: Contribution) -> bool:
+        """Whether a manifest claims the base that its round of this leg started from, as this replica rebuilds it.
+
+        Where several replicas contributed on that claim, or the base cannot be rebuilt any more, the commit's claim is
+        taken for it. Rounds of earlier legs are not judged: True.
+        """
+        if manifest.round <= self._attempt.begin.after_round:
+            return True
+        if self._tip.made_before(manifest.round) not in (self._tip.value.base_round, *self._digests):
+            commit = self._tip.commit_of(manifest.round)
+            agreeing = sum(rounds.contributes(answer) for answer in commit.answers)
+            if agreeing > 1 and commit.base_digest == manifest.base_digest:
+                return True
+        before = self._digest_before(manifest.round)
+        return manifest.base_digest == (before or self._tip.commit_of(manifest.round).base_digest)
+
+    def _digest_before(self, round_: int) -> str | None:
+        """Digest of the base that a round of this leg started from, rebuilt if need be; None if it cannot be."""
+        made_in = self._tip.made_before(round_)
+        if made_in == self._tip.value.base_round:
+            return self.digest
+        if made_in not in self._digests:
+            try:
+                self._digests[made_in] = rebuild_beside(self._attempt.log, self._attempt.begin, until=round_ - 1).digest
+            except (PayloadCorrupt, RecordInvalid) as error:
+                log.warning("the base before round %d cannot be rebuilt any more: %s", round_, error)
+                return None
+        return self._digests[made_in]
+
+    # -- claims about the open round -----------------------------------------------------------------------------
+
+    def contradicted(self, claims: Iterable[BaseClaim]) -> frozenset[str]:
+        """The claims of the open round for which the base has to be rebuilt; empty if it need not be."""
+        return contradictions(claims, self.digest, self._asked_now())
+
+    def heal(self, claims: Collection[str]) -> bool:
+        """Rebuild the base of the open round from the bucket, because others claim another one; at most once per claim.
+
+        A digest that nobody claims is rebuilt once more: the rebuild itself may have gone wrong. Returns whether the
+        base changed. Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
+        """
+        asked, before = self._asked_now(), self.digest
+        if not (new := set(claims) - asked - {before}):
+            return False
+        elsewhere = ", ".join(sorted(digest[:12] for digest in new))
+        log.warning("round %d: base %s here, %s elsewhere; rebuilding", self._round, before[:12], elsewhere)
+        changed = self.verify({before, *claims})
+        asked |= new
+        return changed
+
+    def verify(self, known: Collection[str]) -> bool:
+        """Rebuild the base at this position, once more if its digest is not in `known`. Returns whether it changed."""
+        tip, before = self._tip, self.digest
+        for _ in range(2):
+            rebuilt = self._requests.rebuild_beside(tip.base, tip.position.round)
+            if rebuilt.digest in known:
+                break
+        rebuilt.correct(tip.base)
+        corrected = replace(tip.value, snapshot_round=rebuilt.snapshot_round)
+        if rebuilt.digest == before:
+            tip.value, self.rebuilt_after = corrected, tip.position.round
+            return False
+        log.error("round %d: the base was %s here and is rebuilt as %s", self._round, before[:12], rebuilt.digest[:12])
+        self._take(corrected, rebuilt.digest)
+        return True
+
+    def rebuild(self, until: int | None = None) -> None:
+        """Take the newest base of the leg from the bucket, or its base after round `until`. Errors as of `rebuild`."""
+        self._take(self._requests.rebuild(until), None)
+
+    def leave_if_arithmetic_differs(self, commit: Commit, claims: Sequence[BaseClaim], quorum: int) -> None:
+        """Raise `BaseDiverged` if the arithmetic of this machine, not only a bit in its memory, differs from others'.
+
+        Known from the third "wrong_base" within nine rounds, or from a rebuild that starts before the dispute and gives
+        the same claim again. `commit`: names this replica as a "wrong_base". `claims`: of its round.
+        """
+        replica_id = self._attempt.replica_id
+        own = next((claim for claim in claims if claim.replica_id == replica_id), None)
+        if own is None or not is_outvoted(own, commit, claims, quorum):
+            return
+        first = max(self._attempt.begin.after_round + 1, commit.round - WITHIN_ROUNDS + 1)
+        times = wrong_bases([*map(self._tip.commit_of, range(first, commit.round)), commit], replica_id)
+        if times < MAX_WRONG_BASES and self._rebuilt_from_older() != own.digest:
+            return
+        groups = "; ".join(_group_words(claims, digest) for digest in sorted({claim.digest for claim in claims}))
+        raise BaseDiverged(
+            f"replica {replica_id} claims base {own.digest[:12]} before round {commit.round}, the commit names "
+            f"{str(commit.base_digest)[:12]} ({groups}; {times} of the last {WITHIN_ROUNDS} rounds so). Rebuilt from "
+            "the bucket it stays another: the arithmetic of this machine differs. Compare `diloco doctor` here and "
+            "there (CPU, torch version, flush-to-zero). Committed rounds are safe; the run goes on without it."
+        )
+
+    def _rebuilt_from_older(self) -> str | None:
+        """Digest of the open round's base, rebuilt from a snapshot older than that base; None if it cannot be."""
+        begin, made_in = self._attempt.begin, self._tip.value.base_round
+        below = made_in if made_in != begin.from_round else None
+        try:
+            return rebuild_beside(self._attempt.log, begin, until=self._tip.position.round, below=below).digest
+        except (PayloadCorrupt, RecordInvalid) as error:
+            log.warning("the base of round %d cannot be rebuilt from an older snapshot: %s", self._round, error)
+            return None
+
+    def _take(self, tip: Tip, digest: str | None) -> None:
+        """Hold a base that was rebuilt just now. `digest`: its digest, if it was hashed."""
+        self._tip.hold(tip)
+        self.rebuilt_after = tip.position.round
+        self._digest = digest
+        self._digests.clear()
+
+    @property
+    def _round(self) -> int:
+        """Number of the open round."""
+        return self._tip.position.round + 1
+
+    def _asked_now(self) -> set[str]:
+        """The claims for which the base of the open round was rebuilt."""
+        if self._asked[0] != self._round:
+            self._asked = self._round, set()
+        return self._asked[1]
+
+
+def _group_words(claims: Sequence[BaseClaim], digest: str) -> str:
+    ids = ", ".join(str(claim.replica_id) for claim in claims if claim.digest == digest)
+    return f"{digest[:12]} is claimed by replicas {ids}"

@@ -1,0 +1,141 @@
+"""`HeldTip`: the newest base that this replica has followed, its place in the commit log, and the round open there.
+
+Moves by commits. Which digest the base has, and whether it is the right one, is judged in `base_claims`; when a round
+ends is decided elsewhere.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from pydantic import JsonValue
+
+from diloco_orchestrator.allreduce.agreement import summary
+from diloco_orchestrator.allreduce.mean import LeftOut
+from diloco_orchestrator.outer import outer_step
+from diloco_orchestrator.outer.arithmetic import denormals_kept
+from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.protocol import rounds
+from diloco_orchestrator.protocol.records import Commit, Contribution, Disagreeing, HeldoutSet
+from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.run_log.entries import CommitEntry
+from diloco_orchestrator.snapshots.rebuild import Tip
+
+
+@dataclass(frozen=True)
+class OpenRound:
+    """The position of the log that a training loop goes by: of the round that it takes part in."""
+
+    round: int  # its number
+    fragment: int  # index of the fragment that it synchronises
+    names: tuple[str, ...]  # of that fragment's parameters, in name order
+    outer_step: int  # number of outer steps in its base
+    roster: tuple[int, ...] = ()  # the replicas that it waits for
+    closing: bool = False  # whether every outer step is taken, so that it takes only scores
+    stopped: bool = False  # whether the leg is over, so that no round is open
+    version: int = 0  # of its base: changes with every change of the base
+    guard: dict[str, JsonValue] | None = None  # the guard's state before it
+
+
+class HeldTip:
+    """A `Tip` that follows the log. `tip`: where it begins; `fragments`: the names of each fragment's parameters, for a
+    run that has no start yet."""
+
+    def __init__(self, attempt: Attempt, tip: Tip, fragments: Sequence[tuple[str, ...]]) -> None:
+        start = attempt.log.start()
+        self.value = tip
+        self.fragments = start.record.synced_fragments if start else fragments
+        self.heldout: HeldoutSet | None = start.record.heldout if start else None  # None: nobody scores
+        self.disagreeing: tuple[Disagreeing, ...] = ()  # whom the last round's step left out; empty if it was none
+        self._attempt = attempt
+        self._adapters = start.record.adapters if start else ()
+        self._version = 0
+
+    @property
+    def base(self) -> Base:
+        return self.value.base
+
+    @property
+    def position(self) -> rounds.Position:
+        return self.value.position
+
+    @property
+    def last(self) -> Commit | None:
+        """The last commit of this leg that was followed; None before the first."""
+        return self.value.last.commit if self.value.last else None
+
+    @property
+    def open(self) -> OpenRound:
+        """The open round."""
+        position, last, begin = self.value.position, self.last, self._attempt.begin
+        fragment = position.outer_step % len(self.fragments)
+        return OpenRound(
+            round=position.round + 1,
+            fragment=fragment,
+            names=self.fragments[fragment],
+            outer_step=position.outer_step,
+            roster=last.roster if last else tuple(range(self._attempt.config.replicas)),
+            closing=rounds.is_closing(position, self._attempt.outer_steps),
+            stopped=position.stop != "none",
+            version=self._version,
+            guard=last.guard if last else begin.guard,
+        )
+
+    # -- closed rounds of this leg -------------------------------------------------------------------------------
+
+    @property
+    def closed_rounds(self) -> range:
+        """Rounds of this leg that were followed, newest first."""
+        return range(self.position.round, self._attempt.begin.after_round, -1)
+
+    def commit_of(self, round_: int) -> Commit:
+        """The commit of a closed round. Raises `AssertionError` for an open round."""
+        entry = self._attempt.log.commit(round_)
+        assert entry is not None, f"round {round_} is closed"
+        return entry.commit
+
+    def made_before(self, round_: int) -> int:
+        """The round that made the base from which a round of this leg started."""
+        begin = self._attempt.begin
+        earlier = range(round_ - 1, begin.after_round, -1)
+        return next((each for each in earlier if self.commit_of(each).applied), begin.from_round)
+
+    # -- moving --------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        entry: CommitEntry,
+        contributions: Sequence[tuple[Contribution, int]],
+        read_shard: outer_step.ReadShard,
+        *,
+        keep_average: bool,
+    ) -> Mapping[str, torch.Tensor]:
+        """Take the outer step that a commit fixes, in place. Returns the average, by parameter, if it is kept.
+
+        `contributions`: (manifest, weight) each. `read_shard`: (manifest, shard index) -> verified bytes. Raises
+        `PayloadCorrupt` for a contribution without a usable payload, `PayloadGone` if a payload was deleted; the base
+        may be stepped in part then.
+        """
+        config, left_out = self._attempt.config, list[LeftOut]()
+        with denormals_kept():
+            average = outer_step.average_and_step(
+                *(self.base, self.open.fragment, contributions, read_shard, config.outer),
+                aggregate=config.aggregate,
+                keep_average=keep_average,
+                adapters=self._adapters,
+                left_out=left_out,
+            )
+        self.hold(Tip(self.base, entry.commit.round, self.value.snapshot_round, entry.position, entry))
+        self.disagreeing = summary(left_out, entry.commit.round)
+        return average
+
+    def skip(self, entry: CommitEntry) -> None:
+        """Follow a commit that is not applied: the base stays."""
+        self.value = replace(self.value, position=entry.position, last=entry)
+        self.disagreeing = ()
+
+    def hold(self, tip: Tip) -> None:
+        """Hold another base, or the same one after its values have changed."""
+        self.value = tip
+        self.disagreeing = ()
+        self._version += 1
