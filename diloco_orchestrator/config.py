@@ -100,7 +100,7 @@ class RetentionConfig(Tree):
 
 
 class OnHaltConfig(Tree):
-    """What follows a halt by the guard without anybody's doing: another leg, from the best base by held-out score."""
+    """The leg that begins by itself after a halt by the guard, from the best base by held-out score."""
 
     change: dict[str, JsonValue] = Field(
         default_factory=dict, description='settings of the new leg, {"outer.lr": 0.5}; those of `outer` and `args`'
@@ -384,7 +384,7 @@ class RunConfig(Tree):
 
     @property
     def saves_state(self) -> str:
-        """How often replicas save their state: `replica_state`, or its default for this quorum."""
+        """The interval at which replicas save their state: `replica_state`, or its default for this quorum."""
         return self.replica_state or ("round" if self.quorum == "all" else "snapshot")
 
     @property
@@ -402,7 +402,7 @@ class RunConfig(Tree):
 
     @property
     def too_few_to_fold(self) -> str:
-        """Why most alarms of the kill-switch cannot fire in a run of so few rounds; empty if they can."""
+        """Reason why most alarms of the kill-switch cannot fire in a run of so few rounds; empty if they can."""
         if self.guard.rule not in ("sequential", "heldout") or self.rounds >= self.guard.min_steps:
             return ""
         return (

@@ -180,7 +180,7 @@ class SequentialGuard(GuardRule):
         return Verdict(fire=False, reason=reason, action=VerdictKind.CONFIRM, **{**numbers, "warning": reason})
 
     def _alarms(self, run: "_Run", evidence: Evidence, *, conclusive: bool) -> list[Alarm]:
-        """What fires in this round, the gravest first."""
+        """Alarms that fire in this round, the gravest first."""
         model, alarms = evidence.model, []
         if run.nonfinite >= _NONFINITE_ROUNDS:
             what = f"nonfinite: no finite metrics in {run.nonfinite} consecutive rounds"

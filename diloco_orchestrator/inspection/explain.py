@@ -93,7 +93,7 @@ _ERRORS = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a run is in its state."""
+    """The reasons for a run's state."""
 
     # going on, nobody works on it, completed, halted by the guard, paused by the guard, halted on request, at its
     # limit, failed
@@ -135,7 +135,7 @@ def bar_of(share: float, width: int) -> str:
 
 
 def explain(status: RunStatus, best: int | None = None, now: float | None = None) -> Explanation:
-    """Why the run is in its state. `best`: the round whose base has the best held-out score, if any is scored.
+    """The reasons for the run's state. `best`: the round whose base has the best held-out score, if any is scored.
 
     `now`: seconds since 1970 on this machine; without it nothing is said of a run that nobody works on.
     """

@@ -47,7 +47,7 @@ _LAST_LINES = 30  # lines of the log of a replica that ended without a traceback
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended."""
+    """The end of a run."""
 
     status: str  # "completed" or "halted"
     url: str
@@ -184,7 +184,7 @@ class Run:
             self._supervise(None, on_poll)
 
     def result(self) -> RunResult:
-        """How the run ended, also if the guard fired. Raises `RunFailed`, or `RunNotFinished` while it goes on."""
+        """The end of the run, also if the guard fired. Raises `RunFailed`, or `RunNotFinished` while it goes on."""
         result = self._coordinator.reader.log.result(self._coordinator.leg)
         if result is None:
             raise RunNotFinished(

@@ -99,7 +99,7 @@ class Starts:
 
     @property
     def began(self) -> dict[int, Sha256]:
-        """What the newest attempt of each replica would begin with, by replica id."""
+        """The start that the newest attempt of each replica would begin with, by replica id."""
         return self._that_count(self._began)
 
     @property

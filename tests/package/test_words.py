@@ -398,6 +398,22 @@ def test_docstrings_and_comments_use_plain_words(room):
     assert not found, "\n".join(map(str, found))
 
 
+RIDDLE = re.compile(r"(What|How|Why|Who)\b")
+
+
+@pytest.mark.parametrize("room", sorted(rooms()))
+def test_docstrings_begin_with_a_noun_and_no_riddle(room):
+    """Say "Reason why …; empty if …" or "Number of …", so that the first word is what the reader holds."""
+    found = []
+    for path in rooms()[room]:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = ast.get_docstring(node) or ""
+                if RIDDLE.match(text):
+                    found.append(f"{path.relative_to(ROOT)}:{node.body[0].lineno}: {text.splitlines()[0]}")
+    assert not found, "\n".join(found)
+
+
 def test_the_documents_use_plain_words():
     for document in (GLOSSARY, PROTOCOL):
         for _, sentence in sentences_of(prose_of(document)):

@@ -108,5 +108,5 @@ def in_sigmas(value: float, sigma: float) -> float:
 
 
 def clipped(sigmas: float) -> float:
-    """What a round adds to a statistic, before its slack."""
+    """The part that a round adds to a statistic, before its slack."""
     return min(max(sigmas, -CLIP), CLIP)

@@ -228,12 +228,12 @@ def _groups_since(values: Sequence[float]) -> list[_Group]:
 
 
 def _distance(groups: _Groups) -> float:
-    """How far all values since are below all before; negative if they are not."""
+    """Distance of all values since below all values before; negative if they are not."""
     return groups[0].low - groups[1].high
 
 
 def _width(groups: _Groups) -> float:
-    """What values move without a collapse: their range before, or their largest rise since, if that is larger.
+    """The range of values without a collapse: their range before, or their largest rise since, if that is larger.
 
     A fall that goes on is no noise, so that only a rise counts. One value before has no range: then that since counts.
     """
