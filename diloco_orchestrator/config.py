@@ -219,6 +219,12 @@ class RunConfig(Tree):
         default=0.0, ge=0, le=1, description="share of a replica's own values kept when a fragment is synchronised"
     )
     seed: int = Field(default=0, ge=0, lt=2**32, description="seeds torch, numpy and random in every replica")
+    first_base: str | None = Field(
+        default=None,
+        pattern=r"^b3:[0-9a-f]{64}$",
+        description="digest of the only base that the run may begin with: `base_digest` in start.json of an earlier "
+        "run of the same model, seed and settings; None = the one that most replicas begin with",
+    )
     quorum: Literal["all"] | int | None = Field(
         default=None,
         description='contributions a round needs, None = half of the replicas, rounded up; "all" is strictly '
@@ -490,6 +496,7 @@ class RunSettings(TypedDict, total=False):
     fragment_sync_delay: int
     fragment_update_alpha: float
     seed: int
+    first_base: str | None
     quorum: Literal["all"] | int | None
     adapters: Literal["mean", "exact"]
     late: Literal["carry", "drop"]

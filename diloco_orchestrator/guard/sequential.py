@@ -14,11 +14,12 @@ from typing import Any, ClassVar, Self
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
 from diloco_orchestrator.guard.channels.drawdown import CUSUMS
 from diloco_orchestrator.guard.channels.kl import KLChannel
 from diloco_orchestrator.guard.channels.metrics import FIRST_JUDGED, MetricChannels
 from diloco_orchestrator.guard.rule import LATCHED, Evidence, GuardRule, check_number
-from diloco_orchestrator.guard.vault import Alarm, AlarmKind, Vault
+from diloco_orchestrator.guard.vault import Vault
 from diloco_orchestrator.protocol.records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict, VerdictKind
 

@@ -7,31 +7,13 @@ best one before. Pure; how a base is scored is left to the replicas.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from typing import Any, Self
 
+from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
 from diloco_orchestrator.guard.robust import clipped_mean, median
 from diloco_orchestrator.protocol.records import VaultScore
 
 _ROUNDS = 2  # without enough scores, after which the alarm halts unconfirmed
-
-
-class AlarmKind(StrEnum):
-    """Kinds of alarms by what they say of the held-out score, and so by what the vault set can say to them."""
-
-    CERTAIN = "certain"  # nothing: the alarm is of other numbers
-    FALL = "fall"  # that the score fell
-    GAP = "gap"  # that the score does not improve while training gains
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """A channel that passed its threshold."""
-
-    what: str  # which metric moved, since when, by how much
-    rollback_to: int  # the last model while its statistic was zero
-    what_to_do: str
-    kind: AlarmKind = AlarmKind.CERTAIN
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class LegRecords:
         self.run: Run = run.record
         self.run_sha256: str = run.sha256
         self.configs = LegConfigs(self.run.config, self.begin)
-        self.starts = Starts(store, self.run.config.replicas, self.run_sha256)
+        self.starts = Starts(store, self.run.config.replicas, self.run_sha256, self.run.config.first_base)
 
     def start(self) -> Entry[Start] | None:
         """The start that most replicas follow; None while none does. It may change until more than half have begun."""

@@ -250,7 +250,7 @@ def test_the_documented_folder_is_the_one_that_keys_builds():
 
 def test_files_of_ours_that_any_document_names_exist():
     ours = re.compile(rf"({'|'.join(PACKAGES)}|tests|docs|infra|benchmarks)/[\w./-]*")
-    for document in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+    for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
         for span in spans_of(prose_of(document)):
             assert not ours.fullmatch(span) or (ROOT / span).exists(), f"{document.name}: there is no {span}"
 
