@@ -167,7 +167,7 @@ class NoBackground:
 
 
 def in_parallel(background: Background, calls: Sequence[Callable[[], T]], most: int = MOST_PARALLEL) -> list[T]:
-    """What `calls` return, in their order. Up to `most` of them run at the same time, one of these in this thread.
+    """Results of `calls`, in their order. Up to `most` of them run at the same time, one of these in this thread.
 
     After an error, or an interrupt of this thread, no further call begins. Raises the first error in the order of
     `calls`, which is the same one whatever the timing, once every call that had begun has ended.

@@ -100,7 +100,7 @@ class RetentionConfig(Tree):
 
 
 class OnHaltConfig(Tree):
-    """What follows a halt by the guard without anybody's doing: another leg, from the best base by held-out score."""
+    """The leg that begins by itself after a halt by the guard, from the best base by held-out score."""
 
     change: dict[str, JsonValue] = Field(
         default_factory=dict, description='settings of the new leg, {"outer.lr": 0.5}; those of `outer` and `args`'
@@ -219,6 +219,12 @@ class RunConfig(Tree):
         default=0.0, ge=0, le=1, description="share of a replica's own values kept when a fragment is synchronised"
     )
     seed: int = Field(default=0, ge=0, lt=2**32, description="seeds torch, numpy and random in every replica")
+    first_base: str | None = Field(
+        default=None,
+        pattern=r"^b3:[0-9a-f]{64}$",
+        description="digest of the only base that the run may begin with: `base_digest` in start.json of an earlier "
+        "run of the same model, seed and settings; None = the one that most replicas begin with",
+    )
     quorum: Literal["all"] | int | None = Field(
         default=None,
         description='contributions a round needs, None = half of the replicas, rounded up; "all" is strictly '
@@ -378,7 +384,7 @@ class RunConfig(Tree):
 
     @property
     def saves_state(self) -> str:
-        """How often replicas save their state: `replica_state`, or its default for this quorum."""
+        """The interval at which replicas save their state: `replica_state`, or its default for this quorum."""
         return self.replica_state or ("round" if self.quorum == "all" else "snapshot")
 
     @property
@@ -396,7 +402,7 @@ class RunConfig(Tree):
 
     @property
     def too_few_to_fold(self) -> str:
-        """Why most alarms of the kill-switch cannot fire in a run of so few rounds; empty if they can."""
+        """Reason why most alarms of the kill-switch cannot fire in a run of so few rounds; empty if they can."""
         if self.guard.rule not in ("sequential", "heldout") or self.rounds >= self.guard.min_steps:
             return ""
         return (
@@ -490,6 +496,7 @@ class RunSettings(TypedDict, total=False):
     fragment_sync_delay: int
     fragment_update_alpha: float
     seed: int
+    first_base: str | None
     quorum: Literal["all"] | int | None
     adapters: Literal["mean", "exact"]
     late: Literal["carry", "drop"]

@@ -1,4 +1,4 @@
-"""What the answers of providers mean that are none: failures, replies of another form, and silence.
+"""Meanings of providers' answers that are none: failures, replies of another form, and silence.
 
 Knows no SDK: each adapter translates its own errors, by a table of `Failure` where the provider answers in words or
 HTTP statuses. What is retried, and for how long, is decided by whoever calls.

@@ -41,7 +41,7 @@ class CommandLine:
         secrets: Mapping[str, str] | None = None,
         known: Sequence[str] = (),
     ) -> str:
-        """What the tool prints; also if it fails with a message that has one of the parts in `known`.
+        """The tool's output; also if it fails with a message that has one of the parts in `known`.
 
         `what`: the action, for errors; by default the command's first words. `given`: the tool's standard input.
         `secrets`: variables over the environment. Raises `MissingSdk` without the program, `Unavailable` if it gives no

@@ -171,7 +171,7 @@ class ReplicaStatus:
 
 @dataclass(frozen=True)
 class ReplicaResult:
-    """How an attempt that `launch_replicas` launched ended. `value`: what the entrypoint returned, as JSON."""
+    """The end of an attempt that `launch_replicas` launched. `value`: what the entrypoint returned, as JSON."""
 
     handle: ReplicaHandle
     status: ReplicaStatus
@@ -275,7 +275,7 @@ class PricesMachines(Protocol):
 
 @dataclass(frozen=True)
 class Identity:
-    """What replicas of an executor can identify themselves to a bucket with, beside their request's env and secrets."""
+    """Means by which replicas identify themselves to a bucket, beside their request's env and secrets."""
 
     variables: frozenset[str] = frozenset()  # names of environment variables that the executor itself sets
     source: str = ""  # what else may give credentials, such as "service account 'trainer'"; empty: nothing does

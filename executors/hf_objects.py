@@ -47,7 +47,7 @@ class Job(TypedDict):
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What the user asks for each replica's job."""
+    """The user's wishes for each replica's job."""
 
     hardware: str
     image: str

@@ -211,7 +211,7 @@ class KubernetesExecutor(RemoteExecutor):
         }
 
     def _refusals(self, namespace: str) -> dict[str, str]:
-        """Why pods of Jobs were refused, by the Job's uid. Empty if events cannot be listed: their states are known."""
+        """Reasons why pods of Jobs were refused, by the Job's uid; empty if events cannot be listed."""
         try:
             chosen = f"involvedObject.kind=Job,reason={FAILED_CREATE}"
             return refusals(self._api.items("event", namespace, chosen, by="field"))

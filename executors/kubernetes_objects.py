@@ -56,7 +56,7 @@ _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
 
 @dataclass(frozen=True)
 class PodOptions:
-    """What the user asks for each replica's pod. Raises ValueError for a size that Kubernetes cannot parse."""
+    """The user's wishes for each replica's pod. Raises ValueError for a size that Kubernetes cannot parse."""
 
     image: str
     gpu: int = 0
@@ -176,7 +176,7 @@ def _pinned(container: Mapping[str, Any], request: LaunchRequest) -> dict[str, A
 
 
 def identity_of(options: PodOptions) -> Identity:
-    """What a pod has to log in to the bucket with, as far as its template and service account show."""
+    """The means by which a pod logs in to the bucket, as far as its template and service account show."""
     advice = "service_account=… of one with a role for the bucket (IRSA, Pod Identity; else the nodes' role)"
     account = options.service_account or (options.template.get("spec") or {}).get("serviceAccountName")
     container = container_of(options.template)
@@ -306,7 +306,7 @@ def status_of(job: Mapping[str, Any], pod: Mapping[str, Any] | None, refused: st
 
 
 def refusals(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Why the API server last refused a Job's pod, by the Job's uid. `events`: of the reason FAILED_CREATE.
+    """Reasons why the API server last refused a Job's pod, by the Job's uid. `events`: of the reason FAILED_CREATE.
 
     The Job controller goes on trying, since a quota is freed and a missing service account made.
     """

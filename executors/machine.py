@@ -79,7 +79,7 @@ def gpu_of(replica_id: int, gpus: Sequence[str]) -> dict[str, str]:
 
 
 def sharing_words(replicas: int, gpus: Sequence[str]) -> str | None:
-    """What to say of several replicas on one GPU; None if each has one of its own, or there is none."""
+    """The warning about several replicas on one GPU; None if each has one of its own, or there is none."""
     if not gpus or replicas <= len(gpus):
         return None
     most = -(-replicas // len(gpus))

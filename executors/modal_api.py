@@ -248,7 +248,7 @@ class ModalApp:
 
 
 def end_of(sandbox: "Sandbox") -> tuple[str, str]:
-    """How a Sandbox ended, as `GenericResult.GenericStatus` without its prefix, and Modal's words about it.
+    """The end of a Sandbox, as `GenericResult.GenericStatus` without its prefix, and Modal's words about it.
 
     `RUNNING` if it has not ended. The SDK's public methods return only an exit code, and that of an image that did not
     start is 0. A private method returns the status; with an SDK version that lacks the method, the exit code decides.

@@ -24,7 +24,7 @@ _GPU = re.compile(r"[A-Za-z][\w.-]*[!+]?(:[1-9]\d*)?")  # H100! is no better one
 
 @dataclass(frozen=True)
 class SandboxOptions:
-    """What the user asks for each replica's Sandbox. Raises ValueError for values that Modal would refuse."""
+    """The user's wishes for each replica's Sandbox. Raises ValueError for values that Modal would refuse."""
 
     app: str
     environment: str | None  # of the App, of named Secrets and of named Volumes; None: the profile's
@@ -59,7 +59,7 @@ class SandboxOptions:
 
 @dataclass(frozen=True)
 class Mount:
-    """What is mounted under a path: a named Volume, or a bucket by the arguments of `CloudBucketMount`."""
+    """A mount under a path: a named Volume, or a bucket by the arguments of `CloudBucketMount`."""
 
     volume: str = ""
     bucket: Mapping[str, Any] = field(default_factory=dict)  # `secret` as the name of a Modal Secret

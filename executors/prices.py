@@ -13,7 +13,7 @@ from datetime import date
 
 @dataclass(frozen=True)
 class Price:
-    """What one replica's machine costs."""
+    """The price of one replica's machine."""
 
     hourly_usd: float
     source: str  # who says so, and when: for people

@@ -101,7 +101,7 @@ class SlurmCli:
         return queued_jobs(self._tools.run(*words, what="listing jobs"))
 
     def ended_jobs(self, job_ids: Sequence[str]) -> dict[str, Job]:
-        """What the accounting recorded of these jobs, by id; empty for a cluster without accounting."""
+        """Accounting records of these jobs, by id; empty for a cluster without accounting."""
         if not (self._has_accounting and job_ids):
             return {}
         words = ["sacct", "--noheader", "--parsable2", "--allocations", "--duplicates", f"--format={SACCT_FIELDS}"]

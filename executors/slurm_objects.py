@@ -1,4 +1,4 @@
-"""What Slurm gets and prints, as plain data: the batch script of an attempt, sbatch's arguments, states of jobs.
+"""Slurm's input and output as plain data: the batch script of an attempt, sbatch's arguments, states of jobs.
 
 Runs nothing: the tools are called in `slurm_cli`.
 """
@@ -62,7 +62,7 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """What a replica requests of a node. Raises ValueError for a size that Slurm cannot read."""
+    """A replica's request of a node. Raises ValueError for a size that Slurm cannot read."""
 
     gpu: int | str | None = None
     cpu: int | None = None

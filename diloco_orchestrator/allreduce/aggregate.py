@@ -1,4 +1,4 @@
-"""How the contributions of a round become one pseudo-gradient: weighted mean, agreeing mean, trimmed mean or median.
+"""The aggregate of a round's contributions, one pseudo-gradient: weighted mean, agreeing mean, trimmed mean or median.
 
 All work a block at a time, in float32 on the CPU, with the same bits on every machine. Which contributions take part,
 and their weights, is decided by `protocol.rounds` and `protocol.weights`.
@@ -53,7 +53,7 @@ def aggregate_of(how: str, parts: Sequence[Part], lengths: Sequence[int]) -> Agg
 
 
 def trimmed(how: str, count: int) -> int:
-    """How many of the `count` values of a coordinate are left out at each end.
+    """Number of the `count` values of a coordinate that are left out at each end.
 
     A median leaves out all but the middle one or two, a trimmed mean a quarter, and of three values one, a mean none.
     Two values or one have no ends: none is left out.

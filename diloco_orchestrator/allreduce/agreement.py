@@ -52,7 +52,7 @@ class AgreeingMean:
 
 
 def summary(left_out: Sequence[LeftOut], round_: int) -> tuple[Disagreeing, ...]:
-    """What a manifest says of those who were left out of a round, in replica_id order; cosines in three digits."""
+    """Those who were left out of a round, for a manifest, in replica_id order; cosines in three digits."""
     found: dict[int, list[LeftOut]] = {}
     for each in left_out:
         found.setdefault(each.replica_id, []).append(each)

@@ -34,8 +34,6 @@ class KeepsPayloads(Protocol):
 
     def get(self, name: Name) -> bytes | memoryview | None: ...
 
-    def __contains__(self, name: Name) -> bool: ...
-
 
 class PayloadCache:
     """Payload bytes by key and digest. Thread-safe.

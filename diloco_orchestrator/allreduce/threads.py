@@ -28,7 +28,7 @@ _outside = _Outside()
 
 
 def workers() -> int:
-    """How many threads work at once: as many as torch uses in this thread, which the launcher sets per replica."""
+    """Threads that work at once: as many as torch uses in this thread, which the launcher sets per replica."""
     import torch
 
     return _outside.threads or torch.get_num_threads()
@@ -55,7 +55,7 @@ def one_torch_thread() -> Iterator[None]:
 
 
 def in_threads(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """What `calls` return, in their order: arithmetic without gradients that waits for nothing, several at a time.
+    """Results of `calls`, in their order: arithmetic without gradients that waits for nothing, several at a time.
 
     Threads that start here have this one's floating-point mode. Errors as of `clock.in_parallel`.
     """

@@ -103,7 +103,7 @@ def only_own_offers(store: "Store") -> Callable[["Offer"], str]:
     run = run_log.run
 
     def launched(offer: "Offer", settings: str) -> tuple[str, list[str], dict[str, str], str]:
-        """What an offer of this run has, in a leg with these settings."""
+        """Contents of an offer of this run, in a leg with these settings."""
         pinned, secrets = Launched(run_log.run_sha256, settings), dict.fromkeys(run.secret_names, "")
         requests = LaunchRequests(run, pinned, store.url, secrets=secrets)
         command, env = requests.program(offer.replica_id, offer.attempt, shares_machine=False)

@@ -132,7 +132,7 @@ def fitted(status: RunStatus, console: Console, height: int) -> RenderableType:
 
 
 def _lines(console: Console, part: RenderableType) -> int:
-    """How many lines a part takes on this console."""
+    """Number of lines that a part takes on this console."""
     return len(console.render_lines(part, pad=False))
 
 
@@ -197,7 +197,7 @@ def round_line(row: RoundRow, outer_steps: int) -> str:
 def overview(status: RunStatus, rounds: int, still: Sequence[str] = ()) -> RenderableType:
     """A run's state, its replicas, the guard and its newest `rounds` rounds, whatever the height of the screen.
 
-    `still`: sentences that say that nobody works on the run (`inspection.stillness`), if nobody does.
+    `still`: sentences that say that nobody works on the run (`inspection.explain`), if nobody does.
     """
     parts: list[RenderableType] = [_headline(status, still)]
     if status.replicas:
@@ -228,7 +228,7 @@ def _headline(status: RunStatus, still: Sequence[str] = ()) -> RenderableType:
 
 
 def _of_leg(status: RunStatus) -> list[str]:
-    """What sets the newest leg apart, one line each: an overridden guard, settings, the model after a halt."""
+    """Differences of the newest leg, one line each: an overridden guard, settings, the model after a halt."""
     changed = ", ".join(f"{name}={value}" for name, value in status.settings.items())
     lines = [f"leg {status.leg}: the guard began anew: {status.override_guard}"] if status.override_guard else []
     lines += [f"leg {status.leg} has other settings: {changed}"] if changed else []

@@ -188,7 +188,7 @@ def folder_of(code: CodeBundle | str | Path | None, entrypoint: str) -> Path:
 
 
 def needed_there(extras: Sequence[str], users: Sequence[str] = ()) -> list[Requirement]:
-    """What a replica needs: our dependencies, those of the given extras, and `users`, as pip spells them."""
+    """The requirements of a replica: our dependencies, those of the given extras, and `users`, as pip spells them."""
     ours = importlib.metadata.requires(_DISTRIBUTION) or []
     return [each for text in (*ours, *users) if _applies(each := package_of(text), extras)]
 

@@ -248,7 +248,7 @@ def compiled(
     options: Sequence[str],
     **process: Any,
 ) -> tuple["subprocess.CompletedProcess[str]", str]:
-    """How `uv pip compile` ended, and the list that it wrote: what `wanted` needs, within `limits`.
+    """The end of `uv pip compile`, and the list that it wrote: all that `wanted` needs, within `limits`.
 
     `wanted`, `limits`: lines of a requirements file and of a constraints file. `process`: further arguments of
     `subprocess.run`. Raises `OSError` if uv cannot be run, and `TimeoutExpired` if it was killed at a `timeout` of

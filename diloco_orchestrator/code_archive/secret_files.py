@@ -90,7 +90,7 @@ def _texts_in(data: bytes) -> Iterator[str]:
 
 
 def _why_by_scanner(files: Mapping[str, Path]) -> dict[str, str]:
-    """What detect-secrets finds; nothing, and a warning, without it.
+    """Findings of detect-secrets; none, and a warning, without it.
 
     What it finds is left out if it is a placeholder, a name, or on a line with "pragma: allowlist secret". No service
     is asked whether a credential is valid.

@@ -28,7 +28,7 @@ LARGEST_GROUP = 4096  # elements; blocks and shards of vectors are cut at multip
 
 @dataclass(frozen=True)
 class Measure:
-    """What one pass over the elements of a tensor finds."""
+    """Findings of one pass over the elements of a tensor."""
 
     nonfinite: int = 0  # elements that are NaN or infinity
     squares: float = 0.0  # the sum of all squares, to about six digits; infinity unless all are finite

@@ -30,7 +30,7 @@ _WARN_UNFOLDED = 5  # rounds in a row that could not be folded
 
 @dataclass(frozen=True)
 class RoundReports:
-    """What the replicas reported in one round, restricted to what the run's start allows them to say.
+    """The reports of replicas in one round, restricted to what the run's start allows them to say.
 
     All of it is of the base that the round started from, or of the first steps from there; higher is better.
     """
@@ -107,7 +107,7 @@ def fold(
 def _evidence(
     reports: RoundReports, heldout: HeldoutSet, shares: "_Shares", in_loop: float | None, *, needs_in_loop: bool
 ) -> Evidence:
-    """What the rule judges; without any metric if the round cannot be judged."""
+    """The evidence that the rule judges; without any metric if the round cannot be judged."""
     vault = change_of(reports.vault, heldout.vault.items) if heldout.vault else None
     if shares.value is None or (in_loop is None and needs_in_loop):
         why_not = shares.why_not if shares.value is None else reports.why_no_metric

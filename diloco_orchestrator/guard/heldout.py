@@ -186,7 +186,7 @@ class HeldOutGuard:
 
     @property
     def last_status(self) -> TripwireStatus | None:
-        """What the last update returned; None before the first."""
+        """The status that the last update returned; None before the first."""
         return self._last_status
 
     def should_halt(self) -> bool:

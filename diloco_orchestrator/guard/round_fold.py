@@ -133,7 +133,7 @@ def why_verdict_differs(
     config: RunConfig,
     outer_step: int,
 ) -> str:
-    """How guard state, verdict or quarantine of a commit differ from the fold; empty if not. Arguments as above."""
+    """Difference of a commit's guard state, verdict or quarantine from the fold; empty if not. Arguments as above."""
     folded = fold_of_commit(commit, guard, manifests, heldout, roster, config, outer_step)
     state = folded.state if folded else None if guard is None else dict(guard)
     if commit.verdict != (folded.verdict if folded else None):

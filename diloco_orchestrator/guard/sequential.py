@@ -14,11 +14,12 @@ from typing import Any, ClassVar, Self
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
 from diloco_orchestrator.guard.channels.drawdown import CUSUMS
 from diloco_orchestrator.guard.channels.kl import KLChannel
 from diloco_orchestrator.guard.channels.metrics import FIRST_JUDGED, MetricChannels
 from diloco_orchestrator.guard.rule import LATCHED, Evidence, GuardRule, check_number
-from diloco_orchestrator.guard.vault import Alarm, AlarmKind, Vault
+from diloco_orchestrator.guard.vault import Vault
 from diloco_orchestrator.protocol.records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict, VerdictKind
 
@@ -180,7 +181,7 @@ class SequentialGuard(GuardRule):
         return Verdict(fire=False, reason=reason, action=VerdictKind.CONFIRM, **{**numbers, "warning": reason})
 
     def _alarms(self, run: "_Run", evidence: Evidence, *, conclusive: bool) -> list[Alarm]:
-        """What fires in this round, the gravest first."""
+        """Alarms that fire in this round, the gravest first."""
         model, alarms = evidence.model, []
         if run.nonfinite >= _NONFINITE_ROUNDS:
             what = f"nonfinite: no finite metrics in {run.nonfinite} consecutive rounds"

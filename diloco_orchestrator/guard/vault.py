@@ -7,31 +7,13 @@ best one before. Pure; how a base is scored is left to the replicas.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from typing import Any, Self
 
+from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
 from diloco_orchestrator.guard.robust import clipped_mean, median
 from diloco_orchestrator.protocol.records import VaultScore
 
 _ROUNDS = 2  # without enough scores, after which the alarm halts unconfirmed
-
-
-class AlarmKind(StrEnum):
-    """What an alarm says of the held-out score, and so what the vault set can say to it."""
-
-    CERTAIN = "certain"  # nothing: the alarm is of other numbers
-    FALL = "fall"  # that the score fell
-    GAP = "gap"  # that the score does not improve while training gains
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """A channel that passed its threshold."""
-
-    what: str  # which metric moved, since when, by how much
-    rollback_to: int  # the last model while its statistic was zero
-    what_to_do: str
-    kind: AlarmKind = AlarmKind.CERTAIN
 
 
 @dataclass(frozen=True)
@@ -44,7 +26,7 @@ class VaultChange:
 
 @dataclass(frozen=True)
 class Answer:
-    """What becomes of the alarm that waits."""
+    """The decision about the alarm that waits."""
 
     halts: bool
     waits: bool
@@ -80,7 +62,7 @@ class Vault:
             self._best = [heldout, model]
 
     def why_not(self, alarm: Alarm, heldout: float, closing: bool) -> str:
-        """Why this alarm halts without asking; empty if the vault set can be asked."""
+        """Reason why this alarm halts without asking; empty if the vault set can be asked."""
         if closing:
             return "this is the last round, so that the vault set is not asked"
         if self._best is None or (alarm.kind is AlarmKind.FALL and self._best[0] <= heldout):
@@ -107,7 +89,7 @@ class Vault:
         return None if self._waiting is None else int(self._waiting["against"])
 
     def answer(self, change: VaultChange | None, heldout: float | None, noise: float, sigmas: float) -> Answer:
-        """What the vault set says to the alarm that waits; unless it waits on, nothing waits afterwards.
+        """The vault set's answer to the alarm that waits; unless it waits on, nothing waits afterwards.
 
         A fall counts beyond `sigmas` standard errors, and beyond `noise`, the long-run standard deviation of the
         held-out score, or half of the fall of that score if it is smaller: two healthy bases differ on every set.

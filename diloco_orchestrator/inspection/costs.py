@@ -72,7 +72,7 @@ def leg_cost(attempts: Sequence[AttemptCost], began: float, now: float) -> LegCo
 
 @dataclass(frozen=True)
 class EndForecast:
-    """What the rest of a leg takes, if it goes on as in its last rounds."""
+    """The time and money that the rest of a leg takes, if it goes on as in its last rounds."""
 
     hours: float  # from the last commit to the end
     usd: float | None  # of the whole leg; None if no price is known

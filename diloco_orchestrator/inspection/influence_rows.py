@@ -1,4 +1,4 @@
-"""How much each contribution moved the base: plain rows, as JSON and CSV. Computed in `inspection.whatif.influence`."""
+"""Influence of each contribution on the base: plain rows, as JSON and CSV, made in `inspection.whatif.influence`."""
 
 import csv
 import io

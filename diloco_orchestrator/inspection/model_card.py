@@ -25,7 +25,7 @@ _MOST_ROWS = 20  # of the table; the picture has every round
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card says of one snapshot's run."""
+    """Facts of one snapshot's run, for its card."""
 
     repo_id: str
     run_id: str

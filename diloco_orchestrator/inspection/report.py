@@ -24,7 +24,7 @@ Points = Sequence[tuple[int, float]]  # (round, value)
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What ran, where and for how long. Times are seconds since 1970 on the clocks of those who wrote the records."""
+    """The run's program, machines and duration. Times are seconds since 1970 on the clocks of the records' writers."""
 
     entrypoint: str
     settings: Mapping[str, str]  # by dotted name, where they are not the default
@@ -59,7 +59,7 @@ class Report:
 
 
 def facts_of(reader: RunReader, status: RunStatus) -> RunFacts:
-    """What ran, from the records of the run and of its attempts."""
+    """Facts of the run, from its records and those of its attempts."""
     run = reader.run
     spent = [reader.spent(begin) for begin in reader.log.begins()]
     seconds = sum(leg.hours for leg in spent) * 3600

@@ -50,7 +50,7 @@ class RoundRow:
     extra: Mapping[str, float] = field(default_factory=dict)  # mean over replicas of `observe(extra=...)`, by name
 
     def remark(self) -> str:
-        """What is unusual about the round: not applied, replicas missing, late steps, a warning; else empty."""
+        """Unusual facts of the round: not applied, replicas missing, late steps, a warning; else empty."""
         if self.stop != "none" or not self.applied:
             return self.reason
         found = [f"without {', '.join(map(str, self.without))}"] if self.without else []
@@ -389,7 +389,7 @@ def _row(replicas: int, scored: HeldoutSet | None, commit: Commit) -> RoundRow:
 
 
 def _of_metrics(scored: HeldoutSet | None, commit: Commit) -> list[str]:
-    """What is wrong with the metrics that replicas observed in a round, in words."""
+    """Faults of the metrics that replicas observed in a round, in words."""
     figures, metric = commit.figures or RoundFigures(), scored.metric if scored else ""
     said = not_finite_words(figures)
     seen = {name for name in ("loss", "reward") if getattr(figures, name) is not None or name in figures.not_finite}
@@ -399,7 +399,7 @@ def _of_metrics(scored: HeldoutSet | None, commit: Commit) -> list[str]:
 
 
 def judgements(commit: Commit) -> dict[int, str]:
-    """Why contributions to a round, or their scores, count less or not at all, by replica id."""
+    """Reasons why contributions to a round, or their scores, count less or not at all, by replica id."""
     found = {a.replica_id: f"{a.kind}: {a.reason}" for a in commit.answers if a.reason}
     found |= {each.replica_id: f"clipped: {each.reason}" for each in commit.clipped}
     for said in commit.discounted:

@@ -46,7 +46,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 class AttemptProcess(Protocol):
-    """What `TakenAttempt` needs of the process that it starts. All methods are safe to call after its end."""
+    """The process of an attempt, as `TakenAttempt` needs it. All methods are safe to call after its end."""
 
     pid: int  # on this machine
 
@@ -243,7 +243,7 @@ class TakenAttempt:
         self._writer.overwrite(Lease(**self._stamp(), counter=self._counter), self._key(keys.JOIN_LEASE))
 
     def _asked_here(self, ran_s: float) -> ReplicaStatus | None:
-        """Why this machine itself ends the attempt after so many seconds; None if it does not."""
+        """Reason why this machine itself ends the attempt after so many seconds; None if it does not."""
         if why := self._leaving():
             return ReplicaStatus(ReplicaState.PREEMPTED, "lost", message=f"its machine left: {why}")
         if self._offer.timeout_s is not None and ran_s > self._offer.timeout_s:
@@ -251,7 +251,7 @@ class TakenAttempt:
         return None
 
     def _asked_for(self, ran_s: float, asked: ReplicaStatus | None) -> ReplicaStatus | None:
-        """Why the attempt has to end, `asked` if that was known before; None if it goes on. One listing."""
+        """Reason why the attempt has to end, `asked` if that was known before; None if it goes on. One listing."""
         offer = keys.join_offer(self._name)
         there = {info.key for info in self._store.list(offer.removesuffix(keys.JOIN_OFFER))}
         self._is_offered = offer in there
@@ -264,7 +264,7 @@ class TakenAttempt:
         return self._asked_here(ran_s)
 
     def _patiently(self, call: Callable[[], T]) -> T:
-        """What `call` returns, repeated while the bucket cannot be reached; for a while only if the machine leaves."""
+        """The result of `call`, repeated while the bucket cannot be reached; for a while only if the machine leaves."""
         left_at: float | None = None
         while True:
             try:

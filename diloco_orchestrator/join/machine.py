@@ -36,7 +36,7 @@ _FAILURES = 3  # attempts in a row that fail here, after which the fault is more
 
 @dataclass(frozen=True)
 class JoinSettings:
-    """What a person says about the machine that joins."""
+    """A person's settings for the machine that joins."""
 
     replica: int | None = None  # take offers of this replica_id only; None: of any
     once: bool = False  # leave after one attempt
@@ -47,7 +47,7 @@ class JoinSettings:
 
 @dataclass(frozen=True)
 class Identity:
-    """Who takes an attempt, as its `Taken` record says."""
+    """The machine that takes an attempt, as its `Taken` record names it."""
 
     token: str  # random, other for each process
     host: str  # for people
@@ -113,7 +113,7 @@ class Machine:
                 self._attempt.ask_to_end()
 
     def why_leaving(self) -> str:
-        """Why this machine leaves before the run is over; empty while it stays."""
+        """Reason why this machine leaves before the run is over; empty while it stays."""
         if not self._leaving and self._leave_at is not None and self._clock.now() >= self._leave_at:
             self._leaving = f"{self._settings.hours:g} hours are over"
         return self._leaving
@@ -157,7 +157,7 @@ class Machine:
     # -- the run and its offers ----------------------------------------------------------------------------------
 
     def _end_of_run(self) -> str:
-        """How the run ended; empty while it goes on, or has not begun. Raises `ConfigError` for missing secrets."""
+        """The run's end in words; empty before it. Raises `ConfigError` for missing secrets."""
         if self._log is None:
             try:
                 self._log = RunLog(self._store)

@@ -19,7 +19,7 @@ def by_attempt(listing: Iterable[ObjectInfo]) -> dict[str, set[keys.JoinKey]]:
 
 
 def offers_in(listing: Iterable[ObjectInfo]) -> dict[str, set[keys.JoinKey]]:
-    """What `by_attempt` returns, of attempts that have an offer."""
+    """The result of `by_attempt`, of attempts that have an offer."""
     found = by_attempt(listing)
     return {name: records for name, records in found.items() if any(each.record == keys.JOIN_OFFER for each in records)}
 

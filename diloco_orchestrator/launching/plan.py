@@ -274,7 +274,7 @@ def plan_launch(
     parameters: int | None = None,
     **options: Unpack[LaunchOptions],
 ) -> LaunchPlan:
-    """What `launch` with the same arguments would send and cost. Writes and sends nothing, needs no credentials.
+    """The plan of `launch` with the same arguments: its requests and price. Sends nothing, needs no credentials.
 
     uv asks the package index for hashes as it does for `launch`, unless they are given or `pin="given"`.
 

@@ -17,8 +17,7 @@ from diloco_orchestrator.errors import ConfigError, RunFailed, RunNotFinished, S
 from diloco_orchestrator.executors.contract import ServerlessExecutor, give_store
 from diloco_orchestrator.executors.registry import executor_of
 from diloco_orchestrator.guard import CollapseStopError, Verdict
-from diloco_orchestrator.inspection.executor_of_run import executor_of_run
-from diloco_orchestrator.inspection.logs import log_lines
+from diloco_orchestrator.inspection.logs import executor_of_run, log_lines
 from diloco_orchestrator.inspection.status import OfferedModel, ReplicaRow, RoundRow, RunReader, RunStatus
 from diloco_orchestrator.launching.plan import LaunchOptions, TrainFunction, prepare_launch
 from diloco_orchestrator.protocol import keys
@@ -47,7 +46,7 @@ _LAST_LINES = 30  # lines of the log of a replica that ended without a traceback
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended."""
+    """The end of a run."""
 
     status: str  # "completed" or "halted"
     url: str
@@ -184,7 +183,7 @@ class Run:
             self._supervise(None, on_poll)
 
     def result(self) -> RunResult:
-        """How the run ended, also if the guard fired. Raises `RunFailed`, or `RunNotFinished` while it goes on."""
+        """The end of the run, also if the guard fired. Raises `RunFailed`, or `RunNotFinished` while it goes on."""
         result = self._coordinator.reader.log.result(self._coordinator.leg)
         if result is None:
             raise RunNotFinished(

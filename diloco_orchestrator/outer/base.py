@@ -122,7 +122,7 @@ class _ByName(Mapping[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class BaseLayout:
-    """How a base is cut: fragments, each a flat vector of its parameters in the given order, which is cut into shards.
+    """The cut of a base: fragments, each a flat vector of its parameters in the given order, which is cut into shards.
 
     `fragments`: the parameter names of each.
     """

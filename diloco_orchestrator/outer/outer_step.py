@@ -169,12 +169,5 @@ class Nesterov(torch.optim.Optimizer):
                 momentum = self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
             nesterov_step(parameter, momentum, parameter.grad, self.outer)
 
-    @torch.no_grad()
-    def install(self, parameter: torch.Tensor, value: torch.Tensor, momentum: torch.Tensor | None) -> None:
-        """Set a parameter and, unless it is None, its momentum buffer to values that were computed elsewhere."""
-        parameter.copy_(value)
-        if momentum is not None:
-            self.state[parameter]["momentum_buffer"] = momentum
-
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

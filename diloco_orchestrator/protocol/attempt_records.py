@@ -24,7 +24,7 @@ class Intent(Record):
 
 
 class Handle(Record):
-    """How any process can reach a launched attempt: the executor's own JSON, without secrets."""
+    """The address of a launched attempt for any process: the executor's own JSON, without secrets."""
 
     record: ClassVar[str] = "handle"
     replica_id: int = Field(ge=0)
@@ -59,7 +59,7 @@ class Cancel(Record):
 
 
 class Exit(Record):
-    """How an attempt ended, written by the attempt itself."""
+    """The end of an attempt, written by the attempt itself."""
 
     record: ClassVar[str] = "exit"
     replica_id: int = Field(ge=0)
@@ -71,7 +71,7 @@ class Exit(Record):
 
 
 class Heartbeat(Record):
-    """What a live attempt is doing; overwritten. The attempt counts as alive while `counter` keeps increasing."""
+    """The activity of a live attempt; overwritten. The attempt counts as alive while `counter` keeps increasing."""
 
     record: ClassVar[str] = "heartbeat"
     replica_id: int = Field(ge=0)
@@ -137,7 +137,7 @@ _LONGEST = 400  # characters of a reason
 
 
 def reason_of(ended: Exit) -> str:
-    """Why an attempt ended, in one line: the record's reason, and the error with which its traceback closes."""
+    """Reason of an attempt's end, in one line: the record's reason, and the error with which its traceback closes."""
     lines = [line for line in (ended.error or "").splitlines() if line and not line[0].isspace()]
     cause = re.sub(r"^(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_]\w*(?::|$))", "", lines[-1]) if lines else ""  # without its module
     if not cause or cause == ended.reason:

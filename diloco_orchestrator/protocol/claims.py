@@ -17,7 +17,7 @@ _FRESH_ROUNDS = 2  # a base rebuilt at most so many rounds before the round in d
 
 @dataclass(frozen=True)
 class BaseClaim:
-    """What one manifest claims of the base that its round starts from."""
+    """One manifest's claim of the base that its round starts from."""
 
     replica_id: int
     digest: str
@@ -97,5 +97,5 @@ def is_outvoted(own: BaseClaim, commit: Commit, claims: Iterable[BaseClaim], quo
 
 
 def wrong_bases(commits: Iterable[Commit], replica_id: int) -> int:
-    """How many of these commits answer a replica with "wrong_base"."""
+    """Number of these commits that answer a replica with "wrong_base"."""
     return sum(a.kind == "wrong_base" for commit in commits for a in commit.answers if a.replica_id == replica_id)

@@ -1,4 +1,4 @@
-"""What a commit concludes, derived again: whether it is applied, whether it stops the run, whom the next round awaits.
+"""A commit's conclusion, derived again: whether it is applied, whether it stops the run, whom the next round awaits.
 
 Pure. A commit that says otherwise than the rules of a round is *void*, for everybody: it ends its round, averages
 nobody, stops nothing, and leaves the guard's state as it was. The verdict is derived from manifests, in
@@ -18,7 +18,7 @@ from diloco_orchestrator.protocol.weights import is_said
 
 @dataclass(frozen=True)
 class LegRules:
-    """What fixes the conclusions of a leg's commits beside the commits themselves."""
+    """Facts that fix the conclusions of a leg's commits, beside the commits themselves."""
 
     begin: Begin
     begin_sha256: str
@@ -47,7 +47,7 @@ def first_of_leg(rules: LegRules, position: Position) -> Before:
 
 
 def why_not_concluded(commit: Commit, before: Before, rules: LegRules) -> str:
-    """How a commit contradicts the rules of a round, as far as the commits alone show; empty if it does not.
+    """The contradiction of a commit to the rules of a round, as far as the commits alone show; empty if it does not.
 
     A request to halt is not looked for: whoever can write such a commit can write the request, and a request that
     disappears must not undo a stop.
@@ -58,7 +58,7 @@ def why_not_concluded(commit: Commit, before: Before, rules: LegRules) -> str:
 
 
 def why_answers_differ(commit: Commit, manifests: Mapping[int, Contribution]) -> str:
-    """How answers of a commit differ from the manifests that they name; empty if none does.
+    """The difference of a commit's answers from the manifests that they name; empty if there is none.
 
     `manifests`: by replica id, without those that are of another round, leg or replica.
     """
@@ -79,7 +79,7 @@ def why_answers_differ(commit: Commit, manifests: Mapping[int, Contribution]) ->
 
 
 def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> Commit:
-    """What a void commit means to every reader. `why`: how it contradicts the rules."""
+    """A void commit as every reader takes it. `why`: how it contradicts the rules."""
     position, failed = before.position, _fails_the_run(before)
     return commit.model_copy(
         update={
@@ -110,7 +110,7 @@ def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> C
 
 
 def read_without_weights(commit: Commit, before: Before, why: str) -> Commit:
-    """What a commit means to every reader that is void for its weights alone: `weights.as_read`, as an empty round.
+    """A commit that is void for its weights alone, as every reader takes it: `weights.as_read`, as an empty round.
 
     `why`: how its weights differ from those that follow.
     """
@@ -130,7 +130,7 @@ def _fails_the_run(before: Before) -> bool:
 
 
 def _who_wrote(commit: Commit, before: Before, failed: bool) -> str:
-    """What a void commit's reason says beside how it is void: what to do about those that fail the run."""
+    """The advice in a void commit's reason, about those that fail the run."""
     if not failed:
         return ""
     return (
@@ -165,7 +165,7 @@ def no_commit(round_: int, why: str) -> Commit:
 
 
 def why_unlinked(commit: Commit, before: Before) -> str:
-    """How a commit does not continue the log; empty if it names the record before it."""
+    """The way in which a commit does not continue the log; empty if it names the record before it."""
     found, expected = commit.previous, before.position.sha256
     return "" if found == expected else f"it follows {found[:12]!r}, not {expected[:12]}, the record before it"
 

@@ -55,7 +55,7 @@ def not_finite_words(figures: RoundFigures) -> list[str]:
 
 
 def never_observed(metric: str, observed: Collection[str]) -> str:
-    """What to say of a metric that `attach(in_loop=...)` names and no `observe` reports. `observed`: those reported."""
+    """Warning of a metric that `attach(in_loop=...)` names and no `observe` reports. `observed`: those reported."""
     close = nearest(metric, observed)
     known = f"observed: {', '.join(sorted(observed))}" if observed else "nothing was observed"
     meant = " or ".join(
@@ -69,7 +69,7 @@ def never_observed(metric: str, observed: Collection[str]) -> str:
 
 
 def _disagreeing(manifests: Sequence[Contribution]) -> tuple[Disagreeing, ...]:
-    """Who was left out of the round before, as most of the manifests say that say anything; of equally many the first.
+    """Replicas left out of the round before, as most manifests say that name any; of equally many the first.
 
     Machines compute the same numbers from the same payloads, so that honest manifests are equal here.
     """

@@ -40,7 +40,7 @@ class StartDecision:
 
 
 def decide_start(
-    own: Sha256,
+    own: Sha256 | None,
     began: Mapping[int, Sha256],
     follows: Mapping[int, Sha256],
     offered: Sequence[Sha256],
@@ -52,7 +52,8 @@ def decide_start(
     """The start that a replica follows.
 
     Args:
-        own: what this replica would begin with.
+        own: what this replica would begin with; None if that is not the base that the run's settings name: then every
+            start in `offered` has that base, and one of them is followed, or waited for.
         began: what each replica said so far, this one included.
         follows: what each replica follows for good.
         offered: the starts that are there, the first one first.
@@ -67,6 +68,13 @@ def decide_start(
             return StartDecision(sha256, f"{count} of {replicas} replicas follow it")
     if mine in offered:
         return StartDecision(mine, "an earlier attempt of this replica follows it")
+    if own is None:
+        why = (
+            "its base is the one that first_base names"
+            if offered
+            else "no start has the base that first_base names yet"
+        )
+        return StartDecision(offered[0] if offered else None, why)
     if own in offered:
         return StartDecision(own, "this replica begins with the same values")
     voices = {**began, **follows}

@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 class Role(StrEnum):
-    """Who writes a record."""
+    """The writer of a record."""
 
     LAUNCHER = "launcher"  # who creates a run, begins a leg, or starts a replica by hand
     COORDINATOR = "coordinator"

@@ -1,4 +1,4 @@
-"""What a launcher pins of a run's configuration: it travels in the command of every process that the run starts.
+"""Digests that pin a run's configuration: they travel in the command of every process that the run starts.
 
 A process reads its configuration from the bucket. Who may write there could name another entrypoint or other arguments
 once the launcher has looked; a process refuses what its command does not name.

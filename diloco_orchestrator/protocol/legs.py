@@ -25,7 +25,7 @@ def leg_position(begin: Begin, start_sha256: str) -> Position:
 
 
 def why_no_begin(begin: Begin, leg: int, run_sha256: str) -> str:
-    """Why the record under the key of a leg's begin is not that of the leg, by itself; empty if it may be."""
+    """Reason why the record under the key of a leg's begin is not the leg's, by itself; empty if it may be."""
     if begin.leg != leg:
         return f"it says leg {begin.leg}"
     if leg > 1:

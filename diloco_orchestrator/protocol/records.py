@@ -294,7 +294,7 @@ class Score(Part):
 
 
 class VaultScore(Part):
-    """How the scores of one share of the vault set changed from an earlier base to another. Higher is better."""
+    """The change of one vault share's scores from an earlier base to another. Higher is better."""
 
     share: int = Field(ge=0)
     change: float | None  # sum over items of their score minus that on the earlier base; None: not finite
@@ -401,7 +401,7 @@ class Contribution(Record):
 
 @dataclass(frozen=True)
 class By:
-    """Who wrote a record: an attempt of a replica, or somebody with a name. Records hold it as text, which `str` is."""
+    """The writer of a record: an attempt of a replica, or somebody with a name. Records hold it as text."""
 
     who: tuple[int, int] | None  # replica_id, attempt
     name: str = ""  # of somebody else, such as "coordinator on host"
@@ -472,7 +472,7 @@ class Discounted(Clipped):
 
 
 class RoundFigures(Part):
-    """What readers show of a round beside its answers. `protocol.figures` computes it from the manifests."""
+    """Metrics of a round for readers, beside its answers. `protocol.figures` computes it from the manifests."""
 
     loss: float | None = None  # mean of what was passed to `observe(loss=...)`, over all responses
     reward: float | None = None
@@ -531,7 +531,7 @@ class Commit(Record):
         return {each.replica_id for each in self.quarantined} | {a.replica_id for a in self.answers if a.averaged}
 
     def quarantines(self, replica_id: int) -> str:
-        """Why the per-replica guard leaves a replica's contribution out; empty if it does not."""
+        """Reason why the per-replica guard leaves a replica's contribution out; empty if it does not."""
         return next((each.reason for each in self.quarantined if each.replica_id == replica_id), "")
 
     @property

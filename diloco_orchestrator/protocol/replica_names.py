@@ -21,7 +21,7 @@ def replicas(ids: Iterable[int]) -> str:
 
 
 def grouped(said: Iterable[tuple[int, What]]) -> list[tuple[Sequence[int], What]]:
-    """What is said of several replicas once, with the replicas, in the order in which it was said first."""
+    """Statements about several replicas, each once with its replicas, in the order of their first mention."""
     found: dict[What, list[int]] = {}
     for replica_id, words in said:
         found.setdefault(words, []).append(replica_id)

@@ -43,7 +43,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class View:
-    """What one replica has seen of an open round. Times are in seconds on its own monotonic clock."""
+    """An open round as one replica has seen it. Times are in seconds on its own monotonic clock."""
 
     round: int
     answers: Sequence[Answer]  # verified responses, in replica_id order; `averaged` is not set yet
@@ -63,7 +63,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """What a replica does next in an open round, and why."""
+    """The next act of a replica in an open round, and its reason."""
 
     action: Action
     reason: str
@@ -181,7 +181,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Conclusion:
-    """What follows from a decision to commit: whether the round is applied and whether the run stops."""
+    """The consequence of a decision to commit: whether the round is applied and whether the run stops."""
 
     applied: bool
     outer_step: int  # outer steps in the base after the round

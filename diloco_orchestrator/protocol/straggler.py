@@ -1,4 +1,4 @@
-"""How long a round waits for slower replicas: `StragglerDeadline`, from the train times of the last rounds.
+"""The time that a round waits for slower replicas: `StragglerDeadline`, from the train times of the last rounds.
 
 Pure rules over published train times. When a round ends is decided by `protocol.rounds`.
 """
@@ -19,7 +19,7 @@ _MOST_TIMES = 8.0  # what is usual, as which a report counts that nobody has wai
 
 @dataclass(frozen=True)
 class StragglerDeadline:
-    """How long a round usually takes, and when it ends without those who take longer. Seconds from its opening."""
+    """The usual duration of a round, and when it ends without those who take longer. Seconds from its opening."""
 
     median_s: float
     deadline_s: float

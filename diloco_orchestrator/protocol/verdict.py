@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class VerdictKind(StrEnum):
-    """What a verdict asks for."""
+    """The action that a verdict asks for."""
 
     CONTINUE = "continue"
     QUARANTINE = "quarantine"  # leave the contribution of `Verdict.replica` out; the run goes on

@@ -1,4 +1,4 @@
-"""How much a contribution weighs in the average: whole numbers that everybody derives alike from the commit itself.
+"""The weight of a contribution in the average: whole numbers that everybody derives alike from the commit itself.
 
 Steps, tokens, norm and payload digest of a contribution are in the commit as its manifest declares them; whoever
 verifies the payload checks norm and digests. What norm is too large follows from those of the rounds before, whose
@@ -20,7 +20,7 @@ _MOST_TOKENS = 4  # times the median of tokens per step, of which more are not b
 
 @dataclass(frozen=True)
 class Shares:
-    """What the contributions of a round weigh, by replica id, and which of them weigh less than the policy says."""
+    """The weights of a round's contributions, by replica id, and which of them weigh less than the policy says."""
 
     weights: Mapping[int, int]
     clipped: tuple[Clipped, ...] = ()
@@ -109,7 +109,7 @@ def shares_in(commit: Commit, config: RunConfig) -> Shares:
 
 
 def why_void(commit: Commit, config: RunConfig) -> str:
-    """Why a commit averages nobody although it names somebody; empty if its weights follow from the run's policy."""
+    """Reason why a commit averages nobody though it names somebody; empty if weights follow from the run's policy."""
     derived = shares_in(commit, config).weights
     for answer in commit.answers:
         if answer.averaged and answer.weight != derived[answer.replica_id]:
@@ -121,7 +121,7 @@ def why_void(commit: Commit, config: RunConfig) -> str:
 
 
 def as_read(commit: Commit, config: RunConfig) -> Commit:
-    """What a commit means to every reader: itself, or if it is void, a commit that averages nobody and keeps the base.
+    """A commit as every reader takes it: itself, or if it is void, a commit that averages nobody and keeps the base.
 
     What stops the run, the roster and the guard's state count all the same.
     """
@@ -187,7 +187,7 @@ _RECENT_LEVEL = 4  # rounds of a fragment of which its level is the mean
 
 @dataclass(frozen=True)
 class Limit:
-    """What a contribution's norm may be in a round."""
+    """The limit of a contribution's norm in a round."""
 
     usual: Fraction  # norm as which one that is too large counts
     factor: Fraction  # times `usual` that are allowed

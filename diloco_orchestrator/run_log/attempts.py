@@ -174,7 +174,7 @@ class Authors:
         self._claims[replica_id, attempt] = claim_sha256
 
     def why_not(self, manifest: Contribution) -> str:
-        """Why the attempt that a manifest names has not written it; empty if it may have. Errors: `why_not_each`."""
+        """Reason why a manifest is not of the attempt that it names; empty if it may be. Errors: `why_not_each`."""
         return self.why_not_each([manifest]).get(manifest.replica_id, "")
 
     def why_not_each(self, manifests: Sequence[Contribution]) -> dict[int, str]:

@@ -89,7 +89,7 @@ class Conclusions:
         return entry.voided(read_as_void(commit, before, rules, why), why)
 
     def why_not_concluded(self, entry: CommitEntry, previous: CommitEntry | None) -> str:
-        """How a commit contradicts the one before it, as far as these two show; empty if it does not."""
+        """The contradiction of a commit to the one before it, as far as these two show; empty if it does not."""
         rules, before = self._before(previous)
         return why_unlinked(entry.written, before) or why_not_concluded(entry.written, before, rules)
 

@@ -70,7 +70,7 @@ def note_failure(run_log: RunLog, failure: str) -> None:
 
 
 def failure_seen_here(url: str) -> str:
-    """Why supervision of a run that this user launched here ended; empty if nothing is known."""
+    """Reason why supervision of a run that this user launched here ended; empty if nothing is known."""
     failure = _known(url).get("failure", "")
     return failure if isinstance(failure, str) else ""
 
@@ -86,7 +86,7 @@ def check_launched_here(run_log: RunLog, need: str) -> None:
 
 
 def why_not_launched_here(run_log: RunLog) -> str:
-    """Why the run's configuration is not this user's own word; empty if this user launched the run here as it is now.
+    """Reason why the run's configuration is not this user's own; empty if this user launched the run here as it is now.
 
     That of a leg counts, too: who may write to the bucket could begin one with other arguments for training.
     """
@@ -114,7 +114,7 @@ def head_seen_here(url: str) -> str:
 
 
 def _known_of(run_log: RunLog) -> dict[str, Any]:
-    """What is remembered of the run as it is now; empty if run.json is another than this user launched here."""
+    """Facts remembered of the run as it is now; empty if run.json is another than this user launched here."""
     known = _known(run_log.store.url)
     return known if known.get("run_sha256") == run_log.run_sha256 else {}
 

@@ -69,7 +69,7 @@ class LegRecords:
         self.run: Run = run.record
         self.run_sha256: str = run.sha256
         self.configs = LegConfigs(self.run.config, self.begin)
-        self.starts = Starts(store, self.run.config.replicas, self.run_sha256)
+        self.starts = Starts(store, self.run.config.replicas, self.run_sha256, self.run.config.first_base)
 
     def start(self) -> Entry[Start] | None:
         """The start that most replicas follow; None while none does. It may change until more than half have begun."""
@@ -82,7 +82,7 @@ class LegRecords:
         return self._begun.get(leg)
 
     def why_foreign(self, leg: int) -> str:
-        """Why the object under the key of a leg's begin counts for nothing; empty if it counts, or there is none.
+        """Reason why the object under a leg's begin key counts for nothing; empty if it counts, or there is none.
 
         A leg has begun if the leg before has, and its record can be read, names the last commit of that leg, which
         stopped it, and changes what a leg can change. Raises `RecordTooNew` or `RecordTooOld` for a record of another
@@ -142,7 +142,7 @@ class LegRecords:
         raise NotImplementedError
 
     def launched(self, begin: Begin) -> Launched:
-        """What pins the configuration of a leg, as it is known here."""
+        """The digests that pin the configuration of a leg, as it is known here."""
         return Launched(self.run_sha256, settings_sha256(begin.settings))
 
     def newest_leg(self) -> int:
@@ -220,7 +220,7 @@ class LegRecords:
         return cast(Halt, self._entries[key].record)
 
     def out(self, leg: int) -> dict[int, Out]:
-        """Who is out of a leg, by replica id. One LIST request, and a GET for each that was not read before.
+        """Replicas that are out of a leg, by replica id. One LIST request, and a GET for each that was not read before.
 
         An object that is no such record counts for nothing, and is named in the log.
         """
@@ -252,7 +252,7 @@ class LegRecords:
         return None
 
     def recorded_result(self, leg: int) -> Result | None:
-        """What result.json of a leg says, or None if there is none. Nobody obeys it: `RunLog.result` derives it."""
+        """Contents of a leg's result.json, or None if there is none. Nobody obeys it: `RunLog.result` derives it."""
         found = self._read(Result, keys.result(leg))
         return None if found is None else found.record
 
@@ -287,7 +287,7 @@ _UNREADABLE = "cannot be read"  # in the reasons of commits: the same for every 
 
 
 def _unreadable(leg: int) -> Halt:
-    """What a request to halt that cannot be read counts as."""
+    """The request that counts in place of one that cannot be read."""
     return Halt(write_id="", at=0.0, leg=leg, by="unknown", reason=f"{keys.halt(leg)} {_UNREADABLE}")
 
 

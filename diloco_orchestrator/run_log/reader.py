@@ -24,7 +24,7 @@ def read_record(store: Store, key: str) -> bytes:
 
 
 def read_optional(store: Store, key: str) -> bytes | None:
-    """What `read_record` returns, or None if the object does not exist. Raises the store's other errors."""
+    """The result of `read_record`, or None if the object does not exist. Raises the store's other errors."""
     try:
         return read_record(store, key)
     except ObjectMissing:

@@ -101,7 +101,7 @@ class RunLog(LegRecords):
             yield entry
 
     def settled(self, position: Position) -> Iterator[CommitEntry]:
-        """What `after` yields, each entry once those after it are read that may show that it is void.
+        """The entries of `after`, each once those after it are read that may show that it is void.
 
         The newest ones are yielded as they are. A leg has at most `MAX_EMPTY_ROUNDS` void ones in a row.
         """
@@ -311,7 +311,7 @@ class RunLog(LegRecords):
     # -- the end of a leg ----------------------------------------------------------------------------------------
 
     def result(self, leg: int) -> Result | None:
-        """How a leg ended, as its last commit says; None while result.json is missing, or if the leg goes on.
+        """The end of a leg, as its last commit says; None while result.json is missing, or if the leg goes on.
 
         A result.json alone says nothing. Where leg 1 has no commit, a coordinator has stopped it before any replica
         brought a model if there is a result.json and a request to halt: every replica may create the former, and none

@@ -4,12 +4,12 @@ Which start counts is decided in `protocol.first_base`. What cannot be read is n
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.digests import Sha256, sha256_hex
+from diloco_orchestrator.protocol.digests import BulkDigest, Sha256, sha256_hex
 from diloco_orchestrator.protocol.first_base import chosen_start
 from diloco_orchestrator.protocol.record_format import Record
 from diloco_orchestrator.protocol.records import Began, Follows, Start
@@ -21,12 +21,16 @@ R = TypeVar("R", bound=Record)
 
 
 class Starts:
-    """The starts of the run whose run.json has the sha256 `run_sha256`."""
+    """The starts of the run whose run.json has the sha256 `run_sha256`.
 
-    def __init__(self, store: Store, replicas: int, run_sha256: Sha256) -> None:
+    With a `first_base` only starts with that base digest count, and only what replicas say about these.
+    """
+
+    def __init__(self, store: Store, replicas: int, run_sha256: Sha256, first_base: BulkDigest | None = None) -> None:
         self._store = store
         self._replicas = replicas
         self._run_sha256 = run_sha256
+        self._first_base = first_base
         self._seen: set[str] = set()  # keys that were read, of whatever was there
         self._starts: dict[str, Entry[Start]] = {}  # by key
         self._began: dict[int, Began] = {}  # of each replica's newest attempt
@@ -95,13 +99,13 @@ class Starts:
 
     @property
     def began(self) -> dict[int, Sha256]:
-        """What the newest attempt of each replica would begin with, by replica id."""
-        return {replica_id: each.start_sha256 for replica_id, each in self._began.items()}
+        """The start that the newest attempt of each replica would begin with, by replica id."""
+        return self._that_count(self._began)
 
     @property
     def follows(self) -> dict[int, Sha256]:
         """The start that each replica follows, by replica id."""
-        return {replica_id: each.start_sha256 for replica_id, each in self._follows.items()}
+        return self._that_count(self._follows)
 
     @property
     def offered(self) -> list[Entry[Start]]:
@@ -140,10 +144,18 @@ class Starts:
         named = {each.key for each in self._began.values()} | {each.key for each in self._follows.values()}
         self._read_starts([keys.START, *filter(keys.is_start, sorted(named & there))])
 
+    def _that_count(self, said: Mapping[int, Began | Follows]) -> dict[int, Sha256]:
+        """The start that each replica names, by replica id; with a `first_base` only starts that are there."""
+        there = {each.sha256 for each in self._starts.values()}
+        named = {replica_id: each.start_sha256 for replica_id, each in said.items()}
+        return {i: sha256 for i, sha256 in named.items() if self._first_base is None or sha256 in there}
+
     def _read_starts(self, wanted: Iterable[str]) -> None:
         for key in wanted:
             found = self._read(Start, key)
-            if found is not None and found.record.run_sha256 == self._run_sha256:
+            if found is None or found.record.run_sha256 != self._run_sha256:
+                continue
+            if self._first_base in (None, found.record.base_digest):
                 self._starts[key] = found
 
     def _read(self, kind: type[R], key: str) -> Entry[R] | None:

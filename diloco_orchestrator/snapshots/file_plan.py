@@ -47,7 +47,7 @@ class Naming:
 
     @property
     def adapter(self) -> dict[str, str] | None:
-        """What start.json says of it."""
+        """The names that start.json gives it."""
         return dict(self.stored if self.is_adapter else self.for_readers) or None
 
     @property

@@ -1,4 +1,4 @@
-"""What all snapshots of a run have in common: frozen tensors, first buffers, and the files without tensors.
+"""The common part of all snapshots of a run: frozen tensors, first buffers, and the files without tensors.
 
 They are in snapshot 0, and `start.json` names their digests, so that none of them can be replaced later. A run that
 began before records had those digests is read as its snapshot 0 says.
@@ -27,7 +27,7 @@ def first_snapshot(run_log: RunLog) -> StoredSnapshot:
 
 
 def files_of_run(run_log: RunLog) -> ModelFiles:
-    """What a snapshot of any base of the run has beside the base. Errors as of `first_snapshot`."""
+    """Files of a snapshot of any base of the run, beside the base. Errors as of `first_snapshot`."""
     return first_snapshot(run_log).model_files(_start(run_log), side_files_of_run(run_log))
 
 
@@ -52,7 +52,7 @@ def side_files_of_run(run_log: RunLog) -> dict[str, bytes]:
 
 
 def why_no_file(name: str, start: Start) -> str:
-    """Why no snapshot of a run has a file of this name; empty if it may have one."""
+    """Reason why no snapshot of a run has a file of this name; empty if it may have one."""
     if is_side_file(name):
         known = start.first_files is None or name in start.first_files
         return "" if known else f"{keys.START} names no such file"
@@ -62,7 +62,7 @@ def why_no_file(name: str, start: Start) -> str:
 
 
 def _copies(run_log: RunLog, name: str, info: FileInfo) -> Iterator[bytes]:
-    """What lies under a file's name in each complete snapshot, the first snapshot first, each of at most its size."""
+    """The bytes under a file's name in each complete snapshot, the first snapshot first, each of at most its size."""
     for round_, take in _takes(run_log):
         with suppress(ObjectMissing):
             yield run_log.store.get(keys.snapshot(round_, name, take), 0, info.size + 1)

@@ -291,7 +291,7 @@ def create_snapshot_record(store: Store, ours: Snapshot, take: str) -> bool:
 
 
 def info_of(data: bytes) -> FileInfo:
-    """What `snapshot.json` says of a file."""
+    """The entry of `snapshot.json` for a file."""
     return FileInfo(digest=bulk_digest(data), size=len(data))
 
 

@@ -62,11 +62,6 @@ class Untrained:
         self.buffers = LiveBuffers(model, sorted(buffers - self.tied.keys()))
         self._described: FrozenTensors | None = None
 
-    @property
-    def names(self) -> list[str]:
-        """The names of frozen tensors and buffers."""
-        return [*self.frozen, *self.buffers.first]
-
     def describe_frozen(self, background: Background | None = None) -> FrozenTensors | None:
         """Digest, number and bytes of the frozen tensors, hashed at the first call; None if there are none.
 

@@ -78,12 +78,31 @@ def rebuild(
     `RecordInvalid` if no snapshot is left to start from, `PayloadGone` for a payload that was deleted, `PayloadCorrupt`
     for one that is damaged.
     """
-    return _rebuild(run_log, begin, until, below, first)
+
+    def rebuilt(way: _Way) -> Tip:
+        start, reader = _start(run_log), ContributionReader(run_log.store)
+        in_memory = first is not None and not way.round and first.digest == start.base_digest
+        base = first.base if first is not None and in_memory else _stored(run_log, way).base(start)
+        position, last = _position_at(run_log, way)
+        tip = Tip(base, way.round, way.round, position, last)
+        for entry in _commits(run_log, way):
+            if entry.commit.applied:
+                named, config = _named(run_log, entry, reader), run_log.configs.of(entry.commit.leg)
+                take_step(run_log, base, entry.commit.fragment, named, config, reader)
+                log.info("rebuilt round %d", entry.commit.round)
+                tip = replace(tip, base_round=entry.commit.round)
+            tip = replace(tip, position=entry.position, last=entry)
+        leg = way.legs[-1][0]
+        if len(way.legs) > 1 and (tip.last is None or tip.last.commit.leg != leg.leg):
+            tip = replace(tip, position=run_log.leg_position(leg), last=None)  # the leg has no commit yet
+        return tip
+
+    return _by_first_way(run_log, begin, until, below, rebuilt)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How a rebuilt base compares to one that is in memory, of which only the shards that differ are kept."""
+    """The comparison of a rebuilt base with one that is in memory, of which only the shards that differ are kept."""
 
     digest: str  # of the rebuilt base
     snapshot_round: int  # the snapshot that it was rebuilt from
@@ -105,7 +124,7 @@ def rebuild_beside(
     """
     if not _start(run_log).adapters:
         return _by_first_way(run_log, begin, until, below, partial(_compared_along, run_log, base))
-    tip, differing = _rebuild(run_log, begin, until, below), {}
+    tip, differing = rebuild(run_log, begin, until, below), {}
     for fragment in range(len(tip.base.fragments)) if base is not None else ():
         for index, shard in enumerate(tip.base.shards(fragment)):
             if base is not None and not shard.equals(base.shards(fragment)[index]):
@@ -144,7 +163,7 @@ def rebuild_base(run_log: RunLog, round_: int) -> Tip:
         raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model: there is no base to rebuild.")
     begin = leg_of_base(run_log.begins(), round_)
     assert begin is not None, "the caller has checked that the round has a base"
-    return _rebuild(run_log, begin, round_)
+    return rebuild(run_log, begin, round_)
 
 
 def digest_of_base(run_log: RunLog, round_: int) -> str:
@@ -163,7 +182,7 @@ def rebuild_scored(run_log: RunLog, model: int) -> Base:
     begin = leg_of_base(begins, round_)
     if begin is None:
         raise RecordInvalid(f"the base of round {round_} of {run_log.store.url} is no ancestor of the newest one.")
-    return _rebuild(run_log, begin, round_).base
+    return rebuild(run_log, begin, round_).base
 
 
 def write_rebuilt_snapshot(run_log: RunLog, round_: int, stamp: Stamp, by: int | None = None) -> str:
@@ -198,25 +217,10 @@ class _Way:
     legs: tuple[tuple[Begin, int | None], ...]  # each with the round up to which its commits are repeated; None: all
 
 
-def _rebuild(
-    run_log: RunLog, begin: Begin, until: int | None, below: int | None = None, first: FirstBase | None = None
-) -> Tip:
-    def rebuilt(way: _Way) -> Tip:
-        tip, reader = _at_snapshot(run_log, way, first), ContributionReader(run_log.store)
-        for index, (leg, last) in enumerate(way.legs):
-            if index:
-                tip = replace(tip, position=run_log.leg_position(leg), last=None)
-            for entry in _entries(run_log, tip.position, last):
-                tip = _advance(run_log, tip, entry, reader)
-        return tip
-
-    return _by_first_way(run_log, begin, until, below, rebuilt)
-
-
 def _by_first_way(
     run_log: RunLog, begin: Begin, until: int | None, below: int | None, rebuilt: Callable[[_Way], T]
 ) -> T:
-    """What `rebuilt` returns for the first way along which everything can be read. The first error decides if none."""
+    """The result of `rebuilt` for the first way along which everything can be read. The first error decides if none."""
     failure: PayloadCorrupt | RecordInvalid | ObjectMissing | None = None
     for way in _ways(run_log, begin, until, below):
         try:
@@ -240,14 +244,6 @@ def _ways(run_log: RunLog, begin: Begin, until: int | None, below: int | None) -
             yield replace(way, legs=(*way.legs, (begin, until)))
 
 
-def _entries(run_log: RunLog, position: Position, until: int | None) -> Iterator[CommitEntry]:
-    """The commits after a position, up to round `until` or to the newest."""
-    for entry in run_log.after(position, derive_verdicts=True):
-        if until is not None and entry.commit.round > until:
-            return
-        yield entry
-
-
 def _candidates(run_log: RunLog, begin: Begin, until: int | None, below: int | None) -> Iterator[tuple[int, str]]:
     """(round, take) of the confirmed snapshots on the way of a leg, newest first.
 
@@ -263,14 +259,14 @@ def _candidates(run_log: RunLog, begin: Begin, until: int | None, below: int | N
         yield from ((round_, take) for take in snapshots.takes_of(round_))
 
 
-def _at_snapshot(run_log: RunLog, way: _Way, first: FirstBase | None = None) -> Tip:
-    """The tip at the snapshot of a way. Raises `RecordInvalid` if its files are not those of its record."""
-    start = _start(run_log)
-    if first is not None and not way.round and first.digest == start.base_digest:
-        base = first.base
-    else:
-        base = _stored(run_log, way).base(start)
-    return Tip(base, way.round, way.round, *_position_at(run_log, way))
+def _commits(run_log: RunLog, way: _Way) -> Iterator[CommitEntry]:
+    """The commits after the snapshot of a way, in order."""
+    for number, (leg, until) in enumerate(way.legs):
+        position = run_log.leg_position(leg) if number else _position_at(run_log, way)[0]
+        for entry in run_log.after(position, derive_verdicts=True):
+            if until is not None and entry.commit.round > until:
+                break
+            yield entry
 
 
 def _stored(run_log: RunLog, way: _Way) -> StoredSnapshot:
@@ -288,17 +284,6 @@ def _position_at(run_log: RunLog, way: _Way) -> tuple[Position, CommitEntry | No
     return entry.position, entry
 
 
-def _advance(run_log: RunLog, tip: Tip, entry: CommitEntry, reader: ContributionReader) -> Tip:
-    """The tip after one more commit."""
-    commit = entry.commit
-    if not commit.applied:
-        return replace(tip, position=entry.position, last=entry)
-    named = _named(run_log, entry, reader)
-    take_step(run_log, tip.base, commit.fragment, named, run_log.configs.of(commit.leg), reader)
-    log.info("rebuilt round %d", commit.round)
-    return Tip(tip.base, commit.round, tip.snapshot_round, entry.position, entry)
-
-
 def _named(run_log: RunLog, entry: CommitEntry, reader: ContributionReader) -> list[tuple[Contribution, int]]:
     """(manifest, weight) of what a commit averages."""
     read, commit = run_log.conclusions.manifests(entry), entry.commit
@@ -307,12 +292,12 @@ def _named(run_log: RunLog, entry: CommitEntry, reader: ContributionReader) -> l
 
 def _compared_along(run_log: RunLog, base: Base | None, way: _Way) -> Comparison:
     """The base at the end of a way. Raises `RecordInvalid` if the snapshot holds another base than it names."""
-    reader, position, steps = ContributionReader(run_log.store), _position_at(run_log, way)[0], list[_Step]()
-    for number, (leg, last) in enumerate(way.legs):
-        for entry in _entries(run_log, run_log.leg_position(leg) if number else position, last):
-            if (commit := entry.commit).applied:
-                named = _named(run_log, entry, reader)
-                steps.append(_Step(commit.fragment, named, run_log.configs.of(commit.leg)))
+    reader = ContributionReader(run_log.store)
+    steps = [
+        _Step(entry.commit.fragment, _named(run_log, entry, reader), run_log.configs.of(entry.commit.leg))
+        for entry in _commits(run_log, way)
+        if entry.commit.applied
+    ]
     shards = StoredShards(run_log.store, _stored(run_log, way), _start(run_log))
     layout, stored, stepped, differing = shards.layout, list[str](), list[str](), dict[tuple[int, int], BaseShard]()
     for fragment in range(len(layout.fragments)):

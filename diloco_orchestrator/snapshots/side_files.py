@@ -65,7 +65,7 @@ def side_files(
 
 
 def readme(class_name: str, adapter: AdapterFolder | None, tied: Mapping[str, str]) -> str:
-    """How to load a snapshot of a model that `AutoModel.from_pretrained` does not know."""
+    """Instructions to load a snapshot of a model that `AutoModel.from_pretrained` does not know."""
     if adapter is not None and adapter.naming.is_adapter:
         return adapter_readme(adapter.base_name)
     strict, words = "", "" if adapter is None else _RESIDUALS
@@ -77,6 +77,6 @@ def readme(class_name: str, adapter: AdapterFolder | None, tied: Mapping[str, st
 
 
 def adapter_readme(base_name: str) -> str:
-    """How to load an adapter folder. `base_name`: of its base; empty for one without a name."""
+    """Instructions to load an adapter folder. `base_name`: of its base; empty for one without a name."""
     base = f"`{base_name}`" if base_name else "a model without a name: keep it where you find it"
     return f"An adapter of PEFT. Its base: {base}. In this folder:\n\n```python\n{_LOAD_ADAPTER}```\n"

@@ -105,7 +105,7 @@ class StoredSnapshot:
         return group_files(naming.group, self.record.files, self._where)
 
     def specs(self, name: str) -> dict[str, TensorSpec]:
-        """What tensors a file holds."""
+        """The tensors that a file holds."""
         if self._model_file is not None and self._model_file[0] == name:
             return {each: TensorSpec.of(tensor) for each, tensor in self._model_file[1].items()}
         key = keys.snapshot(self.round, name, self.take)

@@ -205,7 +205,7 @@ class Overlaid:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of its tensors, in the order in which it holds them."""
+    """A file's header: its tensors, in the order in which it holds them."""
 
     specs: dict[str, TensorSpec]
     metadata: dict[str, str]

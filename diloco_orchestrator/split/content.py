@@ -1,4 +1,4 @@
-"""What makes two items the same item: their canonical content and its hash, and the Merkle root of a set of hashes.
+"""Identity of items: their canonical content and its hash, and the Merkle root of a set of hashes.
 
 Held-out and training items are compared by these hashes, so that an item that was only reformatted is found. How
 held-out items are dealt over replicas is `guard.shares`', which keeps items apart that differ in white space.
@@ -27,7 +27,7 @@ def item_hash(item: Any) -> ItemHash:
 
 
 def kind_of(item: Any) -> str:
-    """What the item is: "text", "bytes", "array" or "json". Only items of one kind can be equal."""
+    """The kind of the item: "text", "bytes", "array" or "json". Only items of one kind can be equal."""
     if isinstance(item, str):
         return "text"
     if isinstance(item, bytes | bytearray | memoryview):

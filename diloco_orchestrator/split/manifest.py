@@ -122,7 +122,7 @@ class HeldoutManifest(_Part):
         return {bytes.fromhex(each.hash): each.id for each in (*self.excluded, *self.items)}
 
     def content_of(self, record: Any) -> Any:
-        """What is compared of a record: its text field, or the record itself where it has none."""
+        """The compared part of a record: its text field, or the record itself where it has none."""
         field = self.settings.text_field
         return record[field] if field is not None and isinstance(record, Mapping) and field in record else record
 

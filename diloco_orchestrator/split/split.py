@@ -134,7 +134,7 @@ class HeldoutSplit:
     # -- what is too close ---------------------------------------------------------------------------------------
 
     def _near(self, items: Sequence[SplitItem], chosen: Sequence[bool], why: Mapping[str, str]) -> dict[str, str]:
-        """Why training texts are excluded: each is near a held-out one."""
+        """Reasons why training texts are excluded: each is near a held-out one."""
         if self.near_duplicates is None:
             return {}
         search = NearDuplicates(self.near_duplicates)

@@ -31,7 +31,7 @@ _RENEW = " Every try reads the credentials again: renew them where they come fro
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long a fault that may pass is retried. Each pause is uniform from 0 to a bound that doubles every time."""
+    """Duration of retries of a fault that may pass. Each pause is uniform from 0 to a bound that doubles every time."""
 
     first_pause_s: float = 0.2  # about one round trip to a far bucket
     longest_pause_s: float = 10.0  # throttling asks for seconds, not minutes

@@ -17,7 +17,7 @@ _PAUSES_S = tuple(600.0 * 0.5**halvings for halvings in range(10))
 
 
 def pause_s(credentials: Any) -> float:
-    """How long botocore's credentials may be used without asking for newer ones; 0 at the end of their life."""
+    """Seconds until botocore's credentials are to be renewed; 0 at the end of their life."""
     refresh_needed: Callable[[float], bool] | None = getattr(credentials, "refresh_needed", None)
     if refresh_needed is None:  # static ones, without an end that this machine knows
         return _PAUSES_S[0]

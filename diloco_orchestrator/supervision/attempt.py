@@ -167,7 +167,7 @@ def is_conclusive(code: int) -> bool:
 
 
 def outcome_of(code: int | None, status: ReplicaStatus | None) -> Outcome:
-    """How an attempt ended. A conclusive exit code decides; otherwise the provider's status does.
+    """The outcome of an attempt. A conclusive exit code decides; otherwise the provider's status does.
 
     The provider may know why the process failed: a preempted node breaks the training code before the replica notices.
     `code` is None without exit record, `status` None if the provider reported nothing.

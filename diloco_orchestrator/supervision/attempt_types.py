@@ -13,7 +13,7 @@ from diloco_orchestrator.executors.contract import ReplicaHandle, ReplicaStatus
 
 
 class Outcome(StrEnum):
-    """How an attempt ended. Each outcome but SUPERSEDED has a budget of its own."""
+    """The outcome of an attempt. Each outcome but SUPERSEDED has a budget of its own."""
 
     DONE = "done"
     PREEMPTED = "preempted"
@@ -41,7 +41,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why the provider has not launched an attempt: since when, its newest error, and after how many calls.
+    """The provider's refusals to launch an attempt: since when, its newest error, and after how many calls.
 
     `denied`: it rejects our credentials; False: it is down or overloaded.
     """

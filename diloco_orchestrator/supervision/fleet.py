@@ -94,7 +94,7 @@ class Fleet:
 
     @property
     def views(self) -> Sequence[ReplicaView]:
-        """What is known of each replica, in the order of their ids."""
+        """Views of the replicas, in the order of their ids."""
         return tuple(self._views.values())
 
     def alive(self) -> list[int]:

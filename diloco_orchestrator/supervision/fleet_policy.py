@@ -35,7 +35,7 @@ _NO_CAPACITY_PAUSE_S = 10.0  # the first one; providers find machines within min
 
 @dataclass(frozen=True)
 class FleetView:
-    """What the coordinator knows of the replicas and of the leg's end."""
+    """The coordinator's view of the replicas and of the leg's end."""
 
     replicas: Sequence[ReplicaView]
     stopped_at: float | None  # when the coordinator saw the stop; None while the leg goes on
@@ -102,7 +102,7 @@ def decide(view: FleetView, now: float, policy: AttemptPolicy, retry: RetryConfi
 
 
 def _lost_words(lost: Mapping[int, str]) -> str:
-    """Why replicas are lost, by replica id, what is true of several once."""
+    """Reasons why replicas are lost, by replica id, each said once."""
     return "; ".join(
         f"{replicas(ids)}{':' if len(ids) > 1 else ''} {why}" for ids, why in grouped(sorted(lost.items()))
     )
@@ -198,7 +198,7 @@ def silence_s(state: State, now: float, policy: AttemptPolicy) -> float:
 
 @dataclass(frozen=True)
 class _Budget:
-    """How often an outcome is followed by a relaunch, and after what pause."""
+    """The number of relaunches that an outcome is followed by, and their pauses."""
 
     relaunches: int
     words: str

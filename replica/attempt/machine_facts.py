@@ -1,4 +1,4 @@
-"""What a replica's claim says of its machine, so that another process can judge whether it computes the same bits."""
+"""Facts of a replica's machine in its claim, so that another process can judge whether it computes the same bits."""
 
 import platform
 from collections.abc import Mapping

@@ -73,7 +73,7 @@ def train_as_replica(
 
 
 class ReplicaCallback(TrainerCallback):
-    """What `train_as_replica` adds to a trainer, for people who call `trainer.train()` themselves.
+    """The callback that `train_as_replica` adds to a trainer, for people who call `trainer.train()` themselves.
 
     The arguments are those of `train_as_replica`. `close` ends the session if `train` has raised.
     """

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True)
 class RerunResult:
-    """How the segment that was trained again compares with the one in the bucket.
+    """The comparison of the segment that was trained again with the one in the bucket.
 
     A distance is the norm of the difference, divided by the norm of what the bucket has.
     """

@@ -71,7 +71,7 @@ _ENDINGS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], int
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt ended: exit code, reason, and the traceback of a failure."""
+    """The end of an attempt: exit code, reason, and the traceback of a failure."""
 
     code: int
     reason: str
@@ -205,7 +205,7 @@ def train(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Ending:
 
 
 def _caught(call: Callable[[], Ending | None]) -> Ending | None:
-    """What `call` returns; the `Ending` for what it raises."""
+    """The result of `call`; the `Ending` for an error that it raises."""
     try:
         return call()
     except BaseException as error:  # whatever ends the process is its ending

@@ -65,7 +65,7 @@ def compare(
 
 
 def _facts(recorded: Contribution, found: Contribution) -> Mapping[str, tuple[Any, Any]]:
-    """What the recorded and the repeated manifest say of each fact in `EXACT` and `SAME_CLASS`, by its name."""
+    """Values in the recorded and the repeated manifest of each fact in `EXACT` and `SAME_CLASS`, by its name."""
 
     def of(manifest: Contribution) -> dict[str, Any]:
         progress = manifest.progress

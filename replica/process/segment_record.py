@@ -38,7 +38,7 @@ class SegmentRecord:
         return None
 
     def steps_in_round(self) -> int:
-        """How many of the segment's steps its author took after its round had opened.
+        """Number of the segment's steps that its author took after its round had opened.
 
         With a delay the first of them were taken behind the contribution before, while that round was closed.
         """
@@ -47,7 +47,7 @@ class SegmentRecord:
         return self.manifest.own_steps - (self.delay if behind else 0)
 
     def why_not(self) -> str:
-        """Why the segment does not follow from the record; empty if it does."""
+        """Reason why the segment does not follow from the record; empty if it does."""
         if self.steps_in_round() <= 0:
             return (
                 "its author was cut before its first step of the round, and published what its fragments held from "

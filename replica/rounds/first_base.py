@@ -61,8 +61,8 @@ def agree_on_first_base(
     Safe to race and to repeat: a process that dies at any line leaves what the next one completes. Replicas that
     start at the same time with the same values upload at most one file each in vain. One whose values differ from every
     start that is there waits until more than half of the replicas agree or all have said what they begin with, at most
-    for `timing.startup_timeout_s`. Raises `ModelMismatch` if the run's start is of another model, `Preempted` if a
-    preemption notice comes meanwhile.
+    for `timing.startup_timeout_s`. Raises `ModelMismatch` if the run's start is of another model, or no replica begins
+    with the base that `first_base` names, `Preempted` if a preemption notice comes meanwhile.
     """
     starts = attempt.log.starts
     found = starts.chosen()
@@ -101,9 +101,11 @@ class _Agreement:
         since = attempt.clock.now()
         while True:
             self._starts.refresh()
-            decision = self._decide(attempt.clock.now() - since >= attempt.config.timing.startup_timeout_s)
+            waited = attempt.clock.now() - since >= attempt.config.timing.startup_timeout_s
+            decision = self._decide(waited)
             self._say(decision)
             if decision.sha256 is None:
+                self._check_first_base(waited)
                 self._pause()
             elif decision.sha256 != self._own:
                 if (begun := self._follow_other(decision.sha256)) is not None:
@@ -121,14 +123,32 @@ class _Agreement:
 
     def _decide(self, waited: bool) -> StartDecision:
         starts = self._starts
+        is_wrong = self._attempt.config.first_base not in (None, self._start.base_digest)
         said = {**starts.began, self._attempt.replica_id: self._own}
         offered = [each.sha256 for each in starts.offered if each.sha256 not in self._useless]
         mine = starts.follows.get(self._attempt.replica_id)
         is_alone = self._own in offered or not offered  # then nobody is waited for
         launched = () if is_alone else AttemptRecords(self._attempt.store).all_numbers()
         return decide_start(
-            self._own, said, starts.follows, offered, self._attempt.config.replicas, launched, mine, waited
+            None if is_wrong else self._own,
+            said,
+            starts.follows,
+            offered,
+            self._attempt.config.replicas,
+            launched,
+            mine,
+            waited,
         )
+
+    def _check_first_base(self, waited: bool) -> None:
+        """Raises `ModelMismatch` if this replica may not write its own start and has waited long enough for another."""
+        attempt, named = self._attempt, self._attempt.config.first_base
+        if waited and named not in (None, self._start.base_digest):
+            raise ModelMismatch(
+                f"replica {attempt.replica_id} begins with base {self._start.base_digest}, the run's first_base names "
+                f"{named}, and no replica has begun with that one. Compare model, seed, fragments and outer settings "
+                "with the run that the digest is from, and the versions of torch; or launch a run without first_base."
+            )
 
     def _say(self, decision: StartDecision) -> None:
         """Log a decision about a start of somebody else, once."""

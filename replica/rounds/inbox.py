@@ -54,7 +54,7 @@ class ExpectedContribution:
 
     @property
     def shards_at_once(self) -> int:
-        """How many payload shards may be fetched and verified at once, so that they need no more than 256 MiB.
+        """Number of payload shards that may be fetched and verified at once, so that they need no more than 256 MiB.
 
         Verified bytes are in the cache, which takes memory of its own.
         """
@@ -137,7 +137,7 @@ class RoundInbox:
         return {sha256: manifest for sha256, manifest in found if manifest is not None}
 
     def claims(self) -> list[BaseClaim]:
-        """What the readable manifests claim of the base, in replica_id order; an announcement claims nothing."""
+        """Base claims of the readable manifests, in replica_id order; an announcement claims nothing."""
         return [BaseClaim.of(manifest) for manifest in self.manifests() if manifest.base_digest]
 
     def averaged_by(self, commit: Commit, expected: ExpectedContribution) -> list[tuple[Contribution, int]]:
@@ -203,7 +203,7 @@ class RoundInbox:
         return manifest.kind, ""
 
     def _damaged(self, manifests: Sequence[Contribution], expected: ExpectedContribution) -> dict[int, str]:
-        """What is wrong with payloads whose dealt shards are not what their manifests promise, by replica id.
+        """Faults of payloads whose dealt shards are not what their manifests promise, by replica id.
 
         Verified bytes are put in the cache.
         """
@@ -239,7 +239,7 @@ class RoundInbox:
 
 
 def _breaks_its_promise(manifest: Contribution, expected: ExpectedContribution) -> str:
-    """Why a manifest's payload cannot be averaged, as it is described; empty if it has the fragment, codec and lengths
+    """Reason why a manifest's payload cannot be averaged, as described; empty if it has the fragment, codec and lengths
     of the round and a norm for each shard."""
     payload = manifest.payload
     try:

@@ -91,7 +91,7 @@ class Rounds(Protocol):
 
 
 class RunRounds(Rounds, Protocol):
-    """What a session of a run needs beyond: rounds that go on without it, restarts, scores, snapshots and the end.
+    """The further needs of a run's session: rounds that go on without it, restarts, scores, snapshots and the end.
 
     Nothing here but `publish_scores`, `announce`, `write_snapshot_if_due` and `finish_leg` writes to the bucket, and
     each of these is safe to repeat: what exists already stays.

@@ -133,7 +133,7 @@ class Participant:
     # -- a round -------------------------------------------------------------------------------------------------
 
     def publish(self, form: Callable[[], Vector], fields: ContributionFields, *, in_background: bool = False) -> None:
-        """As of `Rounds`. The model's buffers are published too, as they are now."""
+        """The promise of `Rounds`. The model's buffers are published too, as they are now."""
         fields = replace(fields, buffers=self.buffers.changed())
         if in_background:
             self._begin(lambda: self._contributor.contribute_delta(form(), fields))
@@ -141,13 +141,13 @@ class Participant:
             self._contributor.contribute_delta(form(), fields)
 
     def close_beside_training(self, then: Callable[[], None] = lambda: None, *, keep_average: bool = False) -> None:
-        """As of `Rounds`. Raises the error of publishing, of `close`, or of `then`."""
+        """The promise of `Rounds`. Raises the error of publishing, of `close`, or of `then`."""
         flight = self._in_flight or self._begin(lambda: None)
         flight.transfer.raise_error()
         flight.transfer.close(lambda: self._close(then, keep_average))
 
     def await_published(self) -> None:
-        """As of `RunRounds`."""
+        """The promise of `RunRounds`."""
         if self._in_flight is not None:
             self._in_flight.transfer.wait_published()
 

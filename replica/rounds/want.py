@@ -51,7 +51,7 @@ class PayloadRequests:
         return self.until_readable(lambda: rebuild_beside(run_log, begin, until, base=base), until)
 
     def until_readable(self, call: Callable[[], T], until: int | None = None) -> T:
-        """What `call` returns, repeated while it raises `PayloadCorrupt` for a payload in the bucket.
+        """The result of `call`, repeated while it raises `PayloadCorrupt` for a payload in the bucket.
 
         The payload is asked for. `call` is repeated whenever there is a new take of it, or a confirmed snapshot of its
         round or a later one. `until`: the last round whose snapshot is of use to `call`; `PayloadGone` is raised once

@@ -32,7 +32,7 @@ _LAST_LINES = 15  # of the output of a server that died
 
 @dataclass(frozen=True)
 class Seen:
-    """What a process left: its end, its notes, and of a run the log as far as it was written then."""
+    """Traces of a process: its end, its notes, and of a run the log as far as it was written then."""
 
     notes: Notes
     code: int | None = None  # exit code; None for a process that was killed
@@ -55,7 +55,7 @@ class Seen:
         return self.code is None and not self.late
 
     def words(self) -> str:
-        """How it ended, for people."""
+        """The end of the process, for people."""
         if self.late:
             return "took longer than the limit and was killed"
         return self.error or self.reason or ("was killed" if self.code is None else f"ended with exit code {self.code}")

@@ -20,7 +20,7 @@ _NOT_REPEATABLE = "training is not repeatable"
 
 @dataclass(frozen=True)
 class Checked:
-    """What the processes left, by name; a process that was not needed is missing."""
+    """Traces of the processes, by name; a process that was not needed is missing."""
 
     rounds: int
     sync_every: int
@@ -172,7 +172,7 @@ def plain(checked: Checked) -> Finding:
 
 
 def kept(checked: Checked) -> Finding:
-    """What a round's end writes into the parameters is what the next inner step starts from."""
+    """The parameters that a round's end writes are those that the next inner step starts from."""
     name, straight, disturbed = "kept", checked.seen["plain"], checked.seen["disturbed"]
     if not checked.repeatable:
         return absent(name, _NOT_REPEATABLE)

@@ -36,7 +36,7 @@ class NeverStepped(RuntimeError):
 
 @dataclass(frozen=True)
 class Watch:
-    """What to do to a training function beside watching it."""
+    """Interventions in a training function beside watching it."""
 
     folder: str  # for notes and tensors
     plain: bool = False  # without a run
@@ -48,7 +48,7 @@ class Watch:
 
 @dataclass
 class Notes:
-    """What a watched training function did."""
+    """Notes of a watched training function about itself."""
 
     attached: bool = False
     scores: bool = False  # it has a held-out set

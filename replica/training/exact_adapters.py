@@ -91,7 +91,7 @@ class ExactAdapters:
         return AdapterPair(a=name_a, b=name_b, weight=weight_name, residual=residual, scaling=float(scaling))
 
     def model_files(self, tokenizer: Any) -> ModelFiles:
-        """What snapshots need of the model; they hold the frozen weights with residuals."""
+        """The model's part of snapshots, which hold the frozen weights with residuals."""
         return ModelFiles.of(self._model, tokenizer, self.pairs, self._frozen)
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ _ALIGNMENT = 64  # bytes; of each tensor in the buffer
 
 
 class Handover(Protocol):
-    """What the training thread and the background give to each other, one fragment at a time."""
+    """The exchange between the training thread and the background, one fragment at a time."""
 
     def take(self, parameters: Named) -> Callable[[], Named]:
         """Begin to copy the parameters as they are now. The training thread goes on at once and may change them.

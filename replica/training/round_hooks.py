@@ -11,7 +11,7 @@ from diloco_orchestrator.replica.rounds.interface import RunRounds
 
 @dataclass(frozen=True)
 class RoundView:
-    """What a commit says of its round, the same on every replica. Metrics have their own sign: a loss falls.
+    """A commit's statements about its round, the same on every replica. Metrics have their own sign: a loss falls.
 
     `in_loop` is the training metric near the base before the round, in a run without a held-out set too: the mean over
     the replicas of each one's mean over the first eighth of the round's inner steps; None if nobody observed it. With a

@@ -302,5 +302,5 @@ class TrainingSession:
 
 
 def _outcome(closed: ClosedRound) -> tuple[Contribution | None, bool]:
-    """What a session needs of a closed round, without the average."""
+    """A session's part of a closed round, without the average."""
     return closed.contribution, closed.healed

@@ -11,10 +11,12 @@ from diloco_orchestrator import plan_launch
 from diloco_orchestrator.config import GUARD_RULES, GuardConfig, make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.guard import RoundReports, SequentialGuard, VerdictKind, fold, items_needed
+from diloco_orchestrator.guard.heldout import HeldOutRule
 from diloco_orchestrator.guard.registry import rule_of
+from diloco_orchestrator.guard.rule import Evidence
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify import verify_run
-from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
+from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score, VaultSet
 
 
 def config(**guard):
@@ -72,6 +74,20 @@ def test_a_setting_of_another_rule_is_refused(rule):
 def test_settings_survive_run_json():
     chosen = config(rule="sequential", pause_after=3)
     assert GuardConfig.model_validate_json(chosen.model_dump_json()) == chosen
+
+
+def test_each_setting_reaches_the_rule_that_reads_it():
+    heldout = HeldoutSet(metric="loss", shares=(8, 8), digest="0" * 64, vault=VaultSet(shares=(4, 4), digest="1" * 64))
+    chosen = {"min_steps": 7, "threshold": 12.0, "gap_sigmas": 6.0, "kl_hard_stop": 0.2, "pause_after": 9}
+    rule = SequentialGuard.of(config(**chosen, vault_sigmas=3.0), heldout)
+    assert rule == SequentialGuard(**chosen, vault_sigmas=3.0)
+    deaf = HeldOutRule.of(config(rule="heldout", rise_eps=0.5, min_steps=1, decline_patience=1), heldout)
+    keen = HeldOutRule.of(config(rule="heldout", rise_eps=0.0, min_steps=1, decline_patience=1), heldout)
+    for rule, fires in ((deaf, False), (keen, True)):
+        state, verdict = None, None
+        for round_, (training, score) in enumerate([(1.0, 1.0), (1.1, 0.9), (1.2, 0.8)], 1):
+            state, verdict = rule.fold(state, Evidence(round=round_, in_loop=training, heldout=score))
+        assert verdict.fire is fires
 
 
 # -- in a run ---------------------------------------------------------------------------------------------------------

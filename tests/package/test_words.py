@@ -250,7 +250,7 @@ def test_the_documented_folder_is_the_one_that_keys_builds():
 
 def test_files_of_ours_that_any_document_names_exist():
     ours = re.compile(rf"({'|'.join(PACKAGES)}|tests|docs|infra|benchmarks)/[\w./-]*")
-    for document in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+    for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
         for span in spans_of(prose_of(document)):
             assert not ours.fullmatch(span) or (ROOT / span).exists(), f"{document.name}: there is no {span}"
 
@@ -396,6 +396,22 @@ def rooms() -> dict[str, list[Path]]:
 def test_docstrings_and_comments_use_plain_words(room):
     found = [finding for path in rooms()[room] for finding in findings_in(path)]
     assert not found, "\n".join(map(str, found))
+
+
+RIDDLE = re.compile(r"(What|How|Why|Who)\b")
+
+
+@pytest.mark.parametrize("room", sorted(rooms()))
+def test_docstrings_begin_with_a_noun_and_no_riddle(room):
+    """Say "Reason why …; empty if …" or "Number of …", so that the first word is what the reader holds."""
+    found = []
+    for path in rooms()[room]:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = ast.get_docstring(node) or ""
+                if RIDDLE.match(text):
+                    found.append(f"{path.relative_to(ROOT)}:{node.body[0].lineno}: {text.splitlines()[0]}")
+    assert not found, "\n".join(found)
 
 
 def test_the_documents_use_plain_words():

@@ -113,6 +113,14 @@ def test_what_is_nobodys_fault_is_relaunched_at_once(outcome):
     assert actions(replica(ended(outcome))) == [Launch(0, 2, f"attempt 1 ({outcome}): because")]
 
 
+def test_time_limits_have_a_budget_of_their_own():
+    retry = RetryConfig(max_errors=0, max_timeouts=2)
+    late, fine = (replica(ended(Outcome.TIMED_OUT), times=times) for times in (3, 2))
+    (failed,) = actions(late, retry=retry)
+    assert isinstance(failed, Stop) and failed.status == "failed" and "reached its time limit 3 times" in failed.why
+    assert actions(fine, retry=retry) == [Launch(0, 2, "attempt 1 (timed out): because")]
+
+
 def test_a_replica_without_machine_waits_longer_and_longer():
     assert actions(replica(ended(Outcome.NO_CAPACITY), times=2), now=1019.9) == []
     assert len(actions(replica(ended(Outcome.NO_CAPACITY), times=2), now=1020.0)) == 1

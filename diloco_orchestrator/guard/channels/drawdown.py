@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass, field
 
+from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
 from diloco_orchestrator.guard.channels.breadth import Breadth
 from diloco_orchestrator.guard.channels.remembered import Remembered
-from diloco_orchestrator.guard.vault import Alarm, AlarmKind
 
 BLOCKS = (8, 64)  # rounds: short blocks follow a rise, long ones know a plateau more exactly
 # Slack in sigmas per round, and threshold as a share of the setting: slow drifts, fast falls (Page's CUSUM).
@@ -108,5 +108,5 @@ def in_sigmas(value: float, sigma: float) -> float:
 
 
 def clipped(sigmas: float) -> float:
-    """What a round adds to a statistic, before its slack."""
+    """The part that a round adds to a statistic, before its slack."""
     return min(max(sigmas, -CLIP), CLIP)

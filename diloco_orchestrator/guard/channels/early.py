@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
 from diloco_orchestrator.guard.channels.drawdown import ADVICE
 from diloco_orchestrator.guard.channels.remembered import Remembered
-from diloco_orchestrator.guard.vault import Alarm, AlarmKind
 
 BEFORE = 4  # rounds: early collapse compares the range of no more, since a healthy run moves; new low needs so many
 OF_THE_GAIN = 0.125  # a fall smaller than this share of what training gained meanwhile is none
@@ -228,12 +228,12 @@ def _groups_since(values: Sequence[float]) -> list[_Group]:
 
 
 def _distance(groups: _Groups) -> float:
-    """How far all values since are below all before; negative if they are not."""
+    """Distance of all values since below all values before; negative if they are not."""
     return groups[0].low - groups[1].high
 
 
 def _width(groups: _Groups) -> float:
-    """What values move without a collapse: their range before, or their largest rise since, if that is larger.
+    """The range of values without a collapse: their range before, or their largest rise since, if that is larger.
 
     A fall that goes on is no noise, so that only a rise counts. One value before has no range: then that since counts.
     """

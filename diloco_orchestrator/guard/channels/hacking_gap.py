@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
 from diloco_orchestrator.guard.channels.drawdown import CUSUMS, clipped, in_sigmas
 from diloco_orchestrator.guard.channels.remembered import Remembered
-from diloco_orchestrator.guard.vault import Alarm, AlarmKind
 
 OF_THE_GAIN = 0.25  # of what held-out has gained: a gap this size is no reason to halt
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
+from diloco_orchestrator.guard.channels.alarm import Alarm
 from diloco_orchestrator.guard.channels.breadth import Breadth
 from diloco_orchestrator.guard.channels.drawdown import BLOCKS, BestLevel, Drawdown
 from diloco_orchestrator.guard.channels.early import ROUNDS, EarlyCollapse, NewLow
@@ -17,7 +18,6 @@ from diloco_orchestrator.guard.channels.noise import Noise
 from diloco_orchestrator.guard.channels.remembered import Remembered
 from diloco_orchestrator.guard.channels.sudden import ROUNDS as SUDDEN_ROUNDS
 from diloco_orchestrator.guard.channels.sudden import SuddenFall
-from diloco_orchestrator.guard.vault import Alarm
 
 FIRST_JUDGED = 18  # rounds after which noise is known well enough for statistics to add up
 IMPROVED = 3.5  # standard errors by which a block of held-out scores must beat the reference to become it

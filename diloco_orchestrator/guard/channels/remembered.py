@@ -13,7 +13,7 @@ class Remembered:
     """
 
     def state(self) -> Any:
-        """What is kept, as JSON. It shares its lists with the channel."""
+        """The kept numbers, as JSON. It shares its lists with the channel."""
         return [getattr(self, each.name) for each in fields(self) if each.init]
 
     @classmethod

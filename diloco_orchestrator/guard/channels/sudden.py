@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
 from diloco_orchestrator.guard.channels.remembered import Remembered
-from diloco_orchestrator.guard.vault import Alarm, AlarmKind
 
 TIMES = 8.0  # the largest recent change of either metric between two rounds
 FADES = 0.9  # of the largest change with each new score: the first rounds of a run change most, and say little later

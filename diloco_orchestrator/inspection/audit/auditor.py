@@ -97,7 +97,7 @@ class Auditor:
 
     @property
     def left_out(self) -> dict[str, int]:
-        """How many responses no base contains, so that they are not drawn from, by why."""
+        """Number of responses that no base contains, so that they are not drawn from, by reason."""
         segments = {(each.round, each.replica_id) for each in self.segments}
         counts = Counter(
             _why_left_out(commit, answer.kind)

@@ -11,7 +11,7 @@ _CONFIDENT = 0.95
 
 
 class Outcome(StrEnum):
-    """How a segment compares with its re-run."""
+    """The comparison of a segment with its re-run."""
 
     EQUAL = "equal"  # bit for bit
     WITHIN_BOUND = "within the bound"  # another class of machine, or training that is not deterministic
@@ -21,7 +21,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class SegmentFinding:
-    """What the re-run of one segment showed."""
+    """The result of re-running one segment."""
 
     segment: Segment
     outcome: Outcome
@@ -39,7 +39,7 @@ class SegmentFinding:
 
 @dataclass
 class Audit:
-    """What an audit drew and found."""
+    """An audit: the segments drawn, and the findings."""
 
     url: str
     head: str  # of the log that it drew from
@@ -55,11 +55,11 @@ class Audit:
 
     @property
     def audited(self) -> int:
-        """How many segments were compared."""
+        """Number of segments that were compared."""
         return sum(each.outcome is not Outcome.NOT_AUDITABLE for each in self.findings)
 
     def words(self) -> str:
-        """What the findings say, in two or three sentences."""
+        """The findings in two or three sentences."""
         counts = {outcome: sum(each.outcome is outcome for each in self.findings) for outcome in Outcome}
         parts = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
         lines = [f"{len(self.findings)} of {self.segments} segments drawn: {parts or 'none'}."]

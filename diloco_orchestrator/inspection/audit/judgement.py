@@ -1,4 +1,4 @@
-"""What follows from the re-run of a segment: equal, within the bound, different, or not to be judged. Pure functions.
+"""Judgement of a segment's re-run: equal, within the bound, different, or not to be judged. Pure functions.
 
 On a machine of the class of the replica's every bit must be equal. On another one sums are rounded in another order,
 and distances are compared with a bound.

@@ -23,7 +23,7 @@ _LONGEST = 300  # characters of a record that are repeated
 
 @dataclass
 class AttemptFolders:
-    """What a listing of the run's folder shows of its attempts and legs."""
+    """Attempts and legs as a listing of the run's folder shows them."""
 
     records: dict[tuple[int, int], set[str]] = field(default_factory=dict)  # names, by replica and attempt
     join_ends: dict[tuple[int, int], str] = field(default_factory=dict)  # keys of the ends that joined machines wrote
@@ -78,7 +78,7 @@ def _sentence(store: Store, found: AttemptFolders, replica_id: int, attempt: int
 
 
 def _said(store: Store, found: AttemptFolders, replica_id: int, attempt: int) -> Iterator[str]:
-    """What other records say of an attempt's end, each with the record that says it."""
+    """Statements of other records about an attempt's end, each with the record's name."""
     records = AttemptRecords(store)
     if "cancel.json" in found.records[replica_id, attempt]:
         key = keys.cancel(replica_id, attempt)

@@ -24,7 +24,7 @@ class Disagreement:
 
 @dataclass
 class Verification:
-    """What was checked, what could not be checked, and the first disagreement."""
+    """The result of `verify`: the checks, what could not be checked, and the first disagreement."""
 
     url: str
     checked: Counter[str] = field(default_factory=Counter)  # how many objects, or bytes, of each kind

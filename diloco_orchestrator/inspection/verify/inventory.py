@@ -58,7 +58,7 @@ _ATTEMPT_KINDS = {
 
 @dataclass
 class NamedByTheLog:
-    """What the commits of a run name, as `verify` has read it."""
+    """Objects that the commits of a run name, as `verify` has read them."""
 
     attempts: dict[tuple[int, int], int] = field(default_factory=dict)  # by round and replica: of a readable manifest
     manifests: set[tuple[int, int]] = field(default_factory=set)  # (round, replica), also those that nobody can read
@@ -189,7 +189,7 @@ def _unpinned_record(key: str) -> type[Record] | None:
 
 
 def _why_unreadable(store: Store, key: str, kind: type[Record]) -> str:
-    """Why a record cannot be read; empty if it can, or is gone."""
+    """Reason why a record cannot be read; empty if it can, or is gone."""
     try:
         Reader(store).read(kind, key)
     except RecordInvalid as error:

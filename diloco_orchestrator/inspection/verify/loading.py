@@ -191,7 +191,7 @@ def sign_of(heldout: HeldoutSet) -> float:
 
 
 def logged_scores(confirmed: ConfirmedSnapshots, round_: int, digest: str) -> dict[int, Score]:
-    """What replicas logged of the base with this digest after a round, by share; higher is better."""
+    """Logged scores of the base with this digest after a round, by share; higher is better."""
     claims = (manifest for manifest in confirmed.claims_of(round_) if manifest.base_digest == digest)
     return {score.share: score for manifest in claims for score in manifest.scores}
 

@@ -151,7 +151,7 @@ class SnapshotChecker:
             raise Differs(keys.snapshot(snapshot.round, "", snapshot.take), f"does not hold the model's {name!r}")
 
     def _first_values(self, start: Start) -> RestOfSnapshot | None:
-        """What snapshot 0 holds beside trained parameters; None, without a request, if the model has no such tensor."""
+        """Tensors of snapshot 0 beside trained parameters; None, without a request, if the model has no such tensor."""
         if self._rest is None and (start.frozen is not None or start.buffers is not None):
             first = first_snapshot(self._log)
             self._rest = RestOfSnapshot(first, Naming.of(start), [each.name for each in start.parameters])

@@ -17,7 +17,7 @@ from diloco_orchestrator.protocol.weights import shares_of
 
 @dataclass(frozen=True)
 class OtherDecision:
-    """What is decided otherwise; everything else is as the commit and its leg's configuration say."""
+    """A decision that differs from the commit's; all else is as the commit and its leg's configuration say."""
 
     without: tuple[int, ...] = ()  # replicas whose contributions are left out
     change: Mapping[str, JsonValue] = field(default_factory=dict)  # settings by name: {"outer.lr": 0.4}
@@ -39,7 +39,7 @@ class OtherDecision:
         return [(answer, weights[answer.replica_id]) for answer in left]
 
     def words(self) -> str:
-        """What is decided otherwise, for people."""
+        """The differences of the decision, for people."""
         settings = [f"{name}={value}" for name, value in self.change.items()]
         replicas = ["without replica " + " and ".join(map(str, self.without))] if self.without else []
         return ", ".join([*replicas, *settings])

@@ -1,0 +1,22 @@
+"""`Alarm`: the report of a channel that passed its threshold."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class AlarmKind(StrEnum):
+    """Kinds of alarms by what they say of the held-out score, and so by what the vault set can say to them."""
+
+    CERTAIN = "certain"  # nothing: the alarm is of other numbers
+    FALL = "fall"  # that the score fell
+    GAP = "gap"  # that the score does not improve while training gains
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A channel that passed its threshold."""
+
+    what: str  # which metric moved, since when, by how much
+    rollback_to: int  # the last model while its statistic was zero
+    what_to_do: str
+    kind: AlarmKind = AlarmKind.CERTAIN
