@@ -4,20 +4,9 @@
 they need pytest.
 """
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
-from diloco_orchestrator.allreduce.vectors import FlatTensors, Vector, copied
-from diloco_orchestrator.config import OuterConfig
-from diloco_orchestrator.outer import outer_step
-from diloco_orchestrator.outer.base import Base, NamedVector
-from diloco_orchestrator.replica.interop.torchft import TorchftManager
-from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields, Rounds
-from diloco_orchestrator.replica.rounds.tip import OpenRound
-from diloco_orchestrator.snapshots.layout import ModelFiles
+from diloco_orchestrator.replica.interop.mock_manager import MockManager as MockManager
 
 __all__ = ["ExecutorContract", "MockManager", "Rig"]
 
@@ -32,101 +21,3 @@ else:
 
             return getattr(testing, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-class MockManager(TorchftManager):
-    """`ObjectStoreManager` without a bucket: rounds among threads of one process, which never fail.
-
-    For `make_diloco_outer_loop` and for torchft's classes alike. `MockManager.group(n)` makes the managers of n
-    replicas, one thread each; `MockManager()` is a replica alone. Every replica begins with its own model's values.
-    `start_step`: number of outer steps that the first base counts as having.
-    """
-
-    def __init__(
-        self,
-        replica_id: int = 0,
-        table: "_Table | None" = None,
-        start_step: int = 0,
-        outer: OuterConfig | None = None,
-    ) -> None:
-        super().__init__()
-        self._replica_id = replica_id
-        self._table = table or _Table(1)
-        self._start_step = start_step
-        self._outer = outer or OuterConfig()
-
-    @classmethod
-    def group(cls, replicas: int, start_step: int = 0, outer: OuterConfig | None = None) -> "list[MockManager]":
-        """The managers of `replicas` replicas that average with each other, one per thread, in order of their ids."""
-        table = _Table(replicas)
-        return [cls(replica_id, table, start_step, outer) for replica_id in range(replicas)]
-
-    def _join_rounds(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        fragments: Sequence[Sequence[str]],
-        files: ModelFiles,
-        outer: OuterConfig | None,
-    ) -> Rounds:
-        """Rounds in memory whose first base holds copies of `parameters`."""
-        self._outer = outer or self._outer
-        return _RoundsInMemory(
-            self._table,
-            self._replica_id,
-            Base.fresh(parameters, self._outer),
-            [tuple(names) for names in fragments],
-            self._outer,
-            self._start_step,
-        )
-
-    def outer_config(self) -> OuterConfig:
-        return self._outer
-
-
-class _Table:
-    """Memory shared by the replicas of a group: one barrier, and each replica's published pseudo-gradient."""
-
-    def __init__(self, replicas: int) -> None:
-        self.barrier = threading.Barrier(replicas)
-        self.vectors = [FlatTensors([]) for _ in range(replicas)]
-
-
-class _RoundsInMemory:
-    """`Rounds` of one replica in memory: every round waits for every replica, and is applied."""
-
-    def __init__(
-        self,
-        table: _Table,
-        replica_id: int,
-        base: Base,
-        fragments: Sequence[tuple[str, ...]],
-        outer: OuterConfig,
-        outer_step: int,
-    ) -> None:
-        self.base = base
-        self._outer_step = outer_step
-        self._table = table
-        self._replica_id = replica_id
-        self._fragments = fragments
-        self._outer = outer
-
-    @property
-    def open(self) -> OpenRound:
-        index = self._outer_step % len(self._fragments)
-        return OpenRound(self._outer_step + 1, index, self._fragments[index], self._outer_step)
-
-    def publish(self, form: Callable[[], Vector], fields: ContributionFields, *, in_background: bool = False) -> None:
-        self._table.vectors[self._replica_id] = copied(form())
-
-    def close_beside_training(self, then: Callable[[], None], *, keep_average: bool = True) -> None:
-        """Does nothing: there is no transfer to overlap; `close` does it all."""
-
-    def close(self, *, keep_average: bool = True) -> ClosedRound:
-        table, names = self._table, self.open.names
-        table.barrier.wait()  # everyone has published
-        values = [vector.read(0, vector.numel) for vector in table.vectors]
-        table.barrier.wait()  # everyone has read
-        average = NamedVector(self.base.shapes(names), [sum(values, torch.zeros(())) / len(values)])
-        self.base = outer_step.step(self.base, average, self._outer)
-        self._outer_step += 1
-        return ClosedRound(applied=True, skipped=False, average=average)

@@ -12,8 +12,8 @@ from diloco_orchestrator.cli.terminal import Console, display_for, log_to
 from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.errors import RunFailed
 from diloco_orchestrator.guard import CollapseStopError
+from diloco_orchestrator.inspection.explain import why_still
 from diloco_orchestrator.inspection.status import RunReader, RunStatus
-from diloco_orchestrator.inspection.stillness import why_still
 from diloco_orchestrator.launching.run import Run, RunResult
 
 _EXIT_OF_STATE = {"completed": EXIT_COMPLETED, "failed": EXIT_FAILED, "halted": EXIT_HALTED}

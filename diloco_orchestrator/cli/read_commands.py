@@ -23,8 +23,8 @@ from diloco_orchestrator.cli.shared import (
 )
 
 if TYPE_CHECKING:
-    from diloco_orchestrator.inspection.follow_logs import LogLine
     from diloco_orchestrator.inspection.influence_rows import Influence
+    from diloco_orchestrator.inspection.logs import LogLine
     from diloco_orchestrator.inspection.status import RunReader
 
 
@@ -37,7 +37,7 @@ def status(url: str, as_json: bool) -> None:
 
     from diloco_orchestrator.cli.terminal import Console, overview
     from diloco_orchestrator.clock import SystemClock
-    from diloco_orchestrator.inspection.stillness import why_still
+    from diloco_orchestrator.inspection.explain import why_still
     from diloco_orchestrator.run_log.launched_here import failure_seen_here
 
     reader = reader_of(url)
@@ -224,7 +224,7 @@ _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red", "bright_
 def _follow(reader: "RunReader", replica: int | None, tail: int | None, trust_bucket: bool, as_json: bool) -> None:
     """Print the lines of one replica, or of all, with replica and attempt in front; as JSON one object each."""
     from diloco_orchestrator.clock import SystemClock, ThreadBackground
-    from diloco_orchestrator.inspection.follow_logs import LogFollower
+    from diloco_orchestrator.inspection.logs import LogFollower
 
     replicas = range(reader.run.config.replicas) if replica is None else [replica]
     follower = LogFollower(reader, replicas, SystemClock(), ThreadBackground(), tail, trust_bucket=trust_bucket)

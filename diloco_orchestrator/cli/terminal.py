@@ -197,7 +197,7 @@ def round_line(row: RoundRow, outer_steps: int) -> str:
 def overview(status: RunStatus, rounds: int, still: Sequence[str] = ()) -> RenderableType:
     """A run's state, its replicas, the guard and its newest `rounds` rounds, whatever the height of the screen.
 
-    `still`: sentences that say that nobody works on the run (`inspection.stillness`), if nobody does.
+    `still`: sentences that say that nobody works on the run (`inspection.explain`), if nobody does.
     """
     parts: list[RenderableType] = [_headline(status, still)]
     if status.replicas:

@@ -6,13 +6,13 @@ without their version.
 
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from diloco_orchestrator.errors import ConfigError, RecordTooNew, unknown_name
 from diloco_orchestrator.guard.heldout import HeldOutRule
 from diloco_orchestrator.guard.rule import GuardRule, OffRule
 from diloco_orchestrator.guard.sequential import SequentialGuard
+from diloco_orchestrator.import_names import registered, registered_names
 
 ENTRY_POINTS = "diloco_orchestrator.guard_rules"
 _BY_SETTING: Mapping[str, type[GuardRule]] = {"sequential": SequentialGuard, "heldout": HeldOutRule, "off": OffRule}
@@ -26,7 +26,7 @@ def rule_of(name: str) -> type[GuardRule]:
     try:
         return _BY_SETTING.get(name) or _installed(name)
     except LookupError:
-        raise ConfigError(unknown_name("guard rule", name, (*_BY_SETTING, *_installed_names()))) from None
+        raise ConfigError(unknown_name("guard rule", name, (*_BY_SETTING, *registered_names(ENTRY_POINTS)))) from None
 
 
 def rule_of_state(state: Mapping[str, Any] | None, setting: str, where: str) -> type[GuardRule]:
@@ -40,17 +40,12 @@ def rule_of_state(state: Mapping[str, Any] | None, setting: str, where: str) -> 
             return rule_of(name)
         return _BY_NAME.get(name) or _installed(name)
     except (LookupError, ConfigError) as error:
-        unknown = unknown_name("guard rule", name, (*_BY_NAME, *_installed_names()))
+        unknown = unknown_name("guard rule", name, (*_BY_NAME, *registered_names(ENTRY_POINTS)))
         words = unknown if isinstance(error, LookupError) else str(error)
         raise RecordTooNew(
             f"{where} needs a rule that is not installed here ({words}). Install the package that has it, or use the "
             "version of diloco-orchestrator that run.json names as package_version, or a later one."
         ) from None
-
-
-def _installed_names() -> list[str]:
-    """The names of the rules of other packages."""
-    return sorted({each.name for each in entry_points(group=ENTRY_POINTS)})
 
 
 @cache  # the search of installed packages takes long beside a fold
@@ -59,20 +54,10 @@ def _installed(name: str) -> type[GuardRule]:
 
     Raises `LookupError` if none does, `ConfigError` if two do, or for what is no `GuardRule` of that name.
     """
-    found = list(entry_points(group=ENTRY_POINTS, name=name))
-    if not found:
-        raise LookupError(name)
-    if len(found) > 1:
-        raise ConfigError(
-            f"guard rule {name!r} is registered by {' and '.join(sorted(map(_package_of, found)))}, so that nobody can "
-            "tell which one judges. Uninstall all but one."
-        )
-    where = f"guard rule {name!r} of package {_package_of(found[0])} ({found[0].value})"
     try:
-        kind = found[0].load()
-    except Exception as error:  # the other package's code runs here, and may raise anything
-        words = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{where} does not load: {words}. Repair that package, or name another rule.") from error
+        kind, where = registered("guard rule", ENTRY_POINTS, name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if not isinstance(kind, type) or not issubclass(kind, GuardRule):
         raise ConfigError(f"{where} is no class derived from `GuardRule`. Repair that package, or name another rule.")
     if getattr(kind, "name", None) != name:
@@ -81,7 +66,3 @@ def _installed(name: str) -> type[GuardRule]:
             "register it under its own name."
         )
     return kind
-
-
-def _package_of(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else entry.value

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from diloco_orchestrator.inspection.model_card import CardFacts, card_files, tag_of
@@ -19,9 +19,6 @@ from diloco_orchestrator.protocol.legs import bases, check_base
 from diloco_orchestrator.protocol.version import VERSION
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
-
-if TYPE_CHECKING:
-    pass
 
 _OUTER = "outer*"  # the outer optimizer's state, which nobody loads from there
 _REPLACED = ["*.safetensors", "*.safetensors.index.json"]  # of an earlier commit, where this one has none of the name

@@ -17,8 +17,7 @@ from diloco_orchestrator.errors import ConfigError, RunFailed, RunNotFinished, S
 from diloco_orchestrator.executors.contract import ServerlessExecutor, give_store
 from diloco_orchestrator.executors.registry import executor_of
 from diloco_orchestrator.guard import CollapseStopError, Verdict
-from diloco_orchestrator.inspection.executor_of_run import executor_of_run
-from diloco_orchestrator.inspection.logs import log_lines
+from diloco_orchestrator.inspection.logs import executor_of_run, log_lines
 from diloco_orchestrator.inspection.status import OfferedModel, ReplicaRow, RoundRow, RunReader, RunStatus
 from diloco_orchestrator.launching.plan import LaunchOptions, TrainFunction, prepare_launch
 from diloco_orchestrator.protocol import keys

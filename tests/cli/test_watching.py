@@ -11,7 +11,7 @@ from scripted import STAMP, Scene
 from diloco_orchestrator.cli import progress
 from diloco_orchestrator.cli.read_commands import _prefix
 from diloco_orchestrator.cli.terminal import Console, LivePanel, PlainLines, fitted, overview
-from diloco_orchestrator.inspection.follow_logs import LogLine
+from diloco_orchestrator.inspection.logs import LogLine
 from diloco_orchestrator.inspection.status import RoundRow, RunStatus
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Exit

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 from protocol_fleet import Fleet, play, report
 
-from diloco_orchestrator.inspection.explain import explain, statistic_lines
+from diloco_orchestrator.inspection.explain import explain, statistic_lines, why_still
 from diloco_orchestrator.inspection.status import ReplicaRow, RunReader, RunStatus
-from diloco_orchestrator.inspection.stillness import why_still
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Heartbeat
 from diloco_orchestrator.protocol.record_format import Stamp

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from scripted import STAMP, Scene
 
 from diloco_orchestrator.clock import NoBackground
-from diloco_orchestrator.inspection.follow_logs import LogFollower, LogLine
+from diloco_orchestrator.inspection.logs import LogFollower, LogLine
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Exit
 from diloco_orchestrator.protocol.records import Result

@@ -13,8 +13,7 @@ from scripted import ScriptedExecutor
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import ConfigError, StoreFull
 from diloco_orchestrator.executors.contract import ReplicaHandle
-from diloco_orchestrator.inspection.executor_of_run import executor_of_run
-from diloco_orchestrator.inspection.logs import log_lines
+from diloco_orchestrator.inspection.logs import executor_of_run, log_lines
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.launching.run import attach
 from diloco_orchestrator.protocol import keys

@@ -12,7 +12,7 @@ from protocol_fleet import Fleet, play
 from diloco_orchestrator.cli.join_command import only_own_offers
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.inspection.executor_of_run import executor_of_run
+from diloco_orchestrator.inspection.logs import executor_of_run
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Intent, Offer
