@@ -2,7 +2,7 @@
 
 The training function runs unchanged, in a replica's normal attempt, on the bucket as it was then (`PointInTimeView`):
 the attempt restores cursor, random state and optimizer from the manifest and state before the round, as a restarted
-one does. It ends as soon as its manifest is written, which is compared with the recorded one. Nothing reaches the bucket.
+one does. It ends as soon as its manifest is written, which is compared with the recorded one. The bucket stays.
 """
 
 import argparse
