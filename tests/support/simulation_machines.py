@@ -11,7 +11,6 @@ from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.base import Base, BaseShard
 from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.snapshots import rebuild as rebuild_module
-from diloco_orchestrator.snapshots.rebuild import Tip
 from diloco_orchestrator.store.base import Store
 from replica.rounds import snapshot_writer
 from replica.rounds.close_round import RoundCloser
@@ -36,7 +35,7 @@ def machines_of(simulation: "Simulation") -> Iterator[None]:
     """
     step, load, close = outer_step.step_shard, Checkpoint.load, RoundCloser._open_next_round
     manifest = Contributor._manifest
-    by_first_way, write = rebuild_module._by_first_way, snapshot_writer.write_snapshot
+    rebuilt, write = rebuild_module._by_first_way, snapshot_writer.write_snapshot
     step_rebuilt = rebuild_module._step_shard
 
     def step_of_this_machine(shard: BaseShard, gradient: Iterable[torch.Tensor], outer: OuterConfig) -> None:
@@ -51,15 +50,10 @@ def machines_of(simulation: "Simulation") -> Iterator[None]:
         return block
 
     def rebuilt_by_this_machine(*args: Any) -> Any:
-        *asked, rebuilt = args
-
-        def along(way: Any) -> Any:
-            found = rebuilt(way)
-            if isinstance(found, Tip):
-                simulation.maybe_flip("rebuild", found.base.parameters["bias"])
-            return found
-
-        return by_first_way(*asked, along)
+        made = rebuilt(*args)
+        if isinstance(made, rebuild_module.Tip):
+            simulation.maybe_flip("rebuild", made.base.parameters["bias"])
+        return made
 
     def step_rebuilt_by_this_machine(shard: BaseShard, *args: Any) -> None:
         step_rebuilt(shard, *args)
@@ -101,5 +95,5 @@ def machines_of(simulation: "Simulation") -> Iterator[None]:
         Contributor._manifest = manifest  # type: ignore[method-assign]
         Checkpoint.load = load  # type: ignore[method-assign]
         RoundCloser._open_next_round = close  # type: ignore[method-assign]
-        rebuild_module._by_first_way, snapshot_writer.write_snapshot = by_first_way, write
+        rebuild_module._by_first_way, snapshot_writer.write_snapshot = rebuilt, write
         rebuild_module._step_shard = step_rebuilt
