@@ -18,7 +18,7 @@ from diloco_orchestrator.executors.contract import ServerlessExecutor, give_stor
 from diloco_orchestrator.executors.registry import executor_of
 from diloco_orchestrator.guard import CollapseStopError, Verdict
 from diloco_orchestrator.inspection.logs import executor_of_run, log_lines
-from diloco_orchestrator.inspection.status import OfferedModel, ReplicaRow, RoundRow, RunReader, RunStatus
+from diloco_orchestrator.inspection.status import DefaultModel, ReplicaRow, RoundRow, RunReader, RunStatus
 from diloco_orchestrator.launching.plan import LaunchOptions, TrainFunction, prepare_launch
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
@@ -28,13 +28,13 @@ from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.run_log.append import create_run, request_halt
 from diloco_orchestrator.run_log.launched_here import note_failure, note_head, remember, remember_leg
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.snapshots.offered import url_of_snapshot
+from diloco_orchestrator.snapshots.default_base import url_of_snapshot
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import SUPERVISING, absolute_url, open_store
 from diloco_orchestrator.store.probe import probe
 from diloco_orchestrator.supervision.coordinator import Coordinator
 from diloco_orchestrator.supervision.launch_request import LaunchRequests, check_images
-from diloco_orchestrator.supervision.next_leg import begin_next_leg, heal
+from diloco_orchestrator.supervision.next_leg import auto_resume, begin_next_leg
 from diloco_orchestrator.supervision.trackers import RoundTracker, open_tracker
 
 log = logging.getLogger(__name__)
@@ -50,13 +50,13 @@ class RunResult:
 
     status: str  # "completed" or "halted"
     url: str
-    rounds: int  # commits, the closing round included
+    rounds: int  # commits, the final evaluation round included
     outer_steps: int
     reason: str
     verdict: Verdict | None  # set when the guard fired
     snapshot: str  # folder of the model to take: the newest, after a halt by the guard the best by held-out score;
     # transformers loads it if the model is one of its own
-    model: OfferedModel  # its round and score, and those of the newest
+    model: DefaultModel  # its round and score, and those of the newest
     metrics: list[RoundRow]
     head: str  # round and sha256 of the last commit: `verify --expect` compares them with the log
 
@@ -143,7 +143,7 @@ class Run:
     def _supervise(self, timeout: float | None, on_poll: Callable[[], None] | None) -> None:
         deadline = None if timeout is None else self._clock.now() + timeout
         pauses = _POLL.pauses()
-        while not self._coordinator.step() or self._heal():
+        while not self._coordinator.step() or self._auto_resume():
             self._update_tracker()
             if on_poll is not None:
                 on_poll()
@@ -156,10 +156,10 @@ class Run:
         if on_poll is not None:
             on_poll()
 
-    def _heal(self) -> bool:
+    def _auto_resume(self) -> bool:
         """Once the leg has stopped: begin the next one if `on_halt` asks for it. Whether there is one to supervise."""
         run_log = self._coordinator.reader.log
-        if self._interrupted or (begin := heal(run_log, self._stamp)) is None:
+        if self._interrupted or (begin := auto_resume(run_log, self._stamp)) is None:
             return False
         remember_leg(run_log, begin)
         self._coordinator = self._coordinate(run_log)
