@@ -28,8 +28,9 @@ class ContributionHistory:
         self._tip = tip
         self._claims = claims
         self._reader = ContributionReader(attempt.store)
-        # Of closed rounds, as far as they were read; None: there was none. What a predecessor that lives on publishes
-        # there afterwards is never averaged: to continue behind it, with the carry of before, would lose its work.
+        # The manifests of closed rounds, as far as they were read; None: there was none. Nobody averages what a
+        # predecessor that lives on publishes there later: who continued behind it, with the carry of before, would
+        # lose that work.
         self._closed: dict[int, Contribution | None] = {}
         self._joined_at: int | None = None  # the round that was open at the first call
         self._is_alone: bool | None = None  # whether no other attempt of this replica ever ran; None: not asked yet
