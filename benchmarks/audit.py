@@ -1,4 +1,4 @@
-"""What an audit proves: how often it draws one of a liar's segments, and how far rounding moves a segment.
+"""What an audit proves: how often it draws one of a liar's ranges, and how far rounding moves a range.
 
     PYTHONPATH=. .venv/bin/python benchmarks/audit.py --draws        # seconds, no training
     PYTHONPATH=. .venv/bin/python benchmarks/audit.py --rounding     # minutes on one core
@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 from measuring import markdown
 
-from diloco_orchestrator.inspection.audit.draw import Segment, caught_probability, drawn
+from diloco_orchestrator.inspection.audit.draw import TrainingRange, caught_probability, drawn
 from diloco_orchestrator.inspection.audit.judgement import bound_of
 from diloco_orchestrator.protocol.head import Head
 
 SEEDS = 1000
-SEGMENTS, DRAWS = 400, (1, 5, 10, 20, 50, 100)  # 4 replicas, 100 rounds
-SHARES = (0.01, 0.05, 0.1, 0.25, 0.5)  # of the segments in which somebody lied
+RANGES, DRAWS = 400, (1, 5, 10, 20, 50, 100)  # 4 replicas, 100 rounds
+SHARES = (0.01, 0.05, 0.1, 0.25, 0.5)  # of the ranges in which somebody lied
 STEPS = (10, 30)
 VARIANTS = {  # name -> environment of the process, and the step that it leaves out
     "the same again": ({}, None),
@@ -36,17 +36,17 @@ VARIANTS = {  # name -> environment of the process, and the step that it leaves 
 
 
 def draws() -> list[dict[str, str]]:
-    """Probability of catching a liar by formula, and its frequency over seeds, for shares of dishonest segments."""
-    segments = [Segment(round_, replica_id) for round_ in range(1, SEGMENTS // 4 + 1) for replica_id in range(4)]
-    head = Head(SEGMENTS // 4 + 1, "0" * 64)
-    orders = [drawn(segments, max(DRAWS), seed, head) for seed in range(SEEDS)]
+    """Probability of catching a liar by formula, and its frequency over seeds, for shares of dishonest ranges."""
+    ranges = [TrainingRange(round_, replica_id) for round_ in range(1, RANGES // 4 + 1) for replica_id in range(4)]
+    head = Head(RANGES // 4 + 1, "0" * 64)
+    orders = [drawn(ranges, max(DRAWS), seed, head) for seed in range(SEEDS)]
     rows = []
     for share in SHARES:
-        lied = set(drawn(segments, round(share * SEGMENTS), -1, head))  # any set; drawn by another seed
+        lied = set(drawn(ranges, round(share * RANGES), -1, head))  # any set; drawn by another seed
         row = {"dishonest": f"{100 * share:g} %"}
         for draw in DRAWS:
             caught = sum(not lied.isdisjoint(order[:draw]) for order in orders) / SEEDS
-            exact = caught_probability(SEGMENTS, len(lied), draw)
+            exact = caught_probability(RANGES, len(lied), draw)
             row[f"{draw} drawn"] = f"{100 * exact:.1f} % ({100 * caught:.1f})"
         rows.append(row)
     return rows

@@ -23,7 +23,7 @@ from diloco_orchestrator.cli.shared import (
 )
 
 if TYPE_CHECKING:
-    from diloco_orchestrator.inspection.audit.findings import Audit, SegmentFinding
+    from diloco_orchestrator.inspection.audit.findings import Audit, RangeFinding
 
 
 @click.command()
@@ -126,7 +126,7 @@ def audit(url: str, draw: int, seed: int | None, limit_s: float | None, trust_bu
         trust_bucket=trust_bucket,
         limit_s=limit_s,
         on_draw=table.begin,
-        on_segment=table.row,
+        on_range=table.row,
     )
     if as_json:
         echo(json.dumps(done.to_json()))
@@ -151,19 +151,19 @@ class _AuditTable:
         """Print what the draw is made from."""
         if self._silent:
             return
-        echo(f"log up to {drawn.head}, {drawn.segments} segments; the draw: --seed {drawn.seed}")
+        echo(f"log up to {drawn.head}, {drawn.ranges} ranges; the draw: --seed {drawn.seed}")
         echo("".join(f"{name:<{width}}" for name, width in _COLUMNS) + _TITLE)
 
-    def row(self, found: "SegmentFinding") -> None:
+    def row(self, found: "RangeFinding") -> None:
         """Print one finding."""
         if not self._silent:
             echo(_row_of(found))
 
 
-def _row_of(found: "SegmentFinding") -> str:
+def _row_of(found: "RangeFinding") -> str:
     """The line of one finding."""
     follows = f"round {found.follows}" if found.follows else "start"
-    cells = (found.segment.round, found.segment.replica_id, found.steps, follows, f"{found.seconds:.1f}")
+    cells = (found.range_.round, found.range_.replica_id, found.steps, follows, f"{found.seconds:.1f}")
     line = "".join(f"{cell!s:<{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
     bound = f" (bound {found.bound:.2g})" if found.bound is not None else ""
     away = f", distance {found.distance:.2g}{bound}" if found.distance else ""

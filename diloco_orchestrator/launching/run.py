@@ -34,7 +34,7 @@ from diloco_orchestrator.store.open_store import SUPERVISING, absolute_url, open
 from diloco_orchestrator.store.probe import probe
 from diloco_orchestrator.supervision.coordinator import Coordinator
 from diloco_orchestrator.supervision.launch_request import LaunchRequests, check_images
-from diloco_orchestrator.supervision.next_leg import begin_next_leg, heal
+from diloco_orchestrator.supervision.next_leg import auto_resume, begin_next_leg
 from diloco_orchestrator.supervision.trackers import RoundTracker, open_tracker
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class Run:
     def _supervise(self, timeout: float | None, on_poll: Callable[[], None] | None) -> None:
         deadline = None if timeout is None else self._clock.now() + timeout
         pauses = _POLL.pauses()
-        while not self._coordinator.step() or self._heal():
+        while not self._coordinator.step() or self._auto_resume():
             self._update_tracker()
             if on_poll is not None:
                 on_poll()
@@ -156,10 +156,10 @@ class Run:
         if on_poll is not None:
             on_poll()
 
-    def _heal(self) -> bool:
+    def _auto_resume(self) -> bool:
         """Once the leg has stopped: begin the next one if `on_halt` asks for it. Whether there is one to supervise."""
         run_log = self._coordinator.reader.log
-        if self._interrupted or (begin := heal(run_log, self._stamp)) is None:
+        if self._interrupted or (begin := auto_resume(run_log, self._stamp)) is None:
             return False
         remember_leg(run_log, begin)
         self._coordinator = self._coordinate(run_log)

@@ -1,6 +1,6 @@
 """Begins the next leg of a stopped run: chooses its base, settings and number of outer steps, and writes its record.
 
-`heal` begins it by itself after a halt by the guard, if the run was launched with `on_halt`.
+`auto_resume` begins it by itself after a halt by the guard, if the run was launched with `on_halt`.
 
 Which bases exist is decided in `protocol.legs`.
 """
@@ -26,7 +26,7 @@ from diloco_orchestrator.snapshots.offered import ensure_offered_snapshot
 
 log = logging.getLogger(__name__)
 
-BY_HEALING = (
+BY_AUTO_RESUME = (
     "on_halt"  # `Begin.by` of the legs that begin here: they are counted by it, whichever coordinator began them
 )
 
@@ -161,7 +161,7 @@ def _ensure_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> str | None:
         ) from None
 
 
-def heal(run_log: RunLog, stamp: Stamp) -> Begin | None:
+def auto_resume(run_log: RunLog, stamp: Stamp) -> Begin | None:
     """Begin the next leg if the guard has halted the newest one and `on_halt` has legs left; else None.
 
     Safe to repeat and to race: of several coordinators one begins the leg, and all return its record. Somebody's
@@ -175,7 +175,7 @@ def heal(run_log: RunLog, stamp: Stamp) -> Begin | None:
     if run_log.halt(leg) is not None:
         log.warning("leg %d was asked to halt: on_halt begins no other leg", leg)
         return None
-    done = sum(begin.by == BY_HEALING for begin in begins)
+    done = sum(begin.by == BY_AUTO_RESUME for begin in begins)
     if done >= on_halt.at_most:
         log.warning("the guard halted leg %d: on_halt has begun its %d legs", leg, done)
         return None
@@ -183,7 +183,7 @@ def heal(run_log: RunLog, stamp: Stamp) -> Begin | None:
     why = f"on_halt {done + 1} of at most {on_halt.at_most} ({change}): {_reason(entry.commit)}"
     try:
         begin = begin_next_leg(
-            run_log, rounds=None, from_round=None, by=BY_HEALING, why=why, stamp=stamp, change=on_halt.change
+            run_log, rounds=None, from_round=None, by=BY_AUTO_RESUME, why=why, stamp=stamp, change=on_halt.change
         )
     except ConfigError as error:
         newest = run_log.newest_begin().record

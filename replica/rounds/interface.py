@@ -91,10 +91,10 @@ class Rounds(Protocol):
 
 
 class RunRounds(Rounds, Protocol):
-    """The further needs of a run's session: rounds that go on without it, restarts, scores, snapshots and the end.
+    """`Rounds` and more needs of a run: rounds that end without this replica, restarts, scores, snapshots, the end.
 
-    Nothing here but `publish_scores`, `announce`, `write_snapshot_if_due` and `finish_leg` writes to the bucket, and
-    each of these is safe to repeat: what exists already stays.
+    Nothing added here but `publish_scores`, `announce`, `write_snapshot_if_due` and `finish_leg` writes to the bucket,
+    and each is safe to repeat: what exists already stays.
     """
 
     @property

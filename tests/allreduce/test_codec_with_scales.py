@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from protocol_fleet import Fleet
-from replica.rounds.contribution_fields import ContributionFields
 
 from diloco_orchestrator.allreduce.aggregate import AGGREGATES
 from diloco_orchestrator.allreduce.payload import publish
@@ -26,6 +25,7 @@ from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import Contribution, Payload
 from diloco_orchestrator.store.open_store import open_store
 from replica.rounds.carry import WithCarry
+from replica.rounds.interface import ContributionFields
 
 GROUP = 256
 NUMEL = BLOCK + 3 * LARGEST_GROUP + 300  # more than one block, and a last group that is shorter
@@ -189,7 +189,7 @@ def test_a_run_takes_every_codec_of_the_table_and_no_other():
     fleet = Fleet(replicas=2, rounds=1, codec="int8")
     participants = fleet.join_all()
     for participant, value in zip(participants, (1.0, 3.0), strict=True):
-        participant.contributor.contribute_delta(FlatTensors([torch.full((12,), value)]), ContributionFields(steps=1))
+        participant._contributor.contribute_delta(FlatTensors([torch.full((12,), value)]), ContributionFields(steps=1))
     assert participants[0].close().applied
     with pytest.raises(ConfigError, match="unknown codec 'int9': did you mean 'int8'"):
         make_config({"entrypoint": "m:f", "codec": "int9"})

@@ -13,24 +13,30 @@ from simulation_plan import calm
 from diloco_orchestrator.errors import ConfigError, ObjectMissing
 from diloco_orchestrator.inspection.audit import audit
 from diloco_orchestrator.inspection.audit.auditor import Auditor, state_bytes
-from diloco_orchestrator.inspection.audit.draw import Segment, caught_probability, drawn, fraction_caught, segments_of
-from diloco_orchestrator.inspection.audit.findings import Audit, Outcome, SegmentFinding
+from diloco_orchestrator.inspection.audit.draw import (
+    TrainingRange,
+    caught_probability,
+    drawn,
+    fraction_caught,
+    ranges_of,
+)
+from diloco_orchestrator.inspection.audit.findings import Audit, Outcome, RangeFinding
 from diloco_orchestrator.inspection.audit.judgement import bound_of, judged
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.replica.training.tensor_tree import pack
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.launched_here import remember
-from diloco_orchestrator.run_log.past_view import PastView
+from diloco_orchestrator.run_log.point_in_time_view import PointInTimeView
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
 from replica.attempt.machine_facts import differences, hardware_here, versions_here
+from replica.process.range_record import RangeRecord
 from replica.process.rerun_result import RerunResult
-from replica.process.segment_record import SegmentRecord
 
 HEAD = Head(12, "ab" * 32)
-SEGMENTS = [Segment(round_, replica_id) for round_ in range(1, 9) for replica_id in range(3)]
+RANGES = [TrainingRange(round_, replica_id) for round_ in range(1, 9) for replica_id in range(3)]
 OTHER_CLASS = ("cpu A there, B here",)
 SEEDS = 1000
 ERROR = 1e-6  # probability with which a right draw would fail one comparison of frequencies
@@ -46,19 +52,19 @@ def tails(count: int, n: int, p: float) -> float:
 
 
 def test_the_draw_is_a_function_of_seed_and_head():
-    first = drawn(SEGMENTS, 5, 7, HEAD)
-    assert first == drawn(list(reversed(SEGMENTS)), 5, 7, HEAD) and len(set(first)) == 5
-    assert first != drawn(SEGMENTS, 5, 8, HEAD) and first != drawn(SEGMENTS, 5, 7, replace(HEAD, round=13))
-    assert drawn(SEGMENTS, 4, 7, HEAD) == first[:4]  # to draw more adds segments
-    assert sorted(drawn(SEGMENTS, 100, 7, HEAD)) == SEGMENTS
+    first = drawn(RANGES, 5, 7, HEAD)
+    assert first == drawn(list(reversed(RANGES)), 5, 7, HEAD) and len(set(first)) == 5
+    assert first != drawn(RANGES, 5, 8, HEAD) and first != drawn(RANGES, 5, 7, replace(HEAD, round=13))
+    assert drawn(RANGES, 4, 7, HEAD) == first[:4]  # to draw more adds ranges
+    assert sorted(drawn(RANGES, 100, 7, HEAD)) == RANGES
 
 
 @pytest.mark.parametrize(("dishonest", "draw"), [(1, 5), (3, 5), (12, 2)])
 def test_dishonest_segments_are_drawn_as_often_as_the_formula_says(dishonest, draw):
-    liars = set(SEGMENTS[:: len(SEGMENTS) // dishonest][:dishonest])
-    caught = sum(bool(liars & set(drawn(SEGMENTS, draw, seed, HEAD))) for seed in range(SEEDS))
-    expected = caught_probability(len(SEGMENTS), dishonest, draw)
-    assert expected >= 1 - (1 - dishonest / len(SEGMENTS)) ** draw
+    liars = set(RANGES[:: len(RANGES) // dishonest][:dishonest])
+    caught = sum(bool(liars & set(drawn(RANGES, draw, seed, HEAD))) for seed in range(SEEDS))
+    expected = caught_probability(len(RANGES), dishonest, draw)
+    assert expected >= 1 - (1 - dishonest / len(RANGES)) ** draw
     assert tails(caught, SEEDS, expected) > ERROR
 
 
@@ -76,7 +82,7 @@ def test_every_segment_that_an_outer_step_contains_can_be_drawn_late_ones_too():
     for _ in range(4):
         play(participants, [1.0, 2.0])
     commits = fleet.commits()
-    found = segments_of(commits)
+    found = ranges_of(commits)
     assert found == sorted(found) and [(s.round, s.replica_id) for s in found] == [
         (round_, replica_id) for round_ in (1, 2, 3) for replica_id in (0, 1)
     ]
@@ -88,12 +94,12 @@ def test_every_segment_that_an_outer_step_contains_can_be_drawn_late_ones_too():
         .model_copy(update={"origins": (commits[0].answers[1].origins[0], *commits[1].answers[1].origins)})
     )
     second = commits[1].model_copy(update={"answers": (commits[1].answers[0], late)})
-    assert {s.round: s.manifest_sha256 for s in segments_of([first, second]) if s.replica_id == 1} == {
+    assert {s.round: s.manifest_sha256 for s in ranges_of([first, second]) if s.replica_id == 1} == {
         1: None,
         2: late.manifest_sha256,
     }
     unapplied = [commit.model_copy(update={"applied": False}) for commit in commits]
-    assert segments_of(unapplied) == []
+    assert ranges_of(unapplied) == []
 
 
 # -- the judgement ----------------------------------------------------------------------------------------------------
@@ -135,13 +141,13 @@ def test_what_follows_from_a_rerun(found, again, options, expected):
 
 def test_the_findings_say_what_they_prove():
     done = Audit("url", str(HEAD), 7, 24, {"abstentions": 2})
-    done.findings = [SegmentFinding(segment, Outcome.EQUAL, "") for segment in SEGMENTS[:5]]
+    done.findings = [RangeFinding(range_, Outcome.EQUAL, "") for range_ in RANGES[:5]]
     assert done.agrees and "12 or more of them been dishonest" not in done.words() and "2 abstentions" in done.words()
     assert done.to_json()["caught"]["50%"] == caught_probability(24, 12, 5)
-    done.findings.append(SegmentFinding(SEGMENTS[5], Outcome.NOT_AUDITABLE, "gone"))
+    done.findings.append(RangeFinding(RANGES[5], Outcome.NOT_AUDITABLE, "gone"))
     assert done.agrees and done.audited == 5 and "1 not auditable" in done.words()
     assert "Of those that could not be audited nothing is known" in done.words()
-    done.findings.append(SegmentFinding(SEGMENTS[6], Outcome.DIFFERS, "payload differ"))
+    done.findings.append(RangeFinding(RANGES[6], Outcome.DIFFERS, "payload differ"))
     assert not done.agrees and done.to_json()["findings"][-1]["outcome"] == "DIFFERS"
 
 
@@ -202,7 +208,7 @@ def test_a_machine_is_of_its_own_class_and_of_no_other(tmp_path):
 # -- the bucket as it was ---------------------------------------------------------------------------------------------
 
 
-def test_a_past_view_shows_the_bucket_of_then_and_keeps_what_is_written():
+def test_a_point_in_time_view_shows_the_bucket_of_then_and_keeps_what_is_written():
     store, created = MemoryStore(), []
     shown = [
         *(keys.RUN, keys.START, keys.begin(1), keys.result(1), keys.begin(2), keys.commit(4), keys.contribution(4, 1)),
@@ -222,7 +228,7 @@ def test_a_past_view_shows_the_bucket_of_then_and_keeps_what_is_written():
     ]
     for key in (*shown, *hidden):
         store.create(key, b"old")
-    view = PastView(store, leg=2, round_=5, replica_id=1, attempt=2, on_create=created.append)
+    view = PointInTimeView(store, leg=2, round_=5, replica_id=1, attempt=2, on_create=created.append)
     assert [info.key for info in view.list("")] == sorted(shown)
     for key in hidden:
         with pytest.raises(ObjectMissing):
@@ -265,6 +271,6 @@ def test_a_state_that_was_taken_away_is_no_segment_that_cannot_be_audited(payloa
     log = RunLog(fleet.store)
     manifest = ContributionReader(fleet.store).of(2, 0)
     assert manifest is not None
-    record = SegmentRecord(log, manifest)
+    record = RangeRecord(log, manifest)
     assert words in record.why_lost() and bool(words) == bool(record.why_lost())
     assert bool(record.why_not()) == (do != "nothing")

@@ -35,7 +35,7 @@ def test_a_run_over_s3_is_audited_from_its_bucket_and_a_lie_is_found(scheme, ser
     launch("dishonest_workloads:train", store=store, executor=executor, storage_options=options, **settings).wait()
     monkeypatch.delenv(LIE)
     done = audit_run(store, draw=4, seed=1, storage_options=options)
-    found = {(each.segment.round, each.segment.replica_id): each.outcome for each in done.findings}
+    found = {(each.range_.round, each.range_.replica_id): each.outcome for each in done.findings}
     assert len(found) == 4 and found.pop((2, LIAR)) is Outcome.DIFFERS
     assert set(found.values()) == {Outcome.EQUAL}
     assert "secret" not in json.dumps(done.to_json()) and server.secret not in done.words()
@@ -53,7 +53,7 @@ def test_the_command_audits_a_run_over_s3_with_the_credentials_of_its_environmen
         [*main, "audit", where, "--draw", "2", "--seed", "1"], env=environ, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "2 of 2 segments" in done.stdout or "All of the run" in done.stdout
+    assert "2 of 2 ranges" in done.stdout or "All of the run" in done.stdout
     assert server.secret not in done.stdout + done.stderr
 
 

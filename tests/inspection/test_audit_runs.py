@@ -20,8 +20,8 @@ from simulation_plan import plan_of
 from diloco_orchestrator import LocalProcessExecutor, attach, launch
 from diloco_orchestrator import audit as audit_run
 from diloco_orchestrator.inspection.audit.auditor import Auditor
-from diloco_orchestrator.inspection.audit.draw import Segment, caught_probability, drawn
-from diloco_orchestrator.inspection.audit.findings import Outcome, SegmentFinding
+from diloco_orchestrator.inspection.audit.draw import TrainingRange, caught_probability, drawn
+from diloco_orchestrator.inspection.audit.findings import Outcome, RangeFinding
 from diloco_orchestrator.store.open_store import open_store
 
 pytestmark = pytest.mark.slow
@@ -38,11 +38,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class AuditedRun:
-    """A run of two replicas and six rounds in which one lies in four of them, and the finding about every segment."""
+    """A run of two replicas and six rounds in which one lies in four of them, and the finding about every range."""
 
     folder: Path
     auditor: Auditor
-    findings: dict[Segment, SegmentFinding]
+    findings: dict[TrainingRange, RangeFinding]
     before: dict[str, bytes]
 
 
@@ -58,17 +58,17 @@ def dishonest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AuditedRun]:
         del os.environ[LIE]
     before = files_of(folder / "bucket")
     with Auditor(open_store(str(folder / "bucket"))) as auditor:
-        findings = {segment: auditor.audited(segment) for segment in auditor.segments}
+        findings = {range_: auditor.audited(range_) for range_ in auditor.ranges}
         yield AuditedRun(folder, auditor, findings, before)
 
 
 def test_every_honest_segment_is_equal_and_every_lie_is_found(dishonest):
     assert len(dishonest.findings) == 12
-    differing = {segment for segment, found in dishonest.findings.items() if found.outcome is Outcome.DIFFERS}
+    differing = {range_ for range_, found in dishonest.findings.items() if found.outcome is Outcome.DIFFERS}
     assert {(s.round, s.replica_id) for s in differing} == {(round_, LIAR) for round_ in LIES}
-    equal = [found for segment, found in dishonest.findings.items() if segment not in differing]
+    equal = [found for range_, found in dishonest.findings.items() if range_ not in differing]
     assert {found.outcome for found in equal} == {Outcome.EQUAL} and {found.distance for found in equal} == {0.0}
-    assert all(found.steps == 4 and found.follows == found.segment.round - 1 for found in dishonest.findings.values())
+    assert all(found.steps == 4 and found.follows == found.range_.round - 1 for found in dishonest.findings.values())
     scaled = next(found for s, found in dishonest.findings.items() if LIES.get(s.round) == "scale" and s in differing)
     assert scaled.distance == pytest.approx(0.001 / 1.001, rel=1e-3) and scaled.words == "payload differ"
 
@@ -80,13 +80,13 @@ def test_nothing_is_written_to_the_bucket(dishonest):
 @pytest.mark.parametrize("draw", [2, 5])
 @pytest.mark.parametrize("lies", [1, 2, 4])
 def test_liars_are_caught_as_often_as_the_draw_promises(dishonest, draw, lies):
-    """Over 1,000 seeds: each segment was trained again once, and a draw is a function of its seed."""
-    segments, head = dishonest.auditor.segments, dishonest.auditor.head
-    kept = set(list(LIES)[:lies])  # a liar of so many segments: the findings about the other lies are left out
+    """Over 1,000 seeds: each range was trained again once, and a draw is a function of its seed."""
+    ranges, head = dishonest.auditor.ranges, dishonest.auditor.head
+    kept = set(list(LIES)[:lies])  # a liar of so many ranges: the findings about the other lies are left out
     guilty = {s for s, found in dishonest.findings.items() if found.outcome is Outcome.DIFFERS and s.round in kept}
-    caught = sum(bool(guilty & set(drawn(segments, draw, seed, head))) for seed in range(SEEDS))
-    expected = caught_probability(len(segments), lies, draw)
-    assert expected >= 1 - (1 - lies / len(segments)) ** draw
+    caught = sum(bool(guilty & set(drawn(ranges, draw, seed, head))) for seed in range(SEEDS))
+    expected = caught_probability(len(ranges), lies, draw)
+    assert expected >= 1 - (1 - lies / len(ranges)) ** draw
     mass = [comb(SEEDS, k) * expected**k * (1 - expected) ** (SEEDS - k) for k in range(SEEDS + 1)]
     assert 2 * min(sum(mass[: caught + 1]), sum(mass[caught:])) > ERROR, f"{caught} of {SEEDS}, expected {expected}"
 
@@ -97,7 +97,7 @@ def test_the_command_prints_a_table_and_exits_with_4_for_a_lie(dishonest):
     honest = next(s for s, found in dishonest.findings.items() if found.outcome is Outcome.EQUAL)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     for wanted, code in ((liar, 4), (honest, 0)):
-        seed = next(seed for seed in range(10_000) if drawn(auditor.segments, 1, seed, auditor.head) == [wanted])
+        seed = next(seed for seed in range(10_000) if drawn(auditor.ranges, 1, seed, auditor.head) == [wanted])
         command = [sys.executable, "-m", "diloco_orchestrator.cli.main", "audit", str(dishonest.folder / "bucket")]
         options = ["--draw", "1", "--seed", str(seed), *(["--json"] if code else [])]
         done = subprocess.run([*command, *options], env=environ, capture_output=True, text=True, check=False)
@@ -139,7 +139,7 @@ def test_another_class_of_machine_is_held_to_the_bound(dishonest, tmp_path):
     with Auditor(open_store(str(tmp_path)), trust_bucket=True) as auditor:
         found = {
             LIES.get(s.round, "honest"): auditor.audited(s)
-            for s in auditor.segments
+            for s in auditor.ranges
             if s.replica_id == LIAR and (s.round in (1, 5) or LIES.get(s.round) == "skip")
         }
     assert found["honest"].outcome is Outcome.EQUAL and found["honest"].bound is None
@@ -166,8 +166,8 @@ def test_four_replicas_a_second_leg_and_code_that_travelled(tmp_path):
     (code / "travelling_workload.py").unlink()
     done = audit_run(store, draw=8, seed=1)
     assert {found.outcome for found in done.findings} == {Outcome.EQUAL}
-    assert len(done.findings) == done.segments == 8 and done.audited == 8
-    assert {found.segment.round for found in done.findings} == {1, 3} and "All of the run" in done.words()
+    assert len(done.findings) == done.ranges == 8 and done.audited == 8
+    assert {found.range_.round for found in done.findings} == {1, 3} and "All of the run" in done.words()
 
 
 @pytest.mark.parametrize("first", range(0, 24, 4))
@@ -176,8 +176,8 @@ def test_simulated_runs_with_all_kinds_of_faults_are_repeated_bit_for_bit(first,
     total: Counter[str] = Counter()
     for seed in range(first, first + 4):
         found = audited(played(replace(plan_of(seed, replica_state="round"), collapse=False)), tmp_path)
-        for segment, (outcome, words, _) in found.items():
-            assert outcome is not Outcome.DIFFERS, f"seed {seed}, {segment}: {words}"
+        for range_, (outcome, words, _) in found.items():
+            assert outcome is not Outcome.DIFFERS, f"seed {seed}, {range_}: {words}"
             assert outcome is Outcome.EQUAL or words
         total += counts(found)
     assert total[Outcome.EQUAL] > total[Outcome.NOT_AUDITABLE]

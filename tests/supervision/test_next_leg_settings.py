@@ -18,7 +18,7 @@ from diloco_orchestrator.protocol.records import Begin, Halt
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.store.memory import MemoryStore
-from diloco_orchestrator.supervision.next_leg import begin_next_leg, heal
+from diloco_orchestrator.supervision.next_leg import auto_resume, begin_next_leg
 
 SCORES = [0.1, 0.5, 0.9, 0.3, 0.2]  # the third round scores the base after the second best
 BEST, NEWEST = 2, 4  # the fifth round fires, so that the newest base is that of the fourth
@@ -180,13 +180,13 @@ def test_verify_finds_a_leg_that_dropped_the_guards_state_without_a_word():
     assert found is not None and found.key == keys.begin(2) and found.words.startswith("guard is None")
 
 
-# -- healing ----------------------------------------------------------------------------------------------------------
+# -- auto-resume -----------------------------------------------------------------------------------------------------
 
 ON_HALT = {"change": {"outer.lr": 0.35}, "at_most": 2}
 
 
-def healed(fleet: Fleet) -> Begin | None:
-    return heal(RunLog(fleet.store), STAMP)
+def resumed(fleet: Fleet) -> Begin | None:
+    return auto_resume(RunLog(fleet.store), STAMP)
 
 
 def collapse_again(fleet: Fleet) -> None:
@@ -203,11 +203,11 @@ def test_on_halt_of_a_run_of_version_0_3_names_its_base():
 def test_on_halt_begins_the_next_leg_from_the_best_base_at_most_as_often_as_asked_each_with_its_reason():
     fleet = collapsed(on_halt=ON_HALT)
     for expected in (1, 2):
-        begin = healed(fleet)
+        begin = resumed(fleet)
         assert begin is not None and begin.from_round == BEST and begin.settings == {"outer.lr": 0.35}
         assert begin.why.startswith(f"on_halt {expected} of at most 2 (outer.lr=0.35): kl_to_init")
         collapse_again(fleet)
-    assert healed(fleet) is None
+    assert resumed(fleet) is None
     assert [begin.by for begin in RunLog(fleet.store).begins()] == ["test", "on_halt", "on_halt"]
     assert verify_run(fleet.store).agrees
 
@@ -220,7 +220,7 @@ class RacingStore(MemoryStore):
     def create(self, key: str, data: bytes) -> bool:
         if self.race and key == keys.begin(2):
             self.race = False
-            assert heal(RunLog(self), STAMP) is not None
+            assert auto_resume(RunLog(self), STAMP) is not None
         return super().create(key, data)
 
 
@@ -228,25 +228,25 @@ def test_of_two_coordinators_one_begins_the_leg_and_both_supervise_it():
     engine = RacingStore()
     fleet = collapsed(on_halt=ON_HALT, store=engine)
     engine.race = True
-    begin = healed(fleet)
+    begin = resumed(fleet)
     assert begin is not None and begin.leg == 2
     assert len(RunLog(fleet.store).begins()) == 2
-    assert healed(fleet) is None  # the leg goes on
+    assert resumed(fleet) is None  # the leg goes on
 
 
-def test_nothing_is_healed_that_somebody_stopped():
+def test_nothing_is_resumed_that_somebody_stopped():
     stopped, _ = halted(SCORES, on_halt=ON_HALT)
-    assert healed(stopped) is None
+    assert resumed(stopped) is None
     asked = collapsed(on_halt=ON_HALT)  # the verdict came before the request was obeyed
     asked.store.create(keys.halt(1), Halt(**STAMP(), leg=1, by="user", reason="supper").to_bytes())
-    assert healed(asked) is None
+    assert resumed(asked) is None
 
 
-def test_nothing_is_healed_unless_asked():
-    assert healed(collapsed()) is None
+def test_nothing_is_resumed_unless_asked():
+    assert resumed(collapsed()) is None
 
 
-def test_a_pause_rolls_nothing_back_and_is_not_healed():
+def test_a_pause_rolls_nothing_back_and_is_not_resumed():
     """The guard could not judge: nothing says that the model is at fault."""
     guard = {"rule": "sequential", "pause_after": 2}
     fleet = Fleet(replicas=2, rounds=50, guard=guard, scored=True, on_halt=ON_HALT)
@@ -255,4 +255,4 @@ def test_a_pause_rolls_nothing_back_and_is_not_healed():
         play(participants, [1.0, 2.0], [replace(report(), scores=()) for _ in participants])
     last = fleet.commits()[-1]
     assert last.stop == "halted" and last.fired and not last.halted_by_guard
-    assert healed(fleet) is None and RunReader(fleet.store).model().round == 3
+    assert resumed(fleet) is None and RunReader(fleet.store).model().round == 3

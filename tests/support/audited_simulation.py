@@ -1,4 +1,4 @@
-"""A simulated run that really trains, with AdamW and a schedule, and its segments trained again in this process."""
+"""A simulated run that really trains, with AdamW and a schedule, and its ranges trained again in this process."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from simulation_plan import Plan
 from tiny_workloads import batch_of
 
 from diloco_orchestrator.clock import NoBackground
-from diloco_orchestrator.inspection.audit.draw import Segment, segments_of
+from diloco_orchestrator.inspection.audit.draw import TrainingRange, ranges_of
 from diloco_orchestrator.inspection.audit.findings import Outcome
 from diloco_orchestrator.inspection.audit.judgement import bound_of, judged
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
 from replica.context import ReplicaContext
+from replica.process.rerun_range import rerun
 from replica.process.rerun_result import RerunResult
-from replica.process.rerun_segment import rerun
 
 # Of the process, in which the replicas of a simulation take turns: it is the author's own only in real processes.
 SHARED = frozenset(("random state",))
@@ -61,20 +61,20 @@ def played(plan: Plan) -> TrainedSimulation:
     return simulation
 
 
-def audited(simulation: TrainedSimulation, folder: Path) -> dict[Segment, tuple[Outcome, str, RerunResult]]:
-    """Outcome of every segment that can be drawn, and what its re-run found."""
+def audited(simulation: TrainedSimulation, folder: Path) -> dict[TrainingRange, tuple[Outcome, str, RerunResult]]:
+    """Outcome of every range that can be drawn, and what its re-run found."""
     store, found = simulation.bucket, {}
     run_log, reader = RunLog(store), ContributionReader(store)
-    for segment in segments_of(run_log.commits()):
-        manifest = reader.exact(segment.round, segment.replica_id, segment.manifest_sha256)
+    for range_ in ranges_of(run_log.commits()):
+        manifest = reader.exact(range_.round, range_.replica_id, range_.manifest_sha256)
         again = rerun(store, manifest, NoBackground(), lambda _: simulation._train, folder)
         kept = tuple(name for name in again.differing if name not in SHARED)
         again = RerunResult(**{**vars(again), "differing": kept})
         whole = run_log.configs.of(manifest.leg).round_steps
         outcome, words = judged(again, bound_of(whole), partial=manifest.own_steps < whole)
-        found[segment] = outcome, words, again
+        found[range_] = outcome, words, again
     return found
 
 
-def counts(found: dict[Segment, tuple[Outcome, str, RerunResult]]) -> Counter[str]:
+def counts(found: dict[TrainingRange, tuple[Outcome, str, RerunResult]]) -> Counter[str]:
     return Counter(outcome for outcome, _, _ in found.values())

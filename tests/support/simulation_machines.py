@@ -35,7 +35,7 @@ def machines_of(simulation: "Simulation") -> Iterator[None]:
     """
     step, load, close = outer_step.step_shard, Checkpoint.load, RoundCloser._open_next_round
     manifest = Contributor._manifest
-    rebuilt, write = rebuild_module._rebuild, snapshot_writer.write_snapshot
+    rebuilt, write = rebuild_module._by_first_way, snapshot_writer.write_snapshot
     step_rebuilt = rebuild_module._step_shard
 
     def step_of_this_machine(shard: BaseShard, gradient: Iterable[torch.Tensor], outer: OuterConfig) -> None:
@@ -50,9 +50,10 @@ def machines_of(simulation: "Simulation") -> Iterator[None]:
         return block
 
     def rebuilt_by_this_machine(*args: Any) -> Any:
-        tip = rebuilt(*args)
-        simulation.maybe_flip("rebuild", tip.base.parameters["bias"])
-        return tip
+        made = rebuilt(*args)
+        if isinstance(made, rebuild_module.Tip):
+            simulation.maybe_flip("rebuild", made.base.parameters["bias"])
+        return made
 
     def step_rebuilt_by_this_machine(shard: BaseShard, *args: Any) -> None:
         step_rebuilt(shard, *args)
@@ -85,7 +86,7 @@ def machines_of(simulation: "Simulation") -> Iterator[None]:
     Checkpoint.load = load_and_note  # type: ignore[method-assign]
     RoundCloser._open_next_round = close_and_note  # type: ignore[method-assign]
     outer_step.step_shard = step_of_this_machine
-    rebuild_module._rebuild, snapshot_writer.write_snapshot = rebuilt_by_this_machine, write_by_this_machine
+    rebuild_module._by_first_way, snapshot_writer.write_snapshot = rebuilt_by_this_machine, write_by_this_machine
     rebuild_module._step_shard = step_rebuilt_by_this_machine
     try:
         yield
@@ -94,5 +95,5 @@ def machines_of(simulation: "Simulation") -> Iterator[None]:
         Contributor._manifest = manifest  # type: ignore[method-assign]
         Checkpoint.load = load  # type: ignore[method-assign]
         RoundCloser._open_next_round = close  # type: ignore[method-assign]
-        rebuild_module._rebuild, snapshot_writer.write_snapshot = rebuilt, write
+        rebuild_module._by_first_way, snapshot_writer.write_snapshot = rebuilt, write
         rebuild_module._step_shard = step_rebuilt

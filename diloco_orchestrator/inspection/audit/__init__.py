@@ -1,4 +1,4 @@
-"""Audits a run: has segments that nobody could foresee trained again, and compares what comes out with the bucket."""
+"""Audits a run: has ranges that nobody could foresee trained again, and compares what comes out with the bucket."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,10 +7,12 @@ from diloco_orchestrator.clock import random_token
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.audit.auditor import Auditor
 from diloco_orchestrator.inspection.audit.draw import drawn
-from diloco_orchestrator.inspection.audit.findings import Audit, Outcome, SegmentFinding
+from diloco_orchestrator.inspection.audit.findings import Audit, Outcome, RangeFinding
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
-__all__ = ["Audit", "Outcome", "SegmentFinding", "audit"]
+__all__ = ["Audit", "Outcome", "RangeFinding", "SegmentFinding", "audit"]
+
+SegmentFinding = RangeFinding  # the name that it had first
 
 
 def audit(
@@ -22,35 +24,35 @@ def audit(
     trust_bucket: bool = False,
     limit_s: float | None = None,
     on_draw: Callable[[Audit], None] = lambda drawn: None,
-    on_segment: Callable[[SegmentFinding], None] = lambda found: None,
+    on_range: Callable[[RangeFinding], None] = lambda found: None,
 ) -> Audit:
-    """Train `draw` segments of the run in `url` again, and compare them with what its replicas published.
+    """Train `draw` ranges of the run in `url` again, and compare them with what its replicas published.
 
-    A segment is one replica's training in one round. Each is repeated on this machine, in a process of its own with the
+    A range is one replica's training in one round. Each is repeated on this machine, in a process of its own with the
     run's code, from the base, data cursor, random state and saved optimizer that the bucket has. A difference is part
     of the result, not an error. Nothing is written to the bucket.
 
     Args:
-        draw: how many segments; all, if the run has fewer.
+        draw: how many ranges; all, if the run has fewer.
         seed: of the draw, a whole number chosen after the log was written; by default from the system's randomness. The
-            result holds it: the same seed draws the same segments of the same log.
+            result holds it: the same seed draws the same ranges of the same log.
         storage_options: credentials and endpoint in s3fs spelling.
         trust_bucket: run the training function that the bucket names although this user did not launch the run here.
         limit_s: seconds after which one re-run is ended.
-        on_draw: called with the result before the first segment, when head and seed are known.
+        on_draw: called with the result before the first range, when head and seed are known.
         on_segment: called with every finding.
 
     Raises `NoSuchRun`, `ConfigError` for a run that saved no states or whose code may not be run here, and
     `StoreError` if the bucket cannot be read.
     """
     if draw < 1:
-        raise ConfigError(f"draw={draw} segments would show nothing. Draw at least 1.")
+        raise ConfigError(f"draw={draw} ranges would show nothing. Draw at least 1.")
     store = open_store(absolute_url(url), storage_options, retry=INTERACTIVE, must_exist=True)
     chosen = int(random_token(), 16) if seed is None else seed
     with Auditor(store, storage_options=storage_options, trust_bucket=trust_bucket, limit_s=limit_s) as auditor:
-        done = Audit(store.url, str(auditor.head), chosen, len(auditor.segments), auditor.left_out)
+        done = Audit(store.url, str(auditor.head), chosen, len(auditor.ranges), auditor.left_out)
         on_draw(done)
-        for segment in drawn(auditor.segments, draw, chosen, auditor.head):
-            done.findings.append(auditor.audited(segment))
-            on_segment(done.findings[-1])
+        for range_ in drawn(auditor.ranges, draw, chosen, auditor.head):
+            done.findings.append(auditor.audited(range_))
+            on_range(done.findings[-1])
     return done

@@ -1,6 +1,6 @@
-"""`Auditor`: has the segments of one run trained again, each in a process of its own, and judges what comes out.
+"""`Auditor`: has the ranges of one run trained again, each in a process of its own, and judges what comes out.
 
-The process is `replica.process.rerun_segment`; which segments are drawn is decided in `draw`.
+The process is `replica.process.rerun_range`; which ranges are drawn is decided in `draw`.
 """
 
 import importlib.metadata
@@ -21,8 +21,8 @@ from diloco_orchestrator.clock import Clock, SystemClock
 from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.code_archive.entrypoint import check_importable
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, RecordInvalid
-from diloco_orchestrator.inspection.audit.draw import Segment, segments_of
-from diloco_orchestrator.inspection.audit.findings import Outcome, SegmentFinding
+from diloco_orchestrator.inspection.audit.draw import TrainingRange, ranges_of
+from diloco_orchestrator.inspection.audit.findings import Outcome, RangeFinding
 from diloco_orchestrator.inspection.audit.judgement import bound_of, judged
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.head import Head
@@ -38,7 +38,7 @@ from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
 
-_PROGRAM = "diloco_orchestrator.replica.process.rerun_segment"
+_PROGRAM = "diloco_orchestrator.replica.process.rerun_range"
 _OURS = Path(__file__).absolute().parents[3]
 _PATIENCE_S, _PATIENCE = 900.0, 20.0  # s for imports, fetches and scoring; beside that, times the recorded train_s
 _LAST_LINES = 3  # of a process that failed
@@ -46,7 +46,7 @@ _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Auditor:
-    """The segments of one run, as its log is now, and what it takes to train them again. To be used in a `with` block.
+    """The ranges of one run, as its log is now, and what it takes to train them again. To be used in a `with` block.
 
     Args:
         store: the run's folder; nothing is written to it.
@@ -82,7 +82,7 @@ class Auditor:
         if not self._commits or position is None:
             raise ConfigError(f"{store.url} has no commit yet: there is nothing to audit. Wait for its first round.")
         self.head = Head(position.round, position.sha256)
-        self.segments = segments_of(self._commits)
+        self.ranges = ranges_of(self._commits)
         self._folder = tempfile.TemporaryDirectory(prefix="diloco-audit-")
         self._path = self._code_path()
         self._count = 0
@@ -98,37 +98,37 @@ class Auditor:
     @property
     def left_out(self) -> dict[str, int]:
         """Number of responses that no base contains, so that they are not drawn from, by reason."""
-        segments = {(each.round, each.replica_id) for each in self.segments}
+        ranges = {(each.round, each.replica_id) for each in self.ranges}
         counts = Counter(
             _why_left_out(commit, answer.kind)
             for commit in self._commits
             for answer in commit.answers
-            if answer.kind != "scores" and (commit.round, answer.replica_id) not in segments
+            if answer.kind != "scores" and (commit.round, answer.replica_id) not in ranges
         )
         return dict(sorted(counts.items()))
 
-    def audited(self, segment: Segment) -> SegmentFinding:
-        """The finding about one segment. Its training function runs in another process, and writes nothing here."""
+    def audited(self, range_: TrainingRange) -> RangeFinding:
+        """The finding about one range. Its training function runs in another process, and writes nothing here."""
         began = self._clock.now()
         try:
-            manifest = self._reader.exact(segment.round, segment.replica_id, segment.manifest_sha256)
+            manifest = self._reader.exact(range_.round, range_.replica_id, range_.manifest_sha256)
         except ObjectMissing as error:
-            return SegmentFinding(segment, Outcome.NOT_AUDITABLE, str(error))
+            return RangeFinding(range_, Outcome.NOT_AUDITABLE, str(error))
         except RecordInvalid as error:
-            return SegmentFinding(segment, Outcome.DIFFERS, str(error))
+            return RangeFinding(range_, Outcome.DIFFERS, str(error))
         if manifest.kind != "delta":
             words = f"its manifest is an {manifest.kind} now: it was replaced"
-            return SegmentFinding(segment, Outcome.DIFFERS, words)
+            return RangeFinding(range_, Outcome.DIFFERS, words)
         whole = self._log.configs.of(manifest.leg).round_steps
         bound, partial, after_cut = bound_of(whole), manifest.own_steps < whole, self._follows_a_cut(manifest)
-        found, again = self._rerun(segment, manifest), None
+        found, again = self._rerun(range_, manifest), None
         outcome, words = judged(found, bound, partial=partial, after_cut=after_cut)
         if outcome is Outcome.DIFFERS and not found.other_class:
-            again = self._rerun(segment, manifest, earlier=self._output(self._count))
+            again = self._rerun(range_, manifest, earlier=self._output(self._count))
             outcome, words = judged(found, bound, again, partial=partial, after_cut=after_cut)
         exact = outcome is Outcome.EQUAL or not (found.other_class or (again and again.payload != found.payload))
-        return SegmentFinding(
-            segment,
+        return RangeFinding(
+            range_,
             outcome,
             words,
             steps=manifest.own_steps,
@@ -140,13 +140,13 @@ class Auditor:
 
     # -- the process ---------------------------------------------------------------------------------------------
 
-    def _rerun(self, segment: Segment, manifest: Contribution, earlier: Path | None = None) -> RerunResult:
+    def _rerun(self, range_: TrainingRange, manifest: Contribution, earlier: Path | None = None) -> RerunResult:
         self._count += 1
         output = self._output(self._count)
         output.mkdir()
         command = [sys.executable, "-P", "-m", _PROGRAM, "--store", self.store.url, "--output", str(output)]
-        command += ["--replica-id", str(segment.replica_id), "--round", str(segment.round)]
-        command += ["--sha256", segment.manifest_sha256] if segment.manifest_sha256 else []
+        command += ["--replica-id", str(range_.replica_id), "--round", str(range_.round)]
+        command += ["--sha256", range_.manifest_sha256] if range_.manifest_sha256 else []
         command += ["--earlier", str(earlier)] if earlier else []
         command += self._log.launched(self._log.begin_of(manifest.leg).record).arguments()
         limit_s = self._limit_s or _PATIENCE_S + _PATIENCE * manifest.train_s
@@ -155,7 +155,7 @@ class Auditor:
             with log_path.open("wb") as sink:
                 done = subprocess.run(
                     command,
-                    env=self._environment(segment.replica_id, self._threads(manifest)),
+                    env=self._environment(range_.replica_id, self._threads(manifest)),
                     cwd=output,
                     stdin=subprocess.DEVNULL,
                     stdout=sink,
@@ -167,7 +167,7 @@ class Auditor:
             return RerunResult(not_auditable=f"training it again took longer than {limit_s:.0f} s and was ended")
         result = output / "result.json"
         text = log_path.read_text(errors="replace")
-        log.debug("%s, trained again:\n%s", segment, text)
+        log.debug("%s, trained again:\n%s", range_, text)
         if not result.exists():
             last = " / ".join(text.strip().splitlines()[-_LAST_LINES:])
             return RerunResult(not_auditable=f"the process ended with exit code {done.returncode}: {last}")

@@ -1,13 +1,13 @@
-"""Judgement of a segment's re-run: equal, within the bound, different, or not to be judged. Pure functions.
+"""Judgement of a range's re-run: equal, within the bound, different, or not to be judged. Pure functions.
 
-On a machine of the class of the replica's every bit must be equal. On another one sums are rounded in another order,
+On a machine of the replica's hardware class every bit must be equal. On another one sums are rounded in another order,
 and distances are compared with a bound.
 """
 
 from diloco_orchestrator.inspection.audit.findings import Outcome
 from diloco_orchestrator.replica.process.rerun_result import RerunResult
 
-# What must be equal on every machine, because no rounding is in it; `replica.process.segment_comparison` names them.
+# What must be equal on every machine, because no rounding is in it; `replica.process.range_comparison` names them.
 _EXACT = frozenset(("base", "steps", "dropped work", "tokens", "cursor", "counters", "items"))
 _PLACE = frozenset(("cursor", "counters", "random state"))  # where training ended, beside what it computed
 _SHARE = 0.25  # of one inner step's share of the pseudo-gradient
@@ -32,14 +32,14 @@ def judged(
     partial: bool = False,
     after_cut: bool = False,
 ) -> tuple[Outcome, str]:
-    """The outcome of a segment, and why in words.
+    """The outcome of a range, and why in words.
 
     Args:
         found: the re-run.
         bound: see `bound_of`.
-        again: a second re-run, made where the first one differs on a machine of the same class.
-        partial: whether the segment has fewer steps than a round: its author was cut or left between two batches.
-        after_cut: whether that is so of the contribution that the segment follows.
+        again: a second re-run, made where the first one differs on a machine of the same hardware class.
+        partial: whether the range has fewer steps than a round: its author was cut or left between two batches.
+        after_cut: whether that is so of the contribution that the range follows.
     """
     if found.lost:
         return Outcome.DIFFERS, found.lost
@@ -59,7 +59,7 @@ def judged(
         return Outcome.DIFFERS, words
     distance = max(found.distance or 0.0, found.state_distance or 0.0)
     if found.other_class:
-        return _by_distance(distance, bound, differing, f"another class of machine ({'; '.join(found.other_class)})")
+        return _by_distance(distance, bound, differing, f"another hardware class ({'; '.join(found.other_class)})")
     if again is None or again.payload == found.payload:
         return Outcome.DIFFERS, words
     noise = again.noise or 0.0

@@ -31,7 +31,7 @@ def run_with(fault: str, folder: Path, **settings: Any) -> RunResult:
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> float:
-    """The held-out score, in nats, with which the run ends without a fault. Nobody is left out, nothing is healed."""
+    """The held-out score, in nats, of a run without a fault. Nobody is left out, no leg begins by itself."""
     folder = tmp_path_factory.mktemp("healthy")
     result = run_with("", folder)
     reader = reader_of(folder / "bucket")
@@ -41,7 +41,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> float:
     return result.model.heldout
 
 
-def check_healed(result: RunResult, healthy: float) -> None:
+def check_resumed(result: RunResult, healthy: float) -> None:
     assert result.status == "completed" and result.verdict is None
     assert result.model.heldout is not None
     assert math.isclose(result.model.heldout, healthy, rel_tol=0.01), (result.model, healthy)
@@ -49,7 +49,7 @@ def check_healed(result: RunResult, healthy: float) -> None:
 
 def test_a_loss_spike_in_every_replica_is_rolled_back_and_passed(healthy, tmp_path):
     result = run_with("spike", tmp_path)
-    check_healed(result, healthy)
+    check_resumed(result, healthy)
     begins = reader_of(tmp_path / "bucket").log.begins()
     assert len(begins) > 1 and begins[1].by == "on_halt" and begins[1].settings == {"outer.lr": 0.3}
     assert begins[1].from_round <= 23  # before the spike
@@ -60,14 +60,14 @@ def test_a_loss_spike_in_every_replica_is_rolled_back_and_passed(healthy, tmp_pa
 def test_a_shard_of_nan_in_one_replica_changes_nothing(healthy, tmp_path):
     """That replica abstains with every round of it, and the quorum goes on."""
     result = run_with("nan", tmp_path, quorum=3)
-    check_healed(result, healthy)
+    check_resumed(result, healthy)
     answers = reader_of(tmp_path / "bucket").commits()[30].answers
     assert [a.kind for a in answers if a.replica_id == 2] == ["abstention"]
 
 
 def test_a_hack_in_one_of_four_replicas_is_left_out(healthy, tmp_path):
     result = run_with("hack", tmp_path)
-    check_healed(result, healthy)
+    check_resumed(result, healthy)
     commits = reader_of(tmp_path / "bucket").commits()
     assert {each.replica_id for commit in commits for each in commit.quarantined} == {2}
     first = next(commit.round for commit in commits if commit.quarantined)

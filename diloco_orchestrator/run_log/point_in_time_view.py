@@ -1,4 +1,4 @@
-"""`PastView`: a run's folder as it was when one of its rounds was open, whose writes stay in memory.
+"""`PointInTimeView`: a run's folder as it was when one of its rounds was open, whose writes stay in memory.
 
 A replica that is started on it trains that round as an attempt that was restarted then. What was in the bucket follows
 from the keys: objects are created once, and only retention deletes any.
@@ -15,7 +15,7 @@ from diloco_orchestrator.store.memory import MemoryStore
 _BEGIN = keys.begin(1).rpartition("/")[2]
 
 
-class PastView:
+class PointInTimeView:
     """The objects of `store` from before attempt `attempt` of replica `replica_id` contributed to a round of a leg.
 
     Objects of that round and of later ones are hidden, but for the others' manifests of that round; so are those of

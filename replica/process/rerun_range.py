@@ -1,8 +1,8 @@
-"""`python -m diloco_orchestrator.replica.process.rerun_segment`: trains one segment of a finished round again.
+"""`python -m diloco_orchestrator.replica.process.rerun_range`: trains one range of a run again.
 
-The training function runs unchanged, in a replica's normal attempt, on the bucket as it was then (`PastView`): the
-attempt restores cursor, random state and optimizer from the manifest and state before the round, as a restarted one
-does. It ends as soon as its manifest is written, which is compared with the recorded one. Nothing reaches the bucket.
+The training function runs unchanged, in a replica's normal attempt, on the bucket as it was then (`PointInTimeView`):
+the attempt restores cursor, random state and optimizer from the manifest and state before the round, as a restarted
+one does. It ends as soon as its manifest is written, which is compared with the recorded one. The bucket stays.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Begin, Contribution
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.attempt.heartbeat import Pulse
+from diloco_orchestrator.replica.process.range_record import RangeRecord
 from diloco_orchestrator.replica.process.rerun_result import RerunResult
 from diloco_orchestrator.replica.process.run_attempt import load_training_libraries, process_environment, train
-from diloco_orchestrator.replica.process.segment_record import SegmentRecord
 from diloco_orchestrator.run_log.attempts import Authors
 from diloco_orchestrator.run_log.contributions import ContributionReader
-from diloco_orchestrator.run_log.past_view import PastView
+from diloco_orchestrator.run_log.point_in_time_view import PointInTimeView
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import open_store
@@ -36,7 +36,7 @@ _WRITE_ID = "audit"
 
 
 class SegmentPublished(BaseException):
-    """The segment is trained and its manifest written: nothing that follows in the training function is run."""
+    """The range is trained and its manifest written: nothing that follows in the training function is run."""
 
 
 def rerun(
@@ -48,7 +48,7 @@ def rerun(
     earlier: Path | None = None,
     launched: Launched | None = None,
 ) -> RerunResult:
-    """Train the segment of `manifest` again, in this process, and compare.
+    """Train the range of `manifest` again, in this process, and compare.
 
     `output`: a folder that gets the payload that came out; `earlier`: that of a re-run before, to measure the noise
     between two re-runs. `launched`: what the auditor pinned; raises `ConfigError` if the run or its leg is another.
@@ -60,7 +60,7 @@ def rerun(
         if key == ours:
             raise SegmentPublished
 
-    view = PastView(store, manifest.leg, round_, replica_id, manifest.attempt, end)
+    view = PointInTimeView(store, manifest.leg, round_, replica_id, manifest.attempt, end)
     run_json = view.get(keys.RUN)
     run_log = RunLog(view, run_json=run_json)
     leg = run_log.begin_of(manifest.leg)
@@ -68,7 +68,7 @@ def rerun(
         launched.check_run(run_json, store.url)
         launched.check_leg(leg.record, store.url)
     _know_the_claim(run_log, RunLog(store), leg.record, round_)
-    record = SegmentRecord(run_log, manifest)
+    record = RangeRecord(run_log, manifest)
     if why := record.why_lost():
         return RerunResult(lost=why)
     if why := record.why_not():
@@ -102,9 +102,9 @@ def rerun(
     except Exception:  # it published nothing
         words = (ending.error or ending.reason).strip().splitlines()[-1]
         return RerunResult(not_auditable=f"training it again ended without a contribution: {words}")
-    from diloco_orchestrator.replica.process import segment_comparison  # imports torch, whose threads are set now
+    from diloco_orchestrator.replica.process import range_comparison  # imports torch, whose threads are set now
 
-    return segment_comparison.compare(store, view.written, manifest, found, record.delta_before(), output, earlier)
+    return range_comparison.compare(store, view.written, manifest, found, record.delta_before(), output, earlier)
 
 
 def _know_the_claim(past: RunLog, whole: RunLog, begin: Begin, round_: int) -> None:
@@ -118,8 +118,8 @@ def _know_the_claim(past: RunLog, whole: RunLog, begin: Begin, round_: int) -> N
 
 
 def main() -> None:
-    """Train the segment that the command line names again; write the result into the output folder."""
-    parser = argparse.ArgumentParser(prog="python -m diloco_orchestrator.replica.process.rerun_segment")
+    """Train the range that the command line names again; write the result into the output folder."""
+    parser = argparse.ArgumentParser(prog="python -m diloco_orchestrator.replica.process.rerun_range")
     parser.add_argument("--store", required=True, help="the run's folder")
     parser.add_argument("--replica-id", type=int, required=True)
     parser.add_argument("--round", type=int, required=True)

@@ -1,4 +1,4 @@
-"""`SegmentRecord`: what the bucket holds of the place where a segment begins, and whether training follows from it.
+"""`RangeRecord`: what the bucket holds of the place where a range begins, and whether training follows from it.
 
 A restarted attempt continues from its replica's newest manifest and saved state. So does a re-run; what an attempt held
 in memory only, beside those, cannot be repeated.
@@ -15,8 +15,8 @@ from diloco_orchestrator.snapshots.saved_state import read_state
 
 
 @dataclass(frozen=True)
-class SegmentRecord:
-    """The record before a segment. `manifest`: the contribution that the segment ends with."""
+class RangeRecord:
+    """The record before a range. `manifest`: the contribution that the range ends with."""
 
     run_log: RunLog
     manifest: Contribution
@@ -27,7 +27,7 @@ class SegmentRecord:
         return self.run_log.configs.of(self.manifest.leg).fragment_sync_delay
 
     def delta_before(self) -> Contribution | None:
-        """The contribution whose saved state the segment begins from; None at the start.
+        """The contribution whose saved state the range begins from; None at the start.
 
         It is the one that a restarted attempt takes (`newest_delta` of its history), unless claims of bases disagree.
         """
@@ -38,7 +38,7 @@ class SegmentRecord:
         return None
 
     def steps_in_round(self) -> int:
-        """Number of the segment's steps that its author took after its round had opened.
+        """Number of the range's steps that its author took after its round had opened.
 
         With a delay the first of them were taken behind the contribution before, while that round was closed.
         """
@@ -47,7 +47,7 @@ class SegmentRecord:
         return self.manifest.own_steps - (self.delay if behind else 0)
 
     def why_not(self) -> str:
-        """Reason why the segment does not follow from the record; empty if it does."""
+        """Reason why the range does not follow from the record; empty if it does."""
         if self.steps_in_round() <= 0:
             return (
                 "its author was cut before its first step of the round, and published what its fragments held from "
@@ -56,7 +56,7 @@ class SegmentRecord:
         return self._why_no_state() or (self._why_not_with_delay() if self.delay else "")
 
     def why_lost(self) -> str:
-        """Which object that the segment begins from was taken away from whoever repeats it; empty if none was.
+        """Which object that the range begins from was taken away from whoever repeats it; empty if none was.
 
         The log names the saved state by digest. That it is there with other bytes, or is gone though the run keeps all,
         is no retention's doing.
@@ -88,7 +88,7 @@ class SegmentRecord:
         return ""
 
     def _why_not_with_delay(self) -> str:
-        """The reason why the steps of the segment follow from no record, with a delay; empty if they do.
+        """The reason why the steps of the range follow from no record, with a delay; empty if they do.
 
         With a delay, an attempt that went on in memory trains on behind a whole contribution, and not behind a partial
         one. A restarted attempt always trains on behind a contribution to the round before, and never behind anything
@@ -98,7 +98,7 @@ class SegmentRecord:
         if response is None or response.attempt != self.manifest.attempt:
             return ""  # the author itself was restarted, or is new
         whole = self.run_log.configs.of(self.manifest.leg).round_steps
-        partial = SegmentRecord(self.run_log, response).steps_in_round() < whole - self.delay
+        partial = RangeRecord(self.run_log, response).steps_in_round() < whole - self.delay
         if (response.kind, response.round) == ("delta", self.manifest.round - 1) and not partial:
             return ""
         kind = "partial contribution" if response.kind == "delta" and partial else response.kind
@@ -112,7 +112,7 @@ class SegmentRecord:
         return self.run_log.begin_of(self.manifest.leg).record
 
     def _rounds_before(self) -> range:
-        """The rounds of the leg before the segment's, newest first."""
+        """The rounds of the leg before the range's, newest first."""
         return range(self.manifest.round - 1, self._begin.after_round, -1)
 
     def _of(self, round_: int) -> Contribution | None:

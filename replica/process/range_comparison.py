@@ -1,4 +1,4 @@
-"""Compares a segment that was trained again with the one in the bucket: bits where they must be equal, and distances.
+"""Compares a range that was trained again with the one in the bucket: bits where they must be equal, and distances.
 
 What follows from a difference is decided by `inspection.audit`.
 """
@@ -26,7 +26,7 @@ from diloco_orchestrator.store.base import Store
 
 # Equal on every machine: they follow from the log and from the data, not from rounding.
 EXACT = ("base", "steps", "dropped work", "tokens", "cursor", "counters", "items")
-# Equal on a machine of the same class.
+# Equal on a machine of the same hardware class.
 SAME_CLASS = ("payload", "state", "buffers", "random state", "schedules", "scores", "training metric")
 
 
