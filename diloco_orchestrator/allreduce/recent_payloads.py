@@ -58,7 +58,7 @@ class RecentPayloads:
     def end_round(self, background: Background) -> None:
         """Begin a new round: what is held of the round before is dropped, and the open round takes its place.
 
-        Does nothing if the open round had no payloads, such as the closing one.
+        Does nothing if the open round had no payloads, such as the final evaluation.
         """
         self.wait()
         if not self._open.names():

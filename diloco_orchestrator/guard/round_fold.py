@@ -70,7 +70,7 @@ def fold_round(
             scores=sorted(scores, key=lambda score: score.share),
             in_loop=[manifest.in_loop for manifest in measured if manifest.in_loop],
             why_no_metric=_why_no_metric(heldout.metric, named),
-            closing=bool(valid) and all(manifest.kind == "scores" for manifest in valid),
+            final_evaluation=bool(valid) and all(manifest.kind == "scores" for manifest in valid),
             kl_to_init=_median("kl_to_init", named),
             entropy=_median("entropy", named),
             reward_std=_median("reward_std", named),

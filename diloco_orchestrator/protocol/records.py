@@ -365,7 +365,7 @@ class Contribution(Record):
     replica_id: int = Field(ge=0)
     attempt: int = Field(ge=1)
     claim_sha256: Sha256 | Literal[""] = ""  # of that attempt's claim; a manifest without it is nobody's
-    kind: Literal["delta", "abstention", "scores"]  # pseudo-gradient; nothing to average; the closing round's scores
+    kind: Literal["delta", "abstention", "scores"]  # pseudo-gradient; nothing to average; final evaluation's scores
     reason: str = ""  # of an abstention
     # The claim: of the base that its training started from, hashed when it was published. Empty in an announcement.
     base_digest: BulkDigest | Literal[""]

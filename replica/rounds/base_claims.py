@@ -103,10 +103,10 @@ class BaseClaims:
         return contradictions(claims, self.digest, self._asked_now())
 
     def heal(self, claims: Collection[str]) -> bool:
-        """Rebuild the base of the open round from the bucket, because others claim another one; at most once per claim.
+        """Rebuild the open round's base from the bucket, since others claim another digest; at most once per digest.
 
-        A digest that nobody claims is rebuilt once more: the rebuild itself may have gone wrong. Returns whether the
-        base changed. Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
+        Repeated once if nobody has the rebuilt digest: the rebuild may have gone wrong. Returns whether the base
+        changed. Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
         """
         asked, before = self._asked_now(), self.digest
         if not (new := set(claims) - asked - {before}):

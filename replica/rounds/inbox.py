@@ -190,8 +190,8 @@ class RoundInbox:
         )
 
     def _kind(self, manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> tuple[str, str]:
-        """The kind of response that a commit lists for a manifest, if the payload's bytes are what it promises; and
-        why it is no contribution, empty if it is one."""
+        """The kind of response that a commit lists for a manifest, if its payload verifies; and why the manifest is
+        no contribution, empty if it is one."""
         if not _belongs(manifest, replica_id, expected):
             log.warning("round %d: replica %d's manifest was copied from elsewhere", expected.round, replica_id)
             return "unverifiable", "the manifest was copied from another round, leg or replica"

@@ -198,7 +198,7 @@ class Participant:
         return closed
 
     def publish_scores(self, fields: ContributionFields) -> None:
-        """Contribute this replica's scores to the closing round."""
+        """Contribute this replica's scores to the final evaluation round."""
         self._contributor.contribute_scores(fields)
 
     # -- rounds that go on without this replica ------------------------------------------------------------------
@@ -242,7 +242,7 @@ class Participant:
         last = self._tip.value.last
         assert last is not None
         healed = self._snapshots.write_last()
-        self._snapshots.write_offered()
+        self._snapshots.write_default()
         self._segments.wait()
         self._attempt.writer.create(rounds.result_of(last.commit, last.sha256, self._attempt.stamp()))
         return healed

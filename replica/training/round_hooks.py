@@ -11,11 +11,11 @@ from diloco_orchestrator.replica.rounds.interface import RunRounds
 
 @dataclass(frozen=True)
 class RoundView:
-    """A commit's statements about its round, the same on every replica. Metrics have their own sign: a loss falls.
+    """A commit's statements about its round, the same on every replica. Metrics are as observed: no loss is negated.
 
-    `in_loop` is the training metric near the base before the round, in a run without a held-out set too: the mean over
-    the replicas of each one's mean over the first eighth of the round's inner steps; None if nobody observed it. With a
-    held-out set it is the guard's, which clips who is far from the median and leaves out who is not averaged.
+    `in_loop` is the training metric near the base before the round, with or without a held-out set: the mean over the
+    replicas of each one's mean over the first eighth of the round's inner steps; None if nobody observed it. With a
+    held-out set outliers are clipped, and replicas whose contribution is not averaged do not count.
     """
 
     round: int

@@ -150,14 +150,14 @@ class TrainingSession:
     # -- rounds --------------------------------------------------------------------------------------------------
 
     def _open_round(self) -> None:
-        """Score the base of a new round unless it is scored; take part in the closing round, which has no training."""
+        """Score the base of a new round unless it was; take part in the final evaluation, which trains nothing."""
         self._write_snapshot_if_due()
         while not self.stopped:
             # A round with a contribution of an earlier attempt needs no scores, and the model is ahead of its base.
             if not self._loop.published:
                 self._score()
             self._attempt.pulse.phase, self._attempt.pulse.inner_step = "training", 0
-            if not self._rounds.open.closing:
+            if not self._rounds.open.final_evaluation:
                 break
             self._rounds.publish_scores(self._fields())
             self._rounds.close()
@@ -251,7 +251,7 @@ class TrainingSession:
         if self.round == 1:
             self.metrics.warn_of_sequence_sums(self._attempt.config.guard.kl_hard_stop)
         return replace(
-            self._evidence.added_to(self.metrics.take(), None if self._rounds.open.closing else self._model),
+            self._evidence.added_to(self.metrics.take(), None if self._rounds.open.final_evaluation else self._model),
             progress=self._position.progress(self._checkpoint.small.encode()),
             state=self._checkpoint.encode_if_due(),
         )
