@@ -119,7 +119,7 @@ class RunRounds(Rounds, Protocol):
         ...
 
     def publish_scores(self, fields: ContributionFields) -> None:
-        """Contribute scores to the closing round, which takes no pseudo-gradient. Otherwise as `publish`."""
+        """Contribute scores to the final evaluation round, which takes no pseudo-gradient. Otherwise as `publish`."""
         ...
 
     def await_published(self) -> None:
