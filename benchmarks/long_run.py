@@ -18,9 +18,9 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.attempt_records import Claim, Exit, Heartbeat, Intent
 from diloco_orchestrator.protocol.digests import sha256_hex
-from diloco_orchestrator.protocol.figures import figures_of
 from diloco_orchestrator.protocol.record_format import Record, Stamp
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Metric, Origin, Payload, Run, Start
+from diloco_orchestrator.protocol.round_metrics import round_metrics_of
 from diloco_orchestrator.protocol.rounds import Action, Decision, Position
 from diloco_orchestrator.protocol.weights import weight_of
 from diloco_orchestrator.run_log.append import create_run
@@ -100,7 +100,7 @@ class LongRun:
             begin_sha256=self._begin_sha256,
             base_digest=self._digest,
             roster=tuple(replicas),
-            figures=figures_of(manifests, decision.named if conclusion.applied else ()),
+            figures=round_metrics_of(manifests, decision.named if conclusion.applied else ()),
             applied=conclusion.applied,
             empty_rounds=conclusion.empty_rounds,
             stop=conclusion.stop,

@@ -1,6 +1,6 @@
 """`RecentPayloads`: the payload bytes of the open round, and those of the round before it, for whoever lacks them.
 
-Who lacks bytes, and who puts them again, is decided by `replica.rounds.want`.
+Who lacks bytes, and who puts them again, is decided by `replica.rounds.reupload`.
 """
 
 import logging

@@ -17,7 +17,6 @@ from diloco_orchestrator.guard.per_replica import fold_local, local_gain
 from diloco_orchestrator.guard.registry import rule_of_state
 from diloco_orchestrator.guard.robust import median
 from diloco_orchestrator.guard.shares import deal
-from diloco_orchestrator.protocol.figures import EXTRA_PREFIX
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON
 from diloco_orchestrator.protocol.records import (
     Commit,
@@ -28,6 +27,7 @@ from diloco_orchestrator.protocol.records import (
     Score,
     VaultScore,
 )
+from diloco_orchestrator.protocol.round_metrics import EXTRA_PREFIX
 from diloco_orchestrator.protocol.verdict import VerdictKind
 
 _SHARES_SHOWN = 4  # in a reason

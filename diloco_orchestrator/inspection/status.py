@@ -9,10 +9,10 @@ from typing import Any
 
 from diloco_orchestrator.inspection.costs import CostReader, EndForecast, LegCost, end_forecast
 from diloco_orchestrator.protocol.attempt_records import Heartbeat, reason_of
-from diloco_orchestrator.protocol.figures import never_observed, not_finite_words
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.legs import DefaultBases
-from diloco_orchestrator.protocol.records import Begin, Commit, HeldoutSet, Out, Result, RoundFigures, Run
+from diloco_orchestrator.protocol.records import Begin, Commit, HeldoutSet, Out, Result, RoundMetrics, Run
+from diloco_orchestrator.protocol.round_metrics import never_observed, not_finite_words
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 from diloco_orchestrator.run_log.attempts import AttemptRecords
@@ -359,7 +359,7 @@ class NewRows:
 def _row(replicas: int, scored: HeldoutSet | None, commit: Commit) -> RoundRow:
     averaged = [answer for answer in commit.answers if answer.averaged]
     contributors = [answer.replica_id for answer in averaged]
-    figures = commit.figures or RoundFigures()
+    figures = commit.figures or RoundMetrics()
     verdict = commit.verdict
     value = verdict.value if verdict else None
     return RoundRow(
@@ -390,7 +390,7 @@ def _row(replicas: int, scored: HeldoutSet | None, commit: Commit) -> RoundRow:
 
 def _of_metrics(scored: HeldoutSet | None, commit: Commit) -> list[str]:
     """Faults of the metrics that replicas observed in a round, in words."""
-    figures, metric = commit.figures or RoundFigures(), scored.metric if scored else ""
+    figures, metric = commit.figures or RoundMetrics(), scored.metric if scored else ""
     said = not_finite_words(figures)
     seen = {name for name in ("loss", "reward") if getattr(figures, name) is not None or name in figures.not_finite}
     if commit.applied and seen and metric and metric not in seen:

@@ -20,8 +20,8 @@ from diloco_orchestrator.protocol.claims import (
 )
 from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.rounds.reupload import ReuploadRequests
 from diloco_orchestrator.replica.rounds.tip import HeldTip
-from diloco_orchestrator.replica.rounds.want import PayloadRequests
 from diloco_orchestrator.snapshots.rebuild import Tip, rebuild_beside
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class BaseClaims:
     """Judges and rebuilds the base of one replica. `requests`: asks for payloads that a rebuild cannot read."""
 
-    def __init__(self, attempt: Attempt, tip: HeldTip, requests: PayloadRequests) -> None:
+    def __init__(self, attempt: Attempt, tip: HeldTip, requests: ReuploadRequests) -> None:
         self.rebuilt_after = tip.position.round  # the commit up to which the base was last rebuilt
         self._attempt = attempt
         self._tip = tip

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from diloco_orchestrator.protocol.records import Commit, RoundFigures
+from diloco_orchestrator.protocol.records import Commit, RoundMetrics
 from diloco_orchestrator.protocol.verdict import Verdict
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.interface import RunRounds
@@ -68,7 +68,7 @@ class RoundHooks:
         entry = self._attempt.log.commit(round_)
         assert entry is not None
         commit, verdict = entry.commit, entry.commit.verdict
-        figures = commit.figures or RoundFigures()
+        figures = commit.figures or RoundMetrics()
         judged = verdict.in_loop if verdict else None
         return RoundView(
             round=round_,

@@ -19,9 +19,9 @@ from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop
 from diloco_orchestrator.replica.training.guard_evidence import GuardEvidence
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, ShownBase
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers, StepWatch
+from diloco_orchestrator.replica.training.observed_metrics import ObservedMetrics
 from diloco_orchestrator.replica.training.position import TrainingPosition
 from diloco_orchestrator.replica.training.round_hooks import RoundHooks
-from diloco_orchestrator.replica.training.round_metrics import RoundMetrics
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class TrainingSession:
         in_loop: str,
         stateful: Mapping[str, Any],
     ) -> None:
-        self.metrics = RoundMetrics(in_loop)
+        self.metrics = ObservedMetrics(in_loop)
         self.preempted = False
         self._attempt, self._rounds = attempt, rounds
         self._attached, self._model = parts.attached, parts.attached.module

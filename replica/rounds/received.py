@@ -1,4 +1,4 @@
-"""`RoundInbox`: the responses to the open round, and the payload shards that this replica has received of them.
+"""`ReceivedResponses`: the responses to the open round, and the payload shards that this replica has received of them.
 
 Received is what was verified to the last byte, before the decision: nothing else is averaged. Which shards those are is
 said by the dealing; the decision is made by `protocol.rounds.decide`.
@@ -62,7 +62,7 @@ class ExpectedContribution:
         return max(1, min(MOST_PARALLEL, _MEMORY_IN_FLIGHT // shard_bytes))
 
 
-class RoundInbox:
+class ReceivedResponses:
     """Collects the responses of one round after another. Not thread-safe.
 
     Args:
