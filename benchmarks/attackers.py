@@ -106,7 +106,7 @@ def cell(outcomes: Sequence[Outcome], clean: Sequence[Outcome]) -> str:
 def said(name: str, outcomes: Sequence[Outcome]) -> str:
     """What the commits say of the attackers, over all seeds, and the last reason that they give."""
     counts: Counter[str] = sum((each.judged for each in outcomes), Counter())
-    counts.pop("no answer", None) if len(counts) > 1 else None  # of the closing round, in which nobody attacks
+    counts.pop("no answer", None) if len(counts) > 1 else None  # of the final evaluation round, in which nobody attacks
     total = sum(counts.values())
     kinds = ", ".join(f"{kind} {count} of {total}" for kind, count in counts.most_common())
     reason = next((each.reason for each in outcomes if each.reason), "")

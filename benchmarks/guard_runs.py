@@ -311,7 +311,7 @@ def judged(sample: Sample) -> Sample:
             round=round_,
             scores=sorted(scores, key=lambda score: score.share),
             in_loop=[Metric(**m["in_loop"]) for m in manifests if m["in_loop"]],
-            closing=round_ == len(sample["manifests"]),
+            final_evaluation=round_ == len(sample["manifests"]),
         )
         folded = fold(state, GuardConfig(), heldout, evidence)
         state = folded.state

@@ -18,9 +18,9 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.attempt_records import Claim, Exit, Heartbeat, Intent
 from diloco_orchestrator.protocol.digests import sha256_hex
-from diloco_orchestrator.protocol.figures import figures_of
 from diloco_orchestrator.protocol.record_format import Record, Stamp
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Metric, Origin, Payload, Run, Start
+from diloco_orchestrator.protocol.round_metrics import round_metrics_of
 from diloco_orchestrator.protocol.rounds import Action, Decision, Position
 from diloco_orchestrator.protocol.weights import weight_of
 from diloco_orchestrator.run_log.append import create_run
@@ -68,7 +68,7 @@ class LongRun:
         self._position = Position.at_start(self._create(keys.START, start))
 
     def write(self) -> None:
-        """Attempts, all rounds with the closing one, the last snapshot, the result, and how the attempts ended."""
+        """Attempts, all rounds with the final evaluation, the last snapshot, the result, and how the attempts ended."""
         for replica_id in range(self._config.replicas):
             self._attempt_begins(replica_id)
         while self._position.stop == "none":
@@ -85,8 +85,8 @@ class LongRun:
     def _round(self) -> Commit:
         self._now += ROUND_S
         round_, replicas = self._position.round + 1, range(self._config.replicas)
-        closing = rounds.is_closing(self._position, self._config.rounds)
-        manifests = [self._contribute(round_, replica_id, closing) for replica_id in replicas]
+        final_evaluation = rounds.is_final_evaluation(self._position, self._config.rounds)
+        manifests = [self._contribute(round_, replica_id, final_evaluation) for replica_id in replicas]
         answers = [self._answer(manifest) for manifest in manifests]
         decision = Decision(Action.COMMIT, f"{len(answers)} of {len(answers)} contributions", tuple(replicas))
         conclusion = rounds.conclude(decision, self._position, outer_steps=self._config.rounds, fired="", halt="")
@@ -100,7 +100,7 @@ class LongRun:
             begin_sha256=self._begin_sha256,
             base_digest=self._digest,
             roster=tuple(replicas),
-            figures=figures_of(manifests, decision.named if conclusion.applied else ()),
+            figures=round_metrics_of(manifests, decision.named if conclusion.applied else ()),
             applied=conclusion.applied,
             empty_rounds=conclusion.empty_rounds,
             stop=conclusion.stop,
@@ -111,8 +111,8 @@ class LongRun:
         self._position = Position.after(commit, self._create(keys.commit(round_), commit))
         return commit
 
-    def _contribute(self, round_: int, replica_id: int, closing: bool) -> Contribution:
-        origins = () if closing else (Origin(round=round_, steps=STEPS),)
+    def _contribute(self, round_: int, replica_id: int, final_evaluation: bool) -> Contribution:
+        origins = () if final_evaluation else (Origin(round=round_, steps=STEPS),)
         numel = self._config.shard_numel
         manifest = Contribution(
             **self._stamp(),
@@ -121,13 +121,15 @@ class LongRun:
             replica_id=replica_id,
             attempt=1,
             claim_sha256=self._claims[replica_id],
-            kind="scores" if closing else "delta",
+            kind="scores" if final_evaluation else "delta",
             base_digest=self._digest,
             snapshot_round=0,
             rebuilt_after=0,
-            payload=None if closing else Payload(codec="fp32", numel=0, shard_numel=numel, shards=()),
+            payload=None if final_evaluation else Payload(codec="fp32", numel=0, shard_numel=numel, shards=()),
             origins=origins,
-            metrics={} if closing else {name: Metric(sum=STEPS * 2.0, count=STEPS) for name in ("loss", "tokens")},
+            metrics={}
+            if final_evaluation
+            else {name: Metric(sum=STEPS * 2.0, count=STEPS) for name in ("loss", "tokens")},
             train_s=ROUND_S,
         )
         self._create(keys.contribution(round_, replica_id), manifest)

@@ -394,9 +394,9 @@ class RunConfig(Tree):
 
     @property
     def clips_by_history(self) -> bool:
-        """Whether the clip's limit follows from the norms of the rounds before.
+        """Whether a contribution's norm is limited by the norms of earlier rounds.
 
-        Where directions are judged it is narrow on purpose: a quarter is left out of every round anyway.
+        Not with a fixed `clip_factor`, nor "agreeing_mean", which drops the least agreeing quarter.
         """
         return self.clip != "off" and self.clip_factor is None and self.aggregate != "agreeing_mean"
 

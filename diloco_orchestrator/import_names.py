@@ -70,7 +70,7 @@ def registered(kind: str, group: str, name: str) -> tuple[Any, str]:
     where = f"{kind} {name!r} of package {_package_of(found[0])} ({found[0].value})"
     try:
         return found[0].load(), where
-    except Exception as error:  # the other package's code runs here, and may raise anything
+    except (Exception, SystemExit) as error:  # the other package's code runs here, and may raise anything
         words = f"{type(error).__name__}: {error}"
         raise ValueError(f"{where} does not load: {words}. Repair or uninstall that package.") from error
 

@@ -146,7 +146,8 @@ class AttemptFolder:
             for raw in stream:
                 if raw.endswith(b"\n") or to_end:
                     offset += len(raw)
-                    yield raw.decode(errors="replace").rstrip("\r\n"), offset
+                    for line in raw.decode(errors="replace").splitlines():  # a progress bar ends its lines with "\r"
+                        yield line, offset
 
     def _write(self, name: str, text: str) -> None:
         """Write a file of the folder by an atomic rename, so that readers see the old or the new content."""

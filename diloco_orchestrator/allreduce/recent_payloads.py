@@ -1,6 +1,6 @@
 """`RecentPayloads`: the payload bytes of the open round, and those of the round before it, for whoever lacks them.
 
-Who lacks bytes, and who puts them again, is decided by `replica.rounds.want`.
+Who lacks bytes, and who puts them again, is decided by `replica.rounds.reupload`.
 """
 
 import logging
@@ -58,7 +58,7 @@ class RecentPayloads:
     def end_round(self, background: Background) -> None:
         """Begin a new round: what is held of the round before is dropped, and the open round takes its place.
 
-        Does nothing if the open round had no payloads, such as the closing one.
+        Does nothing if the open round had no payloads, such as the final evaluation.
         """
         self.wait()
         if not self._open.names():

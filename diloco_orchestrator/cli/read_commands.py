@@ -80,7 +80,7 @@ def watch(url: str, as_json: bool) -> int:
 @json_option
 def snapshots(url: str, as_json: bool) -> None:
     """List the snapshots in URL; the model after any other round is rebuilt by `pull`."""
-    from diloco_orchestrator.snapshots.offered import url_of_snapshot
+    from diloco_orchestrator.snapshots.default_base import url_of_snapshot
 
     reader = reader_of(url)
     found = [

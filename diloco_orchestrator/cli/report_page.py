@@ -19,7 +19,7 @@ from diloco_orchestrator.protocol.head import Head
 def page(report: Report) -> str:
     """The whole HTML page."""
     status, rows = report.status, report.status.rounds
-    trained = [row for row in rows if row.stop != "completed"]  # the closing round only carries scores
+    trained = [row for row in rows if row.stop != "completed"]  # the final evaluation round only carries scores
     sections = [
         _summary(report),
         _section("Loss", _losses(rows), "training metric of each round, and the held-out score of its base"),

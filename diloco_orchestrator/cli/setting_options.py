@@ -32,7 +32,9 @@ def write_options(command: click.Command, ctx: click.Context, formatter: click.H
     """Write the options of a command to its help: its own first, then the settings by section."""
     sections: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Options", *SECTIONS)}
     for parameter in command.get_params(ctx):
-        if (record := parameter.get_help_record(ctx)) is not None:
+        # An argument has its place in the usage line; some versions of click give it a row of help, too.
+        record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+        if record is not None:
             name = parameter.section if isinstance(parameter, SettingOption) else "Options"
             sections[name].append(record)
     for name, records in sections.items():

@@ -151,7 +151,7 @@ def _is_there(requirement: dict[str, str]) -> bool:
 
 
 def install_unhashed(details: dict[str, Any], folder: Path) -> None:
-    """Install what the image lacks of what we need, then of the user's file, within the launcher's versions.
+    """Install our, then the user's requirements that the image lacks, unhashed, in the launcher's versions.
 
     Raises `Stopped` if pip fails.
     """

@@ -39,7 +39,7 @@ class RoundReports:
     scores: Sequence[Score]  # at most one of each share, each from the replica to which it was dealt
     in_loop: Sequence[Metric] = ()  # the training metric of each averaged contribution that has one
     why_no_metric: str = "no training metric was observed"  # the reason, if `in_loop` is empty
-    closing: bool = False  # whether nobody trained in this round, so that the last round's training metric is used
+    final_evaluation: bool = False  # nobody trained in this round: the last round's training metric is used
     kl_to_init: float | None = None  # nats per token
     entropy: float | None = None
     reward_std: float | None = None
@@ -111,7 +111,7 @@ def _evidence(
     vault = change_of(reports.vault, heldout.vault.items) if heldout.vault else None
     if shares.value is None or (in_loop is None and needs_in_loop):
         why_not = shares.why_not if shares.value is None else reports.why_no_metric
-        return Evidence(round=reports.round, why_not=why_not, vault=vault, closing=reports.closing)
+        return Evidence(round=reports.round, why_not=why_not, vault=vault, final_evaluation=reports.final_evaluation)
     return Evidence(
         round=reports.round,
         heldout=shares.value,
@@ -125,7 +125,7 @@ def _evidence(
         gains=shares.gains,
         vault=vault,
         rebuildable=reports.rebuildable,
-        closing=reports.closing,
+        final_evaluation=reports.final_evaluation,
     )
 
 
@@ -196,7 +196,7 @@ def _fold_in_loop(
     if finite:
         folded = clipped_mean([(1, reports.in_loop[i].mean) for i in finite], spread)
         return folded.mean, folded.spread, tuple(finite[position] for position in folded.far)
-    return (state["in_loop"] if reports.closing else None), spread, ()
+    return (state["in_loop"] if reports.final_evaluation else None), spread, ()
 
 
 def _finite_or_none(value: float | None) -> float | None:

@@ -17,7 +17,6 @@ from diloco_orchestrator.guard.per_replica import fold_local, local_gain
 from diloco_orchestrator.guard.registry import rule_of_state
 from diloco_orchestrator.guard.robust import median
 from diloco_orchestrator.guard.shares import deal
-from diloco_orchestrator.protocol.figures import EXTRA_PREFIX
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON
 from diloco_orchestrator.protocol.records import (
     Commit,
@@ -28,6 +27,7 @@ from diloco_orchestrator.protocol.records import (
     Score,
     VaultScore,
 )
+from diloco_orchestrator.protocol.round_metrics import EXTRA_PREFIX
 from diloco_orchestrator.protocol.verdict import VerdictKind
 
 _SHARES_SHOWN = 4  # in a reason
@@ -70,7 +70,7 @@ def fold_round(
             scores=sorted(scores, key=lambda score: score.share),
             in_loop=[manifest.in_loop for manifest in measured if manifest.in_loop],
             why_no_metric=_why_no_metric(heldout.metric, named),
-            closing=bool(valid) and all(manifest.kind == "scores" for manifest in valid),
+            final_evaluation=bool(valid) and all(manifest.kind == "scores" for manifest in valid),
             kl_to_init=_median("kl_to_init", named),
             entropy=_median("entropy", named),
             reward_std=_median("reward_std", named),

@@ -27,7 +27,7 @@ class Evidence:
 
     round: int  # whose commit holds the verdict; rounds only go forward
     # Score of the base, comparable between rounds whatever shares are missing. None: the round cannot be judged, and
-    # nothing is given but `why_not`, `vault` and `closing`.
+    # nothing is given but `why_not`, `vault` and `final_evaluation`.
     heldout: float | None = None
     why_not: str = ""  # why there is no finite `heldout`, for readers
     in_loop: float | None = None  # training metric of the same model
@@ -40,7 +40,7 @@ class Evidence:
     gains: Mapping[str, float] = field(default_factory=dict)
     vault: VaultChange | None = None  # answers an alarm of the round before; None if too few vault items were scored
     rebuildable: bool = True  # whether the base can be rebuilt later, to score the vault set on it
-    closing: bool = False  # whether no round follows
+    final_evaluation: bool = False  # whether no round follows
 
     @property
     def model(self) -> int:

@@ -162,7 +162,7 @@ class SequentialGuard(GuardRule):
         waiting = run.vault.waiting
         if waiting is None:
             assert evidence.heldout is not None, "an alarm of the metrics has them"
-            why_not = run.vault.why_not(alarms[0], evidence.heldout, evidence.closing)
+            why_not = run.vault.why_not(alarms[0], evidence.heldout, evidence.final_evaluation)
             if why_not:
                 return _halt(alarms[0], f"{alarms[0].what} ({why_not})", numbers)
             reason = run.vault.ask(alarms[0])
@@ -170,7 +170,7 @@ class SequentialGuard(GuardRule):
             assert self.vault_sigmas is not None
             heldout = _finite_or_none(evidence.heldout)
             answer = run.vault.answer(evidence.vault, heldout, run.metrics.sigma, self.vault_sigmas)
-            if answer.halts or (answer.waits and evidence.closing):
+            if answer.halts or (answer.waits and evidence.final_evaluation):
                 return _halt(waiting, f"{waiting.what}; {answer.words}", numbers)
             if not answer.waits:
                 run.metrics.dismiss(evidence.model)
@@ -288,7 +288,7 @@ def _recorded(evidence: Evidence) -> list[Any]:
     vault = None if evidence.vault is None else [_plain(evidence.vault.mean), _plain(evidence.vault.error)]
     metrics = [_plain(evidence.heldout), _plain(evidence.in_loop), evidence.items, evidence.total_items]
     unmeasured = [0, False, None, ""]
-    rest = [why_not, dict(evidence.gains), vault, evidence.rebuildable, evidence.closing]
+    rest = [why_not, dict(evidence.gains), vault, evidence.rebuildable, evidence.final_evaluation]
     return [evidence.round, None, *metrics, _plain(evidence.kl_to_init), *unmeasured, *rest]
 
 

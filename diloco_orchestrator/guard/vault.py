@@ -61,9 +61,9 @@ class Vault:
         if self._best is None or heldout > self._best[0]:
             self._best = [heldout, model]
 
-    def why_not(self, alarm: Alarm, heldout: float, closing: bool) -> str:
+    def why_not(self, alarm: Alarm, heldout: float, final_evaluation: bool) -> str:
         """Reason why this alarm halts without asking; empty if the vault set can be asked."""
-        if closing:
+        if final_evaluation:
             return "this is the last round, so that the vault set is not asked"
         if self._best is None or (alarm.kind is AlarmKind.FALL and self._best[0] <= heldout):
             return "no better base is kept that the vault set could be compared on"

@@ -9,15 +9,15 @@ from typing import Any
 
 from diloco_orchestrator.inspection.costs import CostReader, EndForecast, LegCost, end_forecast
 from diloco_orchestrator.protocol.attempt_records import Heartbeat, reason_of
-from diloco_orchestrator.protocol.figures import never_observed, not_finite_words
 from diloco_orchestrator.protocol.head import Head
-from diloco_orchestrator.protocol.legs import OfferedBases
-from diloco_orchestrator.protocol.records import Begin, Commit, HeldoutSet, Out, Result, RoundFigures, Run
+from diloco_orchestrator.protocol.legs import DefaultBases
+from diloco_orchestrator.protocol.records import Begin, Commit, HeldoutSet, Out, Result, RoundMetrics, Run
+from diloco_orchestrator.protocol.round_metrics import never_observed, not_finite_words
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.snapshots.offered import offered_base
+from diloco_orchestrator.snapshots.default_base import default_base
 from diloco_orchestrator.store.base import Store
 
 
@@ -90,7 +90,7 @@ class AttemptRow:
 
 
 @dataclass(frozen=True)
-class OfferedModel:
+class DefaultModel:
     """The model that a run gives to whoever names no round, and the newest one. Scores with the metric's own sign."""
 
     round: int
@@ -133,7 +133,7 @@ class RunStatus:
     to_the_end: EndForecast | None = None  # of the newest leg, while it runs
     override_guard: str = ""  # why the guard began anew in the newest leg; empty if it went on
     settings: dict[str, Any] = field(default_factory=dict)  # of the newest leg, where they differ from run.json
-    model: OfferedModel = OfferedModel(0, None, 0, None, False)
+    model: DefaultModel = DefaultModel(0, None, 0, None, False)
     head: str = ""  # round and sha256 of the last commit, for `verify --expect`; empty before the first
     # Objects that were passed over because they cannot be read, or are of a leg that did not begin: "key: why".
     unreadable: list[str] = field(default_factory=list)
@@ -161,7 +161,7 @@ class RunReader:
         self._new_rows = self.new_rows()
         self._rows: list[RoundRow] = []
         self._committed_at: list[tuple[int, float]] = []  # leg and time of every commit
-        self._bases = OfferedBases()
+        self._bases = DefaultBases()
         self._rows_in_doubt = self.log.in_doubt
 
     @property
@@ -192,16 +192,16 @@ class RunReader:
             return self.rows()
         return list(self._rows)
 
-    def model(self) -> OfferedModel:
+    def model(self) -> DefaultModel:
         """The model that the run gives to whoever names no round. Errors as of `commits`."""
         self.rows()
         return self._model(self.log.begins())
 
-    def _model(self, begins: Sequence[Begin]) -> OfferedModel:
-        """The model that is offered, as of the rows that were read."""
-        found, sign = offered_base(self.log, self._bases, begins), _sign(self.log)
+    def _model(self, begins: Sequence[Begin]) -> DefaultModel:
+        """The default model, as of the rows that were read."""
+        found, sign = default_base(self.log, self._bases, begins), _sign(self.log)
         score, newest = (None if each is None else sign * each for each in (found.score, found.newest_score))
-        return OfferedModel(found.round, score, found.newest, newest, found.after_verdict)
+        return DefaultModel(found.round, score, found.newest, newest, found.after_verdict)
 
     def _begin(self, leg: int) -> Begin:
         return self.log.begin_of(leg).record
@@ -284,7 +284,7 @@ class RunReader:
 
     def best_scored(self) -> int | None:
         """The round whose base has the best held-out score of all left to resume from; None if none is scored."""
-        folded, begins = OfferedBases(), self.log.begins()
+        folded, begins = DefaultBases(), self.log.begins()
         for commit in self.commits():
             folded.add(commit, begins[commit.leg - 1])
         best = folded.scores.best(folded.bases(begins))
@@ -359,7 +359,7 @@ class NewRows:
 def _row(replicas: int, scored: HeldoutSet | None, commit: Commit) -> RoundRow:
     averaged = [answer for answer in commit.answers if answer.averaged]
     contributors = [answer.replica_id for answer in averaged]
-    figures = commit.figures or RoundFigures()
+    figures = commit.figures or RoundMetrics()
     verdict = commit.verdict
     value = verdict.value if verdict else None
     return RoundRow(
@@ -390,7 +390,7 @@ def _row(replicas: int, scored: HeldoutSet | None, commit: Commit) -> RoundRow:
 
 def _of_metrics(scored: HeldoutSet | None, commit: Commit) -> list[str]:
     """Faults of the metrics that replicas observed in a round, in words."""
-    figures, metric = commit.figures or RoundFigures(), scored.metric if scored else ""
+    figures, metric = commit.figures or RoundMetrics(), scored.metric if scored else ""
     said = not_finite_words(figures)
     seen = {name for name in ("loss", "reward") if getattr(figures, name) is not None or name in figures.not_finite}
     if commit.applied and seen and metric and metric not in seen:

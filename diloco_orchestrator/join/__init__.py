@@ -1,1 +1,1 @@
-"""Replicas on machines that join a run through its bucket: the executor that offers, the machine that takes."""
+"""Machines that join a run through its bucket: the executor offers attempts, a machine takes and runs them."""

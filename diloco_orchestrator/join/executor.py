@@ -323,7 +323,7 @@ def _offer_in(handle: ReplicaHandle) -> str:
 
 
 def _offer_of(store: Store, name: str) -> Entry[Offer] | None:
-    """The offer of an attempt; None if it is gone, or is none that can be read: then it is nobody's."""
+    """The offer of the attempt `name`; None if it is gone, or cannot be read, which is logged."""
     try:
         return Reader(store).read(Offer, keys.join_offer(name))
     except RecordInvalid as error:

@@ -18,7 +18,7 @@ from diloco_orchestrator.executors.contract import ServerlessExecutor, give_stor
 from diloco_orchestrator.executors.registry import executor_of
 from diloco_orchestrator.guard import CollapseStopError, Verdict
 from diloco_orchestrator.inspection.logs import executor_of_run, log_lines
-from diloco_orchestrator.inspection.status import OfferedModel, ReplicaRow, RoundRow, RunReader, RunStatus
+from diloco_orchestrator.inspection.status import DefaultModel, ReplicaRow, RoundRow, RunReader, RunStatus
 from diloco_orchestrator.launching.plan import LaunchOptions, TrainFunction, prepare_launch
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
@@ -28,7 +28,7 @@ from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.run_log.append import create_run, request_halt
 from diloco_orchestrator.run_log.launched_here import note_failure, note_head, remember, remember_leg
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.snapshots.offered import url_of_snapshot
+from diloco_orchestrator.snapshots.default_base import url_of_snapshot
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import SUPERVISING, absolute_url, open_store
 from diloco_orchestrator.store.probe import probe
@@ -50,13 +50,13 @@ class RunResult:
 
     status: str  # "completed" or "halted"
     url: str
-    rounds: int  # commits, the closing round included
+    rounds: int  # commits, the final evaluation round included
     outer_steps: int
     reason: str
     verdict: Verdict | None  # set when the guard fired
     snapshot: str  # folder of the model to take: the newest, after a halt by the guard the best by held-out score;
     # transformers loads it if the model is one of its own
-    model: OfferedModel  # its round and score, and those of the newest
+    model: DefaultModel  # its round and score, and those of the newest
     metrics: list[RoundRow]
     head: str  # round and sha256 of the last commit: `verify --expect` compares them with the log
 

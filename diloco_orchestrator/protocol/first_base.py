@@ -14,7 +14,7 @@ from diloco_orchestrator.protocol.digests import Sha256
 
 @dataclass(frozen=True)
 class ChosenStart:
-    """The start that most replicas follow. `final`: no replica that follows none yet could change that."""
+    """The first base (start record) that most replicas began from. `final`: the rest cannot change it."""
 
     sha256: Sha256
     final: bool

@@ -356,7 +356,7 @@ def parse_snapshot_file(key: str) -> tuple[int, str] | None:
 
 
 def parse_snapshot_record(key: str) -> tuple[int, str] | None:
-    """(round, take) of a `snapshot.json`, which makes a snapshot complete, or None for any other key."""
+    """(round, take) of a `snapshot.json`, else None. The take: "" for the shared copy, else whose."""
     found = parse_snapshot_file(key)
     return found if found and key == snapshot(found[0], SNAPSHOT_RECORD, found[1]) else None
 

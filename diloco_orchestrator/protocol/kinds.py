@@ -83,7 +83,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(of_attempts.JoinCancel, (keys.about_offer(keys.JOIN_CANCEL),), _COORDINATOR),
     Kind(of_attempts.JoinEnd, (keys.about_offer(keys.JOIN_END),), _MACHINE + _COORDINATOR),
     Kind(of_runs.Contribution, (keys.contribution,), _ATTEMPT, _LARGE, by_itself=True),
-    Kind(of_runs.Want, (keys.want,), _ATTEMPT),
+    Kind(of_runs.ReuploadRequest, (keys.want,), _ATTEMPT),
     Kind(of_runs.Commit, (keys.commit,), _ATTEMPT + _COORDINATOR, _LARGE),
     Kind(of_runs.Snapshot, keys.SNAPSHOT_RECORDS, _ANYBODY, _LARGER),
     Kind(of_runs.Retention, (Form(keys.RETENTION),), _ANYBODY),

@@ -1,4 +1,4 @@
-"""Pure functions of a run's legs: where a leg starts, which bases the newest one descends from, which one is offered.
+"""Pure functions of a run's legs: where a leg starts, which bases the newest one descends from, which is the default.
 
 After a stop a leg may start from an earlier base. The rounds in between stay in the commit log, but no later base
 descends from them. Legs are created and ended by `supervision`.
@@ -93,18 +93,18 @@ class BaseScores:
 
 
 @dataclass(frozen=True)
-class OfferedBase:
+class DefaultBase:
     """The base that a run gives to everybody who names none, and the newest one. Scores: higher is better."""
 
-    round: int  # whose base is offered
+    round: int  # whose base is the default
     score: float | None  # held-out score of that base; None if none was measured
     newest: int
     newest_score: float | None
-    after_verdict: bool  # whether the guard halted the newest leg, so that the best base is offered, not the newest
+    after_verdict: bool  # whether the guard halted the newest leg, so that the best base is the default, not the newest
 
 
-class OfferedBases:
-    """Folds commits, oldest first, to the base that is offered: the newest one, after a halt by the guard the best."""
+class DefaultBases:
+    """Folds commits, oldest first, to the default base: the newest one, after a halt by the guard the best."""
 
     def __init__(self) -> None:
         self.scores = BaseScores()
@@ -120,12 +120,12 @@ class OfferedBases:
         """The rounds whose bases the newest base descends from, oldest first; 0 is the first base."""
         return [0] + [round_ for round_ in self._applied if leg_of_base(begins, round_) is not None]
 
-    def offered(self, begins: Sequence[Begin], among: Collection[int] | None = None) -> OfferedBase:
-        """The base that is offered now. `begins`: of all legs. `among`: the rounds to choose the best from; all."""
+    def default(self, begins: Sequence[Begin], among: Collection[int] | None = None) -> DefaultBase:
+        """The default base now. `begins`: of all legs. `among`: the rounds to choose the best from; all."""
         known, last = self.bases(begins), self.scores.last
         halted = last is not None and last.leg == begins[-1].leg and last.halted_by_guard
         chosen = self.scores.best(known if among is None else among) if halted else known[-1]
-        return OfferedBase(chosen, self.scores.score(chosen), known[-1], self.scores.score(known[-1]), halted)
+        return DefaultBase(chosen, self.scores.score(chosen), known[-1], self.scores.score(known[-1]), halted)
 
 
 def check_base(round_: int, among: Sequence[int], url: str) -> None:

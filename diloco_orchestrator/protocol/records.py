@@ -365,7 +365,7 @@ class Contribution(Record):
     replica_id: int = Field(ge=0)
     attempt: int = Field(ge=1)
     claim_sha256: Sha256 | Literal[""] = ""  # of that attempt's claim; a manifest without it is nobody's
-    kind: Literal["delta", "abstention", "scores"]  # pseudo-gradient; nothing to average; the closing round's scores
+    kind: Literal["delta", "abstention", "scores"]  # pseudo-gradient; nothing to average; final evaluation's scores
     reason: str = ""  # of an abstention
     # The claim: of the base that its training started from, hashed when it was published. Empty in an announcement.
     base_digest: BulkDigest | Literal[""]
@@ -471,8 +471,8 @@ class Discounted(Clipped):
     """A manifest of which scores or the training metric are clipped or do not count; its pseudo-gradient does."""
 
 
-class RoundFigures(Part):
-    """Metrics of a round for readers, beside its answers. `protocol.figures` computes it from the manifests."""
+class RoundMetrics(Part):
+    """Metrics of a round for readers, beside its answers. `protocol.round_metrics` computes it from the manifests."""
 
     loss: float | None = None  # mean of what was passed to `observe(loss=...)`, over all responses
     reward: float | None = None
@@ -483,7 +483,7 @@ class RoundFigures(Part):
     dropped_steps: int = Field(default=0, ge=0)  # inner steps of earlier rounds that responses list as dropped
     payload_bytes: int = Field(default=0, ge=0)  # written by all replicas together, averaged or not
     disagreeing: tuple[Disagreeing, ...] = ()  # left out of the round before by its aggregate, as most manifests say
-    extra: dict[str, float] = Field(default_factory=dict)  # `protocol.figures`: means over replicas
+    extra: dict[str, float] = Field(default_factory=dict)  # `protocol.round_metrics`: means over replicas
 
 
 class Commit(Record):
@@ -508,7 +508,7 @@ class Commit(Record):
     norms: UsualNorms | None = None  # of the rounds before this one; follows from the commit before
     clipped: tuple[Clipped, ...] = ()  # averaged with less weight, in replica_id order; follows from the answers
     discounted: tuple[Discounted, ...] = ()  # for their scores, in replica_id order; follows from the manifests
-    figures: RoundFigures | None = None  # for readers of the log; None in a coordinator's commit
+    figures: RoundMetrics | None = None  # for readers of the log; None in a coordinator's commit
     applied: bool  # whether the average of this round was applied as an outer step
     empty_rounds: int = Field(ge=0)  # rounds in a row that named nobody
     stop: Literal["none", "completed", "halted", "failed"]
@@ -540,7 +540,7 @@ class Commit(Record):
         return self.by.is_coordinator
 
 
-class Want(Record):
+class ReuploadRequest(Record):
     """A request for a committed payload shard that cannot be read: who holds the bytes puts them again, as `take`."""
 
     record: ClassVar[str] = "want"

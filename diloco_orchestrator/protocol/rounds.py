@@ -77,7 +77,7 @@ class Decision:
 
 
 def contributes(answer: Answer) -> bool:
-    """Whether a response is a contribution: it may be averaged or, in the closing round, counted."""
+    """Whether a response is a contribution: it may be averaged or, in the final evaluation round, counted."""
     return answer.kind in ("delta", "scores")
 
 
@@ -190,8 +190,8 @@ class Conclusion:
     reason: str
 
 
-def is_closing(position: Position, outer_steps: int) -> bool:
-    """Whether the open round is the closing one: all outer steps are taken, and only scores of the last base are left.
+def is_final_evaluation(position: Position, outer_steps: int) -> bool:
+    """Whether the open round is the final evaluation: all outer steps are taken, only scores of the last base are left.
 
     `outer_steps`: outer steps of the run up to the end of this leg.
     """
@@ -210,16 +210,16 @@ def conclude(decision: Decision, position: Position, *, outer_steps: int, fired:
         halt: the reason of a request to halt; empty if there is none.
     """
     empty = 0 if decision.named else position.empty_rounds + 1
-    closing = is_closing(position, outer_steps)
-    applied = bool(decision.named) and not closing and not fired
-    stop, reason = _stop(decision, empty, closing, fired, halt)
+    final_evaluation = is_final_evaluation(position, outer_steps)
+    applied = bool(decision.named) and not final_evaluation and not fired
+    stop, reason = _stop(decision, empty, final_evaluation, fired, halt)
     return Conclusion(applied, position.outer_step + applied, empty, stop, reason)
 
 
-def _stop(decision: Decision, empty: int, closing: bool, fired: str, halt: str) -> tuple[Stop, str]:
+def _stop(decision: Decision, empty: int, final_evaluation: bool, fired: str, halt: str) -> tuple[Stop, str]:
     if fired:
         return "halted", f"the guard fired: {fired}"
-    if closing and decision.named:
+    if final_evaluation and decision.named:
         return "completed", f"every outer step is taken; {decision.reason}"
     if halt:
         return "halted", f"halt requested: {halt}"

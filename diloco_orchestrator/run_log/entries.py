@@ -7,10 +7,10 @@ from typing import Generic, Self, TypeVar
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.conclusions import no_commit
 from diloco_orchestrator.protocol.record_format import Record
 from diloco_orchestrator.protocol.records import Commit
 from diloco_orchestrator.protocol.rounds import Position
+from diloco_orchestrator.protocol.void_commits import no_commit
 from diloco_orchestrator.protocol.weights import as_read, why_void
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class Entry(Generic[R]):
 class CommitEntry:
     """A commit and the sha256 of its exact bytes. A void commit is read as one that averages nobody."""
 
-    commit: Commit  # as its readers take it: `protocol.weights`, `protocol.conclusions`
+    commit: Commit  # as its readers take it: `protocol.weights`, `protocol.void_commits`
     sha256: str
     written: Commit  # as its bytes are
     void: str = ""  # why it averages nobody although its bytes name somebody

@@ -1,6 +1,6 @@
 """`RunLog`: reads the immutable records of one run (run, start, legs, commits), each once, and checks the hash chain.
 
-What each commit means to its readers follows from the log before it (`run_log.conclusions`). History is read through
+The meaning of each commit follows from the log before it (`run_log.commit_readings`). History comes through
 segments of the log (`run_log.segments`) once a run is long enough to have some. What a commit must say is decided in
 `protocol.rounds`. New records are written by `run_log.append`; records of attempts and contributions are read by
 `run_log.attempts` and `run_log.contributions`.
@@ -18,7 +18,7 @@ from diloco_orchestrator.protocol.legs import leg_position
 from diloco_orchestrator.protocol.record_format import StampFields
 from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Result, Snapshot, Start
 from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Position
-from diloco_orchestrator.run_log.conclusions import Conclusions
+from diloco_orchestrator.run_log.commit_readings import Conclusions
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.leg_records import LegRecords
 from diloco_orchestrator.run_log.segments import CheckedSegments, SegmentReader
@@ -81,7 +81,7 @@ class RunLog(LegRecords):
     def remember_commit(self, round_: int, data: bytes) -> CommitEntry:
         """Keep the commit of a round, whose exact bytes are `data`, so that no later call fetches it.
 
-        What is no commit of that round is void (`run_log.conclusions`). Raises `RecordTooNew` and `RecordTooOld`.
+        What is no commit of that round is void (`run_log.commit_readings`). Raises `RecordTooNew` and `RecordTooOld`.
         """
         if len(self._commit_entries) >= _KEPT_COMMITS:
             oldest, *_ = self._commit_entries  # copied at once: another thread may add one
@@ -90,7 +90,7 @@ class RunLog(LegRecords):
         return found
 
     def after(self, position: Position, derive_verdicts: bool = False) -> Iterator[CommitEntry]:
-        """The commits after `position`, oldest first, each as everybody reads it (`run_log.conclusions`).
+        """The commits after `position`, oldest first, each as everybody reads it (`run_log.commit_readings`).
 
         Raises `RecordInvalid` where one was changed after it was written. `derive_verdicts`: whether every verdict is
         derived, too.

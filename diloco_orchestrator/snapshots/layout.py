@@ -2,8 +2,8 @@
 
     model.safetensors   the whole model in its own dtypes, loadable with `AutoModelForCausalLM.from_pretrained`
     config.json, …      what the model and tokenizer classes write beside it; for others a README.md
-    outer.safetensors   outer momenta ("momentum.<name>"), and the fp32 base ("base.<name>") of parameters whose dtype
-                        cannot hold it, and of residuals (`outer.adapter_products`)
+    outer.safetensors   outer momenta ("momentum.<name>"); in fp32 ("base.<name>") parameters the dtype rounds,
+                        and residuals of exact LoRA means (`outer.adapter_products`)
     snapshot.json       digests of these files; written last, so a snapshot that has it is complete
 
 For an adapter of PEFT `adapter_model.safetensors` and `adapter_config.json` are there instead, as PEFT writes them.

@@ -17,7 +17,7 @@ from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, claimed_base
-from diloco_orchestrator.snapshots.offered import ensure_offered_snapshot
+from diloco_orchestrator.snapshots.default_base import ensure_default_snapshot
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class EndOfLeg:
             self._writer.create(rounds.result_of(last.commit, last.sha256, self._stamp()))
         self._ensure_last_snapshot()
         if last.commit.halted_by_guard:
-            ensure_offered_snapshot(self._log, self._stamp)
+            ensure_default_snapshot(self._log, self._stamp)
 
     def last_base(self) -> int:
         """The round whose commit made the leg's newest base."""

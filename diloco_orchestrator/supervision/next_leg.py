@@ -22,7 +22,7 @@ from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, claimed_base
-from diloco_orchestrator.snapshots.offered import ensure_offered_snapshot
+from diloco_orchestrator.snapshots.default_base import ensure_default_snapshot
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def begin_next_leg(
     known = bases(commits, begins)
     if from_round is None:
         halted = last is not None and last.leg == leg and last.halted_by_guard
-        from_round = ensure_offered_snapshot(run_log, stamp).round if halted else known[-1]
+        from_round = ensure_default_snapshot(run_log, stamp).round if halted else known[-1]
     check_base(from_round, known, url)
     origin = run_log.commit(from_round) if from_round else None
     taken = origin.commit.outer_step if origin else 0

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.status import RoundRow
-from diloco_orchestrator.protocol.figures import EXTRA_PREFIX
+from diloco_orchestrator.protocol.round_metrics import EXTRA_PREFIX
 
 log = logging.getLogger(__name__)
 

@@ -77,7 +77,7 @@ def _cannot(what: str) -> NoReturn:
 
 
 def request_of(code: str, **changes: Any) -> LaunchRequest:
-    """A request for replica 0, attempt 1 of the contract's run, that runs Python `code`. `changes`: other fields."""
+    """A request to run Python `code` as attempt 1 of replica 0 of the run `RUN_ID`. `changes`: other fields."""
     request = LaunchRequest(RUN_ID, 0, 1, ["python", "-u", "-c", code])
     return replace(request, **changes)
 

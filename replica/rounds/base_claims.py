@@ -20,8 +20,8 @@ from diloco_orchestrator.protocol.claims import (
 )
 from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.rounds.reupload import ReuploadRequests
 from diloco_orchestrator.replica.rounds.tip import HeldTip
-from diloco_orchestrator.replica.rounds.want import PayloadRequests
 from diloco_orchestrator.snapshots.rebuild import Tip, rebuild_beside
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class BaseClaims:
     """Judges and rebuilds the base of one replica. `requests`: asks for payloads that a rebuild cannot read."""
 
-    def __init__(self, attempt: Attempt, tip: HeldTip, requests: PayloadRequests) -> None:
+    def __init__(self, attempt: Attempt, tip: HeldTip, requests: ReuploadRequests) -> None:
         self.rebuilt_after = tip.position.round  # the commit up to which the base was last rebuilt
         self._attempt = attempt
         self._tip = tip
@@ -103,10 +103,10 @@ class BaseClaims:
         return contradictions(claims, self.digest, self._asked_now())
 
     def heal(self, claims: Collection[str]) -> bool:
-        """Rebuild the base of the open round from the bucket, because others claim another one; at most once per claim.
+        """Rebuild the open round's base from the bucket, since others claim another digest; at most once per digest.
 
-        A digest that nobody claims is rebuilt once more: the rebuild itself may have gone wrong. Returns whether the
-        base changed. Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
+        Repeated once if nobody has the rebuilt digest: the rebuild may have gone wrong. Returns whether the base
+        changed. Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
         """
         asked, before = self._asked_now(), self.digest
         if not (new := set(claims) - asked - {before}):

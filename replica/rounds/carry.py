@@ -126,7 +126,7 @@ class CarriedWork:
         return WithCarry(pseudo_gradient, carried.origins, lost, carried.payload, shards, carry_weight(staleness))
 
     def _fetch(self, carried: Contribution, numel: int) -> PayloadCache:
-        """All shards of a carry, by index, fetched before the first is added: work is carried whole or not at all."""
+        """All shards of unaveraged earlier work, by index. Raises `PayloadCorrupt` if one is unusable."""
         assert carried.payload is not None
         if carried.payload.numel != numel:
             raise PayloadCorrupt(f"the carry has {carried.payload.numel} elements, the pseudo-gradient {numel}.")

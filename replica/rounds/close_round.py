@@ -15,18 +15,18 @@ from diloco_orchestrator.errors import PayloadCorrupt, Preempted, QuorumLost
 from diloco_orchestrator.guard.round_fold import fold_round, is_rebuildable
 from diloco_orchestrator.protocol import rounds, weights
 from diloco_orchestrator.protocol.claims import judged, shared_claim, wrong_bases
-from diloco_orchestrator.protocol.figures import figures_of, not_finite_words
 from diloco_orchestrator.protocol.records import Answer, By, Commit, Halt
+from diloco_orchestrator.protocol.round_metrics import not_finite_words, round_metrics_of
 from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.contribute import Contributor
 from diloco_orchestrator.replica.rounds.dealing import everything
-from diloco_orchestrator.replica.rounds.inbox import ExpectedContribution, RoundInbox
 from diloco_orchestrator.replica.rounds.interface import ClosedRound
+from diloco_orchestrator.replica.rounds.received import ExpectedContribution, ReceivedResponses
+from diloco_orchestrator.replica.rounds.reupload import ReuploadRequests
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.replica.rounds.tip import HeldTip
-from diloco_orchestrator.replica.rounds.want import PayloadRequests
 from diloco_orchestrator.run_log.append import append_commit
 from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
@@ -45,7 +45,7 @@ class RoundCloser:
         attempt: Attempt,
         tip: HeldTip,
         claims: BaseClaims,
-        requests: PayloadRequests,
+        requests: ReuploadRequests,
         timing: RoundTiming,
         contributor: Contributor,
     ) -> None:
@@ -55,7 +55,9 @@ class RoundCloser:
         self._requests = requests
         self._timing = timing
         self._contributor = contributor
-        self._inbox = RoundInbox(attempt.store, attempt.background, requests.payloads, attempt.authors, everything)
+        self._received = ReceivedResponses(
+            attempt.store, attempt.background, requests.payloads, attempt.authors, everything
+        )
         self._late: set[int] = set()  # replicas whose manifest of the last closed round is not in its commit
         self._halt: Halt | None = None  # the request to halt the leg, as of the last poll
         self._given_up = False
@@ -114,7 +116,7 @@ class RoundCloser:
     def poll(self) -> None:
         """Receive and verify the responses to the open round that are new. At most three round trips."""
         expected = self._expected()
-        self._inbox.receive(self._inbox.unread(expected), expected)
+        self._received.receive(self._received.unread(expected), expected)
 
     def _observe(self, waited: bool) -> CommitEntry | None:
         """The open round's commit if it exists. If not, everything that a decision depends on is read.
@@ -128,10 +130,10 @@ class RoundCloser:
         calls = [self._read_halt, self._read_late, self._put_wanted]
         calls += [self._check_claims, self._read_out] if waited else []
         beside = [start(call) for call in calls]
-        unread = start(lambda: self._inbox.unread(expected))
+        unread = start(lambda: self._received.unread(expected))
         entry, keys_of_unread = attempt.log.commit(expected.round), unread.result()
         if entry is None:
-            self._inbox.receive(keys_of_unread, expected)
+            self._received.receive(keys_of_unread, expected)
         for each in beside:
             each.result()
         return entry
@@ -144,19 +146,19 @@ class RoundCloser:
 
     def _decide(self) -> tuple[rounds.Decision, str | None, tuple[Answer, ...]]:
         """The decision, the claim that a commit would name now, and the answers as it would list them."""
-        claims = self._inbox.claims()
+        claims = self._received.claims()
         shared = shared_claim(claims, self._claims.digest, own_is_rebuilt=self._claims.is_rebuilt)
-        answers = judged(self._inbox.answers(), claims, shared)
+        answers = judged(self._received.answers(), claims, shared)
         view = self._timing.view(answers, self._is_out())
         decision = rounds.decide(view, self._attempt.clock.now(), self._timing.policy)
         return decision, shared, answers
 
     def _heal_if_contradicted(self) -> bool:
         """Once the round is ready, rebuild a base that is not the one most manifests claim. Whether it was rebuilt."""
-        claims = self._inbox.claims()
+        claims = self._received.claims()
         if not self._claims.contradicted(claims):
             return False
-        view = self._timing.view(self._inbox.answers(), self._is_out())
+        view = self._timing.view(self._received.answers(), self._is_out())
         if not rounds.is_ready(view, self._attempt.clock.now(), self._timing.policy):
             return False
         with suppress(PayloadGone):  # others are rounds ahead: the commit of this round exists, and is followed
@@ -179,7 +181,7 @@ class RoundCloser:
         decided = last.decided_about() if last else set()
         if last is None or not self._timing.elastic or len(decided) == replicas:
             return
-        found = self._inbox.late_in(last.round, replicas, but={*decided, *self._late})
+        found = self._received.late_in(last.round, replicas, but={*decided, *self._late})
         self._late |= {manifest.replica_id for manifest in found}
         self._timing.record(found)
 
@@ -203,7 +205,7 @@ class RoundCloser:
     def _is_out(self) -> tuple[int, ...]:
         """The replicas that are out of the leg. One that answers a later round than that in which its record was read
         takes part, whoever wrote that record."""
-        round_, now_there = self._round, {answer.replica_id for answer in self._inbox.answers()}
+        round_, now_there = self._round, {answer.replica_id for answer in self._received.answers()}
         for replica_id, since in self._out.items():
             if (replica_id in now_there and round_ > since) or (replica_id in self._late and round_ > since + 1):
                 self._back.add(replica_id)
@@ -218,10 +220,10 @@ class RoundCloser:
         computes becomes the base of the others, and a replica that loses the race has lost nothing.
         """
         attempt, opened, position = self._attempt, self._tip.open, self._tip.position
-        last, named = self._tip.last, self._inbox.manifests(decision.named)
+        last, named = self._tip.last, self._received.manifests(decision.named)
         if [manifest.replica_id for manifest in named] == [attempt.replica_id]:
             self._requests.check_own(named[0])
-        scored = self._inbox.manifests(a.replica_id for a in answers if a.kind != "wrong_base")
+        scored = self._received.manifests(a.replica_id for a in answers if a.kind != "wrong_base")
         known = opened.guard, attempt.config.guard, opened.round, self._tip.heldout, opened.roster
         folded = fold_round(*known, scored, named, is_rebuildable(attempt.config, opened.outer_step))
         fired = folded.verdict.reason if folded and folded.verdict.fire else ""
@@ -249,7 +251,7 @@ class RoundCloser:
             norms=norms,
             clipped=shares.clipped,
             discounted=discounted,
-            figures=(figures := figures_of(self._inbox.manifests(), averaged)),
+            figures=(figures := round_metrics_of(self._received.manifests(), averaged)),
             applied=conclusion.applied,
             empty_rounds=conclusion.empty_rounds,
             stop=conclusion.stop,
@@ -260,7 +262,7 @@ class RoundCloser:
         return append_commit(attempt.log, commit)
 
     def _next_roster(self) -> tuple[int, ...]:
-        answered = [answer.replica_id for answer in self._inbox.answers()]
+        answered = [answer.replica_id for answer in self._received.answers()]
         return rounds.next_roster(self._timing.policy, answered, sorted(self._late))
 
     # -- follow --------------------------------------------------------------------------------------------------
@@ -271,18 +273,18 @@ class RoundCloser:
         A commit that contradicts the log or the manifests it names is void: it averages nobody and stops nothing.
         """
         run_log = self._attempt.log
-        entry = run_log.followed(entry, self._tip.value.last, self._inbox.by_digest())
+        entry = run_log.followed(entry, self._tip.value.last, self._received.by_digest())
         ahead = run_log.snapshots_ahead(entry.commit.round, self._attempt.begin)
         if ahead and ConfirmedSnapshots(run_log).newest(1, ahead):
             self._skip_to_newer_snapshot(entry.commit)
             return self._open_next_round(entry.commit, average={})
-        self._timing.record(self._inbox.manifests())
+        self._timing.record(self._received.manifests())
         try:
             if entry.commit.base_digest is not None:
                 self._healed |= self._claims.heal({entry.commit.base_digest})
             if wrong_bases([entry.commit], self._attempt.replica_id):
                 self.poll()  # if the commit existed first, not all claims were received
-                claims, quorum = self._inbox.claims(), self._timing.policy.quorum
+                claims, quorum = self._received.claims(), self._timing.policy.quorum
                 self._claims.leave_if_arithmetic_differs(entry.commit, claims, quorum)
             average = self._apply(entry, keep_average)
         except PayloadGone:
@@ -297,12 +299,12 @@ class RoundCloser:
             return {}
         commit, expected = entry.commit, self._expected()
         contributions = self._requests.until_readable(
-            lambda: self._inbox.averaged_by(commit, expected), until=commit.round - 1
+            lambda: self._received.averaged_by(commit, expected), until=commit.round - 1
         )
         # If the commit existed before this replica received the contributions, their times are not recorded yet.
         self._timing.record(manifest for manifest, _ in contributions)
         self._claims.note()
-        return self._tip.step(entry, contributions, self._inbox.shard, keep_average=keep_average)
+        return self._tip.step(entry, contributions, self._received.shard, keep_average=keep_average)
 
     def _skip_to_newer_snapshot(self, commit: Commit) -> None:
         """Continue from a snapshot after `commit`: because it is far ahead, or a payload of that round was deleted.
@@ -338,5 +340,5 @@ class RoundCloser:
         self._healed = False
         self._contributor.open_round()
         self._timing.open_round()
-        self._inbox.clear()
+        self._received.clear()
         return closed

@@ -61,7 +61,7 @@ class Contributor:
         `RoundError` if the run takes no more pseudo-gradients.
         """
         attempt, opened = self._attempt, self._tip.open
-        if opened.stopped or opened.closing:
+        if opened.stopped or opened.final_evaluation:
             raise RoundError(
                 f"the {attempt.outer_steps} outer steps of the run in {attempt.store.url} are taken. End "
                 "the training loop there, or join with more rounds in a new folder."
@@ -98,7 +98,7 @@ class Contributor:
         return self._create("delta", fields, payload=payload, origins=origins, dropped=vector.dropped, **saved)
 
     def contribute_scores(self, fields: ContributionFields) -> Contribution:
-        """Publish this replica's scores in the closing round, in which nobody trains. Returns its manifest."""
+        """Publish this replica's scores in the final evaluation round, in which nobody trains. Returns its manifest."""
         return self._create("scores", fields)
 
     def announce(self) -> None:

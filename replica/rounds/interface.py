@@ -91,10 +91,10 @@ class Rounds(Protocol):
 
 
 class RunRounds(Rounds, Protocol):
-    """The further needs of a run's session: rounds that go on without it, restarts, scores, snapshots and the end.
+    """`Rounds` and more needs of a run: rounds that end without this replica, restarts, scores, snapshots, the end.
 
-    Nothing here but `publish_scores`, `announce`, `write_snapshot_if_due` and `finish_leg` writes to the bucket, and
-    each of these is safe to repeat: what exists already stays.
+    Nothing added here but `publish_scores`, `announce`, `write_snapshot_if_due` and `finish_leg` writes to the bucket,
+    and each is safe to repeat: what exists already stays.
     """
 
     @property
@@ -119,7 +119,7 @@ class RunRounds(Rounds, Protocol):
         ...
 
     def publish_scores(self, fields: ContributionFields) -> None:
-        """Contribute scores to the closing round, which takes no pseudo-gradient. Otherwise as `publish`."""
+        """Contribute scores to the final evaluation round, which takes no pseudo-gradient. Otherwise as `publish`."""
         ...
 
     def await_published(self) -> None:

@@ -30,13 +30,13 @@ from diloco_orchestrator.replica.rounds.contribute import Contributor
 from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields
 from diloco_orchestrator.replica.rounds.replica_buffers import ReplicaBuffers
+from diloco_orchestrator.replica.rounds.reupload import ReuploadRequests
 from diloco_orchestrator.replica.rounds.segment_writer import SegmentWriter
 from diloco_orchestrator.replica.rounds.snapshot_writer import SnapshotWriter
 from diloco_orchestrator.replica.rounds.start_check import check_start
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.replica.rounds.tip import HeldTip, OpenRound
 from diloco_orchestrator.replica.rounds.transfer import Transfer
-from diloco_orchestrator.replica.rounds.want import PayloadRequests
 from diloco_orchestrator.snapshots.layout import ModelFiles
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Participant:
     A contribution to a round that was committed meanwhile is published all the same, so that no trained step is lost.
     """
 
-    def __init__(self, attempt: Attempt, tip: HeldTip, requests: PayloadRequests, files: ModelFiles) -> None:
+    def __init__(self, attempt: Attempt, tip: HeldTip, requests: ReuploadRequests, files: ModelFiles) -> None:
         self._attempt = attempt
         self._tip = tip
         self._claims = BaseClaims(attempt, tip, requests)
@@ -99,7 +99,7 @@ class Participant:
         own = tuple(tuple(names) for names in fragments)
         found, first = agree_on_first_base(attempt, parameters, own, files, heldout)
         check_start(found.record, parameters, own, heldout, files, attempt)
-        requests = PayloadRequests(attempt)
+        requests = ReuploadRequests(attempt)
         tip = HeldTip(attempt, requests.rebuild(first=first), own)
         if not tip.position.round and not tip.base.holds(parameters):
             log.warning("this replica's first values differ from the run's first base; it takes those of snapshot 0")
@@ -198,7 +198,7 @@ class Participant:
         return closed
 
     def publish_scores(self, fields: ContributionFields) -> None:
-        """Contribute this replica's scores to the closing round."""
+        """Contribute this replica's scores to the final evaluation round."""
         self._contributor.contribute_scores(fields)
 
     # -- rounds that go on without this replica ------------------------------------------------------------------
@@ -242,7 +242,7 @@ class Participant:
         last = self._tip.value.last
         assert last is not None
         healed = self._snapshots.write_last()
-        self._snapshots.write_offered()
+        self._snapshots.write_default()
         self._segments.wait()
         self._attempt.writer.create(rounds.result_of(last.commit, last.sha256, self._attempt.stamp()))
         return healed

@@ -16,10 +16,10 @@ from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.tip import HeldTip
 from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
+from diloco_orchestrator.snapshots.default_base import default_base, ensure_default_snapshot
 from diloco_orchestrator.snapshots.file_plan import is_side_file
 from diloco_orchestrator.snapshots.first_snapshot import side_files_of_run
 from diloco_orchestrator.snapshots.layout import ModelFiles, info_of, write_snapshot
-from diloco_orchestrator.snapshots.offered import ensure_offered_snapshot, offered_base
 from diloco_orchestrator.snapshots.rebuild import Tip
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.snapshots.stored_shards import StoredShards
@@ -94,7 +94,7 @@ class SnapshotWriter:
             self._write_and_read_back()
         return healed
 
-    def write_offered(self) -> None:
+    def write_default(self) -> None:
         """After a halt by the guard: write the best base's snapshot, rebuilt, unless it appears within 30 s per replica
         with a lower id. If that fails, the coordinator writes it, or whoever resumes from it.
         """
@@ -102,10 +102,10 @@ class SnapshotWriter:
         assert commit is not None
         if not commit.halted_by_guard:
             return
-        offered = offered_base(run_log).round
+        default = default_base(run_log).round
         before_us = sum(a.replica_id < self._attempt.replica_id for a in commit.answers)
-        self._await_others(_PATIENCE_S * before_us, lambda: ConfirmedSnapshots(run_log).take_of(offered) is not None)
-        ensure_offered_snapshot(run_log, self._attempt.stamp, self._attempt.replica_id)
+        self._await_others(_PATIENCE_S * before_us, lambda: ConfirmedSnapshots(run_log).take_of(default) is not None)
+        ensure_default_snapshot(run_log, self._attempt.stamp, self._attempt.replica_id)
 
     def _newest_is_confirmed(self) -> bool:
         snapshots = ConfirmedSnapshots(self._attempt.log)

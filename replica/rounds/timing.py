@@ -116,7 +116,7 @@ class RoundTiming:
 
     def _may_be_committed(self) -> bool:
         deadline = self.deadline()
-        if not self.elastic or self._tip.open.closing:
+        if not self.elastic or self._tip.open.final_evaluation:
             return False
         if deadline is None or self._attempt.replica_id not in self._tip.open.roster:
             return True

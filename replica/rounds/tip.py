@@ -31,7 +31,7 @@ class OpenRound:
     names: tuple[str, ...]  # of that fragment's parameters, in name order
     outer_step: int  # number of outer steps in its base
     roster: tuple[int, ...] = ()  # the replicas that it waits for
-    closing: bool = False  # whether every outer step is taken, so that it takes only scores
+    final_evaluation: bool = False  # whether every outer step is taken, so that it takes only scores
     stopped: bool = False  # whether the leg is over, so that no round is open
     version: int = 0  # of its base: changes with every change of the base
     guard: dict[str, JsonValue] | None = None  # the guard's state before it
@@ -75,7 +75,7 @@ class HeldTip:
             names=self.fragments[fragment],
             outer_step=position.outer_step,
             roster=last.roster if last else tuple(range(self._attempt.config.replicas)),
-            closing=rounds.is_closing(position, self._attempt.outer_steps),
+            final_evaluation=rounds.is_final_evaluation(position, self._attempt.outer_steps),
             stopped=position.stop != "none",
             version=self._version,
             guard=last.guard if last else begin.guard,

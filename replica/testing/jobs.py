@@ -39,7 +39,7 @@ class Seen:
     late: bool = False  # killed because it took longer than the limit
     reason: str = ""  # of the exit record
     error: str = ""  # the last line of its traceback
-    digests: Sequence[str | None] = ()  # of each commit's base; the closing round's is the last base
+    digests: Sequence[str | None] = ()  # of each commit's base; the final evaluation round's is the last base
     rounds: Sequence[Contribution] = ()  # this replica's manifests of the rounds that took training
     model: Tensors | None = None  # trainable parameters at the end
     base: Tensors | None = None  # the last base

@@ -59,7 +59,7 @@ class Checkpoint:
         config, opened = self._attempt.config, self._rounds.open
         beside_snapshot = (opened.outer_step + 1) % config.snapshot_every == 0
         due = config.saves_state == "round" or (config.saves_state == "snapshot" and beside_snapshot)
-        if opened.closing or not due:
+        if opened.final_evaluation or not due:
             return None
         return pack(
             {

@@ -76,7 +76,7 @@ class DiLoCoLoop:
 
     def publish_part(self) -> None:
         """Publish the pseudo-gradient so far, unless it is published already, is zero, or the round takes none."""
-        if self.published or self._rounds.open.closing:
+        if self.published or self._rounds.open.final_evaluation:
             return
         pseudo_gradient = self._pseudo_gradient()
         if has_nonzero(pseudo_gradient):

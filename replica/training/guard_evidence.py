@@ -58,7 +58,7 @@ class GuardEvidence:
     def added_to(self, fields: ContributionFields, local: torch.nn.Module | None) -> ContributionFields:
         """A contribution's fields with what was measured of the last base, and the items consumed since the last call.
 
-        `local`: the model with the local parameters, which the per-replica guard scores too; None in the closing round.
+        `local`: the model with the local parameters, scored by the per-replica guard; None in the final evaluation.
         """
         kl = self._drift.kl if self._drift else None
         return replace(

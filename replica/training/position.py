@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.records import Progress
 from diloco_orchestrator.replica.training import rng
-from diloco_orchestrator.replica.training.round_metrics import RoundMetrics
+from diloco_orchestrator.replica.training.observed_metrics import ObservedMetrics
 
 
 class DataCursor:
@@ -93,7 +93,7 @@ class DataCursor:
 class TrainingPosition:
     """The position of one attempt. `fresh_seed`: of the random generators of a replica that has no manifest yet."""
 
-    def __init__(self, metrics: RoundMetrics, fresh_seed: int) -> None:
+    def __init__(self, metrics: ObservedMetrics, fresh_seed: int) -> None:
         self._metrics = metrics
         self._fresh_seed = fresh_seed
         self._cursor: DataCursor | None = None  # None in a loop that takes its batches elsewhere

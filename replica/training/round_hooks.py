@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from diloco_orchestrator.protocol.records import Commit, RoundFigures
+from diloco_orchestrator.protocol.records import Commit, RoundMetrics
 from diloco_orchestrator.protocol.verdict import Verdict
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.interface import RunRounds
@@ -11,11 +11,11 @@ from diloco_orchestrator.replica.rounds.interface import RunRounds
 
 @dataclass(frozen=True)
 class RoundView:
-    """A commit's statements about its round, the same on every replica. Metrics have their own sign: a loss falls.
+    """A commit's statements about its round, the same on every replica. Metrics are as observed: no loss is negated.
 
-    `in_loop` is the training metric near the base before the round, in a run without a held-out set too: the mean over
-    the replicas of each one's mean over the first eighth of the round's inner steps; None if nobody observed it. With a
-    held-out set it is the guard's, which clips who is far from the median and leaves out who is not averaged.
+    `in_loop` is the training metric near the base before the round, with or without a held-out set: the mean over the
+    replicas of each one's mean over the first eighth of the round's inner steps; None if nobody observed it. With a
+    held-out set outliers are clipped, and replicas whose contribution is not averaged do not count.
     """
 
     round: int
@@ -68,7 +68,7 @@ class RoundHooks:
         entry = self._attempt.log.commit(round_)
         assert entry is not None
         commit, verdict = entry.commit, entry.commit.verdict
-        figures = commit.figures or RoundFigures()
+        figures = commit.figures or RoundMetrics()
         judged = verdict.in_loop if verdict else None
         return RoundView(
             round=round_,

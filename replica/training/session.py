@@ -19,9 +19,9 @@ from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop
 from diloco_orchestrator.replica.training.guard_evidence import GuardEvidence
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, ShownBase
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers, StepWatch
+from diloco_orchestrator.replica.training.observed_metrics import ObservedMetrics
 from diloco_orchestrator.replica.training.position import TrainingPosition
 from diloco_orchestrator.replica.training.round_hooks import RoundHooks
-from diloco_orchestrator.replica.training.round_metrics import RoundMetrics
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class TrainingSession:
         in_loop: str,
         stateful: Mapping[str, Any],
     ) -> None:
-        self.metrics = RoundMetrics(in_loop)
+        self.metrics = ObservedMetrics(in_loop)
         self.preempted = False
         self._attempt, self._rounds = attempt, rounds
         self._attached, self._model = parts.attached, parts.attached.module
@@ -150,14 +150,14 @@ class TrainingSession:
     # -- rounds --------------------------------------------------------------------------------------------------
 
     def _open_round(self) -> None:
-        """Score the base of a new round unless it is scored; take part in the closing round, which has no training."""
+        """Score the base of a new round unless it was; take part in the final evaluation, which trains nothing."""
         self._write_snapshot_if_due()
         while not self.stopped:
             # A round with a contribution of an earlier attempt needs no scores, and the model is ahead of its base.
             if not self._loop.published:
                 self._score()
             self._attempt.pulse.phase, self._attempt.pulse.inner_step = "training", 0
-            if not self._rounds.open.closing:
+            if not self._rounds.open.final_evaluation:
                 break
             self._rounds.publish_scores(self._fields())
             self._rounds.close()
@@ -251,7 +251,7 @@ class TrainingSession:
         if self.round == 1:
             self.metrics.warn_of_sequence_sums(self._attempt.config.guard.kl_hard_stop)
         return replace(
-            self._evidence.added_to(self.metrics.take(), None if self._rounds.open.closing else self._model),
+            self._evidence.added_to(self.metrics.take(), None if self._rounds.open.final_evaluation else self._model),
             progress=self._position.progress(self._checkpoint.small.encode()),
             state=self._checkpoint.encode_if_due(),
         )

@@ -66,6 +66,13 @@ def test_run_help_lists_the_settings_for_experts_last(tmp_path):
     assert "--store" in found[1] and "--retry-hung-after-s" in found[3]
 
 
+def test_help_lists_options_and_no_argument_among_the_options(tmp_path):
+    for command, argument in (("run", "FILE.py:FUNCTION"), ("plan", "FILE.py:FUNCTION"), ("resume", "URL")):
+        text = diloco_here(command, "--help", cwd=tmp_path).stdout
+        assert argument in text.splitlines()[0]
+        assert f"\n  {argument}" not in text.partition("\nOptions:\n")[2]
+
+
 def test_a_file_that_does_not_exist_is_refused_before_anything_starts(tmp_path):
     for command in ("run", "plan"):
         done = diloco_here(command, "trian.py:train", "--store", "bucket", cwd=tmp_path)

@@ -73,6 +73,7 @@ def test_a_command_that_cannot_be_had_says_why_and_leaves_the_others_alone(tmp_p
     sites = [
         installed(tmp_path, "broken-one", "import nowhere_to_be_found\n", broken="it", twice="it"),
         installed(tmp_path, "no-command", TIDES, words="text", twice="tides"),
+        installed(tmp_path, "quitter", "raise SystemExit('no licence')\n", quits="it"),
     ]
     listed = diloco("--help", sites=sites)
     assert listed.returncode == 0 and "explain    Say in plain words" in listed.stdout
@@ -80,6 +81,7 @@ def test_a_command_that_cannot_be_had_says_why_and_leaves_the_others_alone(tmp_p
         ("broken", "of package broken-one (broken_one:it) does not load: ModuleNotFoundError"),
         ("words", "of package no-command (no_command:text) is no `click.Command`"),
         ("twice", "registered by broken-one and no-command"),
+        ("quits", "of package quitter (quitter:it) does not load: SystemExit: no licence"),
     ):
         done = diloco(command, "runs/x", "--json", sites=sites)
         assert done.returncode == 2 and why in done.stderr, done.stderr

@@ -391,6 +391,14 @@ def test_what_is_written_until_an_attempt_is_found_to_have_ended_is_followed_too
     assert list(folder.logs(True, None, has_ended, lambda: None)) == ["its last", "line"]
 
 
+def test_each_state_of_a_progress_bar_is_a_line_of_the_log_however_it_is_read(tmp_path):
+    folder, shown = AttemptFolder(tmp_path), ["begins", " 50 %", "100 %", "ends"]
+    folder.output.write_bytes(b"begins\n 50 %\r100 %\r\nends")
+    ways = [(False, None), (True, None), (False, 9), (True, 9)]
+    for follow, tail in ways:
+        assert list(folder.logs(follow, tail, lambda: True, lambda: None)) == shown
+
+
 def test_a_plan_shows_what_would_be_sent_and_no_secret(executor, tmp_path):
     plan = executor.plan(request("pass", env={"A": "1"}, secrets={"API_KEY": "hunter2-hunter2"}, timeout_s=5.0))
     assert plan["command"] == [sys.executable, "-c", "pass"]

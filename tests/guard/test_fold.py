@@ -53,11 +53,11 @@ def test_a_score_is_paired_with_the_metric_of_the_same_model():
     assert verdict.in_loop == pytest.approx(0.7) and verdict.value == pytest.approx(2.0) and verdict.folds == 2
 
 
-def test_the_closing_round_is_judged_with_the_last_training_metric():
+def test_the_final_evaluation_round_is_judged_with_the_last_training_metric():
     run = Run()
     run.next({0: 1.0, 1: 1.0}, in_loop=0.7, items=20)
     scores = [Score(share=share, sum=20.0, count=20) for share in (0, 1)]
-    verdict = fold(run.state, SETTINGS, heldout(40), RoundReports(2, scores, closing=True)).verdict
+    verdict = fold(run.state, SETTINGS, heldout(40), RoundReports(2, scores, final_evaluation=True)).verdict
     assert verdict.folded and verdict.in_loop == pytest.approx(0.7)
     assert not fold(run.state, SETTINGS, heldout(40), RoundReports(2, scores)).verdict.folded
 

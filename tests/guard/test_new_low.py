@@ -207,7 +207,7 @@ def test_a_run_halts_at_the_same_round_in_all_replicas_and_verify_derives_it_aga
     assert found.agrees and found.checked["rounds"] == last.round
 
 
-def test_a_leg_from_the_round_that_is_offered_goes_on_and_halts_only_for_a_collapse_of_its_own():
+def test_a_leg_from_the_default_round_goes_on_and_halts_only_for_a_collapse_of_its_own():
     guard, state = SequentialGuard(), None
     held, trained = hacked(30)
     for round_ in range(1, 6):  # the commit of round 5 has scored the model of round 4, the one to go back to

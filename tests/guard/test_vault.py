@@ -118,12 +118,12 @@ def test_alarms_of_other_numbers_do_not_wait():
 
 def test_the_last_round_does_not_wait_for_another():
     run = Run().settled()
-    verdicts = [run.next(0.5 - 0.02 * u, closing=True) for u in range(1, 12)]
+    verdicts = [run.next(0.5 - 0.02 * u, final_evaluation=True) for u in range(1, 12)]
     fired = next(v for v in verdicts if v.fire)
     assert "(this is the last round, so that the vault set is not asked)" in fired.reason
     run = Run(change=None).settled()
     run.until_alarm()
-    assert run.next(0.3, closing=True).fire
+    assert run.next(0.3, final_evaluation=True).fire
 
 
 def test_without_a_base_to_compare_with_the_alarm_halts_at_once():

@@ -129,7 +129,7 @@ def ended_run(url: str) -> Fleet:
     intent = Intent(**stamp(), replica_id=1, attempt=2, leg=1, executor="test", why=TAKEN_AWAY)
     fleet.store.create(keys.intent(1, 2), intent.to_bytes())
     replicas[1] = fleet.join(1)
-    play(replicas, [1.0, 0.5])  # the closing round
+    play(replicas, [1.0, 0.5])  # the final evaluation round
     last = RunLog(fleet.store).commit(2)
     assert last is not None
     fleet.store.create(keys.result(1), rounds.result_of(last.commit, last.sha256, stamp()).to_bytes())
@@ -186,7 +186,7 @@ def test_what_other_records_say_of_an_end_is_told():
 def test_a_removed_result_is_told():
     fleet = Fleet(replicas=2, rounds=1, store=MemoryStore())
     replicas = fleet.join_all()
-    for _ in range(2):  # the closing round stops the leg
+    for _ in range(2):  # the final evaluation round stops the leg
         play(replicas, [1.0, 0.5])
     assert fleet.commits()[-1].stop == "completed"
     assert [each.partition(":")[0] for each in verify_run(fleet.store).missing] == [keys.result(1)]

@@ -61,8 +61,8 @@ def test_every_manifest_has_count_and_digest_of_the_items_of_its_steps():
         digest = hashlib.sha256(b"".join(map(item_hash, consumed))).hexdigest()
         said = run.manifest(round_).consumed
         assert said is not None and (said.items, said.digest) == (12, digest)
-    closing = run.manifest(3).consumed
-    assert closing is not None and closing.items == 0
+    final_evaluation = run.manifest(3).consumed
+    assert final_evaluation is not None and final_evaluation.items == 0
     assert verify_run(run.store).agrees
 
 

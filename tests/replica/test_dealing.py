@@ -7,7 +7,7 @@ from diloco_orchestrator.allreduce.recent_payloads import RecentPayloads
 from diloco_orchestrator.clock import NoBackground
 from diloco_orchestrator.protocol import keys
 from replica.rounds.dealing import PayloadShard, everything
-from replica.rounds.inbox import ExpectedContribution, RoundInbox
+from replica.rounds.received import ExpectedContribution, ReceivedResponses
 
 
 def but_of_two(manifests):
@@ -21,8 +21,8 @@ def test_what_is_not_dealt_is_neither_verified_nor_held(dealing, kinds):
     manifests = [answer(each, 1.0) for each in participants]
     fleet.engine.put(keys.payload(1, 2, 1, 0), b"other bytes")
     payloads, attempt = RecentPayloads(), participants[0]._attempt
-    inbox = RoundInbox(fleet.store, NoBackground(), payloads, attempt.authors, dealing)
+    received = ReceivedResponses(fleet.store, NoBackground(), payloads, attempt.authors, dealing)
     expected = ExpectedContribution(round=1, leg=1, fragment=0, numel=12, config=fleet.config)
-    inbox.receive(inbox.unread(expected), expected)
-    assert [each.kind for each in inbox.answers()] == kinds.split()
+    received.receive(received.unread(expected), expected)
+    assert [each.kind for each in received.answers()] == kinds.split()
     assert [PayloadShard(each, 0).name in payloads for each in manifests] == [True, True, False]

@@ -238,7 +238,7 @@ class Script:
     """Rounds of one fragment after another that end as scripted; an applied one moves the base by -8."""
 
     def __init__(self, *ends: ClosedRound, fragments: int = 1) -> None:
-        self.closing = False
+        self.final_evaluation = False
         self.base, self.outer_step, self.fragments = Base(dict.fromkeys("ab", torch.zeros(1)), {}), 0, fragments
         self.ends = list(ends)
         self.published: list[tuple[float, bool]] = []
@@ -247,7 +247,7 @@ class Script:
     @property
     def open(self) -> OpenRound:
         index = self.outer_step % self.fragments
-        return OpenRound(self.outer_step + 1, index, (), self.outer_step, closing=self.closing)
+        return OpenRound(self.outer_step + 1, index, (), self.outer_step, final_evaluation=self.final_evaluation)
 
     def publish(self, form, fields, *, in_background=False) -> None:  # type: ignore[no-untyped-def]
         self.published.append((form().read(0, 1).item(), in_background))
@@ -318,10 +318,10 @@ def test_nothing_is_published_of_a_round_in_which_nothing_was_trained():
     assert script.published == []
 
 
-def test_nothing_is_published_to_a_closing_round_though_other_fragments_were_trained():
+def test_nothing_is_published_to_a_final_evaluation_round_though_other_fragments_were_trained():
     loop, _, b = scripted(script := Script(APPLIED, EMPTY, fragments=2))
     inner(loop, 4, b)
-    script.closing = True
+    script.final_evaluation = True
     loop.synchronise()
     assert script.published == [(0.0, False)] and b.item() == script.base.parameters["b"].item()
 

@@ -21,10 +21,10 @@ from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.inspection.report import Report
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.figures import figures_of
 from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Metric, Score
+from diloco_orchestrator.protocol.round_metrics import round_metrics_of
 from diloco_orchestrator.protocol.verdict import Verdict
-from diloco_orchestrator.replica.training.round_metrics import RoundMetrics
+from diloco_orchestrator.replica.training.observed_metrics import ObservedMetrics
 from diloco_orchestrator.store.open_store import open_store
 from replica.context import ReplicaSession
 
@@ -136,7 +136,7 @@ def test_figures_of_a_round_are_means_of_what_is_finite(sums: list[float | None]
     """Both the training metric and the user's own; a replica that observed none has no part in either."""
     metrics = [Metric(sum=each, count=1) for each in sums]
     manifests = [manifest_of(in_loop=metric, metrics={"extra.hacks": metric}) for metric in metrics]
-    figures = figures_of([*manifests, manifest_of()], ())
+    figures = round_metrics_of([*manifests, manifest_of()], ())
     assert figures.in_loop == mean and figures.extra == ({} if mean is None else {"hacks": mean})
 
 
@@ -222,11 +222,11 @@ def test_a_metric_above_its_limit_halts_the_run():
 )
 def test_extra_metrics_that_cannot_be_used(extra: dict[str, float], words: str):
     with pytest.raises(ConfigError, match=words):
-        RoundMetrics("loss").add_extra(extra)
+        ObservedMetrics("loss").add_extra(extra)
 
 
 def test_a_seventeenth_name_in_a_later_step_is_refused():
-    metrics = RoundMetrics("loss")
+    metrics = ObservedMetrics("loss")
     metrics.add_extra({f"{letter}_": 1.0 for letter in "abcdefghijklmnop"})
     metrics.add_extra({"a_": 2.0})
     with pytest.raises(ConfigError, match="17 extra metrics"):

@@ -198,7 +198,7 @@ def test_the_drift_of_every_base_is_in_the_manifests_and_in_the_guards_state():
     assert drifts[0] == 0.0 and drifts[1] is not None and drifts[1] > 0.01 and drifts == sorted(drifts)
     probe = KLProbe(ITEMS[:3], forward)
     probe.load(probe.reference_of(tiny()))
-    assert drifts[3] == pytest.approx(probe.measure(model), abs=1e-6)  # the closing round measures the last model
+    assert drifts[3] == pytest.approx(probe.measure(model), abs=1e-6)  # the final evaluation, of the last model
     guard = run.commits()[-1].guard
     assert guard is not None and guard["guard"]["kl"]
     assert verify_run(run.store).agrees

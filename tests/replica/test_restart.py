@@ -44,7 +44,7 @@ def test_one_bad_batch_costs_one_round_and_the_model_is_the_base_again(settings:
     constant_steps(context_of(fleet, 0), model, lambda batch: NAN if batch == 1 else 1.0)
     assert (
         applied(fleet).count(False) == 2 and fleet.commits()[-1].outer_step == 4
-    )  # the other one is the closing round
+    )  # the other one is the final evaluation round
     assert fleet.commits()[-1].stop == "completed"
     assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
 

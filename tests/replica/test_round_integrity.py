@@ -311,7 +311,7 @@ def test_a_void_commit_averages_nobody_for_everybody_and_its_work_is_carried(mon
     two.close()
     assert one.digest == two.digest == before == fleet.join(0).digest
     assert one._tip.position == two._tip.position and one.open.outer_step == 0 and one.open.round == 2
-    assert not one.open.closing and fleet.commits()[0].reason.startswith(
+    assert not one.open.final_evaluation and fleet.commits()[0].reason.startswith(
         "void, so that nobody is averaged: replica 0 has"
     )
     for participant in (one, two):

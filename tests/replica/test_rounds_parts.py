@@ -152,9 +152,9 @@ def test_while_a_round_is_in_flight_nothing_moves_for_training_though_it_is_clos
     background.do_all()
     assert len(fleet.commits()) == 1 and then == [2]
     taking.close_beside_training(lambda: then.append(0))
-    assert (taking.open, taking._attempt.pulse.round) == (before, pulse) and not taking.open.closing
+    assert (taking.open, taking._attempt.pulse.round) == (before, pulse) and not taking.open.final_evaluation
     assert taking.close().applied and then == [2]
-    assert (taking.open.round, taking.open.outer_step, taking._attempt.pulse.round, taking.open.closing) == (
+    assert (taking.open.round, taking.open.outer_step, taking._attempt.pulse.round, taking.open.final_evaluation) == (
         2,
         1,
         2,

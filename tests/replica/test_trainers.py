@@ -409,7 +409,7 @@ def test_items_of_and_a_probe_reach_the_guard_through_a_trainer(tmp_path: Path):
     probe = KLProbe([torch.tensor(tiny.sentence(900 + i)) for i in range(2)], forward)
     attempt(fleet, tiny.plain, items_of=ids_of, kl_probe=probe, vault_items=list(range(100, 110)))
     said = manifests(fleet)
-    assert [m.consumed.items for m in said if m.consumed] == [8, 8, 8, 0]  # 4 steps of 2 rows; the closing round
+    assert [m.consumed.items for m in said if m.consumed] == [8, 8, 8, 0]  # 4 steps of 2 rows; final evaluation
     assert all(m.metrics["kl_to_init"].mean > 0 for m in said[1:])
     start = fleet.start().heldout
     assert start is not None and start.vault is not None and start.vault.items == 10

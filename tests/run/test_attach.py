@@ -15,7 +15,7 @@ from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import bases
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.snapshots.offered import offered_base
+from diloco_orchestrator.snapshots.default_base import default_base
 from diloco_orchestrator.store.open_store import open_store
 
 # -- coordinators -----------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_after_a_collapse_the_next_leg_starts_from_the_best_base(start, tmp_path
         scores[base] = commit.verdict.value
         base = commit.round if commit.applied else base
     best = max(scores, key=lambda round_: (scores[round_], -round_))
-    assert offered_base(reader.log).round == best and best in bases(commits, reader.log.begins())
+    assert default_base(reader.log).round == best and best in bases(commits, reader.log.begins())
     with pytest.raises(CollapseStopError):  # it collapses again, from there
         run.resume().wait()
     begin = reader.log.begins()[-1]

@@ -170,7 +170,7 @@ def test_where_the_base_cannot_be_derived_any_more_no_model_is_handed_out(tmp_pa
     assert not (tmp_path / "model").exists()
 
 
-@pytest.mark.parametrize("closed", [True, False], ids=["after the closing round", "before it"])
+@pytest.mark.parametrize("closed", [True, False], ids=["after the final evaluation round", "before it"])
 def test_one_replica_that_forges_the_last_snapshot_early_with_a_replay_gives_nobody_its_model(tmp_path, closed):
     fleet, participants, attacker = running()
     go_on(participants, 1)

@@ -10,7 +10,7 @@ from simulation_plan import plan_of
 
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.conclusions import no_commit
+from diloco_orchestrator.protocol.void_commits import no_commit
 
 pytestmark = pytest.mark.slow
 

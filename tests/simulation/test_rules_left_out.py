@@ -28,7 +28,7 @@ from diloco_orchestrator.supervision.next_leg import begin_next_leg
 from replica.rounds import close_round
 from replica.rounds.base_claims import BaseClaims
 from replica.rounds.contribution_history import ContributionHistory
-from replica.rounds.want import PayloadRequests
+from replica.rounds.reupload import ReuploadRequests
 
 pytestmark = pytest.mark.slow
 
@@ -146,7 +146,7 @@ def test_want_a_payload_that_went_bad_after_its_commit_is_put_again(who, author,
     plan = plan_with(3, "all", every=10, rots=((17.83, 2, author),), kills=((17.88, who),), settings=IMPATIENT)
     simulation = holds(plan)
     assert any(keys.parse_want(info.key) for info in simulation.bucket.list(keys.wants(2)))
-    monkeypatch.setattr(PayloadRequests, "put_wanted", lambda self, round_: None)
+    monkeypatch.setattr(ReuploadRequests, "put_wanted", lambda self, round_: None)
     is_caught(plan)
 
 

@@ -349,7 +349,7 @@ def test_a_record_without_one_of_the_shards_is_refused():
 
 
 def sharded_run() -> Fleet:
-    """Two rounds of two replicas and the closing one, snapshots 0 and 2; no file holds more than one tensor."""
+    """Two rounds of two replicas and the final evaluation, snapshots 0 and 2; no file holds more than one tensor."""
     fleet = Fleet(replicas=2, rounds=2, snapshot_every=2, object_limit=150)
     participants = fleet.join_all()
     for value in (1.0, -2.0):

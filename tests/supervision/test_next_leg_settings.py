@@ -1,4 +1,4 @@
-"""After a halt by the guard: which base is offered and has a snapshot, and what the next leg may change."""
+"""After a halt by the guard: which base is the default and has a snapshot, and what the next leg may change."""
 
 from dataclasses import replace
 from typing import Any
@@ -39,7 +39,7 @@ def confirmed(fleet: Fleet) -> list[int]:
     return [round_ for round_ in snapshots.rounds if snapshots.take_of(round_) is not None]
 
 
-# -- the base that is offered -----------------------------------------------------------------------------------------
+# -- the default base -----------------------------------------------------------------------------------------
 
 
 def test_after_a_halt_by_the_guard_replicas_write_the_snapshot_of_the_best_base_though_none_was_due():
@@ -75,7 +75,7 @@ def test_status_and_pull_name_the_best_base_and_the_newest_with_both_scores(tmp_
     assert copy_model(RunLog(fleet.store), tmp_path / "named", NEWEST) == NEWEST
 
 
-def test_once_the_run_goes_on_its_newest_base_is_offered_again():
+def test_once_the_run_goes_on_its_newest_base_is_the_default_again():
     fleet = collapsed()
     resume(fleet)
     assert RunReader(fleet.store).model().round == BEST  # the leg has no round yet: it is its newest, too

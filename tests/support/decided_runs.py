@@ -43,7 +43,7 @@ def play_round(
     def take_part(participant: Participant) -> None:
         round_, replica_id = participant.open.round, participant._attempt.replica_id
         said = report(steps=30)
-        if participant.open.closing:
+        if participant.open.final_evaluation:
             participant._contributor.contribute_scores(said)
         else:
             delta = contribution(round_, replica_id)

@@ -197,14 +197,14 @@ class HostileFleet(Fleet):
         first = self.deciders[0]
         parameters = {name: first.base.parameters[name] for name in _SHAPES}
         scores = self.task.losses(parameters)
-        round_, closing = first.open.round, first.open.closing
+        round_, final_evaluation = first.open.round, first.open.final_evaluation
         done = first.open.outer_step / self.config.rounds
         deltas, losses = self.task.trained(parameters, self.replicas, LR * (1.0 - 0.9 * done))
         flat = [torch.cat([delta[name].reshape(-1) for name in _SHAPES]) for delta in deltas]
         self._clock.advance(10.0)
         said = [self._fields(i, scores, losses[i]) for i in range(self.replicas)]
         for participant, vector, fields in zip(self.deciders, flat, said, strict=False):
-            if closing:
+            if final_evaluation:
                 participant._contributor.contribute_scores(fields)
             else:
                 participant._contributor.contribute_delta(FlatTensors([vector]), fields)
@@ -213,10 +213,10 @@ class HostileFleet(Fleet):
             own = {"replica_id": i, "write_id": f"w{i}", "claim_sha256": self._claims[i]}
             honest = first_of_all.model_copy(update={**own, "scores": said[i].scores, "in_loop": said[i].in_loop})
             if i < self._honest:
-                payload = None if closing else self.publish(round_, i, flat[i])
+                payload = None if final_evaluation else self.publish(round_, i, flat[i])
                 manifest = honest.model_copy(update={"payload": payload})
                 self.store.create(keys.contribution(round_, i), manifest.to_bytes())
-            elif not closing:
+            elif not final_evaluation:
                 memory = self._memory.setdefault(i, {"draw": torch.Generator().manual_seed(self._seed)})
                 self._attack(Writer(self, i, round_, flat[i], honest, flat[: self._honest], memory))
         for participant in self.deciders:

@@ -11,7 +11,6 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Claim, Handle, Heartbeat, Intent
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
-from diloco_orchestrator.protocol.figures import figures_of
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import (
     Answer,
@@ -24,6 +23,7 @@ from diloco_orchestrator.protocol.records import (
     Progress,
     Shard,
 )
+from diloco_orchestrator.protocol.round_metrics import round_metrics_of
 from diloco_orchestrator.protocol.weights import weight_of
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.segments import write_segments
@@ -191,7 +191,7 @@ class LongRun:
             begin_sha256=self._begin_sha256,
             base_digest=self._base.digest(),
             roster=tuple(range(self.replicas)),
-            figures=figures_of(manifests, range(self.replicas)),
+            figures=round_metrics_of(manifests, range(self.replicas)),
             applied=True,
             empty_rounds=0,
             stop="none",

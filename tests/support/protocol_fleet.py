@@ -169,7 +169,7 @@ def play(
 
 
 def answer(participant: Participant, value: float, said: ContributionFields | None = None) -> Contribution:
-    if participant.open.closing:
+    if participant.open.final_evaluation:
         return participant._contributor.contribute_scores(said or report())
     return participant._contributor.contribute_delta(delta(value), said or report())
 

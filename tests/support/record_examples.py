@@ -113,7 +113,7 @@ EXAMPLES: dict[str, Record] = {
         norms=records.UsualNorms(rounds=2, spread=0.125, levels=((0, 0.5),)),
         clipped=(records.Clipped(replica_id=1, reason="far"),),
         discounted=(records.Discounted(replica_id=0, reason="a score that is not finite"),),
-        figures=records.RoundFigures(loss=2.0, tokens=5, dropped_steps=4, payload_bytes=20),
+        figures=records.RoundMetrics(loss=2.0, tokens=5, dropped_steps=4, payload_bytes=20),
         applied=True,
         empty_rounds=0,
         stop="none",
@@ -140,7 +140,7 @@ EXAMPLES: dict[str, Record] = {
         **STAMP, round=3, base_digest=B3, by=1, files={"model.safetensors": records.FileInfo(digest=B3, size=9)}
     ),
     "probe": records.Probe(**STAMP, base_digest=B3, items=SHA, digest=B3, size=9, tokens=3),
-    "want": records.Want(
+    "want": records.ReuploadRequest(
         **STAMP, round=3, replica_id=1, attempt=2, shard=0, take=2, by="replica 0, attempt 1", reason="it is gone"
     ),
     "retention": records.Retention(**STAMP, payloads="needed", by="diloco gc"),

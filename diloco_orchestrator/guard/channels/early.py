@@ -105,7 +105,7 @@ class EarlyCollapse(Remembered):
                     yield Fall(rows[best][0], rows[later][0], ratio, needs, rows[top][0], gained)
 
     def alarms(self, scores: Sequence[float]) -> list[Alarm]:
-        """The alarm, if a fall halts. `scores`: as in `fall`."""
+        """The alarm, if `fall(scores)` exceeds its threshold."""
         fall = self.fall(scores)
         if fall is None or not fall.halts:
             return []

@@ -40,7 +40,7 @@ def audit(
         trust_bucket: run the training function that the bucket names although this user did not launch the run here.
         limit_s: seconds after which one re-run is ended.
         on_draw: called with the result before the first range, when head and seed are known.
-        on_segment: called with every finding.
+        on_range: called with every finding.
 
     Raises `NoSuchRun`, `ConfigError` for a run that saved no states or whose code may not be run here, and
     `StoreError` if the bucket cannot be read.

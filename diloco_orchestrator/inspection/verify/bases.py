@@ -152,7 +152,7 @@ class BaseDeriver:
         return data
 
     def _put_again(self, key: str, shard: Shard, later: Sequence[str], differs: Differs) -> bytes:
-        """The bytes of a later take of a shard. Raises `differs` if no take has the digest."""
+        """A shard's bytes, from the first good copy in `later`; raises `differs` if none."""
         for each in later:
             with suppress(PayloadCorrupt):
                 data = fetch_shard(self._store, each, shard)

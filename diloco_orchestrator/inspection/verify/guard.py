@@ -7,8 +7,8 @@ from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.guard.round_fold import fold_of_commit
 from diloco_orchestrator.inspection.verify.findings import Differs, equal
 from diloco_orchestrator.protocol import rounds
-from diloco_orchestrator.protocol.figures import figures_of
 from diloco_orchestrator.protocol.records import Commit, Contribution, HeldoutSet
+from diloco_orchestrator.protocol.round_metrics import round_metrics_of
 from diloco_orchestrator.protocol.rounds import Action, Decision, Policy, Position
 from diloco_orchestrator.protocol.weights import shares_in
 
@@ -76,7 +76,7 @@ def check_conclusion(
     clipped = shares_in(commit, config).clipped
     equal(key, "clipped", commit.clipped, clipped, "the norms, tokens and payloads of its answers")
     equal(key, "who is averaged", averaged, left, "the answers, the quorum and the per-replica guard")
-    figures = figures_of([readable[a.replica_id] for a in commit.answers if a.replica_id in readable], averaged)
+    figures = round_metrics_of([readable[a.replica_id] for a in commit.answers if a.replica_id in readable], averaged)
     equal(key, "figures", commit.figures, figures, "the manifests that it names")
 
 

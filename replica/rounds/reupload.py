@@ -1,4 +1,4 @@
-"""`PayloadRequests`: asks for payloads that a commit averages and that cannot be read, and puts what others ask for.
+"""`ReuploadRequests`: asks for payloads that a commit averages and that cannot be read, and puts what others ask for.
 
 A commit may name bytes that some replica cannot read: the store damaged or lost them after a write that it had
 acknowledged. Whoever took part in that round has verified them, and holds them until the next commit.
@@ -15,7 +15,7 @@ from diloco_orchestrator.errors import PayloadCorrupt, Preempted
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.keys import PayloadKey
-from diloco_orchestrator.protocol.records import By, Contribution, Want
+from diloco_orchestrator.protocol.records import By, Contribution, ReuploadRequest
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.dealing import everything
 from diloco_orchestrator.run_log.contributions import ContributionReader
@@ -29,7 +29,7 @@ _POLL_S = 2.0  # between two LIST requests for what others ask for
 _POLL_CLAIMS_S = 10.0  # between two LIST requests for a later attempt of this replica
 
 
-class PayloadRequests:
+class ReuploadRequests:
     """One replica's requests and its answers to others'. `payloads`: what it holds of the open round and the last."""
 
     def __init__(self, attempt: Attempt) -> None:
@@ -99,7 +99,7 @@ class PayloadRequests:
     def _ask(self, shard: PayloadKey, take: int, reason: str) -> None:
         if take > keys.MAX_TAKES:
             return  # the store damages every one
-        want = Want(
+        want = ReuploadRequest(
             **self._attempt.stamp(),
             round=shard.round,
             replica_id=shard.replica_id,

@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping
 
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.protocol.figures import EXTRA_PREFIX, checked_extra, never_observed
 from diloco_orchestrator.protocol.records import Metric, Progress
+from diloco_orchestrator.protocol.round_metrics import EXTRA_PREFIX, checked_extra, never_observed
 from diloco_orchestrator.replica.rounds.interface import ContributionFields
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 _NO_START = 5.0  # times the hard stop: no drift of a first round
 
 
-class RoundMetrics:
+class ObservedMetrics:
     """Inner steps, tokens and observed values of a replica. `metric`: the guard's, "loss" or "reward"."""
 
     def __init__(self, metric: str) -> None:

@@ -1,6 +1,6 @@
 """`Conclusions`: what each commit of a log means to its readers, derived from the log up to there.
 
-The rules are in `protocol.conclusions`, the verdict's in `guard.round_fold`. Every reader applies the former.
+The rules are in `protocol.void_commits`, the verdict's in `guard.round_fold`. Every reader applies the former.
 Answers and verdicts cost the manifests of the round: replicas, and whoever rebuilds a base, derive each; other readers
 those of a commit that halts the run, and every one once the log contradicts itself.
 """
@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from diloco_orchestrator.errors import NoSuchRun, ObjectMissing, RecordInvalid, RecordTooNew
 from diloco_orchestrator.guard.round_fold import why_verdict_differs
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.conclusions import (
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.legs import leg_position
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, HeldoutSet, Start
+from diloco_orchestrator.protocol.void_commits import (
     Before,
     LegRules,
     first_of_leg,
@@ -21,9 +24,6 @@ from diloco_orchestrator.protocol.conclusions import (
     why_not_concluded,
     why_unlinked,
 )
-from diloco_orchestrator.protocol.digests import sha256_hex
-from diloco_orchestrator.protocol.legs import leg_position
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, HeldoutSet, Start
 from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry, changed

@@ -12,7 +12,7 @@ from typing import Any
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import Begin, By, Commit, Contribution, UsualNorms
-from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Policy, Position, is_closing
+from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Policy, Position, is_final_evaluation
 from diloco_orchestrator.protocol.weights import is_said
 
 
@@ -205,10 +205,10 @@ def _of_coordinator(commit: Commit, before: Before) -> Iterator[str]:
 
 
 def _of_replica(commit: Commit, before: Before, rules: LegRules) -> Iterator[str]:
-    position, closing = before.position, is_closing(before.position, rules.outer_steps)
+    position, final_evaluation = before.position, is_final_evaluation(before.position, rules.outer_steps)
     contributors = [answer.replica_id for answer in commit.answers if rounds.contributes(answer)]
     named = contributors if len(contributors) >= rules.config.contributions_needed else []
-    applied = bool(named) and not closing and not commit.fired
+    applied = bool(named) and not final_evaluation and not commit.fired
     empty = 0 if named else position.empty_rounds + 1
     yield _differs("fragment", commit.fragment, position.outer_step % rules.fragments)
     yield _differs("applied", commit.applied, applied)
@@ -219,7 +219,7 @@ def _of_replica(commit: Commit, before: Before, rules: LegRules) -> Iterator[str
     yield _differs("who is averaged", averaged, left)
     if commit.fired:
         allowed = {"halted"}
-    elif closing and named:
+    elif final_evaluation and named:
         allowed = {"completed"}
     else:
         allowed = {"halted", "failed" if empty >= MAX_EMPTY_ROUNDS else "none"}

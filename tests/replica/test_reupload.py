@@ -14,7 +14,7 @@ from diloco_orchestrator.errors import PayloadCorrupt, Preempted, Superseded
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
-from diloco_orchestrator.protocol.records import Want
+from diloco_orchestrator.protocol.records import ReuploadRequest
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.rounds.participant import Participant
 
@@ -76,7 +76,7 @@ def test_a_payload_that_its_follower_cannot_read_is_put_again_by_its_author(harm
     one.close()
     assert one._claims.hash() == two._claims.hash() and one.open.round == 2
     key = keys.want(1, 1, 1, 0, 2)
-    want = Want.from_bytes(fleet.store.get(key), key)
+    want = ReuploadRequest.from_bytes(fleet.store.get(key), key)
     assert want.by.who == (0, 1) and "rounds/00000001/payload/1/1/0.bin" in want.reason
     done = verify_run(fleet.store)
     assert done.disagreement is None and any("payload/1/1/0.2.bin holds its bytes" in note for note in done.notes)

@@ -1,6 +1,6 @@
 """The base that a run gives to whoever names none, and its snapshot.
 
-Which base that is follows from the commit log alone (`protocol.legs.OfferedBases`); here it meets what retention left.
+Which base that is follows from the commit log alone (`protocol.legs.DefaultBases`); here it meets what retention left.
 """
 
 import logging
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.legs import OfferedBase, OfferedBases
+from diloco_orchestrator.protocol.legs import DefaultBase, DefaultBases
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Begin
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -17,10 +17,10 @@ from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 log = logging.getLogger(__name__)
 
 
-def offered_base(
-    run_log: RunLog, folded: OfferedBases | None = None, begins: Sequence[Begin] | None = None
-) -> OfferedBase:
-    """The base that is offered now: the newest one, and after a halt by the guard the best by held-out score.
+def default_base(
+    run_log: RunLog, folded: DefaultBases | None = None, begins: Sequence[Begin] | None = None
+) -> DefaultBase:
+    """The default base now: the newest one, and after a halt by the guard the best by held-out score.
 
     Where retention deletes payloads, the best of those with a snapshot. `folded`: all commits; `begins`: of all legs;
     by default they are read here.
@@ -28,24 +28,24 @@ def offered_base(
     begins = run_log.begins() if begins is None else begins
     if folded is None:
         folded = _folded(run_log)
-    found = folded.offered(begins)
+    found = folded.default(begins)
     if not found.after_verdict or run_log.run.config.retention.payloads == "all":
         return found
     snapshots = ConfirmedSnapshots(run_log)
     if snapshots.take_of(found.round) is not None:
         return found
-    return folded.offered(begins, _with_snapshot(snapshots, folded.bases(begins)))
+    return folded.default(begins, _with_snapshot(snapshots, folded.bases(begins)))
 
 
-def ensure_offered_snapshot(run_log: RunLog, stamp: Stamp, by: int | None = None) -> OfferedBase:
-    """Write the snapshot of the base that is offered, rebuilt from the bucket, unless a confirmed one exists.
+def ensure_default_snapshot(run_log: RunLog, stamp: Stamp, by: int | None = None) -> DefaultBase:
+    """Write the snapshot of the default base, rebuilt from the bucket, unless a confirmed one exists.
 
-    If it cannot be rebuilt, because payloads were deleted or damaged, the best base with a snapshot is offered.
+    If it cannot be rebuilt, because payloads were deleted or damaged, the best base with a snapshot is the default.
     `by`: the replica that writes; None for who is none.
     """
     folded = _folded(run_log)
     begins, snapshots = run_log.begins(), ConfirmedSnapshots(run_log)
-    found = folded.offered(begins)
+    found = folded.default(begins)
     if snapshots.take_of(found.round) is not None:
         return found
     from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot  # torch, which is slow to import
@@ -54,8 +54,8 @@ def ensure_offered_snapshot(run_log: RunLog, stamp: Stamp, by: int | None = None
         write_rebuilt_snapshot(run_log, found.round, stamp, by)
     except (ConfigError, PayloadCorrupt, RecordInvalid) as error:
         log.warning("round %d scored best, but %s The best base with a snapshot is taken.", found.round, error)
-        return folded.offered(begins, _with_snapshot(snapshots, folded.bases(begins)))
-    log.info("snapshot %d: rebuilt, because this base is offered after the halt", found.round)
+        return folded.default(begins, _with_snapshot(snapshots, folded.bases(begins)))
+    log.info("snapshot %d: rebuilt, because this base is the default after the halt", found.round)
     return found
 
 
@@ -76,8 +76,8 @@ def url_of_snapshot(run_log: RunLog, round_: int) -> str:
     return keys.snapshot_url(store_url, round_, found[0] if found else keys.SHARED_TAKE)
 
 
-def _folded(run_log: RunLog) -> OfferedBases:
-    begins, folded = run_log.begins(), OfferedBases()
+def _folded(run_log: RunLog) -> DefaultBases:
+    begins, folded = run_log.begins(), DefaultBases()
     for commit in run_log.each_commit():
         folded.add(commit, begins[commit.leg - 1])
     return folded

@@ -1,4 +1,4 @@
-"""`RoundInbox`: the responses to the open round, and the payload shards that this replica has received of them.
+"""`ReceivedResponses`: the responses to the open round, and the payload shards that this replica has received of them.
 
 Received is what was verified to the last byte, before the decision: nothing else is averaged. Which shards those are is
 said by the dealing; the decision is made by `protocol.rounds.decide`.
@@ -62,7 +62,7 @@ class ExpectedContribution:
         return max(1, min(MOST_PARALLEL, _MEMORY_IN_FLIGHT // shard_bytes))
 
 
-class RoundInbox:
+class ReceivedResponses:
     """Collects the responses of one round after another. Not thread-safe.
 
     Args:
@@ -190,8 +190,8 @@ class RoundInbox:
         )
 
     def _kind(self, manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> tuple[str, str]:
-        """The kind of response that a commit lists for a manifest, if the payload's bytes are what it promises; and
-        why it is no contribution, empty if it is one."""
+        """The kind of response that a commit lists for a manifest, if its payload verifies; and why the manifest is
+        no contribution, empty if it is one."""
         if not _belongs(manifest, replica_id, expected):
             log.warning("round %d: replica %d's manifest was copied from elsewhere", expected.round, replica_id)
             return "unverifiable", "the manifest was copied from another round, leg or replica"

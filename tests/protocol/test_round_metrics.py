@@ -8,8 +8,8 @@ from tiny_workloads import batch_of, heldout, inner_step, mlp
 from diloco_orchestrator.inspection.explain import explain
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
-from diloco_orchestrator.protocol.figures import never_observed
 from diloco_orchestrator.protocol.replica_names import grouped, replicas
+from diloco_orchestrator.protocol.round_metrics import never_observed
 from replica.context import ReplicaContext
 
 

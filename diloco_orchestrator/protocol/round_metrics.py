@@ -1,4 +1,4 @@
-"""`figures_of`: the figures that a commit holds for readers, computed from the manifests that it names.
+"""`round_metrics_of`: the figures that a commit holds for readers, computed from the manifests that it names.
 
 With it, status, trackers and costs need commits only. `inspection.verify` computes it again.
 """
@@ -10,17 +10,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from diloco_orchestrator.errors import ConfigError, nearest
 from diloco_orchestrator.protocol.record_format import MOST_COUNTED
-from diloco_orchestrator.protocol.records import Contribution, Disagreeing, Metric, RoundFigures
+from diloco_orchestrator.protocol.records import Contribution, Disagreeing, Metric, RoundMetrics
 from diloco_orchestrator.protocol.replica_names import replicas
 
 
-def figures_of(manifests: Sequence[Contribution], averaged: Collection[int]) -> RoundFigures:
+def round_metrics_of(manifests: Sequence[Contribution], averaged: Collection[int]) -> RoundMetrics:
     """The figures of a round.
 
     `manifests`: those that its commit names and that can be read, in replica_id order. `averaged`: the replicas whose
     work is in the mean.
     """
-    return RoundFigures(
+    return RoundMetrics(
         loss=_mean("loss", manifests),
         reward=_mean("reward", manifests),
         not_finite=_not_finite(manifests),
@@ -49,7 +49,7 @@ def _not_finite(manifests: Sequence[Contribution]) -> dict[str, tuple[int, ...]]
     return found
 
 
-def not_finite_words(figures: RoundFigures) -> list[str]:
+def not_finite_words(figures: RoundMetrics) -> list[str]:
     """A sentence for each metric of a round that is NaN or infinite."""
     return [f"{name} of {replicas(whose)} is NaN or infinite" for name, whose in sorted(figures.not_finite.items())]
 
