@@ -1,5 +1,7 @@
 """The life of one attempt as a state machine: `advance` gives the next state, the effects to perform, and why.
 
+`ReplicaView` follows one replica through its attempts of a leg.
+
 Pure: the time is an argument, nothing is read or written. States, events and effects are defined in `attempt_types`.
 Effects are performed by `fleet`; which attempt to launch, cancel or give up is decided in `fleet_policy`.
 
@@ -7,8 +9,8 @@ Effects are performed by `fleet`; which attempt to launch, cancel or give up is 
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from diloco_orchestrator.executors.contract import ReplicaHandle, ReplicaState, ReplicaStatus
@@ -541,6 +543,54 @@ refuse(Launching, (HandleSeen, ExitSeen), "while our launch call is under way it
 refuse(STATES, HandleSeen, "it has a handle already, or one that is of no use here")
 refuse(STATES, (VendorSaid, VendorBlind), "without a handle there is nothing to poll")
 refuse(STATES, (CancelSeen, Replaced), "these records are read when a coordinator starts, before it calls anybody")
+
+
+# -- a replica and its attempts --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReplicaView:
+    """One replica in one leg, as a coordinator sees it: its newest attempt, and how earlier ones ended.
+
+    A running coordinator and a new one build it with the same function, `follow`: the former from events as they
+    happen, the latter from the bucket's records (`record_events`).
+    """
+
+    replica_id: int
+    attempt: int = 0  # number of the newest attempt, of any leg; 0 before the first
+    state: State = field(default_factory=Unlaunched)
+    # Ended attempts of this leg, the newest included, since the newest of them that took part in a commit.
+    endings: Mapping[Outcome, int] = field(default_factory=dict)
+
+    @property
+    def who(self) -> tuple[int, int]:
+        """(replica id, attempt): the address of events."""
+        return self.replica_id, self.attempt
+
+    def next_attempt(self, number: int) -> "ReplicaView":
+        """The view when attempt `number` begins."""
+        return replace(self, attempt=number, state=Unlaunched())
+
+
+def follow(view: ReplicaView, event: Event, now: float, policy: AttemptPolicy) -> tuple[ReplicaView, Step]:
+    """Advance the newest attempt by one event and count its end. Raises `RefusedEvent` for an impossible event."""
+    step = advance(view.state, event, now, policy)
+    endings = view.endings
+    if isinstance(step.state, Ended) and step.state.took_part:
+        endings = _counted({}, step.state, +1)
+    elif not isinstance(step.state, GivenUp):
+        endings = _counted(_counted(endings, view.state, -1), step.state, +1)
+    return replace(view, state=step.state, endings=endings), step
+
+
+def _counted(endings: Mapping[Outcome, int], state: State, change: int) -> Mapping[Outcome, int]:
+    """Add `change` to the count of the outcome if `state` is an end that counts.
+
+    An attempt that ended as superseded is not counted: another attempt of the replica was alive.
+    """
+    if not isinstance(state, Ended) or state.outcome is Outcome.SUPERSEDED:
+        return endings
+    return {**endings, state.outcome: endings.get(state.outcome, 0) + change}
 
 
 if __name__ == "__main__":

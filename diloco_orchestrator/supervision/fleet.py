@@ -16,6 +16,7 @@ from diloco_orchestrator.protocol.records import Out
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.writer import Writer
+from diloco_orchestrator.supervision.attempt import ReplicaView, follow
 from diloco_orchestrator.supervision.attempt_types import (
     BUDGETED,
     AbandonLaunch,
@@ -47,7 +48,6 @@ from diloco_orchestrator.supervision.attempt_types import (
 from diloco_orchestrator.supervision.end_of_leg import coordinator_name
 from diloco_orchestrator.supervision.fleet_policy import Launch
 from diloco_orchestrator.supervision.record_events import Addressed, RecordEvents, Who, read_attempts, recovered
-from diloco_orchestrator.supervision.replica_view import ReplicaView, follow
 from diloco_orchestrator.supervision.vendor import Vendor
 
 log = logging.getLogger(__name__)

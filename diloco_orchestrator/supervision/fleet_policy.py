@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from diloco_orchestrator.config import RetryConfig
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.replica_names import grouped, replicas
-from diloco_orchestrator.supervision.attempt import named
+from diloco_orchestrator.supervision.attempt import ReplicaView, named
 from diloco_orchestrator.supervision.attempt_types import (
     Alive,
     AttemptPolicy,
@@ -24,7 +24,6 @@ from diloco_orchestrator.supervision.attempt_types import (
     Unlaunched,
     Unreachable,
 )
-from diloco_orchestrator.supervision.replica_view import ReplicaView
 
 _LONGEST_PAUSE_S = 60.0  # between an end and the relaunch; machine time is worth less than a replica that is back
 _SELDOM_S = (

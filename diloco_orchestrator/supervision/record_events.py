@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from diloco_orchestrator.executors.contract import ExecutorError, ReplicaHandle, ReplicaStatus
 from diloco_orchestrator.protocol.attempt_records import Cancel, Exit, Handle, reason_of
 from diloco_orchestrator.run_log.attempts import AttemptRecords
-from diloco_orchestrator.supervision.attempt import is_conclusive, named_in
+from diloco_orchestrator.supervision.attempt import ReplicaView, follow, is_conclusive, named_in
 from diloco_orchestrator.supervision.attempt_types import (
     AttemptPolicy,
     BeatSeen,
@@ -30,7 +30,6 @@ from diloco_orchestrator.supervision.attempt_types import (
     VendorBlind,
     VendorSaid,
 )
-from diloco_orchestrator.supervision.replica_view import ReplicaView, follow_all
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +138,7 @@ def recovered(
     view = ReplicaView(replica_id)
     for attempt in attempts:
         status = statuses.get((replica_id, attempt.number))
-        view = follow_all(view.next_attempt(attempt.number), attempt.events(status), now, policy)
+        view = _follow_all(view.next_attempt(attempt.number), attempt.events(status), now, policy)
     newest = max(numbers, default=0)
     return view if view.attempt == newest else view.next_attempt(newest)
 
@@ -194,3 +193,10 @@ class RecordEvents:
     def _exit(self, who: Who, status: ReplicaStatus | None) -> ExitSeen | None:
         ended = self._records.exit(*who)
         return None if ended is None else ExitSeen(ended.code, reason_of(ended), status)
+
+
+def _follow_all(view: ReplicaView, events: Iterable[Event], now: float, policy: AttemptPolicy) -> ReplicaView:
+    """Advance a view by past events, as `follow` does, but without their effects, which were performed then."""
+    for event in events:
+        view, _ = follow(view, event, now, policy)
+    return view

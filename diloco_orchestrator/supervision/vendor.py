@@ -24,6 +24,7 @@ from diloco_orchestrator.executors.contract import (
     launched_by,
 )
 from diloco_orchestrator.executors.process_contract import parse_exit_line
+from diloco_orchestrator.supervision.attempt import ReplicaView
 from diloco_orchestrator.supervision.attempt_types import (
     AttemptPolicy,
     CancelAccepted,
@@ -42,7 +43,6 @@ from diloco_orchestrator.supervision.attempt_types import (
 )
 from diloco_orchestrator.supervision.launch_request import LaunchRequests
 from diloco_orchestrator.supervision.record_events import Addressed, Who
-from diloco_orchestrator.supervision.replica_view import ReplicaView
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from diloco_orchestrator.config import RetryConfig
-from diloco_orchestrator.supervision.attempt import named, named_in
+from diloco_orchestrator.supervision.attempt import ReplicaView, named, named_in
 from diloco_orchestrator.supervision.attempt_types import (
     AttemptPolicy,
     Beat,
@@ -36,7 +36,6 @@ from diloco_orchestrator.supervision.fleet_policy import (
     silence_s,
     stuck_reason,
 )
-from diloco_orchestrator.supervision.replica_view import ReplicaView
 from executors.contract import ReplicaHandle
 
 POLICY = AttemptPolicy(startup_timeout_s=300.0, hung_after_s=180.0)

@@ -18,8 +18,8 @@ from scripted import STAMP
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Cancel, Exit, Handle, Intent
-from diloco_orchestrator.supervision import replica_view
-from diloco_orchestrator.supervision.attempt import MOVES, Step, advance
+from diloco_orchestrator.supervision import attempt as attempt_machine
+from diloco_orchestrator.supervision.attempt import MOVES, ReplicaView, Step, advance
 from diloco_orchestrator.supervision.attempt_types import (
     Alive,
     Cancelling,
@@ -34,7 +34,6 @@ from diloco_orchestrator.supervision.attempt_types import (
     Unreachable,
 )
 from diloco_orchestrator.supervision.coordinator import Coordinator
-from diloco_orchestrator.supervision.replica_view import ReplicaView
 from executors.contract import (
     ReplicaHandle,
     ReplicaState,
@@ -156,7 +155,7 @@ def test_a_new_coordinator_agrees_with_the_one_that_saw_it_happen(monkeypatch: p
         assert type(step.state) in MOVES[type(state), type(event)].to, f"{state} + {event} led to {step.state}"
         return step
 
-    monkeypatch.setattr(replica_view, "advance", watched)
+    monkeypatch.setattr(attempt_machine, "advance", watched)
     compared: Counter[str] = Counter()
     for seed in range(SEEDS):
         History(seed, lambda history, post: compare(history, post, compared)).play(OPERATIONS)
