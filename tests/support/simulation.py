@@ -215,7 +215,9 @@ class Simulation:
         self._calls += 1
         if len(self.bucket.commits) > self._commits:
             self._commits, self._calls = len(self.bucket.commits), 0
-        if self._calls > MOST_CALLS * (self.plan.replicas + 1):
+        # Where a payload is gone for good every attempt asks for it as long as a round may take, then the next one.
+        attempts = self.config.retry.max_errors if self.plan.harms else 1
+        if self._calls > MOST_CALLS * (self.plan.replicas + 1) * attempts:
             self._fail_in_loop(f"no commit in {self._calls} calls")
         self.digest.update(f"{clock.now():.6f} {clock.world.current.name} {verb} {key}\n".encode())
 
@@ -392,7 +394,7 @@ class SimExecutor:
             if replica_id == request.replica_id and begin <= now < end:
                 raise NoCapacity("no machine (simulated)")
         self._simulation.launch(request.replica_id, request.attempt)
-        return ReplicaHandle(self.name, request.run_id, request.replica_id, request.attempt, {})
+        return ReplicaHandle(self.name, request.run_id, request.replica_id, request.attempt, native_id="here")
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
         process = self._simulation.replicas.get((handle.replica_id, handle.attempt))
@@ -415,7 +417,7 @@ class SimExecutor:
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
         self._call()
-        return [ReplicaHandle(self.name, run_id, *who, {}) for who in self._simulation.replicas]
+        return [ReplicaHandle(self.name, run_id, *who, native_id="here") for who in self._simulation.replicas]
 
     def cancel(self, handle: ReplicaHandle) -> None:
         self._call()
