@@ -58,7 +58,7 @@ def steps(checked: Checked) -> Finding:
     if "NeverStepped" in first.error:
         return failed(
             name,
-            first.error.rpartition(": ")[2],
+            first.error.partition(": ")[2],
             "attach the optimizer whose step() the loop calls; if a library wraps it, the object inside, such as "
             "accelerate's optimizer.optimizer.",
         )

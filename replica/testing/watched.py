@@ -22,16 +22,13 @@ from diloco_orchestrator.protocol.digests import BulkHasher
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.context import ReplicaContext, ReplicaSession
 from diloco_orchestrator.replica.training import rng
+from diloco_orchestrator.replica.training.inner_optimizers import NeverStepped
 from diloco_orchestrator.replica.training.position import DataCursor
 
 PATIENCE = 256  # batches without a step of the attached optimizer: more micro-batches than anybody accumulates
 _COMPILED = "_orig_mod."  # in the names of a model that torch has compiled
 
 Tensors = dict[str, torch.Tensor]
-
-
-class NeverStepped(RuntimeError):
-    """The training function went on and on without a step of the optimizer that it attached."""
 
 
 @dataclass(frozen=True)

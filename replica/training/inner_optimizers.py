@@ -124,6 +124,10 @@ MOST_DROPPED = 64
 MOST_BATCHES = 1024
 
 
+class NeverStepped(ConfigError):
+    """No optimizer step after so many batches that none will come. `diloco check` has a row for it."""
+
+
 class StepWatch:
     """Notices a training loop whose attached optimizers never step, before it trains for nothing for days.
 
@@ -143,7 +147,7 @@ class StepWatch:
         self._has_stepped, self._gradient = True, None
 
     def batch_done(self) -> None:
-        """Count a batch. Raises `ConfigError` after too many without a step."""
+        """Count a batch. Raises `NeverStepped` after too many without a step."""
         if self._has_stepped:
             return
         self._batches += 1
@@ -154,7 +158,7 @@ class StepWatch:
         self._gradient = None if newest is None else weakref.ref(newest)
         if self._dropped >= MOST_DROPPED or self._batches >= MOST_BATCHES:
             dropped = ", and dropped their gradients" if self._dropped >= MOST_DROPPED else ""
-            raise ConfigError(
+            raise NeverStepped(
                 f"the training loop took {self._batches} batches{dropped}, and no optimizer.step() of the attached "
                 f"optimizer ({self._optimizers.names}) came: nothing would ever be trained together. Give attach the "
                 f"optimizer that the loop steps, and step it at least every {MOST_BATCHES - 1} batches."

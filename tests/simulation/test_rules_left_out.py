@@ -14,10 +14,10 @@ from simulation_plan import Plan, calm
 from simulation_store import InvariantBroken
 
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.errors import ConfigError, RecordInvalid
+from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import Commit
+from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.run_log import entries
 from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -96,9 +96,13 @@ def test_state_inner_state_comes_from_the_newest_manifest_with_a_right_claim(mon
     plan = plan_with(3, "all", (27.8, 2, "parameters"))
     holds(plan)
     newest = ContributionHistory.newest_delta
-    monkeypatch.setattr(
-        ContributionHistory, "newest_delta", lambda self, open_round, is_right: newest(self, open_round, lambda _: True)
-    )
+
+    def whatever_it_claims(self: ContributionHistory) -> Contribution | None:
+        with monkeypatch.context() as patch:
+            patch.setattr(BaseClaims, "is_right", lambda self, manifest: True)
+            return newest(self)
+
+    monkeypatch.setattr(ContributionHistory, "newest_delta", whatever_it_claims)
     is_caught(plan, "goes on from a state that was trained from a wrong base")
 
 
@@ -109,7 +113,7 @@ def test_snap_a_snapshot_is_loaded_once_somebody_else_claims_its_base(replicas, 
     """Its writer's base is wrong after a step, and a replica is restarted before the writer has healed."""
     plan = plan_with(replicas, quorum, (when, 0, "after step"), every=every, kills=(kill,))
     holds(plan)
-    monkeypatch.setattr(ConfirmedSnapshots, "_is_confirmed", lambda self, round_, take: True)
+    monkeypatch.setattr(ConfirmedSnapshots, "takes_of", ConfirmedSnapshots.complete_takes)
     is_caught(plan)
 
 
@@ -140,10 +144,17 @@ def test_void_a_commit_whose_weights_do_not_follow_averages_nobody(monkeypatch):
         holds(plan)
 
 
+def after_commit(round_: int, **plan: Any) -> float:
+    """The virtual time in seconds at which a round's commit is there, in a run in which nothing goes wrong."""
+    return holds(plan_with(**plan)).bucket.written_at[keys.commit(round_)]
+
+
 @pytest.mark.parametrize(("who", "author"), [(0, 1), (2, 1), (1, 1)])
 def test_want_a_payload_that_went_bad_after_its_commit_is_put_again(who, author, monkeypatch):
     """It goes bad just before a replica restarts that has to rebuild the base from it, perhaps its own author."""
-    plan = plan_with(3, "all", every=10, rots=((17.83, 2, author),), kills=((17.88, who),), settings=IMPATIENT)
+    when = after_commit(2, replicas=3, quorum="all", every=10, settings=IMPATIENT)
+    rots, kills = ((when + 0.03, 2, author),), ((when + 0.08, who),)
+    plan = plan_with(3, "all", every=10, rots=rots, kills=kills, settings=IMPATIENT)
     simulation = holds(plan)
     assert any(keys.parse_want(info.key) for info in simulation.bucket.list(keys.wants(2)))
     monkeypatch.setattr(ReuploadRequests, "put_wanted", lambda self, round_: None)
@@ -153,7 +164,9 @@ def test_want_a_payload_that_went_bad_after_its_commit_is_put_again(who, author,
 @pytest.fixture
 def unreadable() -> RunLog:
     """The log of a failed leg: a payload of round 2 went bad just before all replicas restarted at once."""
-    plan = plan_with(2, "all", every=10, rots=((17.83, 2, 1),), kills=((17.88, -2),), settings=IMPATIENT)
+    when = after_commit(2, replicas=2, quorum="all", every=10, settings=IMPATIENT)
+    rots, kills = ((when + 0.03, 2, 1),), ((when + 0.08, -2),)
+    plan = plan_with(2, "all", every=10, rots=rots, kills=kills, settings=IMPATIENT)
     simulation = Simulation(plan)
     simulation.play()
     return RunLog(simulation.bucket)
@@ -174,5 +187,5 @@ def test_legs_a_leg_begins_only_from_a_base_that_can_be_rebuilt(unreadable, monk
         begin_next_leg(unreadable, rounds=3, from_round=2, by="u", why="w", stamp=STAMP)
     monkeypatch.setattr(next_leg, "_ensure_snapshot", lambda *args: None)
     begin = begin_next_leg(unreadable, rounds=3, from_round=2, by="u", why="w", stamp=STAMP)
-    with pytest.raises(RecordInvalid, match="no complete and confirmed snapshot that leg 2 could start from"):
+    with pytest.raises(PayloadCorrupt, match="rounds/00000002/payload/1"):
         rebuild(unreadable, begin)
