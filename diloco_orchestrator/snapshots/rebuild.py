@@ -146,8 +146,9 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
         kept = run_log.snapshots()
         nearest = min(kept, key=lambda known: (abs(known - round_), known))
         raise ConfigError(
-            f"round {round_} of {run_log.store.url} cannot be rebuilt any more: payloads that it needs were deleted by "
-            f"retention. Snapshots are there of rounds {', '.join(map(str, kept))}; the nearest is {nearest}."
+            f"round {round_} of {run_log.store.url} cannot be rebuilt any more: payloads that it needs were deleted, "
+            "by retention or by hand, or lost by the store. "
+            f"Snapshots are there of rounds {', '.join(map(str, kept))}; the nearest is {nearest}."
         ) from None
     changed = {} if _start(run_log).buffers is None else buffers_of_base(run_log, round_)
     return tip, files_of_run(run_log).with_buffers(changed)
