@@ -1,4 +1,4 @@
-"""The names under which our packages and what they offer are imported: public, registered and short names.
+"""Import names of our packages and of the objects in them: public, registered and short names.
 
 Public names: a package whose `__init__.pyi` lists them hands each one on at first use, so that importing the package
 stays light, and type checkers read the same list.

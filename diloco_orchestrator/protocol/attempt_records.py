@@ -36,7 +36,7 @@ class Handle(Record):
 class Claim(Record):
     """attempts/<attempt>/claim.<token>.json: a process has taken the attempt. A second one fails to create this record.
 
-    `<token>` is the `claim_token` of the attempt's intent, which nobody knows before the intent is there.
+    `<token>` is the `claim_token` of the attempt's intent: random, so nobody takes the key before the intent exists.
     """
 
     record: ClassVar[str] = "claim"

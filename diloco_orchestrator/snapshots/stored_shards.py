@@ -25,7 +25,7 @@ _GAP = 2**20  # bytes between two tensors that are read with them rather than by
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor lies: `start` is its first byte in the object `key`."""
+    """The place of a stored tensor: `start` is its first byte in the object `key`."""
 
     key: str
     start: int
@@ -112,7 +112,7 @@ class StoredShards:
         return places[name]
 
     def _pieces(self, places: dict[str, _Place], fragment: int, start: int, target: torch.Tensor) -> Iterator[_Piece]:
-        """Where the elements from `start` on of a fragment's vector lie, as many as `target` has."""
+        """The stored ranges that hold a fragment's vector from element `start` on, as many elements as `target` has."""
         stop, begin = start + target.numel(), 0
         for name in self.layout.fragments[fragment]:
             end = begin + self.layout.shapes[name].numel()

@@ -143,7 +143,7 @@ class ResumePoint:
 
 
 def resume_point(attempt: Attempt, rounds: RunRounds, checkpoint: Checkpoint, *, overlaps: bool) -> ResumePoint:
-    """Where this attempt continues, decided from the bucket. `overlaps`: whether a delay or alpha is set.
+    """The point from which this attempt continues, from the bucket. `overlaps`: whether a delay or alpha is set.
 
     If an earlier attempt has contributed to the open round, its state with local parameters lets this attempt continue
     directly behind that contribution; without local parameters it only waits for the round's end.
