@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from audited_simulation import audited, played
 from protocol_fleet import Fleet, play, report
-from replica.attempt.attempt import differences, hardware_here, versions_here
 from simulation_plan import calm
 
 from diloco_orchestrator.errors import ConfigError, ObjectMissing
@@ -35,6 +34,7 @@ from diloco_orchestrator.run_log.point_in_time_view import PointInTimeView
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
+from replica.attempt.attempt import differences, hardware_here, versions_here
 from replica.process.range_record import RangeRecord
 from replica.process.rerun_result import RerunResult
 
