@@ -1,7 +1,7 @@
 """Segments of the log: the exact lines of the commits, and of the manifests they name, of many closed rounds together.
 
 A segment is a copy for readers of history; what counts is the single object. Its bytes are a function of the log, so
-several writers write the same. Who writes one, and when, is decided in `replica.rounds.segment_writer`. `RunLog` joins
+several writers write the same. Who writes one, and when, is decided in `replica.rounds.snapshot_writer`. `RunLog` joins
 what `CheckedSegments` finds to be the chain of the single objects, and single commits.
 """
 
