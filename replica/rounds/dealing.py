@@ -1,6 +1,6 @@
-"""Dealings: which payload shards of a round a replica receives: verifies before it decides, and holds to average.
+"""Which payload shards of a round a replica downloads, verifies before it decides, and averages. Today: all of them.
 
-A dealing follows from the manifests alone, so that every replica knows what every other one receives.
+The assignment is a function of the manifests alone, so that every replica can derive those of all others.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,14 +13,14 @@ from diloco_orchestrator.protocol.records import Contribution
 
 @dataclass(frozen=True)
 class PayloadShard:
-    """One shard of a contribution's payload."""
+    """One shard of the payload that a manifest names, by index."""
 
     manifest: Contribution
     index: int
 
     @property
     def name(self) -> Name:
-        """The name of its bytes in a `PayloadCache`: (key, digest)."""
+        """The shard's name in a `PayloadCache`: (key, digest)."""
         manifest = self.manifest
         assert manifest.payload is not None
         key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, self.index)
@@ -31,5 +31,5 @@ Dealing = Callable[[Iterable[Contribution]], list[PayloadShard]]
 
 
 def everything(manifests: Iterable[Contribution]) -> list[PayloadShard]:
-    """The dealing of a gather: all shards of all payloads, to everybody."""
+    """All shards of all payloads: the assignment of an all-gather, the same for every replica."""
     return [PayloadShard(m, index) for m in manifests if m.payload for index in range(len(m.payload.shards))]

@@ -1,6 +1,6 @@
-"""`SegmentWriter`: writes segments of the commit log beside training, so that readers of history need few requests.
+"""`SegmentWriter`: writes segments (many commits in one object) beside training, so that history costs few requests.
 
-What a segment holds is in `run_log.segments`. Any replica may write one, because its bytes follow from the log.
+`run_log.segments` has the content. Any replica may write one, because its bytes follow from the commit log.
 """
 
 import logging
@@ -15,10 +15,10 @@ log = logging.getLogger(__name__)
 
 
 class SegmentWriter:
-    """Writes segments for one replica.
+    """Writes log segments for one replica.
 
-    After every tenth round the replica with the lowest id of those averaged writes whatever is missing, so a writer
-    that dies is replaced ten rounds later. It lists the segments unless it wrote the last ones itself.
+    After every tenth round the averaged replica with the lowest id writes all missing ones, so that ten rounds later
+    another replica replaces one that died. It lists the segments unless it wrote the last ones itself.
     """
 
     def __init__(self, attempt: Attempt, tip: HeldTip) -> None:
