@@ -306,7 +306,7 @@ def _replicas_table(replicas: list[ReplicaRow], metric: str, most: int | None = 
             str(replica.round or "-"),
             str(replica.inner_step),
             _number(replica.loss),
-            replica.state,
+            replica.words(),
         )
     if rest:
         states = Counter(replica.state for replica in rest)

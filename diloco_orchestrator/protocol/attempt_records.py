@@ -34,6 +34,18 @@ class Handle(Record):
     hourly_usd: float | None = None  # price of the machine; None if its executor does not know it
 
 
+class Waiting(Record):
+    """The provider's newest words about why a launched attempt has not started; overwritten when they change.
+
+    Counts only until the attempt sends a heartbeat or ends. Credentials are redacted.
+    """
+
+    record: ClassVar[str] = "waiting"
+    replica_id: int = Field(ge=0)
+    attempt: int = Field(ge=1)
+    reason: str
+
+
 class Claim(Record):
     """attempts/<attempt>/claim.<token>.json: created by the process of the attempt; a second process fails to.
 

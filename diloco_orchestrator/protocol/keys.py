@@ -103,6 +103,7 @@ HEARTBEAT, LOG_TEXT = "heartbeat.json", "log.txt"
 attempts = Form("replicas/<id>/attempts/")  # the prefix of all objects of one replica's attempts
 intent = Form("replicas/<id>/attempts/<attempt>/intent.json")
 handle = Form("replicas/<id>/attempts/<attempt>/handle.json")
+waiting = Form("replicas/<id>/attempts/<attempt>/waiting.json")  # overwritten
 cancel = Form("replicas/<id>/attempts/<attempt>/cancel.json")
 exit_record = Form("replicas/<id>/attempts/<attempt>/exit.json")
 log_text = Form("replicas/<id>/attempts/<attempt>/log.txt")

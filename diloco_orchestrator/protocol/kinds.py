@@ -73,6 +73,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(of_runs.Result, (keys.result,), _ATTEMPT + _COORDINATOR),
     Kind(of_attempts.Intent, (keys.intent,), _COORDINATOR + _LAUNCHER),
     Kind(of_attempts.Handle, (keys.handle,), _COORDINATOR),
+    Kind(of_attempts.Waiting, (keys.waiting,), _COORDINATOR),
     Kind(of_attempts.Claim, keys.CLAIMS, _ATTEMPT, by_itself=True),
     Kind(of_attempts.Heartbeat, (keys.heartbeat,), _ATTEMPT, by_itself=True),
     Kind(of_attempts.Cancel, (keys.cancel,), _COORDINATOR),

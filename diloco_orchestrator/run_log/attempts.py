@@ -16,7 +16,7 @@ from typing import TypeVar, cast
 from diloco_orchestrator.clock import Background, in_parallel
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.attempt_records import Cancel, Claim, Exit, Handle, Heartbeat, Intent
+from diloco_orchestrator.protocol.attempt_records import Cancel, Claim, Exit, Handle, Heartbeat, Intent, Waiting
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.kinds import most_bytes
 from diloco_orchestrator.protocol.record_format import Record
@@ -120,6 +120,10 @@ class AttemptRecords:
     def heartbeat(self, replica_id: int, attempt: int) -> Heartbeat | None:
         """The newest heartbeat of an attempt, fetched at every call because it is overwritten; None if missing."""
         return self._fetched(Heartbeat, keys.heartbeat(replica_id, attempt))
+
+    def waiting(self, replica_id: int, attempt: int) -> Waiting | None:
+        """The provider's words about an attempt that has not started, fetched at every call: they are overwritten."""
+        return self._fetched(Waiting, keys.waiting(replica_id, attempt))
 
     def log_text(self, replica_id: int, attempt: int) -> str | None:
         """The log.txt of an ended attempt, which holds the end of its output; None if the attempt wrote none.
