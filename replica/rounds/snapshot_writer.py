@@ -1,14 +1,7 @@
-<<<<<<< HEAD
 """Writes beside training what any replica could write, when it is this replica's turn: snapshots, segments of the log.
 
-The first complete snapshot wins. What one holds is in `snapshots.layout`; which are deleted is decided by retention.
-What a segment holds is in `run_log.segments`; it saves requests to readers of history.
-=======
-"""`SnapshotWriter`: writes a snapshot of the global model when it is this replica's turn. The first complete one
-counts.
-
-`snapshots.layout` has the files of a snapshot; retention deletes old ones.
->>>>>>> main
+The first complete snapshot counts; `snapshots.layout` has its files, retention deletes old ones. `run_log.segments` has
+the content of segments, many commits in one object, so that history costs few requests.
 """
 
 import logging
