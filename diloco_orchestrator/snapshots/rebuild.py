@@ -15,7 +15,14 @@ from diloco_orchestrator.allreduce.aggregate import aggregate_of
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.errors import (
+    ConfigError,
+    NoSuchRun,
+    ObjectMissing,
+    PayloadCorrupt,
+    RecordInvalid,
+    RecordTooNew,
+)
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.arithmetic import denormals_kept
 from diloco_orchestrator.outer.base import Base, BaseLayout, BaseShard
@@ -226,6 +233,8 @@ def _by_first_way(
     for way in _ways(run_log, begin, until, below):
         try:
             return rebuilt(way)
+        except RecordTooNew:
+            raise  # the log is the same along every way
         except (PayloadCorrupt, RecordInvalid, ObjectMissing) as error:
             failure = failure or error
             log.warning("base after round %s not rebuilt from snapshot %d: %s", until or "newest", way.round, error)
