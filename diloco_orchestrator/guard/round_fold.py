@@ -12,10 +12,10 @@ from typing import Any
 from pydantic import JsonValue
 
 from diloco_orchestrator.config import GuardConfig, RunConfig
-from diloco_orchestrator.guard.fold import FoldResult, RoundReports, fold
+from diloco_orchestrator.guard.fold import FoldResult, fold
 from diloco_orchestrator.guard.per_replica import fold_local, local_gain
 from diloco_orchestrator.guard.registry import rule_of_state
-from diloco_orchestrator.guard.robust import median
+from diloco_orchestrator.guard.robust import RoundReports, median
 from diloco_orchestrator.guard.shares import deal
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON
 from diloco_orchestrator.protocol.records import (
@@ -60,7 +60,6 @@ def fold_round(
     scores = [
         score for manifest in valid for score in _allowed(manifest.scores, heldout, dealt.get(manifest.replica_id, ()))
     ]
-    measured = [manifest for manifest in named if manifest.in_loop and manifest.in_loop.count]
     folded = fold(
         state,
         config,
@@ -68,7 +67,7 @@ def fold_round(
         RoundReports(
             round=round_,
             scores=sorted(scores, key=lambda score: score.share),
-            in_loop=[manifest.in_loop for manifest in measured if manifest.in_loop],
+            in_loop={m.replica_id: m.in_loop for m in named if m.in_loop and m.in_loop.count},
             why_no_metric=_why_no_metric(heldout.metric, named),
             final_evaluation=bool(valid) and all(manifest.kind == "scores" for manifest in valid),
             kl_to_init=_median("kl_to_init", named),
@@ -79,8 +78,8 @@ def fold_round(
             extra={name: _median(EXTRA_PREFIX + name, named) for name in sorted(config.max_extra)},
         ),
     )
-    far_metrics = {measured[position].replica_id for position in folded.far_in_loop}
-    folded = replace(folded, discounted=_discounted(valid, heldout, dealt, folded.far_shares, far_metrics))
+    discounted = _discounted(valid, heldout, dealt, folded.far_shares, folded.far_in_loop)
+    folded = replace(folded, discounted=discounted)
     verdict = replace(folded.verdict, heldout_root=heldout.root)
     if local is None:
         return replace(folded, verdict=verdict)

@@ -5,13 +5,11 @@ best one before. Pure; how a base is scored is left to the replicas.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
-from diloco_orchestrator.guard.robust import clipped_mean, median
-from diloco_orchestrator.protocol.records import VaultScore
 
 _ROUNDS = 2  # without enough scores, after which the alarm halts unconfirmed
 
@@ -31,22 +29,6 @@ class Answer:
     halts: bool
     waits: bool
     words: str  # a part of a sentence
-
-
-def change_of(scores: Sequence[VaultScore], items: int) -> VaultChange | None:
-    """The change that the shares of a vault set of `items` items show; None if fewer than half of them were scored.
-
-    Means of shares are clipped (`guard.robust`) and the variance of an item is the median of the shares', so that no
-    share counts beyond its items.
-    """
-    finite = [score for score in scores if score.change is not None]
-    if 2 * sum(score.count for score in scores) < items or not scores:
-        return None
-    if 2 * sum(score.count for score in finite) < items:
-        return VaultChange(math.nan, 0.0)
-    changed = clipped_mean([(score.count, score.mean) for score in finite], None)
-    variance = median([score.variance for score in finite])
-    return VaultChange(changed.mean, math.sqrt(variance / sum(score.count for score in finite)))
 
 
 class Vault:

@@ -8,13 +8,12 @@ Effects are performed by `fleet`; which attempt to launch, cancel or give up is 
 `python -m diloco_orchestrator.supervision.attempt` prints the diagram that docs/protocol.md holds.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from diloco_orchestrator.executors.contract import ReplicaHandle, ReplicaState, ReplicaStatus
-from diloco_orchestrator.protocol.process import EXIT_DONE, EXIT_PERMANENT, EXIT_PREEMPTED, EXIT_SUPERSEDED
+from diloco_orchestrator.supervision.attempt_outcome import outcome_of
 from diloco_orchestrator.supervision.attempt_types import (
     AbandonLaunch,
     Alive,
@@ -64,6 +63,7 @@ from diloco_orchestrator.supervision.attempt_types import (
     WriteCancel,
     WriteHandle,
     WriteOut,
+    WriteWaiting,
 )
 
 # -- the table: every pair of a state and an event has a rule, or a reason why it cannot occur ------------------------
@@ -154,57 +154,6 @@ def diagram() -> str:
 
 
 # -- how an attempt ended ---------------------------------------------------------------------------------------------
-
-_BY_CODE = {
-    EXIT_DONE: Outcome.DONE,
-    EXIT_PREEMPTED: Outcome.PREEMPTED,
-    EXIT_SUPERSEDED: Outcome.SUPERSEDED,
-    EXIT_PERMANENT: Outcome.PERMANENT,
-}
-
-
-def is_conclusive(code: int) -> bool:
-    """Whether an exit code alone names the outcome. Other codes are errors, unless the provider knows the reason."""
-    return code in _BY_CODE
-
-
-def outcome_of(code: int | None, status: ReplicaStatus | None) -> Outcome:
-    """The outcome of an attempt. A conclusive exit code decides; otherwise the provider's status does.
-
-    The provider may know why the process failed: a preempted node breaks the training code before the replica notices.
-    `code` is None without exit record, `status` None if the provider reported nothing.
-    """
-    if code is not None and is_conclusive(code):
-        return _BY_CODE[code]
-    if status is None:
-        return Outcome.ERROR
-    if status.state is ReplicaState.SUCCEEDED and code is None:
-        return Outcome.DONE
-    if status.state is ReplicaState.PREEMPTED:
-        return Outcome.PREEMPTED
-    if status.state is ReplicaState.TIMED_OUT:
-        return Outcome.TIMED_OUT
-    return Outcome.NO_CAPACITY if status.reason == "no_capacity" else Outcome.ERROR
-
-
-_TOOK_PART = ", took part"
-
-
-def named(number: int, ended: Ended) -> str:
-    """The `why` of the next attempt's intent: the only record of the end of an attempt that left no exit record."""
-    took_part = _TOOK_PART if ended.took_part else ""
-    return f"attempt {number} ({ended.outcome}{took_part}): {ended.reason}"
-
-
-def named_in(why: str, number: int) -> Replaced:
-    """The end of attempt `number` in the intent `why` of the next one, as `named` wrote it.
-
-    Without an outcome for any other text, such as that of version 0.1.0.
-    """
-    found = re.fullmatch(rf"attempt {number} \((.+?)({_TOOK_PART})?\): (.*)", why, re.DOTALL)
-    if found is None or found[1] not in list(Outcome):
-        return Replaced()
-    return Replaced(Outcome(found[1]), found[3], took_part=found[2] is not None)
 
 
 def end_step(state: Alive, outcome: Outcome, reason: str, now: float) -> Step:
@@ -309,7 +258,9 @@ def _refused(state: Launching, error: str, denied: bool, now: float) -> Refusal:
 
 def _postponed(state: Launching, refusal: Refusal, retry_at: float) -> Step:
     words = f"it is not launched yet: {refusal.error}" if refusal.calls == 1 else ""
-    return Step(Postponed(state.since, state.beat, refusal, retry_at), (), words)
+    repeated = state.refusal is not None and state.refusal.error == refusal.error
+    effects = () if repeated else (WriteWaiting(refusal.error),)
+    return Step(Postponed(state.since, state.beat, refusal, retry_at), effects, words)
 
 
 def _unavailable_pause_s(event: LaunchUnavailable, calls: int, policy: AttemptPolicy) -> float:
@@ -361,10 +312,11 @@ def _status_seen(state: Running, event: VendorSaid, now: float, policy: AttemptP
     started = state.running_since is None and event.status.state is ReplicaState.RUNNING
     words = f"it runs image {event.status.image}" if started and event.status.image else ""
     waits_for = event.status.message if event.status.state is ReplicaState.PENDING and event.status.reason else ""
+    effects: tuple[Effect, ...] = ()
     if waits_for and waits_for != state.waits_for:
-        words = f"it has not started yet: {waits_for}"
+        words, effects = f"it has not started yet: {waits_for}", (WriteWaiting(waits_for),)
     running_since = now if started else state.running_since
-    return Step(replace(state, running_since=running_since, blind_since=None, waits_for=waits_for), (), words)
+    return Step(replace(state, running_since=running_since, blind_since=None, waits_for=waits_for), effects, words)
 
 
 @on(Running, VendorBlind)

@@ -329,6 +329,13 @@ class WriteHandle:
 
 
 @dataclass(frozen=True)
+class WriteWaiting:
+    """Effect: write `waiting.json`, over what it said before."""
+
+    why: str
+
+
+@dataclass(frozen=True)
 class WriteCancel:
     """Effect: create `cancel.json`."""
 
@@ -359,7 +366,10 @@ class FindSuccessor:
     """Effect: follow the replica's newest attempt; answered by `ClaimLost` if that is still this one."""
 
 
-Effect = CallLaunch | AbandonLaunch | WriteHandle | WriteCancel | WriteOut | CallCancel | CallFind | FindSuccessor
+Effect = (
+    CallLaunch | AbandonLaunch | WriteHandle | WriteWaiting | WriteCancel | WriteOut | CallCancel | CallFind
+    | FindSuccessor
+)  # fmt: skip
 
 
 # -- waiting times ----------------------------------------------------------------------------------------------------

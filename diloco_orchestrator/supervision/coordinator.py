@@ -9,6 +9,7 @@ that exists.
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_orchestrator.clock import Background, Clock, NoBackground
@@ -16,9 +17,9 @@ from diloco_orchestrator.errors import DilocoError
 from diloco_orchestrator.executors.contract import ExecutorDenied, ServerlessExecutor
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import rounds
+from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.supervision import fleet_policy
 from diloco_orchestrator.supervision.attempt_types import AttemptPolicy, Postponed
 from diloco_orchestrator.supervision.budgets import LegBudget
@@ -33,46 +34,51 @@ log = logging.getLogger(__name__)
 _LAUNCH_POLL_S = 0.02  # between two checks whether a launch call has returned; a check costs nothing
 
 
+@dataclass(frozen=True)
+class Means:
+    """The means of a process that supervises a run. `storage_options` and `secrets` reach the replicas it launches."""
+
+    executor: ServerlessExecutor
+    clock: Clock
+    stamp: Stamp
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def requests(self, run_log: RunLog, launched: Launched) -> LaunchRequests:
+        """The requests of attempts whose configuration `launched` pins."""
+        return LaunchRequests(run_log.run, launched, run_log.store.url, self.storage_options, self.secrets)
+
+
 class Coordinator:
-    """Supervises the newest leg of one run. The caller repeats `step` until it returns True."""
+    """Supervises the newest leg of one run. The caller repeats `step` until it returns True.
+
+    `background` runs launch calls, which may take minutes; `sending` runs requests to the store that do not wait for
+    one another.
+    """
 
     def __init__(
         self,
-        store: Store,
-        executor: ServerlessExecutor,
-        clock: Clock,
-        stamp: Stamp,
-        storage_options: Mapping[str, Any] | None = None,
-        secrets: Mapping[str, str] | None = None,
+        reader: RunReader,
+        means: Means,
         background: Background | None = None,
-        run_log: RunLog | None = None,
         sending: Background | None = None,
     ) -> None:
-        """
-        Args:
-            background: runs launch calls, which may take minutes.
-            run_log: the run's, if the caller has one.
-            sending: runs requests to the store that do not wait for one another.
-        """
         sending = sending or NoBackground()
-        self.reader = RunReader(store, run_log)
-        run_log = self.reader.log
-        attempts = sending.start(self.reader.attempts.all_numbers)
+        self.reader, run_log = reader, reader.log
+        attempts = sending.start(reader.attempts.all_numbers)
         begin, numbers = run_log.newest_begin(), attempts.result()
         self.leg = begin.record.leg
-        self._executor = executor
+        self._executor, clock, stamp = means.executor, means.clock, means.stamp
         self._clock = clock
         self._config = run_log.run.config
         self._policy = AttemptPolicy.of(self._config)
-        self._requests = LaunchRequests(
-            run_log.run, run_log.launched(begin.record), store.url, storage_options or {}, secrets or {}
-        )
-        self._vendor = Vendor(executor, self._requests, background or NoBackground(), clock, self._policy)
+        self._requests = means.requests(run_log, run_log.launched(begin.record))
+        self._vendor = Vendor(self._executor, self._requests, background or NoBackground(), clock, self._policy)
         self._fleet = Fleet(
-            run_log, self.reader.attempts, numbers, self.leg, self._vendor, clock, self._policy, stamp, sending
+            run_log, reader.attempts, numbers, self.leg, self._vendor, clock, self._policy, stamp, sending
         )
         self._end = EndOfLeg(run_log, begin, stamp)
-        self._budget = LegBudget(self.reader, begin.record, coordinator_name(), stamp)
+        self._budget = LegBudget(reader, begin.record, coordinator_name(), stamp)
         self._sweeper = RetentionSweeper(run_log)
         self._stopped_at: float | None = None
         self._observed_at, self._watched_since = clock.now(), -math.inf

@@ -9,7 +9,7 @@ from functools import partial
 
 from diloco_orchestrator.clock import Background, Clock, in_parallel
 from diloco_orchestrator.errors import StoreError
-from diloco_orchestrator.protocol.attempt_records import Cancel, Handle, Intent
+from diloco_orchestrator.protocol.attempt_records import Cancel, Handle, Intent, Waiting
 from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Out
@@ -44,6 +44,7 @@ from diloco_orchestrator.supervision.attempt_types import (
     WriteCancel,
     WriteHandle,
     WriteOut,
+    WriteWaiting,
 )
 from diloco_orchestrator.supervision.end_of_leg import coordinator_name
 from diloco_orchestrator.supervision.fleet_policy import Launch
@@ -252,6 +253,8 @@ class Fleet:
                         hourly_usd=hourly_usd,
                     )
                 )
+            case WriteWaiting(why):
+                self._writer.overwrite(Waiting(**self._stamp(), replica_id=replica_id, attempt=number, reason=why))
             case WriteCancel(why):
                 self._writer.create(Cancel(**self._stamp(), replica_id=replica_id, attempt=number, reason=why))
             case WriteOut(why):

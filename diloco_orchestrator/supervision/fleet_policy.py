@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from diloco_orchestrator.config import RetryConfig
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.replica_names import grouped, replicas
-from diloco_orchestrator.supervision.attempt import ReplicaView, named
+from diloco_orchestrator.supervision.attempt import ReplicaView
+from diloco_orchestrator.supervision.attempt_outcome import named
 from diloco_orchestrator.supervision.attempt_types import (
     Alive,
     AttemptPolicy,

@@ -22,7 +22,7 @@ from diloco_orchestrator.executors.contract import (
     hourly_usd,
 )
 from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV
-from diloco_orchestrator.executors.program_text import program_text
+from diloco_orchestrator.executors.remote_base import program_text
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import ENV_RANK, ENV_STORAGE_OPTIONS, ENV_WORLD_SIZE

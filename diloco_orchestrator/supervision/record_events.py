@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from diloco_orchestrator.executors.contract import ExecutorError, ReplicaHandle, ReplicaStatus
 from diloco_orchestrator.protocol.attempt_records import Cancel, Exit, Handle, reason_of
 from diloco_orchestrator.run_log.attempts import AttemptRecords
-from diloco_orchestrator.supervision.attempt import ReplicaView, follow, is_conclusive, named_in
+from diloco_orchestrator.supervision.attempt import ReplicaView, follow
+from diloco_orchestrator.supervision.attempt_outcome import is_conclusive, named_in
 from diloco_orchestrator.supervision.attempt_types import (
     AttemptPolicy,
     BeatSeen,

@@ -16,7 +16,7 @@ from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol.digests import BulkHasher
 from diloco_orchestrator.protocol.records import Contribution, Payload
-from diloco_orchestrator.replica.attempt.machine_facts import differences
+from diloco_orchestrator.replica.attempt.attempt import differences
 from diloco_orchestrator.replica.process.rerun_result import RerunResult
 from diloco_orchestrator.replica.training.dealt_order import ORDER
 from diloco_orchestrator.replica.training.tensor_tree import unpack
