@@ -1,6 +1,7 @@
 """The public names and where each is defined, for type checkers, and for `__init__.py` when a name is first used."""
 
 from diloco_orchestrator.executors.answers import Failure as Failure
+from diloco_orchestrator.executors.command_line import CommandLine as CommandLine
 from diloco_orchestrator.executors.constructor_options import plain_options as plain_options
 from diloco_orchestrator.executors.contract import CollectTimeout as CollectTimeout
 from diloco_orchestrator.executors.contract import Composite as Composite
@@ -33,6 +34,5 @@ from diloco_orchestrator.executors.remote_base import ended_status as ended_stat
 from diloco_orchestrator.executors.remote_base import env_within as env_within
 from diloco_orchestrator.executors.remote_base import limited as limited
 from diloco_orchestrator.executors.remote_base import run_selector as run_selector
-from diloco_orchestrator.executors.slurm_cli import CommandLine as CommandLine
 from diloco_orchestrator.executors.slurm_jobs import SlurmExecutor as SlurmExecutor
 from diloco_orchestrator.join.executor import JoinExecutor as JoinExecutor

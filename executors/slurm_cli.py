@@ -4,11 +4,10 @@ Which job is whose, and what its state means, is in `slurm_objects`.
 """
 
 import os
-import shutil
-import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from diloco_orchestrator.executors.answers import Failure, error_of, odd_reply
+from diloco_orchestrator.executors.answers import Failure, odd_reply
+from diloco_orchestrator.executors.command_line import CommandLine
 from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, NoCapacity, Unavailable
 from diloco_orchestrator.executors.slurm_objects import (
     SACCT_FIELDS,
@@ -19,94 +18,6 @@ from diloco_orchestrator.executors.slurm_objects import (
     job_id_of,
     queued_jobs,
 )
-
-PATIENCE_S = 60.0  # seconds without an answer after which a tool is ended
-
-
-class CommandLine:
-    """Runs tools as this user.
-
-    Args:
-        words: Beginning of every command: a program and its first arguments; none for a provider of several programs.
-        failures: The first row that fits a failure decides; a failure without a row is an `ExecutorError`.
-        missing: What to do where the program is not installed, as a sentence.
-        environment: Makes the tools' environment; this process's by default.
-    """
-
-    def __init__(
-        self,
-        *words: str,
-        failures: Sequence[Failure] = (),
-        missing: str = "Install it.",
-        environment: Callable[[], Mapping[str, str]] = os.environ.copy,
-    ) -> None:
-        self._words, self._failures, self._missing, self._environment = words, failures, missing, environment
-
-    def run(
-        self,
-        *arguments: str,
-        what: str = "",
-        given: str = "",
-        secrets: Mapping[str, str] | None = None,
-        known: Sequence[str] = (),
-    ) -> str:
-        """The tool's output; also if it fails with a message that has one of the parts in `known`.
-
-        `what`: the action, for errors; by default the command's first words. `given`: the tool's standard input.
-        `secrets`: variables over the environment. Raises `MissingSdk` without the program, `Unavailable` if it gives no
-        answer for a minute, else what the table says.
-        """
-        command = self._command(arguments)
-        what = what or " ".join([*self._words[:1], arguments[0]])
-        try:
-            done = subprocess.run(
-                command,
-                input=given,
-                env={**self._environment(), **(secrets or {})},
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=PATIENCE_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise Unavailable(f"{what}: no answer for {PATIENCE_S:g} s. Try again.") from None
-        said = done.stderr or done.stdout
-        if done.returncode == 0 or any(part in said for part in known):
-            return done.stdout
-        raise error_of(what, said, self._failures)
-
-    def lines(self, *arguments: str) -> Iterator[str]:
-        """Lines of standard output and error, as the tool prints them. The tool ends when the caller stops reading.
-
-        Raises as `run` does if the tool fails; its message is then the last line.
-        """
-        with subprocess.Popen(
-            self._command(arguments),
-            env=dict(self._environment()),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as process:
-            assert process.stdout is not None
-            line = ""
-            try:
-                for line in process.stdout:
-                    yield line.rstrip("\n")
-                if process.wait() != 0:
-                    raise error_of(" ".join([*self._words[:1], arguments[0]]), line, self._failures)
-            finally:
-                process.terminate()
-
-    def _command(self, arguments: Sequence[str]) -> list[str]:
-        name, *rest = *self._words, *arguments
-        program = shutil.which(name)
-        if program is None:
-            raise MissingSdk(f"{name} is not on the PATH. {self._missing}")
-        return [program, *rest]
-
 
 # Parts of what Slurm's tools print while the controller, its database or the local munged is away or overloaded.
 _TRANSIENT = (

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from diloco_orchestrator.code_archive.entrypoint import check_importable, entrypoint_of
-from diloco_orchestrator.code_archive.pack import Archive, CodeBundle, folder_of, lock_file_of
+from diloco_orchestrator.code_archive.pack import Archive, CodeBundle, folder_of, lock_file_of, source_of
 from diloco_orchestrator.code_archive.pinning import Pin, check_pinned, pinned
 from diloco_orchestrator.code_archive.requirements import read_requirements
-from diloco_orchestrator.code_archive.source import source_of
 from diloco_orchestrator.config import RunConfig, RunSettings, make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.executors.contract import LaunchRequest, ServerlessExecutor, give_store, part_of, price_of

@@ -1,7 +1,7 @@
 """Log segments: one object with the exact lines of the commits, or of the manifests they name, of many closed rounds.
 
 A segment is a copy that makes history cheap to read; the single objects are authoritative. Its bytes are a function of
-the log, so several writers write the same. `replica.rounds.segment_writer` decides who writes one and when; `RunLog`
+the log, so several writers write the same. `replica.rounds.snapshot_writer` decides who writes one and when; `RunLog`
 reads through `CheckedSegments`.
 """
 

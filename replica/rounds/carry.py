@@ -19,7 +19,7 @@ from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.errors import PayloadCorrupt
 from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, Payload
 from diloco_orchestrator.protocol.rounds import carry_weight
-from diloco_orchestrator.replica.rounds.dealing import PayloadShard, everything
+from diloco_orchestrator.replica.rounds.received import PayloadShard, everything
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.store.base import Store
 

@@ -21,9 +21,8 @@ from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.contribute import Contributor
-from diloco_orchestrator.replica.rounds.dealing import everything
 from diloco_orchestrator.replica.rounds.interface import ClosedRound
-from diloco_orchestrator.replica.rounds.received import ExpectedContribution, ReceivedResponses
+from diloco_orchestrator.replica.rounds.received import ExpectedContribution, ReceivedResponses, everything
 from diloco_orchestrator.replica.rounds.reupload import ReuploadRequests
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.replica.rounds.tip import HeldTip

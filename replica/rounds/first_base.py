@@ -18,16 +18,18 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.first_base import StartDecision, decide_start
-from diloco_orchestrator.protocol.records import Began, FileInfo, Follows, HeldoutSet, Snapshot, Start
+from diloco_orchestrator.protocol.records import Began, FileInfo, Follows, FrozenTensors, HeldoutSet, Snapshot, Start
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.run_log import complete_takes
 from diloco_orchestrator.snapshots.confirmation import first_take
 from diloco_orchestrator.snapshots.file_plan import Naming, is_side_file, is_tensor_file
+from diloco_orchestrator.snapshots.first_snapshot import first_snapshot
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
     SnapshotFile,
+    check_same_model,
     create_snapshot_record,
     describe,
     existing_files,
@@ -364,3 +366,82 @@ class _FirstSnapshot:
         """Create the snapshot record of a version; False if an existing one names other files."""
         ours = Snapshot(**self._attempt.stamp(), round=0, base_digest=self.base.digest(), by=None, files=dict(infos))
         return create_snapshot_record(self._attempt.store, ours, take)
+
+
+# -- whether a replica trains the model of its run --------------------------------------------------------------------
+
+
+def check_start(
+    start: Start,
+    parameters: Mapping[str, torch.Tensor],
+    fragments: Sequence[tuple[str, ...]],
+    heldout: HeldoutSet | None,
+    files: ModelFiles,
+    attempt: Attempt,
+) -> None:
+    """Raise `ModelMismatch` unless a replica trains the run's model, in its fragments, with its adapters and on its
+    frozen tensors, and scores its held-out set.
+    """
+    url = attempt.store.url
+    check_same_model(describe(parameters), start.parameters)
+    if start.fragments != tuple(fragments):
+        raise ModelMismatch(
+            f"this replica synchronises {len(fragments)} fragments of the model, the run in {url} "
+            f"{len(start.fragments)}, or the same number split otherwise. All replicas must agree."
+        )
+    # There are as many: their residuals are parameters, compared above.
+    for mine, pair in zip(files.adapters, start.adapters, strict=True):
+        if mine != pair:
+            raise ModelMismatch(
+                f"this replica's adapter of {mine.weight!r} has the scaling {mine.scaling:g}, the run's in {url} "
+                f"{pair.scaling:g}: its product would be averaged with other ones. Give all replicas the same "
+                "lora_alpha and r."
+            )
+    if heldout != start.heldout:
+        raise ModelMismatch(
+            f"this replica scores {_heldout_words(heldout)}; the run in {url} is judged by "
+            f"{_heldout_words(start.heldout)}. All replicas must pass the same `heldout_items`, `vault_items` and "
+            "`in_loop` to attach, and score by the same function; another set or scorer needs a new run."
+        )
+    _check_untrained(start, files, attempt)
+
+
+def _heldout_words(heldout: HeldoutSet | None) -> str:
+    if heldout is None:
+        return "no held-out set"
+    root, scorer = heldout.root or heldout.digest, heldout.scorer or "unknown"
+    vault = f" and {heldout.vault.items} vault items (sha256 {heldout.vault.digest[:12]})" if heldout.vault else ""
+    return f"{heldout.items} held-out items ({heldout.metric}, root {root[:12]}, scorer {scorer[:12]}){vault}"
+
+
+def _check_untrained(start: Start, files: ModelFiles, attempt: Attempt) -> None:
+    """Raise `ModelMismatch` unless the frozen tensors and the adapter of a replica are the run's.
+
+    Hashes every frozen tensor, once for each model. Where this replica's first buffers differ, those of snapshot 0 are
+    taken.
+    """
+    untrained, naming, url = files.untrained, files.naming, attempt.store.url
+    assert untrained is not None, "a replica has the live model"
+    ours, theirs = untrained.describe_frozen(attempt.background), start.frozen
+    if ours != theirs:
+        raise ModelMismatch(
+            f"replica {attempt.replica_id} has {_frozen_words(ours)}; the run in {url} has {_frozen_words(theirs)}. "
+            "Its base model is another: what is trained on different bases cannot be averaged. Load the same model, in "
+            "the same revision, dtype and quantisation, in every replica, or start a new run."
+        )
+    if Naming.of(start) != naming:
+        raise ModelMismatch(
+            f"the adapter of replica {attempt.replica_id} is stored under other names than that of the run in {url}: "
+            "all replicas must build it alike, with the same version of PEFT."
+        )
+    if untrained.buffers.digest() != start.buffers:
+        log.warning("this replica's first buffers differ from those of snapshot 0; it takes those")
+        rest = first_snapshot(attempt.log).model_files(start, {}).rest()
+        names = naming.by_file(untrained.buffers.first)
+        untrained.buffers.adopt({names[name]: rest.read(name) for name in rest.specs() if name in names})
+
+
+def _frozen_words(frozen: FrozenTensors | None) -> str:
+    if frozen is None:
+        return "no frozen tensor"
+    return f"{frozen.tensors} frozen tensors ({frozen.size / 1e6:.3g} MB, digest {frozen.digest[:15]})"

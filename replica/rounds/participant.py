@@ -12,11 +12,13 @@ round changes between two inner steps of training: only `close` makes the next r
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import torch
 
 from diloco_orchestrator.allreduce.vectors import Vector
+from diloco_orchestrator.clock import Background, Clock
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.outer.adapter_products import with_residuals
 from diloco_orchestrator.outer.base import Base
@@ -27,17 +29,67 @@ from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.close_round import RoundCloser
 from diloco_orchestrator.replica.rounds.contribute import Contributor
-from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base
+from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base, check_start
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields
 from diloco_orchestrator.replica.rounds.replica_buffers import ReplicaBuffers
 from diloco_orchestrator.replica.rounds.reupload import ReuploadRequests
-from diloco_orchestrator.replica.rounds.segment_writer import SegmentWriter
-from diloco_orchestrator.replica.rounds.snapshot_writer import SnapshotWriter
-from diloco_orchestrator.replica.rounds.start_check import check_start
+from diloco_orchestrator.replica.rounds.snapshot_writer import SegmentWriter, SnapshotWriter
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.replica.rounds.tip import HeldTip, OpenRound
-from diloco_orchestrator.replica.rounds.transfer import Transfer
 from diloco_orchestrator.snapshots.layout import ModelFiles
+
+
+class Transfer:
+    """Calls `contribute` in the background at once, and behind it what `close` is given.
+
+    Everything that these calls use belongs to the background until `wait` has returned or raised. `round_`: for the
+    log. Errors of either call are kept, and raised with their type by `raise_error` and `wait`.
+    """
+
+    def __init__(self, background: Background, clock: Clock, round_: int, contribute: Callable[[], object]) -> None:
+        self._background = background
+        self._clock = clock
+        self._round = round_
+        self._began_at = self._ended_at = clock.now()
+        self._published = background.start(contribute)
+        self._closed: Future[ClosedRound] | None = None
+
+    def close(self, close: Callable[[], ClosedRound]) -> None:
+        """Begin to call `close` once the contribution is published, unless that has begun. Returns at once."""
+        if self._closed is None:
+            self._closed = self._background.start(lambda: self._close_once_published(close))
+
+    def wait_published(self) -> None:
+        """Block until the contribution is published; do not wait for the round. Raises what publishing raised."""
+        self._published.result()
+
+    def raise_error(self) -> None:
+        """Raise the error with which the background has ended; return at once if there is none."""
+        for each in (self._published, self._closed):
+            if each is not None and each.done():
+                each.result()
+
+    def wait_ended(self) -> None:
+        """Block until nothing is done in the background any more. Raises nothing."""
+        for each in (self._published, self._closed):
+            if each is not None:
+                each.exception()
+
+    def wait(self) -> ClosedRound:
+        """Block until the round is closed, and log for how long that was. Raises the background's error."""
+        assert self._closed is not None, "close was called"
+        began_at = self._clock.now()
+        closed = self._closed.result()
+        waited_s, whole_s = self._clock.now() - began_at, self._ended_at - self._began_at
+        log.info("round %d: waited %.1f s of %.1f s", self._round, min(waited_s, whole_s), whole_s)
+        return closed
+
+    def _close_once_published(self, close: Callable[[], ClosedRound]) -> ClosedRound:
+        self._published.result()
+        closed = close()
+        self._ended_at = self._clock.now()
+        return closed
+
 
 log = logging.getLogger(__name__)
 

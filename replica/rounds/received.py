@@ -6,11 +6,12 @@ Every byte is verified before the decision; only verified contributions are aver
 """
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from diloco_orchestrator.allreduce.payload import check_shape
+from diloco_orchestrator.allreduce.payload_cache import Name
 from diloco_orchestrator.allreduce.recent_payloads import RecentPayloads
 from diloco_orchestrator.allreduce.shards import fetch, open_verified
 from diloco_orchestrator.allreduce.threads import one_torch_thread
@@ -23,11 +24,35 @@ from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON, MOST_NORM
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
 from diloco_orchestrator.protocol.weights import weight_of
-from diloco_orchestrator.replica.rounds.dealing import Dealing, PayloadShard
 from diloco_orchestrator.run_log.attempts import Authors
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.reader import read_record
 from diloco_orchestrator.store.base import Store
+
+
+@dataclass(frozen=True)
+class PayloadShard:
+    """One shard of the payload that a manifest names, by index."""
+
+    manifest: Contribution
+    index: int
+
+    @property
+    def name(self) -> Name:
+        """The shard's name in a `PayloadCache`: (key, digest)."""
+        manifest = self.manifest
+        assert manifest.payload is not None
+        key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, self.index)
+        return key, manifest.payload.shards[self.index].digest
+
+
+Dealing = Callable[[Iterable[Contribution]], list[PayloadShard]]
+
+
+def everything(manifests: Iterable[Contribution]) -> list[PayloadShard]:
+    """All shards of all payloads: the assignment of an all-gather, the same for every replica."""
+    return [PayloadShard(m, index) for m in manifests if m.payload for index in range(len(m.payload.shards))]
+
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.keys import PayloadKey
 from diloco_orchestrator.protocol.records import By, Contribution, ReuploadRequest
 from diloco_orchestrator.replica.attempt.attempt import Attempt
-from diloco_orchestrator.replica.rounds.dealing import everything
+from diloco_orchestrator.replica.rounds.received import everything
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.rebuild import Comparison, FirstBase, Tip, rebuild, rebuild_beside

@@ -1,7 +1,7 @@
-"""`SnapshotWriter`: writes a snapshot of the global model when it is this replica's turn. The first complete one
-counts.
+"""Writes beside training what any replica could write, when it is this replica's turn: snapshots, segments of the log.
 
-`snapshots.layout` has the files of a snapshot; retention deletes old ones.
+The first complete snapshot counts; `snapshots.layout` has its files, retention deletes old ones. `run_log.segments` has
+the content of segments, many commits in one object, so that history costs few requests.
 """
 
 import logging
@@ -10,11 +10,12 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 
-from diloco_orchestrator.errors import ObjectMissing, PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.errors import DilocoError, ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.tip import HeldTip
+from diloco_orchestrator.run_log.segments import TAIL_ROUNDS, write_segments
 from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.default_base import default_base, ensure_default_snapshot
@@ -203,3 +204,44 @@ def _going_on_without(round_: int) -> Iterator[None]:
         yield
     except RecordInvalid as error:
         log.warning("the run goes on without snapshot %d: %s", round_, error)
+
+
+# -- segments of the log ----------------------------------------------------------------------------------------------
+
+
+class SegmentWriter:
+    """Writes log segments for one replica.
+
+    After every tenth round the averaged replica with the lowest id writes all missing ones, so that ten rounds later
+    another replica replaces one that died. It lists the segments unless it wrote the last ones itself.
+    """
+
+    def __init__(self, attempt: Attempt, tip: HeldTip) -> None:
+        self._attempt = attempt
+        self._tip = tip
+        self._complete_until = 0  # this replica knows that all segments of rounds up to it exist
+        self._writing: Future[None] | None = None
+
+    def write_if_due(self) -> None:
+        """Start to write the missing segments if it is this replica's turn. Returns at once."""
+        commit = self._tip.last
+        if commit is None or commit.round % TAIL_ROUNDS:
+            return
+        averaged = [a.replica_id for a in commit.answers if a.averaged]
+        if min(averaged, default=None) != self._attempt.replica_id:
+            return
+        if self._writing is None or self._writing.done():
+            self._writing = self._attempt.background.start(lambda: self._write(commit.round))
+
+    def wait(self) -> None:
+        """Block until no segment is being written."""
+        if self._writing is not None:
+            self._writing.result()
+
+    def _write(self, newest_round: int) -> None:
+        try:
+            knows = self._complete_until if self._complete_until >= newest_round - TAIL_ROUNDS else 0
+            write_segments(self._attempt.store, self._attempt.log.commit, newest_round, knows)
+            self._complete_until = newest_round
+        except DilocoError as error:  # a segment only saves requests; ten rounds later it is tried again
+            log.warning("no segment of the log is written this time: %s", error)

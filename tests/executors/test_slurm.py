@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from executors import LaunchRequest, NoCapacity, ReplicaHandle, ReplicaState, SlurmExecutor
-from executors.answers import error_of
+from executors.command_line import error_of
 from executors.contract import ExecutorDenied, ExecutorError, MissingSdk, Unavailable
 from executors.slurm_cli import FAILURES, submit_environment
 from executors.slurm_objects import Job, accounted_jobs, queued_jobs, script_of, seconds_of, status_of

@@ -1,4 +1,10 @@
-"""The findings of an audit: one for each range that was drawn, and what they say together."""
+"""The rules of an audit: which ranges are drawn, how a re-run is judged, and what the findings say together. Pure.
+
+A *range* is one replica's training in one round. Those that can be drawn are all whose inner steps an outer step
+contains, as the commits say, so that the list follows from the log alone. On a machine of the replica's hardware class
+every bit of a re-run must be equal; on another one sums are rounded in another order, and distances are compared with a
+bound.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field

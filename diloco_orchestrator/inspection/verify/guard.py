@@ -1,4 +1,4 @@
-"""Checks what a commit concludes from its manifests: guard state, verdict, who is averaged, applied, stop."""
+"""Checks what a commit says against its manifests and bases: guard state, verdict, who is averaged, claims of bases."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
