@@ -69,7 +69,7 @@ class Mount:
 
 
 def mounts_of(given: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """`ModalExecutor(volumes=…)` by path: a `Mount` for names and arguments, the SDK's objects as they are.
+    """Mounts by path, from `ModalExecutor(volumes=…)`: a `Mount` for names and arguments, SDK objects unchanged.
 
     Raises ValueError for a path that is not absolute, a text without "=", or an unknown argument of a bucket's mount.
     """

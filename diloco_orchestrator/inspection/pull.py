@@ -24,11 +24,11 @@ def pull(
 ) -> int:
     """Copy the model after round `round_` of the run in `url` into the new folder `destination`; returns the round.
 
-    `round_` None means the model that the run offers: the newest, and after a halt by the guard the best by held-out
-    score. Its files are made from the base with the digest that the log claims, read from a snapshot or rebuilt from
-    payloads, and from files that `start.json` names by digest: nothing else in a snapshot reaches `destination`.
-    Adapters of PEFT that were averaged exactly become an adapter folder, without the outer optimizer's state.
-    `storage_options`: credentials and endpoint in s3fs spelling.
+    `round_` None means the default model: the newest, or after a halt by the guard the best by held-out score. Its
+    files are made from the base whose digest is in the commit log, read from a snapshot or rebuilt from payloads, and
+    from files whose digests are in `start.json`: other files of a snapshot are not copied. Exactly averaged PEFT
+    adapters become an adapter folder, without the outer optimizer's state. `storage_options`: credentials and endpoint
+    in s3fs spelling.
 
     Raises `ConfigError` if `destination` is not empty or the round has no base (naming the nearest), `NoSuchRun`,
     `RecordInvalid` or `PayloadCorrupt` for an object that was changed, and `StoreError`, `StoreFull` among them. After

@@ -194,7 +194,7 @@ class _Epochs:
                 yield batch
 
     def _drawn(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches, each made with the random numbers of the order."""
+        """The batches, each made with the random generators that determine the batch order."""
         with self._chance.drawing():
             iterator = iter(batches)
         while True:

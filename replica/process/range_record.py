@@ -16,7 +16,7 @@ from diloco_orchestrator.snapshots.saved_state import read_state
 
 @dataclass(frozen=True)
 class RangeRecord:
-    """The recorded state before a range. `manifest`: of the contribution at the range's end."""
+    """The recorded state before a range (one replica's training in one round). `manifest`: of its contribution."""
 
     run_log: RunLog
     manifest: Contribution

@@ -73,7 +73,7 @@ class VaultScorer:
         self._scores = tuple(map(_change, dealt, now, before))
 
     def take(self) -> tuple[VaultScore, ...]:
-        """The scores since the last call."""
+        """The score changes measured since the last call, one per share; then empty."""
         taken, self._scores = self._scores, ()
         return taken
 
