@@ -4,6 +4,7 @@ docs/protocol.md, section 2, prints the table. `run_log.writer` refuses who may 
 wrote a record; where that matters, rules of their own say whose word counts.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -96,6 +97,7 @@ def kind_of(record: Record) -> Kind:
     return _KIND_OF[type(record)]
 
 
+@functools.lru_cache(maxsize=4096)  # whoever polls asks about a few keys again and again
 def kind_at(key: str) -> Kind | None:
     """The kind of the records with such a key; None for any other object."""
     return next((kind for kind in KINDS if kind.has(key)), None)
