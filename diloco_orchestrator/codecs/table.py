@@ -1,9 +1,9 @@
-"""`CODECS`, the table of encodings, and what is done with any of them: encode blocks, measure and decode ranges.
+"""`CODECS`, the table of encodings, and the operations on all of them: encode blocks, measure and decode ranges.
 
-An encoded vector is a small header, then the groups of its elements one after another, so that a range can be decoded
-by itself. Golden bytes in `tests/protocol/test_codecs.py` pin the format. The header names format version, codec and
-element count; digests are part of the manifest. torch is imported inside functions, because the cost forecast needs
-only sizes and must start fast.
+An encoded vector is a small header, then its groups of elements one after another, so that a range can be decoded by
+itself. Golden bytes in `tests/protocol/test_codecs.py` pin the format. The header has format version, codec and element
+count; digests are in the manifest. torch is imported inside functions, because the cost forecast needs only sizes and
+must start fast.
 """
 
 import math
@@ -28,7 +28,7 @@ LARGEST_GROUP = 4096  # elements; blocks and shards of vectors are cut at multip
 
 @dataclass(frozen=True)
 class Measure:
-    """Findings of one pass over the elements of a tensor."""
+    """Number of non-finite elements and sum of squares of a tensor."""
 
     nonfinite: int = 0  # elements that are NaN or infinity
     squares: float = 0.0  # the sum of all squares, to about six digits; infinity unless all are finite
@@ -38,13 +38,13 @@ class Measure:
 
     @property
     def norm(self) -> float:
-        """The Euclidean norm, rounded to four digits: the rest depends on the CPU's order of sums."""
+        """The Euclidean norm, rounded to four digits, because further ones depend on the CPU's order of sums."""
         return float(f"{math.sqrt(self.squares):.4g}")
 
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """Some elements of a vector, encoded."""
+    """A block of a vector's elements in encoded form, with the values that they decode to."""
 
     data: bytes | memoryview  # may share memory with the tensor that was encoded
     values: "torch.Tensor"  # (n,) float32, decoded from `data`, whose memory they may share; not for writing
@@ -71,7 +71,7 @@ class Codec:
             raise ValueError(f"groups of {self.group} do not fill {LARGEST_GROUP} elements.")
 
     def header(self, numel: int) -> bytes:
-        """The bytes before those of the first block of a vector."""
+        """The header of an encoded vector of `numel` elements."""
         return _HEADER.pack(_MAGIC, _VERSION, self.number, numel)
 
     def encoded_size(self, numel: int) -> int:
@@ -79,7 +79,7 @@ class Codec:
         return _HEADER.size + self.body_size(numel)
 
     def encode_block(self, values: "torch.Tensor") -> EncodedBlock:
-        """Encode elements of a vector, (n,) float32 on the CPU: whole groups, but for the end of the vector."""
+        """Encode elements of a vector, (n,) float32 on the CPU: whole groups, except at the end of the vector."""
         import torch
 
         data = self.pack(values)
@@ -112,7 +112,7 @@ def encode(values: "torch.Tensor", codec: str) -> bytes:
 
 
 class Encoded:
-    """A flat vector in its encoded form, of which elements are decoded when they are asked for.
+    """A flat vector in encoded form, whose elements are decoded on demand.
 
     Raises `PayloadCorrupt` unless header and length of `data` are those of `numel` elements of this codec.
     """
@@ -165,9 +165,9 @@ class Encoded:
         return math.sqrt(float(squares.sum()) * self._codec.group - float(squares[-1]) * missing)
 
     def measure(self, passing: Callable[[memoryview], object] = lambda piece: None) -> Measure:
-        """The measure of all elements, taken without decoding a copy of all.
+        """The measure of all elements, without a decoded copy of all.
 
-        `passing` is called with all bytes, piece by piece: whoever reads those too finds each in a core's cache.
+        `passing` is called with all bytes, piece by piece, while each is in a core's cache, for example to hash them.
         """
         passing(self._data[: _HEADER.size])
         found, size = Measure(), self._codec.encoded_size
