@@ -1,6 +1,6 @@
 """`launch`, `attach` and `Run`: how a user starts, supervises and stops a run.
 
-Supervision is in `supervision.coordinator`, reading in `inspection.status`. The replicas go on without this process.
+`supervision.coordinator` supervises, `inspection.status` reads. Replicas go on when this process ends.
 """
 
 import logging
@@ -64,11 +64,11 @@ class RunResult:
 
 
 class Run:
-    """A launched run. `wait` supervises it; without it replicas train on, but nobody relaunches those that die."""
+    """A launched run. `wait` supervises it; without supervision replicas train on, but dead ones are not relaunched."""
 
     def __init__(self, reader: RunReader, means: Means, track: str | None = None) -> None:
-        """`track`: where this process sends metrics, as the setting says it. That of run.json is not used: whoever
-        may write to the bucket would choose a folder or a project here.
+        """`track`: where this process sends metrics, in the form of the setting. That of run.json is ignored, because
+        whoever can write to the bucket could choose a folder or project here.
         """
         give_store(means.executor, reader.store.url, means.storage_options)
         self.url = reader.store.url
@@ -139,7 +139,7 @@ class Run:
             on_poll()
 
     def _auto_resume(self) -> bool:
-        """Once the leg has stopped: begin the next one if `on_halt` asks for it. Whether there is one to supervise."""
+        """Begin the next leg after a stop if `on_halt` asks for it. Returns whether a new leg is to be supervised."""
         run_log = self._reader.log
         if self._interrupted or (begin := auto_resume(run_log, self._means.stamp)) is None:
             return False
@@ -188,7 +188,7 @@ class Run:
         )
 
     def _errors(self, status: RunStatus) -> str:
-        """The replicas' tracebacks, or the last lines of a log without one; what is equal of several replicas once."""
+        """The replicas' tracebacks, or without one the last lines of the log; equal texts of several replicas once."""
         found = [(r.replica_id, r.error or self._last_lines(r)) for r in status.replicas if r.exit_code != 0]
         return "\n".join(f"--- {replicas(ids)} ---\n{words}" for ids, words in grouped(found) if words)
 
@@ -350,7 +350,7 @@ def attach(
 
 
 def _supervised(run_log: RunLog, means: Means, track: str | None) -> Run:
-    """A `Run` whose replicas were launched, as many as the provider has machines for within `_LAUNCH_PATIENCE_S`."""
+    """A `Run` after launching all replicas for which the provider has machines within `_LAUNCH_PATIENCE_S`."""
     run = Run(RunReader(run_log.store, run_log), means, track)
     run._coordinator.step()
     run._coordinator.wait_for_launches(_LAUNCH_PATIENCE_S)

@@ -79,7 +79,7 @@ class Conclusions:
                 if not lenient:
                     raise
                 if entry.sha256 not in self._told:  # several readers of one log ask for it
-                    what, _, _ = str(error).partition(". ")  # who derives the verdict is told what to do
+                    what, _, _ = str(error).partition(". ")  # the advice is for whoever derives the verdict
                     log.warning("the verdict of round %d is taken as it is written: %s", commit.round, what)
                     self._told.add(entry.sha256)
         if not why and entry.void:

@@ -1,9 +1,8 @@
 """The coordinator of a run: observes replicas, advances their attempts, decides what to do, and does it.
 
-Holds no rule: `attempt` defines the effect of each event, `fleet_policy` decides about the replicas. Training needs a
-coordinator for one thing, relaunching: it can die at any moment, replicas go on without it, and a new one finds
-everything in the bucket. Two at once do no harm: an attempt's intent is created once, and executors adopt a process
-that exists.
+`attempt` and `fleet_policy` have the rules. Training needs a coordinator only to relaunch dead replicas: it can die at
+any moment, replicas go on without it, and a new one finds everything in the bucket. Two at once do no harm: an
+attempt's intent is created once, and executors adopt an existing process instead of launching it twice.
 """
 
 import logging
@@ -85,7 +84,7 @@ class Coordinator:
         self._fleet.tick(stopped=False)  # an earlier coordinator may have died between a record and its call
 
     def check_means(self) -> None:
-        """Raise `ConfigError` if options, secrets or code for a launch are missing here, while the leg goes on."""
+        """Raise `ConfigError` if options, secrets or code for a relaunch are missing here, while the leg goes on."""
         if not self._end.reached():
             self._requests.check(self._executor)
 
@@ -105,7 +104,7 @@ class Coordinator:
     def _observe(self) -> None:
         """Advance every attempt by what bucket, provider and clock report.
 
-        After a break that is long for heartbeats, such as an outage of the store, their silence counts anew.
+        After a gap between calls, such as an outage of the store, heartbeat timeouts start anew.
         """
         if self._stopped_at is None and self._end.reached():
             self._stopped_at = self._clock.now()
@@ -123,9 +122,9 @@ class Coordinator:
         return fleet_policy.decide(view, now, self._policy, self._config.retry, self._config.contributions_needed)
 
     def _halt_reason(self, now: float) -> str:
-        """The reason of a halt request; empty if none is known.
+        """The reason of a request to halt; empty if none is known.
 
-        Costs a request only if a replica cannot take part: otherwise replicas obey the halt by themselves.
+        Costs a request only if a replica cannot respond; otherwise replicas obey the halt by themselves.
         """
         if all(fleet_policy.can_take_part(view.state, now, self._policy) for view in self._fleet.views):
             return ""
@@ -133,7 +132,7 @@ class Coordinator:
         return halt.reason if halt else ""
 
     def _perform(self, action: fleet_policy.Action) -> None:
-        """Perform an action other than a launch: launches are performed together."""
+        """Perform an action other than a launch; launches are performed together."""
         match action:
             case fleet_policy.Cancel(replica_id, attempt, why):
                 self._fleet.cancel((replica_id, attempt), why)
@@ -143,7 +142,7 @@ class Coordinator:
                 self.stop(status, why)
 
     def _keep_house(self) -> None:
-        """Enforce limits and retention while the leg goes on; after its stop the next leg may need any snapshot."""
+        """Enforce limits and retention while the leg goes on; after its stop the next leg may need any object."""
         self._budget.enforce(self._clock.now(), self._clock.wall_time())
         try:
             self._sweeper.step()

@@ -334,6 +334,7 @@ class RoundCloser:
             healed=self._healed,
             average=average,
             contribution=self._contributor.own,
+            received=self._received.manifests(),
         )
         self._late = set()
         self._healed = False

@@ -4,7 +4,7 @@
 without a session. All calls come from the training thread unless a method says otherwise.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -45,6 +45,7 @@ class ClosedRound:
     average: Mapping[str, torch.Tensor]  # pseudo-gradient by parameter; empty if not kept, not applied or skipped
     healed: bool = False  # whether this replica trained on a wrong base, and has rebuilt it
     contribution: Contribution | None = None  # this replica's, if it contributed; perhaps another attempt's
+    received: Sequence[Contribution] = ()  # all manifests of the round that this replica has read, its own too
 
 
 class Rounds(Protocol):
