@@ -32,7 +32,7 @@ class SnapshotChecker:
         self._confirmed = ConfirmedSnapshots(log)
         self.rounds = sorted(self._takes)  # with a complete snapshot, when the verification began
         self._checked: set[int] = set()  # rounds whose snapshot agrees
-        self.named: dict[str, set[str]] = {}  # by the folder of a take: the files that its record names, and the record
+        self.named: dict[str, set[str]] = {}  # by the folder of a version: files in its record, and the record
         self._rest: RestOfSnapshot | None = None  # once it was needed
 
     def base(self, round_: int, digest: str | None, start: Start) -> Base | None:
