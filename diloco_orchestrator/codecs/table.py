@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diloco_orchestrator.codecs import plain
+from diloco_orchestrator.codecs import plain, scaled
 from diloco_orchestrator.codecs.plain import tensor_over
 from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, unknown_name
 
@@ -64,6 +64,7 @@ class Codec:
     body_size: Callable[[int], int]  # bytes behind the header, by number of elements; of whole groups their sum
     pack: "Callable[[torch.Tensor], bytes | memoryview]"  # (n,) float32 -> bytes, perhaps over the same memory
     unpack: "Callable[[torch.Tensor, int], torch.Tensor]"  # uint8, n -> (n,) of a dtype that fp32 holds, likewise
+    levels: int = 0  # steps from zero to a group's largest absolute value; 0: each number is rounded by itself
 
     def __post_init__(self) -> None:
         if LARGEST_GROUP % self.group:
@@ -91,6 +92,8 @@ CODECS = {
     for codec in (
         Codec("fp32", 1, 1, lambda n: 4 * n, plain.pack_fp32, plain.unpack_fp32),
         Codec("bf16", 2, 1, lambda n: 2 * n, plain.pack_bf16, plain.unpack_bf16),
+        Codec("int8", 3, scaled.GROUP, scaled.size_int8, scaled.pack_int8, scaled.unpack_int8, 127),
+        Codec("int4", 4, scaled.GROUP, scaled.size_int4, scaled.pack_int4, scaled.unpack_int4, 7),
     )
 }
 
@@ -146,6 +149,20 @@ class Encoded:
         first, last = start - start % group, min(stop + -stop % group, self.numel)
         unpacked = self._codec.unpack(self._body[place(first) : place(last)], last - first)
         return unpacked if (first, last) == (start, stop) else unpacked[start - first : stop - first]
+
+    def step_norm(self) -> float:
+        """The Euclidean norm of all elements' steps: how far apart the values lie that an element may have.
+
+        0 for a codec that rounds each number by itself.
+        """
+        import torch
+
+        if not self._codec.levels or not self.numel:
+            return 0.0
+        missing = -self.numel % self._codec.group
+        groups = torch.nn.functional.pad(self.values(), (0, missing)).view(-1, self._codec.group)
+        squares = (groups.abs().amax(1).to(torch.float64) / self._codec.levels).square()
+        return math.sqrt(float(squares.sum()) * self._codec.group - float(squares[-1]) * missing)
 
     def measure(self, passing: Callable[[memoryview], object] = lambda piece: None) -> Measure:
         """The measure of all elements, without a decoded copy of all.

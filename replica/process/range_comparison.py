@@ -130,13 +130,21 @@ def _digest(payload: Payload) -> str:
 
 
 def _distance(theirs: Iterator[bytes], mine: Iterator[bytes], payload: Payload) -> float:
-    """The L2 distance of two payloads of one layout, relative to the first, summed in float64."""
-    apart = norm = 0.0
+    """The L2 distance of two pseudo-gradients before they were encoded, relative to the first, from their payloads.
+
+    Both have one layout. All sums in float64, shard by shard. Where a codec's groups have steps, an element that
+    differs by x before is one step apart afterwards with the probability x / step. So a relative distance d becomes at
+    most sqrt(d * (d + steps)), where `steps` is the norm of all steps, relative too; that is solved for d.
+    """
+    apart = norm = steps = 0.0
     for (start, stop), a, b in zip(shard_ranges(payload.numel, payload.shard_numel), theirs, mine, strict=True):
-        first, second = (Encoded(each, payload.codec, stop - start).values().to(torch.float64) for each in (a, b))
-        apart += float((first - second).square().sum())
-        norm += float(first.square().sum())
-    return _ratio(apart, norm)
+        first, second = (Encoded(each, payload.codec, stop - start) for each in (a, b))
+        before, after = (each.values().to(torch.float64) for each in (first, second))
+        apart += float((before - after).square().sum())
+        norm += float(before.square().sum())
+        steps += first.step_norm() ** 2
+    distance, wide = _ratio(apart, norm), _ratio(steps, norm)
+    return distance if wide == 0 or math.isinf(distance) else (math.hypot(wide, 2 * distance) - wide) / 2
 
 
 def _ratio(apart: float, norm: float) -> float:
