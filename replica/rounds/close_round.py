@@ -64,7 +64,7 @@ class RoundCloser:
         self._claims_polled_at = attempt.clock.now()
         self._out_polled_at = self._claims_polled_at  # or since when this replica waits in the open round
         self._out: dict[int, int] = {}  # replicas that are out of the leg, and the open round when that was read
-        self._back: set[int] = set()  # those of them that have answered a later round
+        self._back: set[int] = set()  # replicas in `_out` that have responded to a later round
 
     def close(self, *, keep_average: bool = False) -> ClosedRound:
         """Commit the open round or wait for its commit, then apply it to the base.
@@ -84,7 +84,7 @@ class RoundCloser:
             decision, shared, answers = self._decide()
             if decision.action is rounds.Action.COMMIT:
                 return self._apply(self._commit(decision, shared, answers), keep_average)
-            # Nobody is launched into a leg that is asked to halt, so that nobody comes.
+            # No replica is launched into a leg with a request to halt, so none is waited for.
             if decision.action is rounds.Action.GIVE_UP and (self._halt or not self._timing.waits_on(decision.missing)):
                 raise QuorumLost(f"round {self._round}: {decision.reason}. Look at their logs.", decision.missing)
             if decision.summary != last_summary:
