@@ -54,7 +54,7 @@ class RecordedAttempt:
 
     @property
     def handle_to_poll(self) -> ReplicaHandle | None:
-        """The handle, if the provider's status is needed to determine the state and can be polled here; else None."""
+        """The attempt's handle, if its state depends on the provider's status and it can be polled here; else None."""
         return self.handle.handle if self.handle and self.handle.ours else None
 
     def events(self, status: Event | None) -> Iterator[Event]:
