@@ -144,17 +144,16 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
 
     Those are from snapshot 0, the buffers from the replica that `snapshots.buffers` names. The newest base must descend
     from that base. Raises `NoSuchRun` if no replica has created the first base, and `ConfigError` naming the nearest
-    snapshot if retention deleted payloads that the base needs.
+    snapshot if a payload that the base needs is gone.
     """
     try:
         tip = rebuild_base(run_log, round_)
-    except PayloadGone:
+    except PayloadGone as gone:
         kept = run_log.snapshots()
-        nearest = min(kept, key=lambda known: (abs(known - round_), known))
+        nearest, names = min(kept, key=lambda known: (abs(known - round_), known)), ", ".join(map(str, kept))
         raise ConfigError(
-            f"round {round_} of {run_log.store.url} cannot be rebuilt any more: payloads that it needs were deleted, "
-            "by retention or by hand, or lost by the store. "
-            f"Snapshots are there of rounds {', '.join(map(str, kept))}; the nearest is {nearest}."
+            f"round {round_} of {run_log.store.url} cannot be rebuilt any more: {gone} It was deleted, by retention or "
+            f"by hand, or the store lost it. Snapshots are there of rounds {names}; the nearest is {nearest}."
         ) from None
     changed = {} if _start(run_log).buffers is None else buffers_of_base(run_log, round_)
     return tip, files_of_run(run_log).with_buffers(changed)
@@ -302,7 +301,7 @@ def _named(run_log: RunLog, entry: CommitEntry, reader: ContributionReader) -> l
 
 
 def _compared_along(run_log: RunLog, base: Base | None, way: _Way) -> Comparison:
-    """`base` compared with the base at the end of a path. Raises `RecordInvalid` for a snapshot of another base."""
+    """`base` compared with the one that a path gives. Raises `RecordInvalid` for a snapshot of another base."""
     reader = ContributionReader(run_log.store)
     steps = [
         _Step(entry.commit.fragment, _named(run_log, entry, reader), run_log.configs.of(entry.commit.leg))

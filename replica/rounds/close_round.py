@@ -5,7 +5,7 @@
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -121,7 +121,8 @@ class RoundCloser:
         """The open round's commit if it exists. If not, fetch everything that a decision depends on and return None.
 
         Independent requests are sent together: one round trip, and two more for new responses. `waited`: this replica
-        has waited in this round already; then its claims are polled too, and a later live attempt raises `Superseded`.
+        has waited in this round already; then claims of its attempts are polled too, and a later live one raises
+        `Superseded`.
         """
         attempt, expected = self._attempt, self._expected()
         start = attempt.background.start
@@ -160,8 +161,14 @@ class RoundCloser:
         if not rounds.is_ready(view, self._attempt.clock.now(), self._timing.policy):
             return False
         with suppress(PayloadGone):  # others are rounds ahead: the commit of this round exists, and is applied
-            self._healed |= self._claims.heal({claim.digest for claim in claims})
+            self._heal({claim.digest for claim in claims})
         return True
+
+    def _heal(self, claims: Collection[str]) -> None:
+        """Rebuild the base if `claims` contradict it. What was carried on a wrong base is carried no more."""
+        if self._claims.heal(claims):
+            self._healed = True
+            self._contributor.recover_carry()
 
     def _expected(self) -> ExpectedContribution:
         opened = self._tip.open
@@ -279,7 +286,7 @@ class RoundCloser:
         self._timing.record(self._received.manifests())
         try:
             if entry.commit.base_digest is not None:
-                self._healed |= self._claims.heal({entry.commit.base_digest})
+                self._heal({entry.commit.base_digest})
             if wrong_bases([entry.commit], self._attempt.replica_id):
                 self.poll()  # if the commit existed first, not all claims were received
                 claims, quorum = self._received.claims(), self._timing.policy.quorum
