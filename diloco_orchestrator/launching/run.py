@@ -28,6 +28,7 @@ from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.run_log.append import create_run, request_halt
 from diloco_orchestrator.run_log.launched_here import note_failure, note_head, remember, remember_leg
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.seen_store import SeenStore
 from diloco_orchestrator.snapshots.default_base import url_of_snapshot
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import SUPERVISING, absolute_url, open_store
@@ -83,7 +84,7 @@ class Run:
         """
         give_store(executor, store.url, storage_options)
         self.url = store.url
-        self._store = store
+        self._store = SeenStore.of(store, clock)
         self._executor = executor
         self._clock = clock
         self._stamp = stamp
@@ -150,6 +151,7 @@ class Run:
             if deadline is not None and self._clock.now() >= deadline:
                 raise TimeoutError(f"{self.url} still runs after {timeout:g} s. Call wait() again, or halt() it.")
             self._clock.sleep(next(pauses))
+        self._store.forget()
         self._update_tracker()
         if self._tracker is not None:
             self._tracker.close()
@@ -184,7 +186,7 @@ class Run:
 
     def result(self) -> RunResult:
         """The end of the run, also if the guard fired. Raises `RunFailed`, or `RunNotFinished` while it goes on."""
-        result = self._coordinator.reader.log.result(self._coordinator.leg)
+        result = self._reader.log.result(self._coordinator.leg)
         if result is None:
             raise RunNotFinished(
                 f"{self.url} goes on, so that it has no result yet. Call wait() for it, or status() for where it is."
@@ -213,27 +215,36 @@ class Run:
     def _last_lines(self, replica: ReplicaRow) -> str:
         return "\n".join(self.logs(replica.replica_id, replica.attempt, tail=_LAST_LINES))
 
-    def status(self) -> RunStatus:
-        """The state of the newest leg and all rounds, read from the bucket. Raises `StoreError`."""
-        reader = self._coordinator.reader
+    @property
+    def _reader(self) -> RunReader:
+        """The coordinator's reader, whose next call reads the bucket as it is now."""
+        self._store.forget()
+        return self._coordinator.reader
+
+    def status(self, *, as_seen: bool = False) -> RunStatus:
+        """The state of the newest leg and all rounds, read from the bucket. Raises `StoreError`.
+
+        `as_seen`: as `wait` has seen it last, which costs a few requests in ten rounds, for a display beside it.
+        """
+        reader = self._coordinator.reader if as_seen else self._reader
         status = reader.status()
         note_head(reader.log, status.head)
         return status
 
     def metrics(self) -> list[dict[str, Any]]:
         """One dict per committed round, oldest first: the fields of `RoundRow`, as in `diloco status --json`."""
-        return [asdict(row) for row in self._coordinator.reader.rows()]
+        return [asdict(row) for row in self._reader.rows()]
 
     def halt(self, reason: str = "halt() was called") -> None:
         """Request a stop after the open round; then `wait` returns. Raises `ConfigError` if the run has ended.
 
         `reason`: goes into the commit that stops the run.
         """
-        request_halt(self._coordinator.reader.log, "user", reason, self._stamp)
+        request_halt(self._reader.log, "user", reason, self._stamp)
 
     def snapshots(self) -> list[int]:
         """Rounds with a complete snapshot, oldest first; 0 is the first base."""
-        return self._coordinator.reader.snapshots()
+        return self._reader.snapshots()
 
     def resume(
         self,
@@ -253,7 +264,7 @@ class Run:
         `ConfigError` for a run that goes on, for settings without a reason, or naming the nearest base for a round that
         left none.
         """
-        record, options = self._coordinator.reader.run, self._storage_options or {}
+        record, options = self._reader.run, self._storage_options or {}
         pinned = Launched(self._coordinator.reader.log.run_sha256)  # checked here: the leg's settings follow
         launching = LaunchRequests(record, pinned, self.url, options, self._secrets or {})
         launching.check(self._executor)
@@ -275,7 +286,7 @@ class Run:
 
     def logs(self, replica_id: int, attempt: int | None = None, tail: int | None = None) -> Iterator[str]:
         """Output lines of an attempt (by default the newest): from its executor while it runs, then from the bucket."""
-        return log_lines(self._coordinator.reader, replica_id, attempt, tail, self._executor)
+        return log_lines(self._reader, replica_id, attempt, tail, self._executor)
 
 
 def launch(
@@ -315,7 +326,7 @@ def launch(
     stamp = Stamp(random_token(), clock.wall_time)
     prepared = prepare_launch(entrypoint, store, options, run_id=f"run-{random_token()}", stamp=stamp(), dry=False)
     storage_options, secrets = options.get("storage_options"), options.get("secrets")
-    opened = open_store(prepared.url, storage_options, clock=clock, retry=SUPERVISING)
+    opened = SeenStore.of(open_store(prepared.url, storage_options, clock=clock, retry=SUPERVISING), clock)
     background = ThreadBackground()
     in_parallel(
         background,
@@ -359,6 +370,7 @@ def attach(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     store = open_store(absolute_url(url), storage_options, clock=clock, retry=SUPERVISING, must_exist=True)
+    store = SeenStore.of(store, clock)
     reader = RunReader(store)
     made = given or executor_of_run(reader, "attach", trust_bucket)
     # The log that was checked is the log that runs.

@@ -18,6 +18,7 @@ from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.seen_store import SeenStore
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.supervision import fleet_policy
 from diloco_orchestrator.supervision.attempt_types import AttemptPolicy, Postponed
@@ -51,11 +52,12 @@ class Coordinator:
         """
         Args:
             background: runs launch calls, which may take minutes.
-            run_log: the run's, if the caller has one.
+            run_log: the run's, if the caller has one, in a `SeenStore` where requests cost money.
             sending: runs requests to the store that do not wait for one another.
         """
         sending = sending or NoBackground()
-        self.reader = RunReader(store, run_log)
+        self._seen = SeenStore.of(store if run_log is None else run_log.store, clock)
+        self.reader = RunReader(self._seen, run_log)
         run_log = self.reader.log
         attempts = sending.start(self.reader.attempts.all_numbers)
         begin, numbers = run_log.newest_begin(), attempts.result()
@@ -69,7 +71,16 @@ class Coordinator:
         )
         self._vendor = Vendor(executor, self._requests, background or NoBackground(), clock, self._policy)
         self._fleet = Fleet(
-            run_log, self.reader.attempts, numbers, self.leg, self._vendor, clock, self._policy, stamp, sending
+            run_log,
+            self._seen,
+            self.reader.attempts,
+            numbers,
+            self.leg,
+            self._vendor,
+            clock,
+            self._policy,
+            stamp,
+            sending,
         )
         self._end = EndOfLeg(run_log, begin, stamp)
         self._budget = LegBudget(self.reader, begin.record, coordinator_name(), stamp)
@@ -101,8 +112,9 @@ class Coordinator:
 
         After a break that is long for heartbeats, such as an outage of the store, their silence counts anew.
         """
-        if self._stopped_at is None and self._end.reached():
-            self._stopped_at = self._clock.now()
+        if self._stopped_at is None:
+            self._seen.follow(self.reader.log)
+            self._stopped_at = self._clock.now() if self._end.reached() else None
         self._fleet.observe(stopped=self._stopped_at is not None)
         self._fleet.tick(stopped=self._stopped_at is not None)
         now = self._clock.now()
@@ -147,6 +159,7 @@ class Coordinator:
     def _finish(self) -> bool:
         if self._stopped_at is None or self.alive():
             return False
+        self._seen.forget()
         self._end.finalize()
         return True
 
@@ -178,6 +191,7 @@ class Coordinator:
 
     def stop(self, stop: rounds.Stop, why: str) -> None:
         """Stop the leg without the replicas: commit a stop and cancel all attempts. `why` goes into the commit."""
+        self._seen.forget()
         self._end.commit_stop(stop, why)
         log.warning("the run is stopped (%s): %s", stop, why)
         self._stopped_at = self._clock.now()
