@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco_orchestrator.cli.shared import shown
-from diloco_orchestrator.inspection.machine_checks import Finding
+from diloco_orchestrator.inspection.doctor import Finding
 from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunStatus
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.replica_names import grouped, replicas
@@ -306,7 +306,7 @@ def _replicas_table(replicas: list[ReplicaRow], metric: str, most: int | None = 
             str(replica.round or "-"),
             str(replica.inner_step),
             _number(replica.loss),
-            replica.state,
+            replica.words(),
         )
     if rest:
         states = Counter(replica.state for replica in rest)

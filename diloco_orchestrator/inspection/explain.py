@@ -287,7 +287,8 @@ def why_still(status: RunStatus, now: float) -> list[str]:
 
 def _of_replica(replica: ReplicaRow) -> str:
     if replica.state == "launching":
-        return "launched, and never claimed by a process"
+        words = f"; its provider said: {replica.waits_for}" if replica.waits_for else ""
+        return f"launched, and never claimed by a process{words.rstrip('.')}"
     if replica.state.startswith("ended: "):
         return f"{replica.state.rstrip('.')}, and nobody launched it again"
     return f"the heartbeat stopped ({replica.state}) without an exit record: the machine is gone or cut off"

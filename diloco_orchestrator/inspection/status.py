@@ -74,6 +74,11 @@ class ReplicaRow:
     error: str | None
     why: str = ""  # why the attempt was launched: how the one before it ended
     moved_at: float = 0.0  # newest stamp of its records: seconds since 1970, on its writers' clocks
+    waits_for: str = ""  # why it has not started, in its provider's words, if "launching"
+
+    def words(self) -> str:
+        """The state, for people."""
+        return f"{self.state}: {self.waits_for}" if self.waits_for else self.state
 
 
 @dataclass(frozen=True)
@@ -307,6 +312,7 @@ class RunReader:
             state = f"ended: it {out.reason}"  # without a record of its own
         else:
             state = f"ended: {reason_of(ended)}" if ended else beat.phase if beat else "launching"
+        waiting = self.attempts.waiting(replica_id, attempt) if state == "launching" else None
         return ReplicaRow(
             replica_id=replica_id,
             attempt=attempt,
@@ -317,7 +323,8 @@ class RunReader:
             exit_code=ended.code if ended else None,
             error=ended.error if ended else None,
             why=intent.why if intent else "",
-            moved_at=max((record.at for record in (beat, intent, ended) if record is not None), default=0.0),
+            moved_at=max((record.at for record in (beat, intent, ended, waiting) if record is not None), default=0.0),
+            waits_for=waiting.reason if waiting else "",
         )
 
     def _attempt(self, replica_id: int, attempt: int) -> AttemptRow:

@@ -1,7 +1,7 @@
-"""The form that all records share: canonical bytes, strict parsing, limits, a stamp that makes every write unique.
+"""The format that all JSON records share: canonical bytes, strict parsing, limits, and a unique id for every write.
 
 A record is one line of JSON with sorted keys, its own name and the schema version. The fields of each record are in
-`protocol.records`.
+`protocol.records` and `protocol.attempt_records`.
 """
 
 import json
@@ -33,13 +33,13 @@ def canonical_json(body: dict[str, Any]) -> bytes:
 
 
 class Part(BaseModel):
-    """A part of a record: immutable; parsing refuses unknown fields, other types, NaN and infinity."""
+    """A nested value of a record: immutable; parsing refuses unknown fields, other types, NaN and infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Record(Part):
-    """A JSON object of the bucket with a schema. It is created once and, but for heartbeats, never changed."""
+    """A JSON object of the bucket with a schema. Created once and never changed, except heartbeats and leases."""
 
     record: ClassVar[str]  # its name in the JSON
 
@@ -128,7 +128,7 @@ def _json_object(data: bytes, where: str) -> dict[str, Any]:
 
 
 class Stamp:
-    """Makes `write_id` and `at` for each record that one process writes. `token` must differ between processes."""
+    """Generates `write_id` and `at` for each record that one process writes. `token` must differ between processes."""
 
     def __init__(self, token: str, wall_time: Callable[[], float], random_hex: Callable[[], str] | None = None) -> None:
         # 16 hex digits that nobody can foresee who has read all that this process wrote.
@@ -143,7 +143,7 @@ class Stamp:
 
 
 class StampFields(TypedDict):
-    """The keyword arguments that every record's constructor takes from a `Stamp`."""
+    """The fields that a `Stamp` sets in every record, as keyword arguments of its constructor."""
 
     write_id: str
     at: float

@@ -1,6 +1,7 @@
-"""The files of a snapshot that hold no tensors: config and tokenizer, and a README where loading is not one known call.
+"""The files of a snapshot without tensors: config, tokenizer, and a README for models that need more than one call to
+load.
 
-The same in every snapshot of a run.
+Equal in every snapshot of a run.
 """
 
 import copy
@@ -42,7 +43,7 @@ load them into the model with its adapter. `diloco pull` makes an ordinary adapt
 def side_files(
     model: torch.nn.Module, tokenizer: Any, adapter: AdapterFolder | None, tied: Mapping[str, str]
 ) -> dict[str, bytes]:
-    """The files by name. `tied`: second names of tensors, which the model's file lacks. The model is not changed."""
+    """The files by name. `tied`: second names of tied tensors, which the model's file lacks."""
     config: Any = copy.deepcopy(getattr(model, "config", None))  # `architectures` of the user's own stays
     generation: Any = getattr(model, "generation_config", None)
     # Tensors of a model with adapters that is stored whole have names that `from_pretrained` does not know.
@@ -77,6 +78,6 @@ def readme(class_name: str, adapter: AdapterFolder | None, tied: Mapping[str, st
 
 
 def adapter_readme(base_name: str) -> str:
-    """Instructions to load an adapter folder. `base_name`: of its base; empty for one without a name."""
+    """Instructions to load an adapter folder. `base_name`: name of the base model; empty if unknown."""
     base = f"`{base_name}`" if base_name else "a model without a name: keep it where you find it"
     return f"An adapter of PEFT. Its base: {base}. In this folder:\n\n```python\n{_LOAD_ADAPTER}```\n"
