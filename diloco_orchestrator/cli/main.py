@@ -75,7 +75,7 @@ class Commands(click.Group):
 
 
 def _broken(name: str, why: str) -> click.Command:
-    """A command that takes any arguments and raises `ConfigError`, in place of one that cannot be had."""
+    """A command that accepts any arguments and raises `ConfigError`, in place of one that does not load."""
 
     def refuse() -> NoReturn:
         from diloco_orchestrator.errors import ConfigError

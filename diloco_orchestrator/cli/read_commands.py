@@ -237,5 +237,5 @@ def _follow(reader: "RunReader", replica: int | None, tail: int | None, trust_bu
 
 
 def _prefix(line: "LogLine") -> str:
-    """Replica and attempt of a line, in the replica's colour; click leaves colours out where there is no terminal."""
+    """Replica and attempt of a line, in the replica's colour; click drops colours if there is no terminal."""
     return click.style(f"{line.replica_id}.{line.attempt} |", fg=_COLOURS[line.replica_id % len(_COLOURS)])

@@ -47,7 +47,9 @@ class SequentialGuard(GuardRule):
     gap_sigmas: float = 5.0  # gap of training over held-out that is no reason to halt
     kl_hard_stop: float = 0.08  # nats per token, token mean
     pause_after: int = 5  # inconclusive rounds in a row
-    vault_sigmas: float | None = None  # standard errors of a fall that confirm an alarm; None: there is no vault set
+    vault_sigmas: float | None = (
+        None  # standard errors of a fall that confirm an alarm; None: there is no confirmation set
+    )
 
     def __post_init__(self) -> None:
         for name in ("threshold", "gap_sigmas", "kl_hard_stop"):

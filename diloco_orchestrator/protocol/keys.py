@@ -33,13 +33,18 @@ class Form:
         self.text = text
         self.names = re.findall("<([a-z0-9]+)>", text)
         self._template = re.sub("<[a-z0-9]+>", "{}", text)
+        self._rounds = [index for index, name in enumerate(self.names) if name == "round"]
         groups = [f"({_PARTS.get(name, _N)})" for name in self.names]
         self._pattern = re.compile(re.escape(self._template).replace(r"\{\}", "{}").format(*groups))
 
     def __call__(self, *parts: int | str) -> str:
         """The key with these values for the pattern's placeholders, in order."""
-        named = zip(self.names, parts, strict=True)
-        return self._template.format(*(round_name(int(part)) if name == "round" else part for name, part in named))
+        written = list(parts)
+        for index in self._rounds:
+            written[index] = round_name(int(written[index]))
+        if len(written) != len(self.names):
+            raise ValueError(f"{self.text} has {len(self.names)} parts, not {len(written)}")
+        return self._template.format(*written)
 
     def parse(self, key: str) -> tuple[Any, ...] | None:
         """The values of the placeholders in a key of this pattern, numbers as int; None for any other key."""

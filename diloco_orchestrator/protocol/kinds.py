@@ -4,6 +4,7 @@ docs/protocol.md, section 2, prints the table, and `run_log.writer` enforces who
 signed, so readers check authorship by other rules (`run_log.attempts.Authors`).
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -97,6 +98,7 @@ def kind_of(record: Record) -> Kind:
     return _KIND_OF[type(record)]
 
 
+@functools.lru_cache(maxsize=4096)  # whoever polls asks about a few keys again and again
 def kind_at(key: str) -> Kind | None:
     """The kind of record that belongs under `key`; None if no record does."""
     return next((kind for kind in KINDS if kind.has(key)), None)

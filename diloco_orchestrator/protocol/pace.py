@@ -1,4 +1,4 @@
-"""How often processes ask the bucket, by the length of a round: every pause follows it, up to a bound.
+"""Pauses between two polls of the bucket, as functions of the length of a round, each up to a bound.
 
 Requests cost money by the thousand, and nobody needs to know of a round of half an hour to the second. Lengths and
 pauses are seconds on the clock of the process that waits.
@@ -19,7 +19,7 @@ def heartbeat_s(config: RunConfig, round_s: float) -> float:
 
 def heartbeats_read_s(config: RunConfig, round_s: float) -> float:
     """The pause before a heartbeat that has moved is read again: at most half of `retry.hung_after_s`, so that the rest
-    of it is left to look at one that has not.
+    of it is left to read one that has not.
     """
     return max(config.timing.heartbeat_s, min(2.0 * round_s, config.retry.hung_after_s / 2))
 
@@ -30,7 +30,7 @@ def longest_wait_s(config: RunConfig, round_s: float) -> float:
 
 
 def commits_read_s(round_s: float, open_s: float) -> float:
-    """The pause before who supervises or watches looks for the open round's commit again.
+    """The pause before a coordinator or a display polls for the open round's commit again.
 
     `open_s`: seconds since the commit before it was seen. Before nine tenths of a round there is hardly one; nobody
     waits for it.
@@ -40,12 +40,12 @@ def commits_read_s(round_s: float, open_s: float) -> float:
 
 
 def seldom_read_s(round_s: float) -> float:
-    """The pause between two looks for what hardly ever comes, such as another leg: 20 rounds, at most half an hour."""
+    """The pause between two polls for what hardly ever comes, such as another leg: 20 rounds, at most half an hour."""
     return max(10.0, min(20 * round_s, 1800.0))
 
 
 def records_read_s(round_s: float) -> float:
-    """The pause between two looks for records of an attempt that its provider says nothing of."""
+    """The pause between two polls for records of an attempt that its provider says nothing of."""
     return max(1.0, min(round_s / 10, 15.0))
 
 

@@ -29,7 +29,10 @@ MOST_COUNTED = 2**53  # steps, tokens or bytes that one manifest names: what is 
 
 def canonical_json(body: dict[str, Any]) -> bytes:
     """JSON as one line with the same bytes for equal content: sorted keys, no spaces, UTF-8, a newline at the end."""
-    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+    return _CANONICAL.encode(body).encode() + b"\n"
+
+
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 class Part(BaseModel):
@@ -92,7 +95,7 @@ def parse_json(data: bytes) -> Any:
     100 digits, numbers that are not finite, nesting deeper than the interpreter follows, text that is not Unicode.
     """
     try:
-        value = json.loads(data, parse_int=_whole, parse_float=_finite, parse_constant=_refuse)
+        value = _STRICT.decode(data.decode(json.detect_encoding(data), "surrogatepass"))  # as `json.loads` does
         if b"\\u" in data:
             json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair, which cannot be written again
         return value
@@ -115,6 +118,9 @@ def _finite(text: str) -> float:
 
 def _refuse(text: str) -> float:
     raise ValueError(f"the number {text}")
+
+
+_STRICT = json.JSONDecoder(parse_int=_whole, parse_float=_finite, parse_constant=_refuse)
 
 
 def _json_object(data: bytes, where: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ R = TypeVar("R", bound=Record)
 
 
 def counted(intents: Iterable[int]) -> list[int]:
-    """The attempts that count, of those with an intent: 1 up to the first missing number.
+    """The valid attempts of those with an intent: 1 up to the first missing number.
 
     So nobody can fence a replica's attempts by an attempt number without intent or far ahead, nor by a claim from
     before the intent, because the intent holds a token of the claim's key (`AttemptRecords.claim_key`).
@@ -52,12 +52,12 @@ class AttemptRecords:
         self.unreadable: dict[str, str] = {}  # why, by key, of the records that could not be parsed
 
     def numbers(self, replica_id: int) -> list[int]:
-        """The numbers of a replica's attempts that count, oldest first. One LIST request."""
+        """The numbers of a replica's valid attempts (see `counted`), oldest first. One LIST request."""
         found = self._listed(keys.attempts(replica_id))
         return counted(key.attempt for key in found if key.name == keys.INTENT)
 
     def all_numbers(self) -> dict[int, list[int]]:
-        """The numbers of all attempts that count, oldest first, by replica id. One LIST request."""
+        """The numbers of all valid attempts (see `counted`), oldest first, by replica id. One LIST request."""
         intents: dict[int, set[int]] = {}
         for key in self._listed(keys.REPLICAS):
             if key.name == keys.INTENT:
@@ -66,14 +66,14 @@ class AttemptRecords:
         return {replica_id: numbers for replica_id, numbers in found.items() if numbers}
 
     def claims(self, replica_id: int) -> set[int]:
-        """The attempts of a replica that count and that a process has claimed.
+        """The valid attempts of a replica that a process has claimed.
 
         One LIST request, and a GET of the intent of each attempt that has a claim.
         """
         return set(self._claimed(replica_id, 0))
 
     def _claimed(self, replica_id: int, above: int) -> Iterator[int]:
-        """The attempts with a number above `above` that count and that a process has claimed, newest first."""
+        """The valid attempts above number `above` that a process has claimed, newest first."""
         found = list(self._listed(keys.attempts(replica_id)))
         claims = {(key.attempt, key.token) for key in found if key.name == keys.CLAIM}
         claimed = {number for number, _ in claims if number > above}
@@ -95,7 +95,7 @@ class AttemptRecords:
         return next(self._claimed(replica_id, above), above)
 
     def claim_key(self, replica_id: int, attempt: int) -> str | None:
-        """The key of the claim of an attempt that counts; None if its intent is missing or cannot be read."""
+        """The key of the claim of a valid attempt; None if its intent is missing or cannot be read."""
         intent = self.intent(replica_id, attempt)
         return None if intent is None else keys.claim(replica_id, attempt, intent.claim_token)
 

@@ -212,7 +212,7 @@ def write_rebuilt_snapshot(run_log: RunLog, round_: int, stamp: Stamp, by: int |
 
 @dataclass(frozen=True)
 class _Way:
-    """A way to compute a base: from one version of a snapshot, then through commits of one leg or several."""
+    """A path by which a base can be computed: one version of a snapshot, then the commits of one leg or several."""
 
     round: int  # of the snapshot
     take: str
@@ -222,7 +222,7 @@ class _Way:
 def _by_first_way(
     run_log: RunLog, begin: Begin, until: int | None, below: int | None, rebuilt: Callable[[_Way], T]
 ) -> T:
-    """The result of `rebuilt` for the first way whose objects can all be read; if there is none, the first error."""
+    """The result of `rebuilt` for the first path whose objects can all be read; if there is none, the first error."""
     failure: PayloadCorrupt | RecordInvalid | ObjectMissing | None = None
     for way in _ways(run_log, begin, until, below):
         try:
@@ -237,7 +237,7 @@ def _by_first_way(
 
 
 def _ways(run_log: RunLog, begin: Begin, until: int | None, below: int | None) -> Iterator[_Way]:
-    """All ways to a base of a leg, newest snapshot first; then those through the leg that it resumed from."""
+    """All paths to a base of a leg, newest snapshot first; then those through the leg that it resumed from."""
     for round_, take in _candidates(run_log, begin, until, below):
         yield _Way(round_, take, ((begin, until),))
     made = leg_of_base(run_log.begins()[: begin.leg - 1], begin.from_round) if begin.from_round else None
@@ -262,7 +262,7 @@ def _candidates(run_log: RunLog, begin: Begin, until: int | None, below: int | N
 
 
 def _commits(run_log: RunLog, way: _Way) -> Iterator[CommitEntry]:
-    """The commits after the snapshot of a way, in order."""
+    """The commits that a path repeats after its snapshot, oldest first."""
     for number, (leg, until) in enumerate(way.legs):
         position = run_log.leg_position(leg) if number else _position_at(run_log, way)[0]
         for entry in run_log.after(position, derive_verdicts=True):
@@ -278,7 +278,7 @@ def _stored(run_log: RunLog, way: _Way) -> StoredSnapshot:
 
 
 def _position_at(run_log: RunLog, way: _Way) -> tuple[Position, CommitEntry | None]:
-    """The position in the log where the commits of a way begin, and the commit before; None at the begin of a leg."""
+    """The position in the log where the commits of a path begin, and the commit before; None at a leg's begin."""
     begin, _ = way.legs[0]
     entry = run_log.commit(way.round) if way.round else None
     if entry is None or way.round <= begin.after_round:
@@ -293,7 +293,7 @@ def _named(run_log: RunLog, entry: CommitEntry, reader: ContributionReader) -> l
 
 
 def _compared_along(run_log: RunLog, base: Base | None, way: _Way) -> Comparison:
-    """`base` compared with the base at the end of a way. Raises `RecordInvalid` for a snapshot of another base."""
+    """`base` compared with the base at the end of a path. Raises `RecordInvalid` for a snapshot of another base."""
     reader = ContributionReader(run_log.store)
     steps = [
         _Step(entry.commit.fragment, _named(run_log, entry, reader), run_log.configs.of(entry.commit.leg))

@@ -6,7 +6,7 @@ Equal in every snapshot of a run.
 
 import copy
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +49,25 @@ def side_files(
     # Tensors of a model with adapters that is stored whole have names that `from_pretrained` does not know.
     has_adapters = isinstance(getattr(model, "peft_config", None), dict)
     is_of_transformers = hasattr(config, "save_pretrained") and not has_adapters
-    with tempfile.TemporaryDirectory(prefix="diloco-model-files-") as folder:
-        if is_of_transformers:
-            config.architectures = [type(model).__name__]
-            config.save_pretrained(folder)
-        if generation is not None and not has_adapters:
-            generation.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+    if is_of_transformers:
+        config.architectures = [type(model).__name__]
+    savers = [config] if is_of_transformers else []
+    savers += [generation] if generation is not None and not has_adapters else []
+    savers += [tokenizer] if tokenizer is not None else []
+    files = _saved(savers) if savers else {}
     if adapter is not None:
         files["adapter_config.json"] = adapter.config
     if not is_of_transformers:
         files[README] = readme(type(model).__name__, adapter, tied).encode()
     return files
+
+
+def _saved(savers: Sequence[Any]) -> dict[str, bytes]:
+    """The files that `save_pretrained` of each of these objects writes into one folder, by name."""
+    with tempfile.TemporaryDirectory(prefix="diloco-model-files-") as folder:
+        for each in savers:
+            each.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
 
 def readme(class_name: str, adapter: AdapterFolder | None, tied: Mapping[str, str]) -> str:

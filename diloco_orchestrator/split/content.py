@@ -1,7 +1,7 @@
 """Identity of items: their canonical content and its hash, and the Merkle root of a set of hashes.
 
-Held-out and training items are compared by these hashes, so that an item that was only reformatted is found. How
-held-out items are dealt over replicas is `guard.shares`', which keeps items apart that differ in white space.
+Held-out and training items are compared by these hashes, which ignore white space. `guard.shares`, which assigns
+held-out items to replicas, distinguishes items by white space.
 """
 
 import hashlib

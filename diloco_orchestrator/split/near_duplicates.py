@@ -1,6 +1,6 @@
 """Near-duplicate texts: MinHash over 13-grams of words, by `datasketch`.
 
-13-grams of words are what GPT-3's training data was cleaned by (arXiv 2005.14165, appendix C); MinHash estimates the
+GPT-3's training data was decontaminated by 13-grams of words (arXiv 2005.14165, appendix C); MinHash estimates the
 Jaccard similarity of two sets of them (Broder 1997).
 """
 
@@ -49,7 +49,7 @@ class NearDuplicates:
                 self._added[name] = signature
 
     def nearest(self, text: str) -> tuple[str, float] | None:
-        """(id, estimated similarity) of the most similar text from the threshold on; of equal ones the smallest id."""
+        """(id, estimated similarity) of the most similar text from the threshold on, smallest id first; or None."""
         signature = self._signature(text)
         if signature is None:
             return None

@@ -60,7 +60,7 @@ class RecordedAttempt:
 
     @property
     def handle_to_poll(self) -> ReplicaHandle | None:
-        """The handle, if the provider's status is needed to determine the state and can be polled here; else None."""
+        """The attempt's handle, if its state depends on the provider's status and it can be polled here; else None."""
         return self.handle.handle if self.handle and self.handle.ours else None
 
     def events(self, status: Event | None) -> Iterator[Event]:
@@ -218,7 +218,7 @@ class RecordEvents:
                 yield who, BeatSeen(beat.counter)
 
     def _exit(self, who: Who, status: ReplicaStatus | None) -> ExitSeen | None:
-        # With an attempt the leg may have ended: then all is looked at anew.
+        # With an attempt the leg may have ended: then everything is read anew.
         self._seen.forget("" if status is not None else keys.exit_record(*who))
         ended = self._records.exit(*who)
         return None if ended is None else ExitSeen(ended.code, reason_of(ended), status)

@@ -1,9 +1,8 @@
-"""`LoaderStream`: the batches of somebody else's data loader as one endless stream, of which a replica takes its part.
+"""`LoaderStream`: one replica's part of the batches of another library's data loader, as an endless stream.
 
-All replicas iterate over the same batches in the same order, so that each batch is one replica's: the data is divided
-without being touched. Random numbers of the order come from a seed of run and epoch, not from the replica's own, and
-replicas compare what they draw (`training.dealt_order`). The position is the stream's `state_dict`, so that a restarted
-attempt goes on with the next batch. Prefetched batches are not counted before they are taken.
+All replicas iterate over the same batches in the same order and each takes its own, so that the data is divided without
+a change to the loader. The position, and the random state at the epoch's begin, are the stream's `state_dict`, so that
+a restarted attempt goes on with the next batch. Prefetched batches count only when they are taken.
 """
 
 import hashlib
@@ -44,9 +43,8 @@ class LoaderStream:
 
     Args:
         loader: a torch DataLoader, plain or prepared by accelerate, or any other object that can be iterated again.
-        replica_id, replicas: batches are dealt in turn. With `replicas` = 1 all of them are taken.
-        seed: of the order, the same for all replicas that deal batches among themselves.
-        block: batches in a row that stay together, because they are made of the same items.
+        replica_id, replicas: batches are assigned in turn. With `replicas` = 1 all of them are taken.
+        block: consecutive batches that stay together, because they are made of the same items.
         ended: whether no more batches are wanted; then the iterator stops.
         begin: called before each batch is made.
     """
@@ -79,7 +77,7 @@ class LoaderStream:
 
     @property
     def dataset(self) -> Any:
-        """The dataset of the loader, which trainers ask for."""
+        """The loader's dataset, which trainers read."""
         return getattr(self._loader, "dataset", None)
 
     @property
@@ -123,7 +121,7 @@ class LoaderStream:
         return state if self._unseeded is None else {**state, "chance": {"process": self._unseeded}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue there. The random state of the process is the caller's to restore, and stays as it is."""
+        """Continue from `state`. The caller restores the process's random state."""
         self.epoch, self._taken, self._before = state["epoch"], state["taken"], state["before"]
         self._earlier, chance = state.get("order", {}), state.get("chance", {})
         self._unseeded = chance.get("process")
@@ -145,7 +143,7 @@ class LoaderStream:
         self._batches = None
 
     def _open(self) -> None:
-        """Begin the epoch, or continue in the middle of it in the order that it has."""
+        """Begin the next epoch, or continue in the middle of one in its order."""
         self._states = self._capture()
         self._chance.begin(self._seed_epoch)
         self._order.begin(self.epoch, self._before)
@@ -166,12 +164,12 @@ class LoaderStream:
         return [rng.capture_generator(each) for each in self._generators]
 
     def _is_ours(self, index: int) -> bool:
-        """Whether a batch is this replica's. `index`: in the stream."""
+        """Whether batch `index` of the stream is this replica's."""
         return (index // self._block) % self._replicas == self._replica_id
 
 
 class _Epochs:
-    """One epoch after another of an iterable, whose batches are all made and those of other replicas dropped."""
+    """Iterates over one epoch after another; all batches are made, and those of other replicas dropped."""
 
     def __init__(
         self, base: Iterable[Any], is_ours: Callable[[int], bool], order: DealtOrder, chance: rng.Apart
@@ -181,7 +179,7 @@ class _Epochs:
         self._is_ours, self._order, self._chance = is_ours, order, chance
 
     def begin(self, before: int, skip: int) -> Iterator[Any]:
-        """This replica's batches of an epoch but for the first `skip`. `before`: batches of the stream before it."""
+        """This replica's batches of an epoch except the first `skip`. `before`: batches of the stream before it."""
         batches = self._ours(self._base, before)
         for _ in range(skip):
             next(batches, None)
@@ -196,7 +194,7 @@ class _Epochs:
                 yield batch
 
     def _drawn(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches, each made with the random numbers of the order."""
+        """The batches, each made with the random generators that determine the batch order."""
         with self._chance.drawing():
             iterator = iter(batches)
         while True:
@@ -208,7 +206,7 @@ class _Epochs:
 
 
 class _MapEpochs(_Epochs):
-    """The same of a DataLoader with indices: items of other replicas, and of skipped batches, are never loaded."""
+    """`_Epochs` for a DataLoader with indices: items of other replicas, and of skipped batches, are never loaded."""
 
     def __init__(
         self, base: DataLoader[Any], is_ours: Callable[[int], bool], order: DealtOrder, chance: rng.Apart
@@ -228,7 +226,7 @@ class _MapEpochs(_Epochs):
 
 
 class _Window:
-    """A sampler that is given its iterator for each epoch."""
+    """A sampler whose iterator is set for each epoch."""
 
     def __init__(self) -> None:
         self.indices: Iterator[Any] = iter(())

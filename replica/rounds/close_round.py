@@ -87,13 +87,13 @@ class RoundCloser:
             decision, shared, answers = self._decide()
             if decision.action is rounds.Action.COMMIT and waited:
                 if (entry := self._commit_of_others()) is not None:
-                    return self._follow(entry, keep_average)
+                    return self._apply(entry, keep_average)
                 if not self._received.confirm_own(attempt.replica_id, self._round):
                     continue
             if decision.action is not rounds.Action.WAIT and not self._halt_asked:
                 self._read_halt()
             if decision.action is rounds.Action.COMMIT:
-                return self._follow(self._commit(decision, shared, answers), keep_average)
+                return self._apply(self._commit(decision, shared, answers), keep_average)
             # Nobody is launched into a leg that is asked to halt, so that nobody comes.
             if decision.action is rounds.Action.GIVE_UP and (self._halt or not self._timing.waits_on(decision.missing)):
                 raise QuorumLost(f"round {self._round}: {decision.reason}. Look at their logs.", decision.missing)
@@ -104,7 +104,7 @@ class RoundCloser:
                 raise Preempted(f"replica {attempt.replica_id} was asked to leave; what it finished is published.")
             self._sleep(max(next(pauses), self._timing.until_expected_s(self._missing(()))))
             waited = True
-        return self._follow(entry, keep_average)
+        return self._apply(entry, keep_average)
 
     def _sleep(self, seconds: float) -> None:
         """Wait, in pieces of a second at most, until then or until this process is to leave."""
@@ -216,7 +216,7 @@ class RoundCloser:
         view = self._timing.view(self._received.answers(), self._is_out())
         if not rounds.is_ready(view, self._attempt.clock.now(), self._timing.policy):
             return False
-        with suppress(PayloadGone):  # others are rounds ahead: the commit of this round exists, and is followed
+        with suppress(PayloadGone):  # others are rounds ahead: the commit of this round exists, and is applied
             self._healed |= self._claims.heal({claim.digest for claim in claims})
         return True
 
@@ -321,16 +321,16 @@ class RoundCloser:
         answered = [answer.replica_id for answer in self._received.answers()]
         return rounds.next_roster(self._timing.policy, answered, sorted(self._late))
 
-    # -- follow --------------------------------------------------------------------------------------------------
+    # -- apply ---------------------------------------------------------------------------------------------------
 
-    def _follow(self, entry: CommitEntry, keep_average: bool) -> ClosedRound:
+    def _apply(self, entry: CommitEntry, keep_average: bool) -> ClosedRound:
         """Apply a commit: rebuild a base that contradicts its claim, take its outer step, and open the next round.
 
         Skips to a newer snapshot if one is far ahead or if payloads are gone. A void commit averages nobody and stops
         nothing. Raises as `close` does.
         """
         run_log = self._attempt.log
-        entry = run_log.followed(entry, self._tip.value.last, self._received.by_digest())
+        entry = run_log.checked(entry, self._tip.value.last, self._received.by_digest())
         ahead = [] if self._in_step else run_log.snapshots_ahead(entry.commit.round, self._attempt.begin)
         if ahead and ConfirmedSnapshots(run_log).newest(1, ahead):
             self._skip_to_newer_snapshot(entry.commit)
@@ -343,14 +343,14 @@ class RoundCloser:
                 self.poll()  # if the commit existed first, not all claims were received
                 claims, quorum = self._received.claims(), self._timing.policy.quorum
                 self._claims.leave_if_arithmetic_differs(entry.commit, claims, quorum)
-            average = self._apply(entry, keep_average)
+            average = self._take_outer_step(entry, keep_average)
         except PayloadGone:
             self._skip_to_newer_snapshot(entry.commit)
             return self._open_next_round(entry.commit, average={})
         self._contributor.settle(entry.commit)
         return self._open_next_round(entry.commit, average)
 
-    def _apply(self, entry: CommitEntry, keep_average: bool) -> Mapping[str, torch.Tensor]:
+    def _take_outer_step(self, entry: CommitEntry, keep_average: bool) -> Mapping[str, torch.Tensor]:
         if not entry.commit.applied:
             self._tip.skip(entry)
             return {}

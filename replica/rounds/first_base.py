@@ -6,6 +6,7 @@ at `start.json` or in snapshot 0 with other bytes than a replica writes there is
 under a random name. `snapshots.layout` stores a base.
 """
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -25,7 +26,7 @@ from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.run_log import complete_takes
 from diloco_orchestrator.snapshots.confirmation import first_take
 from diloco_orchestrator.snapshots.file_plan import Naming, is_side_file, is_tensor_file
-from diloco_orchestrator.snapshots.first_snapshot import first_snapshot
+from diloco_orchestrator.snapshots.first_snapshot import first_snapshot, side_files_of_run
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
     SnapshotFile,
@@ -43,6 +44,8 @@ from diloco_orchestrator.store.retrying import without_read_back
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.02
+_ADAPTER_CONFIG = "adapter_config.json"
+_SCALING = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")  # of PEFT
 _GRACE_S = 2.0  # without a new file, beside the time that the next one takes, until a waiting replica writes it
 _SLOW_LINK = 4e6  # bytes per second; a writer on a slower link may have to share the upload with another replica
 _TURNS = 4  # replicas with different ids lose patience one after another
@@ -69,7 +72,7 @@ def agree_on_first_base(
     starts = attempt.log.starts
     found = starts.chosen()
     if found is not None and starts.is_final:
-        attempt.log.starts.follow(found, first_take(attempt.log))
+        attempt.log.starts.adopt(found, first_take(attempt.log))
         return found, None
     return _Agreement(attempt, parameters, fragments, files, heldout).reach()
 
@@ -110,10 +113,10 @@ class _Agreement:
                 self._check_first_base(waited)
                 self._pause()
             elif decision.sha256 != self._own:
-                if (begun := self._follow_other(decision.sha256)) is not None:
+                if (begun := self._adopt_other(decision.sha256)) is not None:
                     return begun
             elif (entry := self._starts.entry(self._own)) is not None:
-                return self._follow_own(entry)
+                return self._adopt_own(entry)
             elif (existing := self._writing.existing_on_turn()) is None:
                 self._pause()
             elif self._writing.write(existing):
@@ -168,9 +171,9 @@ class _Agreement:
             )
         self._attempt.clock.sleep(next(self._pauses))
 
-    # -- following -------------------------------------------------------------------------------------------------
+    # -- adopting --------------------------------------------------------------------------------------------------
 
-    def _follow_own(self, entry: Entry[Start]) -> tuple[Entry[Start], FirstBase | None]:
+    def _adopt_own(self, entry: Entry[Start]) -> tuple[Entry[Start], FirstBase | None]:
         """Adopt the existing start record of this replica's model; uploads its base if no snapshot 0 holds it."""
         take, base = self._writing.take, self._writing.base
         if take is None:
@@ -180,10 +183,10 @@ class _Agreement:
             take, base = found or (self._writing.take or keys.SHARED_TAKE, base)
         return self._begun(entry, take, base)
 
-    def _follow_other(self, sha256: str) -> tuple[Entry[Start], FirstBase | None] | None:
+    def _adopt_other(self, sha256: str) -> tuple[Entry[Start], FirstBase | None] | None:
         """Adopt another model's start record if snapshot 0 holds its base, all finite; else None, and it is ignored."""
         entry = self._starts.entry(sha256)
-        assert entry is not None, "a start that is followed is there"
+        assert entry is not None, "a start record that is adopted exists"
         found = self._stored(entry)
         if found is None or not all(bool(torch.isfinite(each).all()) for each in found[1].parameters.values()):
             why = "is in no take of snapshot 0" if found is None else "holds NaN or infinity"
@@ -196,7 +199,7 @@ class _Agreement:
         attempt, key = self._attempt, self._starts.key_of(entry.sha256)
         follows = Follows(**attempt.stamp(), **self._who, start_sha256=entry.sha256, key=key, take=take)
         attempt.writer.create(follows)
-        self._starts.follow(entry, take)
+        self._starts.adopt(entry, take)
         return entry, FirstBase(base, entry.record.base_digest)
 
     def _stored(self, entry: Entry[Start]) -> tuple[str, Base] | None:
@@ -288,7 +291,7 @@ class _FirstSnapshot:
         self._attempt = attempt
         self._files = files
         self._planned = files.planned(self.base, attempt.object_limit)
-        self._infos: dict[str, FileInfo] = {}  # files of the first take that this replica has written or compared
+        self._infos: dict[str, FileInfo] = {}  # files of the shared version that this replica has written or compared
         self._lost: set[str] = set()  # files that another replica created first
         self._seen: set[str] | None = None  # files as of the last listing
         self._since = 0.0  # when the newest of them was first listed
@@ -379,8 +382,8 @@ def check_start(
     files: ModelFiles,
     attempt: Attempt,
 ) -> None:
-    """Raise `ModelMismatch` unless a replica trains the run's model, in its fragments, with its adapters and on its
-    frozen tensors, and scores its held-out set.
+    """Raise `ModelMismatch` unless a replica has the parameters, fragments, adapters, frozen tensors and held-out set
+    of the run.
     """
     url = attempt.store.url
     check_same_model(describe(parameters), start.parameters)
@@ -434,11 +437,32 @@ def _check_untrained(start: Start, files: ModelFiles, attempt: Attempt) -> None:
             f"the adapter of replica {attempt.replica_id} is stored under other names than that of the run in {url}: "
             "all replicas must build it alike, with the same version of PEFT."
         )
+    _check_adapter_config(start, files, attempt)
     if untrained.buffers.digest() != start.buffers:
         log.warning("this replica's first buffers differ from those of snapshot 0; it takes those")
         rest = first_snapshot(attempt.log).model_files(start, {}).rest()
         names = naming.by_file(untrained.buffers.first)
         untrained.buffers.adopt({names[name]: rest.read(name) for name in rest.specs() if name in names})
+
+
+def _check_adapter_config(start: Start, files: ModelFiles, attempt: Attempt) -> None:
+    """Raise `ModelMismatch` unless PEFT scales the product of a replica's factors as in the run.
+
+    Shapes do not show it: factors of one rank mean other products under another `lora_alpha`. Reads the run's file only
+    if the bytes differ.
+    """
+    ours, named = files.extra.get(_ADAPTER_CONFIG), (start.first_files or {}).get(_ADAPTER_CONFIG)
+    if ours is None or named is None or info_of(ours) == named:
+        return
+    theirs = side_files_of_run(attempt.log).get(_ADAPTER_CONFIG)
+    mine, run = json.loads(ours), json.loads(theirs or ours)
+    for name in _SCALING:
+        if mine.get(name) != run.get(name):
+            raise ModelMismatch(
+                f"the adapter of replica {attempt.replica_id} has {name}={mine.get(name)!r}, that of the run in "
+                f"{attempt.store.url} {run.get(name)!r}: the same factors would be another product. Give all replicas "
+                "the same r, lora_alpha and patterns."
+            )
 
 
 def _frozen_words(frozen: FrozenTensors | None) -> str:

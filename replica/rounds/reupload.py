@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from diloco_orchestrator.allreduce.recent_payloads import RecentPayloads
 from diloco_orchestrator.allreduce.shards import PayloadGone
+from diloco_orchestrator.clock import Backoff
 from diloco_orchestrator.errors import PayloadCorrupt, Preempted
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WANTS_EVERY_S = 2.0  # between two LIST requests for what others ask for
+_LONGEST_PAUSE_S = 5.0  # between two polls for a take, by a replica that may wait for as long as a round lasts
 _POLL_CLAIMS_S = 10.0  # between two LIST requests for a later attempt of this replica
 
 
@@ -83,13 +85,14 @@ class ReuploadRequests:
     ) -> set[int]:
         """Block until a payload shard has versions not in `known`, or a snapshot replaces it. Returns all versions."""
         clock, claims_polled_at = self._attempt.clock, self._attempt.clock.now()
-        while True:
+        poll_s = self._attempt.config.timing.poll_s
+        for pause_s in Backoff(poll_s, max(poll_s, _LONGEST_PAUSE_S)).pauses():
             takes = self._takes(shard)
             if takes - known:
                 return known | takes
-            self._ask(shard, max({1} | takes) + 1, str(error))
+            self._ask(shard, max({1} | takes) + 1, str(error))  # again: the store may have lost the request, too
             self.put_wanted(shard.round)
-            clock.sleep(self._attempt.config.timing.poll_s)
+            clock.sleep(pause_s)
             if self._attempt.should_leave():
                 raise Preempted(f"replica {self._attempt.replica_id} was asked to leave while it waited: {error}")
             if clock.now() >= claims_polled_at + _POLL_CLAIMS_S:
@@ -102,6 +105,7 @@ class ReuploadRequests:
                 raise PayloadGone(f"{error} Snapshot {newest} replaces it.", error.key)
             if clock.now() >= deadline:
                 raise self._given_up(shard, error) from error
+        raise AssertionError("pauses have no end")
 
     def _ask(self, shard: PayloadKey, take: int, reason: str) -> None:
         if take > keys.MAX_TAKES:

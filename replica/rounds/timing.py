@@ -110,9 +110,9 @@ class RoundTiming:
         return deadline.median_s if deadline is not None else 0.0
 
     def pauses(self) -> Iterator[float]:
-        """The growing pauses in seconds between two looks of a replica that waits for others.
+        """The growing pauses in seconds between two polls of a replica that waits for others.
 
-        The first is two thirds of what the times of a replica's rounds differ by: a look costs little time beside that.
+        The first is two thirds of what the times of a replica's rounds differ by: a poll costs little time beside that.
         """
         longest_s = pace.longest_wait_s(self._attempt.config, self.usual_s)
         shortest_s = min(max(_SHORTEST_WAIT_S, self._times.spread_s() / 1.5), longest_s)

@@ -1,7 +1,7 @@
-"""`DealtOrder`: the order of the batches that replicas deal among themselves, as digests by which they compare it.
+"""`DealtOrder`: digests of the common order of batches, which replicas that share one dataset compare.
 
-Replicas that take every N-th batch of one order each divide the data; where their orders differ, some items are trained
-twice and others never. A digest of the batches 1, 2, 4, 8, … of the epoch is in every manifest (`Progress.cursor`).
+Replicas that take every N-th batch of one order divide the data; if their orders differ, some items are trained twice
+and others never. A digest of the batches 1, 2, 4, 8, … of the epoch is in every manifest (`Progress.cursor`).
 """
 
 import hashlib
@@ -21,9 +21,9 @@ _BYTES = 8  # of a digest: against mistakes, not attacks
 
 
 class DealtOrder:
-    """The batches of the present epoch, whoever takes them, as far as this process has drawn their order.
+    """The order of the current epoch's batches, of all replicas, as far as this process has drawn it.
 
-    `shared`: whether the batches are dealt to several replicas, so that all must draw the same order.
+    `shared`: whether several replicas share the batches, so that all must draw the same order.
     """
 
     def __init__(self, shared: bool) -> None:
@@ -33,17 +33,17 @@ class DealtOrder:
         self._earlier: Mapping[str, str] = {}  # of the same epoch, as an earlier attempt drew it
 
     def begin(self, epoch: int, before: int) -> None:
-        """Begin an epoch, which has so many batches before it."""
+        """Begin epoch number `epoch`, with `before` batches in earlier epochs."""
         self._epoch, self._digests, self._earlier = {"epoch": epoch, "before": before}, {}, {}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Expect the epoch just begun to have the order that `state` returned in an earlier attempt."""
+        """Expect the epoch just begun to have the order in `state`, a result of `state()` in an earlier attempt."""
         self._earlier = state.get("batches", {})
 
     def add(self, number: int, batch: Any) -> None:
-        """Note a batch, or the indices of its items; `number`: of the epoch, from 1.
+        """Add a batch, or the indices of its items, to the order; `number`: in the epoch, from 1.
 
-        Raises `ConfigError` if an earlier attempt of this replica drew another one.
+        Raises `ConfigError` if an earlier attempt of this replica drew another batch there.
         """
         if number & (number - 1):
             return
@@ -57,7 +57,7 @@ class DealtOrder:
             )
 
     def state(self) -> dict[str, Any]:
-        """The digests so far, as JSON."""
+        """Epoch, number of batches before it, and the digests of its batches so far, as JSON."""
         return {**self._epoch, "batches": dict(self._digests)}
 
     def compare(self, replica_id: int, others: Iterable[Contribution]) -> None:

@@ -1,8 +1,8 @@
 """The state of every random number generator of this process, as a small JSON object.
 
 Captured and restored around work that must not disturb training, and saved in manifests, so that a restarted attempt
-draws the same numbers as its predecessor would have. A state is stored as its difference from a state that the seed
-gives, compressed: a generator that has drawn at most about 600 numbers takes a few bytes, any other one 3.4 KiB.
+draws the same numbers as its predecessor would have. A state is stored compressed, as its difference from the state of
+a seed: a generator that has drawn at most about 600 numbers takes a few bytes, any other one 3.4 KiB.
 """
 
 import base64
@@ -53,7 +53,7 @@ class Generators:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Context after which all generators go on as if nothing had been drawn in it."""
+    """Context after which all generators have the state from before it."""
     states = Generators()
     try:
         yield
@@ -110,7 +110,7 @@ def capture(generator: torch.Generator | None = None) -> dict[str, Any]:
 
 
 def restore(state: Mapping[str, Any], generator: torch.Generator | None = None) -> None:
-    """Set all generators to a state that `capture` returned. Generators absent here or in the state stay unchanged.
+    """Set all generators to a result of `capture`. Generators absent here or in the state stay unchanged.
 
     Raises `RecordInvalid` if a library's states have another form here than where the state was captured.
     """
@@ -135,7 +135,7 @@ def capture_generator(generator: torch.Generator) -> dict[str, Any]:
 
 
 def restore_generator(state: Mapping[str, Any], generator: torch.Generator) -> None:
-    """Set a generator to what `capture_generator` returned for one like it. Errors: as `restore`."""
+    """Set a generator to a result of `capture_generator`. Raises as `restore` does."""
     if "bytes" in state:
         generator.set_state(_torch_state(base64.b64decode(state["bytes"])))
     else:
@@ -216,7 +216,7 @@ def _packed(state: bytes, fresh: _Fresh) -> str:
 
 
 def _unpacked(text: str, fresh: _Fresh, library: str) -> bytes:
-    """The state whose difference from one in `fresh` is in `text`. Raises `RecordInvalid` for another checksum."""
+    """The state encoded in `text`. Raises `RecordInvalid` if its checksum differs. `library`: names it in the error."""
     try:
         data = base64.b64decode(text)
         reference = fresh[data[_CRC_BYTES]]
@@ -233,7 +233,7 @@ def _unpacked(text: str, fresh: _Fresh, library: str) -> bytes:
 
 
 def _difference(one: bytes, other: bytes) -> bytes:
-    """The bytes that differ, by exclusive or. Both have one length."""
+    """The bytewise exclusive or of two texts of equal length."""
     return (int.from_bytes(one, "little") ^ int.from_bytes(other, "little")).to_bytes(len(one), "little")
 
 

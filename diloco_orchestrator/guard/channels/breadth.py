@@ -1,9 +1,9 @@
 """`Breadth`: whether a fall of the held-out score is visible on most of its shares, or on a few that may be
 misreported.
 
-A share that is reported too low from some round on pulls the mean down, however little per round. So each share's part
-of a fall is summed beside the statistic, and the statistic counts only as far as it remains without the quarter of the
-shares that fell most.
+A share that is reported too low from some round on pulls the mean down, however little per round. So beside each
+statistic of a fall every share's own sum is kept, and the statistic counts only as far as it remains without the
+quarter of the shares that fell most.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ _WITHOUT_EXTREMES = 2.2
 
 @dataclass
 class Breadth(Remembered):
-    """Each share's part in each of two statistics. State: 1 number per share, and 1 per share and statistic."""
+    """Every share's own sum of falls, for two statistics. State: 1 number per share and statistic, 1 per share."""
 
     count: int = 0  # rounds learnt
     usual: dict[str, float] = field(default_factory=dict)  # by share: distance from the mean, in the metric's unit
@@ -35,7 +35,7 @@ class Breadth(Remembered):
         self.now = {share: gains[share] - mean for share in sorted(gains)}
 
     def add(self, index: int, *, zero: bool) -> None:
-        """Add the round to the parts in statistic `index`. `zero`: the statistic is zero now, so parts restart."""
+        """Add the round's fall of each share to its sum in statistic `index`. `zero`: that was reset, as sums are."""
         parts = self.parts[index]
         if zero:
             parts.clear()
@@ -44,7 +44,7 @@ class Breadth(Remembered):
             parts[share] = parts.get(share, 0.0) - (distance - self.usual.get(share, distance))
 
     def dismiss(self) -> None:
-        """Restart all parts at zero."""
+        """Reset all shares' sums to zero."""
         self.parts = [{} for _ in self.parts]
 
     def is_broad(self, index: int, statistic: float, sigma: float, threshold: float) -> bool:
@@ -60,7 +60,7 @@ class Breadth(Remembered):
         return lowest > _WITHOUT_LOWEST * threshold or extremes > _WITHOUT_EXTREMES * threshold
 
     def most(self, index: int) -> list[int]:
-        """The quarter of the shares that carries most of a statistic."""
+        """The quarter of the shares with the largest sums in statistic `index`."""
         parts = self.parts[index]
         return sorted(int(share) for share in sorted(parts, key=lambda s: -parts[s])[: len(parts) // _LIARS])
 

@@ -16,7 +16,7 @@ QUARTET = 4  # rounds in the level that it is measured from
 
 @dataclass
 class SuddenFall(Remembered):
-    """Number of consecutive rounds with a fall, relative to the best mean of four rounds."""
+    """Statistic: the number of rounds in a row in which the held-out score is far below its best four-round mean."""
 
     largest: float = 0.0  # recent change of either metric between two rounds
     strikes: int = 0  # rounds in a row with a sudden fall

@@ -1,4 +1,4 @@
-"""The base of a run under another decision, computed from stored payloads alone, beside the base as it was."""
+"""`whatif`: the base of a run if a round had been decided differently, computed from stored payloads alone."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,7 +22,7 @@ _RECORD = "whatif.json"  # in the folder that `save` makes
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A base under another decision, and the base as it was after the same round. Scores have the metric's own sign."""
+    """A base under another decision, and the real base after the same round. Scores have the metric's own sign."""
 
     url: str
     decision: str  # what was decided otherwise
