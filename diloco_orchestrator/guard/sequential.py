@@ -241,7 +241,7 @@ class _Run:
     def __init__(self) -> None:
         self.metrics, self.kl, self.vault = MetricChannels(), KLChannel(), Vault()
         self.nonfinite = self.inconclusive = 0  # rounds in a row
-        self.model = 0  # the last one that was judged
+        self.model = 0  # the last round that was judged
         self.last: list[Any] | None = None  # evidence, as `_recorded`
         self.verdict = Verdict(fire=False, reason="", proxy_real_gap=0.0, folds=0, action=VerdictKind.CONTINUE)
 

@@ -15,7 +15,14 @@ from diloco_orchestrator.allreduce.aggregate import aggregate_of
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.errors import (
+    ConfigError,
+    NoSuchRun,
+    ObjectMissing,
+    PayloadCorrupt,
+    RecordInvalid,
+    RecordTooNew,
+)
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.arithmetic import denormals_kept
 from diloco_orchestrator.outer.base import Base, BaseLayout, BaseShard
@@ -137,17 +144,16 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
 
     Those are from snapshot 0, the buffers from the replica that `snapshots.buffers` names. The newest base must descend
     from that base. Raises `NoSuchRun` if no replica has created the first base, and `ConfigError` naming the nearest
-    snapshot if retention deleted payloads that the base needs.
+    snapshot if a payload that the base needs is gone.
     """
     try:
         tip = rebuild_base(run_log, round_)
-    except PayloadGone:
+    except PayloadGone as gone:
         kept = run_log.snapshots()
-        nearest = min(kept, key=lambda known: (abs(known - round_), known))
+        nearest, names = min(kept, key=lambda known: (abs(known - round_), known)), ", ".join(map(str, kept))
         raise ConfigError(
-            f"round {round_} of {run_log.store.url} cannot be rebuilt any more: payloads that it needs were deleted, "
-            "by retention or by hand, or lost by the store. "
-            f"Snapshots are there of rounds {', '.join(map(str, kept))}; the nearest is {nearest}."
+            f"round {round_} of {run_log.store.url} cannot be rebuilt any more: {gone} It was deleted, by retention or "
+            f"by hand, or the store lost it. Snapshots are there of rounds {names}; the nearest is {nearest}."
         ) from None
     changed = {} if _start(run_log).buffers is None else buffers_of_base(run_log, round_)
     return tip, files_of_run(run_log).with_buffers(changed)
@@ -227,6 +233,8 @@ def _by_first_way(
     for way in _ways(run_log, begin, until, below):
         try:
             return rebuilt(way)
+        except RecordTooNew:
+            raise  # the log is the same along every way
         except (PayloadCorrupt, RecordInvalid, ObjectMissing) as error:
             failure = failure or error
             log.warning("base after round %s not rebuilt from snapshot %d: %s", until or "newest", way.round, error)

@@ -67,7 +67,7 @@ class RoundCloser:
         self._waiting_since = self._commit_asked_at = self._claims_polled_at
         self._out_polled_at = self._claims_polled_at  # or since when this replica waits in the open round
         self._out: dict[int, int] = {}  # replicas that are out of the leg, and the open round when that was read
-        self._back: set[int] = set()  # those of them that have answered a later round
+        self._back: set[int] = set()  # replicas in `_out` that have responded to a later round
 
     def close(self, *, keep_average: bool = False) -> ClosedRound:
         """Commit the open round or wait for its commit, then apply it to the base.
@@ -94,7 +94,7 @@ class RoundCloser:
                 self._read_halt()
             if decision.action is rounds.Action.COMMIT:
                 return self._apply(self._commit(decision, shared, answers), keep_average)
-            # Nobody is launched into a leg that is asked to halt, so that nobody comes.
+            # No replica is launched into a leg with a request to halt, so none is waited for.
             if decision.action is rounds.Action.GIVE_UP and (self._halt or not self._timing.waits_on(decision.missing)):
                 raise QuorumLost(f"round {self._round}: {decision.reason}. Look at their logs.", decision.missing)
             if decision.summary != last_summary:
@@ -217,8 +217,14 @@ class RoundCloser:
         if not rounds.is_ready(view, self._attempt.clock.now(), self._timing.policy):
             return False
         with suppress(PayloadGone):  # others are rounds ahead: the commit of this round exists, and is applied
-            self._healed |= self._claims.heal({claim.digest for claim in claims})
+            self._heal({claim.digest for claim in claims})
         return True
+
+    def _heal(self, claims: Collection[str]) -> None:
+        """Rebuild the base if `claims` contradict it. What was carried on a wrong base is carried no more."""
+        if self._claims.heal(claims):
+            self._healed = True
+            self._contributor.recover_carry()
 
     def _expected(self) -> ExpectedContribution:
         opened = self._tip.open
@@ -338,7 +344,7 @@ class RoundCloser:
         self._timing.record(self._received.manifests())
         try:
             if entry.commit.base_digest is not None:
-                self._healed |= self._claims.heal({entry.commit.base_digest})
+                self._heal({entry.commit.base_digest})
             if wrong_bases([entry.commit], self._attempt.replica_id):
                 self.poll()  # if the commit existed first, not all claims were received
                 claims, quorum = self._received.claims(), self._timing.policy.quorum

@@ -49,7 +49,7 @@ _SCALING = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "us
 _GRACE_S = 2.0  # without a new file, beside the time that the next one takes, until a waiting replica writes it
 _SLOW_LINK = 4e6  # bytes per second; a writer on a slower link may have to share the upload with another replica
 _TURNS = 4  # replicas with different ids lose patience one after another
-_FOREIGN_TAKES = 16  # of snapshot 0 that are looked into, after those that somebody names: anybody may add some
+_FOREIGN_TAKES = 16  # versions of snapshot 0 that are read after those that votes name: anybody may add some
 
 
 def agree_on_first_base(
@@ -132,7 +132,7 @@ class _Agreement:
         said = {**starts.began, self._attempt.replica_id: self._own}
         offered = [each.sha256 for each in starts.offered if each.sha256 not in self._useless]
         mine = starts.follows.get(self._attempt.replica_id)
-        is_alone = self._own in offered or not offered  # then nobody is waited for
+        is_alone = self._own in offered or not offered  # then no vote is waited for
         launched = () if is_alone else AttemptRecords(self._attempt.store).all_numbers()
         return decide_start(
             None if is_wrong else self._own,
@@ -179,7 +179,7 @@ class _Agreement:
         if take is None:
             found = self._stored(entry)
             while found is None and self._writing.take is None:
-                self._writing.write_anew()  # somebody wrote the start alone, or damaged the snapshot
+                self._writing.write_anew()  # the start record was written without its snapshot, or that was damaged
             take, base = found or (self._writing.take or keys.SHARED_TAKE, base)
         return self._begun(entry, take, base)
 
@@ -448,8 +448,8 @@ def _check_untrained(start: Start, files: ModelFiles, attempt: Attempt) -> None:
 def _check_adapter_config(start: Start, files: ModelFiles, attempt: Attempt) -> None:
     """Raise `ModelMismatch` unless PEFT scales the product of a replica's factors as in the run.
 
-    Shapes do not show it: factors of one rank mean other products under another `lora_alpha`. Reads the run's file only
-    if the bytes differ.
+    Shapes do not show it: factors of one rank give other products under another `lora_alpha`. Reads the run's file only
+    if its digest differs.
     """
     ours, named = files.extra.get(_ADAPTER_CONFIG), (start.first_files or {}).get(_ADAPTER_CONFIG)
     if ours is None or named is None or info_of(ours) == named:

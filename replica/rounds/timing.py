@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _POLL_FROM = 0.9  # of the deadline; other replicas may have opened the round a little earlier
-_OUTAGE_S = 30.0  # a poll that takes longer meets an outage of the store
+_OUTAGE_S = 30.0  # a poll that takes longer counts as an outage of the store
 _SHORTEST_WAIT_S = 0.02
-_LOOK_S = 10.0  # the longest pause for those who are still expected: the leg may be stopped meanwhile
+_EXPECTED_S = 10.0  # the longest pause for those who are still expected: the leg may be stopped meanwhile
 _ROUNDS_READ = 3  # rounds that a restarted attempt reads to learn how long a round takes
 
 
@@ -119,7 +119,7 @@ class RoundTiming:
         return Backoff(shortest_s, longest_s, factor=1.5).pauses()
 
     def until_expected_s(self, missing: Iterable[int]) -> float:
-        """Seconds until the next of the replicas that are waited for usually responds, at most `_LOOK_S`; 0 if all of
+        """Seconds until the next of the replicas that are waited for usually responds, at most `_EXPECTED_S`; 0 if all of
         them should have. There is nothing to see before.
         """
         deadline, typical, now_s = self.deadline(), self._times.typical_s(), self.train_s
@@ -128,7 +128,7 @@ class RoundTiming:
         known = [typical[replica_id] for replica_id in missing if replica_id in typical]
         # Who cannot finish by the deadline publishes a part at about the median.
         arrivals = (each if each <= deadline.deadline_s else deadline.median_s for each in known)
-        return min((min(each - now_s, _LOOK_S) for each in arrivals if each > now_s), default=0.0)
+        return min((min(each - now_s, _EXPECTED_S) for each in arrivals if each > now_s), default=0.0)
 
     def poll_due(self) -> bool:
         """Whether to spend a request now to check for the open round's commit. True counts as that poll.

@@ -92,7 +92,7 @@ class SnapshotChecker:
             snapshot = StoredSnapshot(self._log.store, round_, record, take)
             base = snapshot.check(start, but=snapshot.model_file_names(Naming.of(start)))
             self._check_model_files(snapshot, base, start)
-        except (Differs, SpoolFailed):  # the latter: this machine lacks room, which says nothing of the run
+        except (Differs, SpoolFailed):  # the latter: this machine lacks room, which is no fault of the run
             raise
         except DilocoError as error:
             if self._deleted_meanwhile(round_, take):
