@@ -119,8 +119,8 @@ class RoundTiming:
         return Backoff(shortest_s, longest_s, factor=1.5).pauses()
 
     def until_expected_s(self, missing: Iterable[int]) -> float:
-        """Seconds until the next of the replicas that are waited for usually responds, at most `_EXPECTED_S`; 0 if all of
-        them should have. There is nothing to see before.
+        """Seconds until the next of the missing replicas usually responds, at most `_EXPECTED_S`; 0 if all should have.
+        There is nothing to see before.
         """
         deadline, typical, now_s = self.deadline(), self._times.typical_s(), self.train_s
         if deadline is None:
