@@ -136,10 +136,9 @@ class RoundCloser:
         """The open round's commit if it exists. If not, fetch everything that a decision depends on and return None.
 
         Independent requests are sent together: one round trip, and two more for new responses. `waited`: this replica
-        has waited in this round already; then its claims are polled too, and a later live attempt raises `Superseded`.
-
-        The commit is asked for where there may be one: others may end the round without everybody, or it has not been
-        asked for in a while.
+        has waited in this round already; then claims of its attempts are polled too, and a later live one raises
+        `Superseded`. The commit is asked for where there may be one: others may end the round without everybody, or it
+        has not been asked for in a while.
         """
         attempt, expected = self._attempt, self._expected()
         start = attempt.background.start

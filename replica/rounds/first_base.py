@@ -63,11 +63,11 @@ def agree_on_first_base(
 
     Returns the adopted start record, and the first base if this process has it in memory, else None.
 
-    Safe to race and to repeat: after a process died at any line the next one completes what is there. Replicas that
-    start at once with equal models upload at most one file each in vain. A replica whose model differs from every
-    existing start record waits until more than half of the replicas agree or all have voted, at most
-    `timing.startup_timeout_s`. Raises `ModelMismatch` if the run's start record is of another model or no replica has
-    the configured `first_base`, `Preempted` if a preemption notice comes meanwhile.
+    Safe to race and to repeat: if a process dies at any line, the next one completes its objects. Replicas that start
+    at once with equal models upload at most one file each in vain. A replica whose model differs from every existing
+    start record waits until more than half of the replicas agree or all have voted, at most `timing.startup_timeout_s`.
+    Raises `ModelMismatch` if the run's start record is of another model or no replica has the configured `first_base`,
+    `Preempted` if a preemption notice comes meanwhile.
     """
     starts = attempt.log.starts
     found = starts.chosen()
