@@ -293,7 +293,7 @@ class ModalExecutor(RemoteExecutor):
         if sandbox is None or sandbox.returncode is not None:
             return
         self._cancelled.add(handle.native_id)
-        with suppress(modal.exception.Error):  # without the tag only this object knows of the cancel
+        with suppress(modal.exception.Error):  # without the tag only this object would have a note of the cancel
             sandbox.set_tags({**sandbox.get_tags(), TAG_CANCELLED: "user"})
         with suppress(modal.exception.NotFoundError):
             sandbox.terminate()

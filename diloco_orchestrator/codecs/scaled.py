@@ -19,12 +19,12 @@ _SMALLEST = 2.0**-126  # normal fp32 number: products with smaller scales depend
 
 
 def size_int8(numel: int) -> int:
-    """The bytes of `numel` elements of a vector from the beginning of a group on."""
+    """Encoded size in bytes of `numel` elements from the beginning of a group on, with one scale per group."""
     return numel + _SCALE * -(-numel // GROUP)
 
 
 def size_int4(numel: int) -> int:
-    """The bytes of `numel` elements of a vector from the beginning of a group on; an odd last one has a byte."""
+    """Encoded size in bytes of `numel` elements from the beginning of a group on; half a byte each, rounded up."""
     return (numel + 1) // 2 + _SCALE * -(-numel // GROUP)
 
 
@@ -70,9 +70,10 @@ def unpack_int4(body: "torch.Tensor", numel: int) -> "torch.Tensor":
 
 
 def _quantized(values: "torch.Tensor", levels: int) -> "tuple[torch.Tensor, torch.Tensor]":
-    """The scales of groups, (g,) fp32, and whole numbers as fp32, (g, GROUP), from -levels to levels; 0 past the end.
+    """The scales of the groups, (g,) fp32, and the quantised elements as fp32, (g, GROUP), in -levels..levels, padded
+    with 0.
 
-    The scale of a group with NaN or infinity is not finite either, so that all its elements are decoded as NaN.
+    A group with NaN or infinity has a non-finite scale, so that all its elements are decoded as NaN.
     """
     import torch
 
@@ -87,14 +88,14 @@ def _quantized(values: "torch.Tensor", levels: int) -> "tuple[torch.Tensor, torc
 
 
 def _bytes_of(scales: "torch.Tensor") -> "torch.Tensor":
-    """fp32 numbers, (g,), as their bytes, (g, 4) uint8, in little-endian order."""
+    """The little-endian bytes of fp32 numbers: (g,) to (g, 4) uint8."""
     import torch
 
     return little_endian(scales.view(torch.uint8), torch.float32).view(torch.uint8).view(-1, _SCALE)
 
 
 def _rows(body: "torch.Tensor", width: int, numel: int) -> "tuple[torch.Tensor, torch.Tensor]":
-    """The scales, (g, 1) fp32, and packed numbers, (g, width) uint8, of groups; the last group is filled up with 0."""
+    """Scales, (g, 1) fp32, and packed elements, (g, width) uint8, of all groups; the last group is padded with 0."""
     import torch
 
     count = -(-numel // GROUP)

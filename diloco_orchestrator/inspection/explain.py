@@ -11,7 +11,7 @@ from diloco_orchestrator.protocol.verdict import Statistic, VerdictKind
 
 _FIRED, _ASKED = "the guard fired: ", "halt requested: "
 
-# What a verdict's reason says, by words in it: meaning, and where to look. The first that is found counts.
+# Explanations of a verdict, by words in its reason: meaning, and what to check. The first match counts.
 _CHANNELS = (
     (
         "Hacking Gap",

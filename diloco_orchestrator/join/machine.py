@@ -29,7 +29,11 @@ from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
 
-_NOT_FREE = {keys.JOIN_TAKEN, keys.JOIN_CANCEL, keys.JOIN_END}  # with one of these nobody may take an offer any more
+_NOT_FREE = {
+    keys.JOIN_TAKEN,
+    keys.JOIN_CANCEL,
+    keys.JOIN_END,
+}  # an offer with one of these records cannot be taken any more
 _FAILURES = 3  # attempts in a row that fail here, after which the fault is more likely this machine's
 
 

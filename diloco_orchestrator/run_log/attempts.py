@@ -122,7 +122,7 @@ class AttemptRecords:
         return self._fetched(Heartbeat, keys.heartbeat(replica_id, attempt))
 
     def waiting(self, replica_id: int, attempt: int) -> Waiting | None:
-        """The provider's words about an attempt that has not started, fetched at every call: they are overwritten."""
+        """The provider's reason why an attempt has not started; fetched at every call, because it is overwritten."""
         return self._fetched(Waiting, keys.waiting(replica_id, attempt))
 
     def log_text(self, replica_id: int, attempt: int) -> str | None:

@@ -282,7 +282,7 @@ class LegRecords:
         return data
 
 
-_UNREADABLE = "cannot be read"  # in the reasons of commits: the same for every reader
+_UNREADABLE = "cannot be read"  # part of commits' reasons, so equal for every reader
 
 
 def _unreadable(leg: int) -> Halt:

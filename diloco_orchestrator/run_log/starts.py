@@ -81,7 +81,7 @@ class Starts:
 
     # -- for replicas ----------------------------------------------------------------------------------------------
 
-    def follow(self, start: Entry[Start], take: str) -> None:
+    def adopt(self, start: Entry[Start], take: str) -> None:
         """Adopt a start record and a version of snapshot 0, because this process has begun to train from them."""
         self._chosen, self._take = start, take
 

@@ -13,7 +13,7 @@ from diloco_orchestrator.errors import ConfigError
 
 GRAM = 13  # words
 _PERMUTATIONS = 128
-_SEED = 1  # of the permutations: the same on every machine
+_SEED = 1  # seed of the permutations, fixed so that all machines agree
 _WORD = re.compile(r"\w+")
 
 

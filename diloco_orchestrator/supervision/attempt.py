@@ -431,7 +431,7 @@ def _cancel_accepted(state: Cancelling, event: CancelAccepted, now: float, polic
 
 @on(Cancelling, CancelFailed, to=(Cancelling, Ended))
 def _cancel_failed(state: Cancelling, event: CancelFailed, now: float, policy: AttemptPolicy) -> Step:
-    """The next Tick repeats the cancel. If the status is unknown too, the attempt ends: a successor supersedes it."""
+    """Wait for the next Tick, which repeats the cancel; with an unknown status, end the attempt instead."""
     if state.blind:
         return end_step(state, Outcome.ERROR, state.why, now)
     return Step(state, (), f"it could not be cancelled: {event.error}")

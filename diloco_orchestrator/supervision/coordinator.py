@@ -35,7 +35,10 @@ _LAUNCH_POLL_S = 0.02  # between two checks whether a launch call has returned; 
 
 @dataclass(frozen=True)
 class Means:
-    """The means of a process that supervises a run. `storage_options` and `secrets` reach the replicas it launches."""
+    """The executor, clock and credentials with which a process supervises a run.
+
+    `storage_options` and `secrets` are passed to the replicas that it launches.
+    """
 
     executor: ServerlessExecutor
     clock: Clock
@@ -44,7 +47,7 @@ class Means:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def requests(self, run_log: RunLog, launched: Launched) -> LaunchRequests:
-        """The requests of attempts whose configuration `launched` pins."""
+        """The builder of launch requests for the run of `run_log`, whose configuration `launched` pins."""
         return LaunchRequests(run_log.run, launched, run_log.store.url, self.storage_options, self.secrets)
 
 

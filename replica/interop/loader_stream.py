@@ -82,7 +82,7 @@ class LoaderStream:
 
     @property
     def dealt(self) -> DealtOrder | None:
-        """The order of the batches; None in an epoch of which an earlier version drew the order."""
+        """The order of the current epoch's batches; None if a version without such orders began the epoch."""
         return self._order if self._unseeded is None else None
 
     def __iter__(self) -> Iterator[Any]:

@@ -77,7 +77,7 @@ def rerun(
     pulse, partial = Pulse(), manifest.own_steps < whole
 
     def should_leave() -> bool:
-        """Whether the re-run has all steps of the partial contribution, which is then published as after a notice."""
+        """Whether the re-run has taken all steps of a partial contribution; it then publishes, as at a preemption."""
         return partial and pulse.round == round_ and pulse.inner_step >= steps
 
     # No time passes but where something is waited for: no replica is late, so that the record alone decides what it

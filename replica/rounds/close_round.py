@@ -5,7 +5,7 @@
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -64,7 +64,7 @@ class RoundCloser:
         self._claims_polled_at = attempt.clock.now()
         self._out_polled_at = self._claims_polled_at  # or since when this replica waits in the open round
         self._out: dict[int, int] = {}  # replicas that are out of the leg, and the open round when that was read
-        self._back: set[int] = set()  # those of them that have answered a later round
+        self._back: set[int] = set()  # replicas in `_out` that have responded to a later round
 
     def close(self, *, keep_average: bool = False) -> ClosedRound:
         """Commit the open round or wait for its commit, then apply it to the base.
@@ -83,8 +83,8 @@ class RoundCloser:
                 continue
             decision, shared, answers = self._decide()
             if decision.action is rounds.Action.COMMIT:
-                return self._follow(self._commit(decision, shared, answers), keep_average)
-            # Nobody is launched into a leg that is asked to halt, so that nobody comes.
+                return self._apply(self._commit(decision, shared, answers), keep_average)
+            # No replica is launched into a leg with a request to halt, so none is waited for.
             if decision.action is rounds.Action.GIVE_UP and (self._halt or not self._timing.waits_on(decision.missing)):
                 raise QuorumLost(f"round {self._round}: {decision.reason}. Look at their logs.", decision.missing)
             if decision.summary != last_summary:
@@ -95,7 +95,7 @@ class RoundCloser:
             attempt.clock.sleep(pause)
             waited = True
             pause = min(1.5 * pause, attempt.config.timing.poll_s)
-        return self._follow(entry, keep_average)
+        return self._apply(entry, keep_average)
 
     def give_up(self) -> None:
         """Make `close`, which another thread is in, raise `Preempted` instead of waiting any longer."""
@@ -159,9 +159,15 @@ class RoundCloser:
         view = self._timing.view(self._received.answers(), self._is_out())
         if not rounds.is_ready(view, self._attempt.clock.now(), self._timing.policy):
             return False
-        with suppress(PayloadGone):  # others are rounds ahead: the commit of this round exists, and is followed
-            self._healed |= self._claims.heal({claim.digest for claim in claims})
+        with suppress(PayloadGone):  # others are rounds ahead: the commit of this round exists, and is applied
+            self._heal({claim.digest for claim in claims})
         return True
+
+    def _heal(self, claims: Collection[str]) -> None:
+        """Rebuild the base if `claims` contradict it. What was carried on a wrong base is carried no more."""
+        if self._claims.heal(claims):
+            self._healed = True
+            self._contributor.recover_carry()
 
     def _expected(self) -> ExpectedContribution:
         opened = self._tip.open
@@ -262,16 +268,16 @@ class RoundCloser:
         answered = [answer.replica_id for answer in self._received.answers()]
         return rounds.next_roster(self._timing.policy, answered, sorted(self._late))
 
-    # -- follow --------------------------------------------------------------------------------------------------
+    # -- apply ---------------------------------------------------------------------------------------------------
 
-    def _follow(self, entry: CommitEntry, keep_average: bool) -> ClosedRound:
+    def _apply(self, entry: CommitEntry, keep_average: bool) -> ClosedRound:
         """Apply a commit: rebuild a base that contradicts its claim, take its outer step, and open the next round.
 
         Skips to a newer snapshot if one is far ahead or if payloads are gone. A void commit averages nobody and stops
         nothing. Raises as `close` does.
         """
         run_log = self._attempt.log
-        entry = run_log.followed(entry, self._tip.value.last, self._received.by_digest())
+        entry = run_log.checked(entry, self._tip.value.last, self._received.by_digest())
         ahead = run_log.snapshots_ahead(entry.commit.round, self._attempt.begin)
         if ahead and ConfirmedSnapshots(run_log).newest(1, ahead):
             self._skip_to_newer_snapshot(entry.commit)
@@ -279,19 +285,19 @@ class RoundCloser:
         self._timing.record(self._received.manifests())
         try:
             if entry.commit.base_digest is not None:
-                self._healed |= self._claims.heal({entry.commit.base_digest})
+                self._heal({entry.commit.base_digest})
             if wrong_bases([entry.commit], self._attempt.replica_id):
                 self.poll()  # if the commit existed first, not all claims were received
                 claims, quorum = self._received.claims(), self._timing.policy.quorum
                 self._claims.leave_if_arithmetic_differs(entry.commit, claims, quorum)
-            average = self._apply(entry, keep_average)
+            average = self._take_outer_step(entry, keep_average)
         except PayloadGone:
             self._skip_to_newer_snapshot(entry.commit)
             return self._open_next_round(entry.commit, average={})
         self._contributor.settle(entry.commit)
         return self._open_next_round(entry.commit, average)
 
-    def _apply(self, entry: CommitEntry, keep_average: bool) -> Mapping[str, torch.Tensor]:
+    def _take_outer_step(self, entry: CommitEntry, keep_average: bool) -> Mapping[str, torch.Tensor]:
         if not entry.commit.applied:
             self._tip.skip(entry)
             return {}

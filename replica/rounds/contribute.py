@@ -197,11 +197,14 @@ class Contributor:
 
     def recover(self) -> None:
         """Restore carried work and the train times of the last rounds from the bucket."""
-        closed = self._tip.closed_rounds
-        self._carry.recover(closed, self.history.of, self._tip.commit_of, self._claims.is_right)
+        self.recover_carry()
         self._timing.recover()
-        if self._attempt.begin.leg > 1 and not closed:
+        if self._attempt.begin.leg > 1 and not self._tip.closed_rounds:
             self._warn_of_work_that_its_leg_left()
+
+    def recover_carry(self) -> None:
+        """Restore the carry from the bucket; after a heal without the work of rounds that began from the wrong base."""
+        self._carry.recover(self._tip.closed_rounds, self.history.of, self._tip.commit_of, self._claims.is_right)
 
     def _warn_of_work_that_its_leg_left(self) -> None:
         """Warn if this replica's last contribution, of an earlier leg, was not averaged: no new leg averages it."""

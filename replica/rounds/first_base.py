@@ -49,7 +49,7 @@ _SCALING = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "us
 _GRACE_S = 2.0  # without a new file, beside the time that the next one takes, until a waiting replica writes it
 _SLOW_LINK = 4e6  # bytes per second; a writer on a slower link may have to share the upload with another replica
 _TURNS = 4  # replicas with different ids lose patience one after another
-_FOREIGN_TAKES = 16  # of snapshot 0 that are looked into, after those that somebody names: anybody may add some
+_FOREIGN_TAKES = 16  # versions of snapshot 0 that are read after those that votes name: anybody may add some
 
 
 def agree_on_first_base(
@@ -72,7 +72,7 @@ def agree_on_first_base(
     starts = attempt.log.starts
     found = starts.chosen()
     if found is not None and starts.is_final:
-        attempt.log.starts.follow(found, first_take(attempt.log))
+        attempt.log.starts.adopt(found, first_take(attempt.log))
         return found, None
     return _Agreement(attempt, parameters, fragments, files, heldout).reach()
 
@@ -113,10 +113,10 @@ class _Agreement:
                 self._check_first_base(waited)
                 self._pause()
             elif decision.sha256 != self._own:
-                if (begun := self._follow_other(decision.sha256)) is not None:
+                if (begun := self._adopt_other(decision.sha256)) is not None:
                     return begun
             elif (entry := self._starts.entry(self._own)) is not None:
-                return self._follow_own(entry)
+                return self._adopt_own(entry)
             elif (existing := self._writing.existing_on_turn()) is None:
                 self._pause()
             elif self._writing.write(existing):
@@ -132,7 +132,7 @@ class _Agreement:
         said = {**starts.began, self._attempt.replica_id: self._own}
         offered = [each.sha256 for each in starts.offered if each.sha256 not in self._useless]
         mine = starts.follows.get(self._attempt.replica_id)
-        is_alone = self._own in offered or not offered  # then nobody is waited for
+        is_alone = self._own in offered or not offered  # then no vote is waited for
         launched = () if is_alone else AttemptRecords(self._attempt.store).all_numbers()
         return decide_start(
             None if is_wrong else self._own,
@@ -171,22 +171,22 @@ class _Agreement:
             )
         self._attempt.clock.sleep(next(self._pauses))
 
-    # -- following -------------------------------------------------------------------------------------------------
+    # -- adopting --------------------------------------------------------------------------------------------------
 
-    def _follow_own(self, entry: Entry[Start]) -> tuple[Entry[Start], FirstBase | None]:
+    def _adopt_own(self, entry: Entry[Start]) -> tuple[Entry[Start], FirstBase | None]:
         """Adopt the existing start record of this replica's model; uploads its base if no snapshot 0 holds it."""
         take, base = self._writing.take, self._writing.base
         if take is None:
             found = self._stored(entry)
             while found is None and self._writing.take is None:
-                self._writing.write_anew()  # somebody wrote the start alone, or damaged the snapshot
+                self._writing.write_anew()  # the start record was written without its snapshot, or that was damaged
             take, base = found or (self._writing.take or keys.SHARED_TAKE, base)
         return self._begun(entry, take, base)
 
-    def _follow_other(self, sha256: str) -> tuple[Entry[Start], FirstBase | None] | None:
+    def _adopt_other(self, sha256: str) -> tuple[Entry[Start], FirstBase | None] | None:
         """Adopt another model's start record if snapshot 0 holds its base, all finite; else None, and it is ignored."""
         entry = self._starts.entry(sha256)
-        assert entry is not None, "a start that is followed is there"
+        assert entry is not None, "a start record that is adopted exists"
         found = self._stored(entry)
         if found is None or not all(bool(torch.isfinite(each).all()) for each in found[1].parameters.values()):
             why = "is in no take of snapshot 0" if found is None else "holds NaN or infinity"
@@ -199,7 +199,7 @@ class _Agreement:
         attempt, key = self._attempt, self._starts.key_of(entry.sha256)
         follows = Follows(**attempt.stamp(), **self._who, start_sha256=entry.sha256, key=key, take=take)
         attempt.writer.create(follows)
-        self._starts.follow(entry, take)
+        self._starts.adopt(entry, take)
         return entry, FirstBase(base, entry.record.base_digest)
 
     def _stored(self, entry: Entry[Start]) -> tuple[str, Base] | None:
@@ -291,7 +291,7 @@ class _FirstSnapshot:
         self._attempt = attempt
         self._files = files
         self._planned = files.planned(self.base, attempt.object_limit)
-        self._infos: dict[str, FileInfo] = {}  # files of the first take that this replica has written or compared
+        self._infos: dict[str, FileInfo] = {}  # files of the shared version that this replica has written or compared
         self._lost: set[str] = set()  # files that another replica created first
         self._seen: set[str] | None = None  # files as of the last listing
         self._since = 0.0  # when the newest of them was first listed
@@ -448,8 +448,8 @@ def _check_untrained(start: Start, files: ModelFiles, attempt: Attempt) -> None:
 def _check_adapter_config(start: Start, files: ModelFiles, attempt: Attempt) -> None:
     """Raise `ModelMismatch` unless PEFT scales the product of a replica's factors as in the run.
 
-    Shapes do not show it: factors of one rank mean other products under another `lora_alpha`. Reads the run's file only
-    if the bytes differ.
+    Shapes do not show it: factors of one rank give other products under another `lora_alpha`. Reads the run's file only
+    if its digest differs.
     """
     ours, named = files.extra.get(_ADAPTER_CONFIG), (start.first_files or {}).get(_ADAPTER_CONFIG)
     if ours is None or named is None or info_of(ours) == named:

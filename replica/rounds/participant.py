@@ -282,7 +282,10 @@ class Participant:
         Write errors are raised by the next round's `close`. Returns whether the base was rebuilt first and had other
         bits; this replica then holds the rebuilt one.
         """
-        return self._snapshots.write_if_due()
+        healed = self._snapshots.write_if_due()
+        if healed:
+            self._contributor.recover_carry()
+        return healed
 
     def finish_leg(self) -> bool:
         """After the stop: unless they exist, write the last base's snapshot, after a halt by the guard the best one's,

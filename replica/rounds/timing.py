@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _POLL_FROM = 0.9  # of the deadline; other replicas may have opened the round a little earlier
-_OUTAGE_S = 30.0  # a poll that takes longer meets an outage of the store
+_OUTAGE_S = 30.0  # a poll that takes longer counts as an outage of the store
 _ROUNDS_READ = 3  # rounds that a restarted attempt reads to learn how long a round takes
 
 

@@ -166,7 +166,7 @@ class Watcher:
 
 
 def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The tensors and scalars of a nested state, by their places in it."""
+    """The tensors and scalars of a nested state, with their paths."""
     match tree:
         case dict():
             for key, value in tree.items():

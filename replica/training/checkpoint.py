@@ -137,7 +137,7 @@ class ResumePoint:
     round: int  # the round to train or to wait for; one before the open round in one case below
     progress: Progress | None  # cursor, random generators and counters; None: the replica has published nothing yet
     state: SavedState | None  # inner optimizer and stateful objects; None: they start new
-    local: Mapping[str, torch.Tensor] = field(default_factory=dict)  # local parameters; empty: those of the base
+    local: Mapping[str, torch.Tensor] = field(default_factory=dict)  # local parameters by name; empty: the base's
     from_base: frozenset[int] = frozenset()  # synchronised since `local` was saved: loaded from the base
     already_contributed: bool = False  # an earlier attempt has contributed to `round`
 

@@ -65,10 +65,10 @@ class DealtOrder:
         return {**self._epoch, "batches": dict(self._digests)}
 
     def compare(self, replica_id: int, others: Iterable[Contribution]) -> None:
-        """Compare this order with those in the manifests of other replicas that are in the same epoch.
+        """Compare this order with those of other replicas in the same epoch, from their manifests.
 
-        Raises `ConfigError` if no more replicas have this one, itself included, than another; else one that has another
-        is logged.
+        Raises `ConfigError` unless more replicas, this one included, have this order than another; otherwise replicas
+        with another order are logged.
         """
         agree, differ = [replica_id], list[int]()
         for manifest in others if self._shared else ():
@@ -98,13 +98,13 @@ class DealtOrder:
 
 
 def dealt_in(stateful: Mapping[str, Any]) -> DealtOrder | None:
-    """The order of the object in `stateful` that deals batches, such as a `LoaderStream`; None if none does."""
+    """The batch order of the object in `stateful` that distributes batches, such as a `LoaderStream`, or None."""
     found = (getattr(each, "dealt", None) for each in stateful.values())
     return next((each for each in found if isinstance(each, DealtOrder)), None)
 
 
 def digest_of(batch: Any) -> str:
-    """A digest of a batch's numbers and texts, in any nesting. Other objects count by their types only."""
+    """A digest of the numbers and texts in a batch, however nested. Other objects count only by their type."""
     hasher = hashlib.blake2b(digest_size=_BYTES)
     _feed(hasher, batch)
     return hasher.hexdigest()

@@ -114,7 +114,7 @@ class InnerOptimizers:
                 _restore_dtypes(each, saved)
 
     def check_state(self) -> None:
-        """After the first step: log a warning for an optimizer that has no state, where its class usually has some.
+        """After the first step: warn of an optimizer without state whose class usually has some.
 
         Raises `ConfigError` for a state that cannot be saved.
         """
@@ -143,7 +143,7 @@ class InnerOptimizers:
 
 
 def _unwrapped(given: Any) -> Any:
-    """The optimizer behind those of Lightning and accelerate, which share its state and replace it when they load."""
+    """The optimizer inside wrappers of Lightning and accelerate, which share its state and replace it on loading."""
     inner = getattr(given, "optimizer", None)
     while isinstance(inner, torch.optim.Optimizer) and inner.state is given.state:
         given, inner = inner, getattr(inner, "optimizer", None)
@@ -151,7 +151,7 @@ def _unwrapped(given: Any) -> Any:
 
 
 def _inside(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
-    """The optimizers that another one holds, by the expression behind its name."""
+    """Optimizers wrapped in `optimizer`'s attributes, by the expression that reaches them."""
     for name, value in vars(optimizer).items():
         if isinstance(value, torch.optim.Optimizer):
             yield name, value
@@ -170,9 +170,9 @@ def _is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Give loaded state the dtypes and bits that were saved, where `load_state_dict` has cast it.
+    """Restore the dtypes and bits of saved state that `load_state_dict` has cast.
 
-    torch casts every state tensor of a floating-point parameter to the dtype of the parameter, and so rounds the fp32
+    torch casts every state tensor of a floating-point parameter to the parameter's dtype, and so rounds the fp32
     moments of a bf16 model.
     """
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
@@ -237,7 +237,7 @@ class StepWatch:
         self._optimizers = optimizers
         self._batches = 0
         self._dropped = 0
-        self._gradient: weakref.ref[torch.Tensor] | None = None  # the one that was there after the last batch
+        self._gradient: weakref.ref[torch.Tensor] | None = None  # the gradient tensor after the last batch
         self.has_stepped = False  # in this attempt
 
     def stepped(self) -> None:

@@ -54,7 +54,7 @@ class ObservedMetrics:
     def add(self, values: Mapping[str, float | None], tokens: int) -> None:
         """Add the values of one inner step; None means not measured.
 
-        `tokens`: a whole number, of numpy or in a tensor too. Raises `ConfigError` for anything else, and below 0.
+        `tokens`: a whole number, also a numpy or tensor one. Raises `ConfigError` for any other value, and below 0.
         """
         try:
             tokens = operator.index(tokens)

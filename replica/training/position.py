@@ -125,9 +125,9 @@ class TrainingPosition:
         )
 
     def compare_order(self, replica_id: int, manifests: Iterable[Contribution]) -> None:
-        """Compare the order of the training data with that of other replicas, if batches are dealt among them.
+        """Compare the order of the training data with other replicas', if they share its batches.
 
-        Raises `ConfigError` for another one, as `DealtOrder.compare`.
+        Raises `ConfigError` as `DealtOrder.compare` does.
         """
         if (order := self._dealt()) is not None:
             order.compare(replica_id, manifests)

@@ -35,7 +35,7 @@ def seed_all(seed: int) -> None:
 
 
 class Generators:
-    """The states of all generators at one time, as they are in memory."""
+    """The states of all random generators of the process at one time, in memory."""
 
     def __init__(self) -> None:
         self._python, self._cpu, self._numpy = random.getstate(), torch.get_rng_state(), sys.modules.get("numpy")
@@ -43,7 +43,7 @@ class Generators:
         self._of_numpy = self._numpy.random.get_state() if self._numpy else None
 
     def restore(self) -> None:
-        """Let all generators go on from these states."""
+        """Set all generators to these states."""
         random.setstate(self._python)
         torch.set_rng_state(self._cpu)
         torch.cuda.set_rng_state_all(self._gpus)
@@ -62,21 +62,21 @@ def kept() -> Iterator[None]:
 
 
 class Apart:
-    """Random numbers of their own for what is drawn in `drawing`, beside those of training, which stay as they are."""
+    """A separate sequence of random numbers, drawn inside `drawing`; the generators of training are not affected."""
 
     def __init__(self) -> None:
         self._states: Generators | None = None
         self._is_drawing = False
 
     def begin(self, seed: Callable[[], None]) -> None:
-        """Begin a sequence with the states that `seed` sets."""
+        """Begin a new sequence, with the states that `seed` sets."""
         with kept():
             seed()
             self._states = Generators()
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Context in which the process's generators go on with this sequence. May be nested."""
+        """Context in which the process's generators draw from this sequence. May be nested."""
         if self._is_drawing:
             yield
             return
@@ -146,7 +146,7 @@ def restore_generator(state: Mapping[str, Any], generator: torch.Generator) -> N
 
 _PYTHON = struct.Struct("<I625I?d")  # version; words and position; whether a normal number is kept, and which
 _NUMPY = struct.Struct("<2496sIId")  # words; position; whether a normal number is kept, and which
-_cached = lru_cache(maxsize=8)  # for what follows from a seed, and for a generator that nobody draws from
+_cached = lru_cache(maxsize=8)  # for states that follow from a seed, and for unused generators
 
 
 def _python_bytes(state: tuple[Any, ...]) -> bytes:

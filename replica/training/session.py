@@ -203,9 +203,9 @@ class TrainingSession:
                 return
 
     def _outcome(self, closed: ClosedRound) -> tuple[Contribution | None, bool]:
-        """A session's part of a closed round, without the average.
+        """The contribution of a closed round and whether the base was rebuilt with other bits.
 
-        Raises `ConfigError` if replicas that deal batches among themselves draw them in other orders.
+        Raises `ConfigError` if replicas that share batches draw them in different orders.
         """
         self._position.compare_order(self._attempt.replica_id, closed.received)
         return closed.contribution, closed.healed

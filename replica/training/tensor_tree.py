@@ -47,7 +47,7 @@ def unpack(pieces: Iterable[bytes], where: str) -> Any:
 
 
 def _encode(value: Any, tensors: list[tuple[str, torch.Tensor]], path: str) -> Any:
-    """The structure of a tree as JSON; its tensors are appended to `tensors`, each with its place in the tree."""
+    """The structure of a nested state as JSON; appends its tensors, each with its path in the state, to `tensors`."""
     match value:
         case torch.Tensor():
             if type(value.detach()) is not torch.Tensor or value.layout != torch.strided or value.is_quantized:

@@ -66,7 +66,7 @@ class Drawdown(Remembered):
 
     falls: list[float] = field(default_factory=lambda: [0.0, 0.0])
     zero: list[int] = field(default_factory=lambda: [0, 0])  # the last models at which they were zero
-    narrow: str = field(default="", init=False)  # a fall that does not count in this round: few shares carry it
+    narrow: str = field(default="", init=False)  # a fall that does not count in this round: only few shares fell
 
     def begin(self, model: int) -> None:
         """Restart both statistics at zero. `model`: round of the model from which they count."""

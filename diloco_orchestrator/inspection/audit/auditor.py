@@ -103,7 +103,7 @@ class Auditor:
 
     @property
     def left_out(self) -> dict[str, int]:
-        """Number of responses that no base contains, which are therefore not drawn, by reason."""
+        """Number of responses that cannot be drawn because no outer step averaged them, by reason."""
         ranges = {(each.round, each.replica_id) for each in self.ranges}
         counts = Counter(
             _why_left_out(commit, answer.kind)

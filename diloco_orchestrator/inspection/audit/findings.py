@@ -173,7 +173,7 @@ class Audit:
 _EXACT = frozenset(("base", "steps", "dropped work", "tokens", "cursor", "counters", "items"))
 _PLACE = frozenset(("cursor", "counters", "random state"))  # where training ended, beside what it computed
 _SHARE = 0.25  # of one inner step's share of the pseudo-gradient
-_NOISES = 4.0  # a distance so many times that of two re-runs from each other is no noise
+_NOISES = 4.0  # a distance above this multiple of that between two re-runs is no noise
 
 
 def bound_of(round_steps: int) -> float:

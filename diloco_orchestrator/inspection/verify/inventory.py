@@ -67,7 +67,7 @@ class NamedByTheLog:
     manifests: set[tuple[int, int]] = field(default_factory=set)  # (round, replica), also those that nobody can read
     code_sha256: str | None = None
     legs: int = 1  # that have begun
-    snapshot_files: Mapping[str, set[str]] = field(default_factory=dict)  # by a take's folder: names in its record
+    snapshot_files: Mapping[str, set[str]] = field(default_factory=dict)  # by a version's folder: names in its record
     start: Start | None = None
 
 

@@ -32,7 +32,7 @@ class SnapshotChecker:
         self._confirmed = ConfirmedSnapshots(log)
         self.rounds = sorted(self._takes)  # with a complete snapshot, when the verification began
         self._checked: set[int] = set()  # rounds whose snapshot agrees
-        self.named: dict[str, set[str]] = {}  # by the folder of a take: the files that its record names, and the record
+        self.named: dict[str, set[str]] = {}  # by the folder of a version: files in its record, and the record
         self._rest: RestOfSnapshot | None = None  # once it was needed
 
     def base(self, round_: int, digest: str | None, start: Start) -> Base | None:
@@ -92,7 +92,7 @@ class SnapshotChecker:
             snapshot = StoredSnapshot(self._log.store, round_, record, take)
             base = snapshot.check(start, but=snapshot.model_file_names(Naming.of(start)))
             self._check_model_files(snapshot, base, start)
-        except (Differs, SpoolFailed):  # the latter: this machine lacks room, which says nothing of the run
+        except (Differs, SpoolFailed):  # the latter: this machine lacks room, which is no fault of the run
             raise
         except DilocoError as error:
             if self._deleted_meanwhile(round_, take):

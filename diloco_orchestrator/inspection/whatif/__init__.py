@@ -37,7 +37,7 @@ class WhatIf:
     logged: float | None  # what the replicas logged of the base as it was; None if they did not score every item
     items: int | None  # held-out items that were scored here
     below_quorum: list[int]  # rounds that average fewer than their quorum, so that no run would have committed so
-    nobody: list[int]  # rounds that are left with nobody to average, so that the base stays
+    nobody: list[int]  # rounds left without a contribution to average, so that the base stays
     saved: str | None  # folder of the model under the other decision
 
     def to_json(self) -> dict[str, Any]:

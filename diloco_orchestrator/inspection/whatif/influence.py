@@ -109,7 +109,7 @@ class _Round:
     # -- shard by shard ------------------------------------------------------------------------------------------
 
     def _by_shard(self, base: Base) -> tuple[float, list[_Sums]]:
-        """The norm of the outer step, which `base` takes in place, and the sums of each contribution.
+        """The norm of the outer step, which `base` takes in place, and each contribution's `_Sums`.
 
         Residuals of exact adapters are not stepped.
         """

@@ -42,9 +42,9 @@ class Replayed:
     other: Base
     moved: float  # norm of the difference between the base as it was and the one before the line's first round
     averaged: tuple[Answer, ...]  # in the round that made the base under the other decision
-    averaged_in: int  # that round: the last that averages somebody; 0 for the first base
+    averaged_in: int  # that round: the last that averages a contribution; 0 for the first base
     below_quorum: tuple[int, ...]  # rounds that average fewer than their quorum, as no run would
-    nobody: tuple[int, ...]  # rounds that average nobody under the other decision, so that the base stays
+    nobody: tuple[int, ...]  # rounds that average no contribution under the other decision, so that the base stays
 
 
 # -- which rounds -----------------------------------------------------------------------------------------------------
