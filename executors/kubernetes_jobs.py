@@ -1,8 +1,8 @@
 """Replicas as Jobs of a Kubernetes cluster: one `batch/v1` Job per attempt, named after it.
 
-Knows no cloud: `eks_jobs` logs in to EKS. Objects and their meaning are in `kubernetes_objects`, calls in
-`kubernetes_api`. Rights that it needs: create, get, list, patch and delete Jobs, list and patch Pods, read their logs,
-create Secrets; and, to say why a pod is refused, list Events.
+Independent of any cloud: `eks_jobs` logs in to EKS. `kubernetes_objects` has the objects as data, `kubernetes_api` the
+calls. Required rights: create, get, list, patch and delete Jobs, list and patch Pods, read their logs, create Secrets;
+and to explain why a pod is refused, list Events.
 
 An attempt is ended by the deadline of its pod, at its time limit and when it is cancelled, because everything else that
 stops a Job (suspending it, the Job's deadline, deleting it) deletes the pod and its log.

@@ -84,7 +84,7 @@ def _front_matter(folder: Path) -> str:
 
 
 def _json_in(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a snapshot. Raises `RecordInvalid` if the file holds none."""
+    """The object in a JSON file of a snapshot. Raises `RecordInvalid` if the file is no JSON object."""
     try:
         body = parse_json(path.read_bytes())
     except ValueError as error:

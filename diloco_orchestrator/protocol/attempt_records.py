@@ -101,7 +101,7 @@ class Heartbeat(Record):
 
 
 class Offer(Record):
-    """join/attempts/<name>/offer.json: an attempt for any machine that runs `diloco join`. Names secrets, holds none"""
+    """join/attempts/<name>/offer.json: an attempt for any machine that runs `diloco join`, without any secret value."""
 
     record: ClassVar[str] = "offer"
     run_id: str

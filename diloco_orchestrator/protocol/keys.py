@@ -246,7 +246,7 @@ def payload(round_: int, replica_id: int, attempt: int, shard: int, take: int = 
 def end_of_round(round_: int) -> str:
     """A key after all objects of a round and before those of the next one, for `start_after` of a listing.
 
-    "0" is the character after "/". One that clients encode in different ways, such as "~", breaks request signatures.
+    It uses "0", the character after "/": clients encode "~" in different ways, which breaks request signatures.
     """
     return f"{ROUNDS}{round_name(round_)}0"
 

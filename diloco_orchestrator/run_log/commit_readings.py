@@ -100,7 +100,8 @@ class Conclusions:
     def _check_unchanged(self, entry: CommitEntry, previous: CommitEntry | None, before: Before) -> None:
         """Raise `RecordInvalid` if a broken chain may come from a changed or misread record and not from a void commit.
 
-        That is so if the commit before is void, or if a second GET of either record gives other bytes than the first.
+        The cause may be such a record if the commit before is void, or if a second GET of either record gives other
+        bytes than the first.
         """
         commit, position = entry.written, before.position
         if not entry.unreadable and previous is not None and previous.contradicts:

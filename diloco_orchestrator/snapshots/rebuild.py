@@ -301,7 +301,7 @@ def _named(run_log: RunLog, entry: CommitEntry, reader: ContributionReader) -> l
 
 
 def _compared_along(run_log: RunLog, base: Base | None, way: _Way) -> Comparison:
-    """`base` compared with the base at the end of a path. Raises `RecordInvalid` for a snapshot of another base."""
+    """`base` compared with the one that a path gives. Raises `RecordInvalid` for a snapshot of another base."""
     reader = ContributionReader(run_log.store)
     steps = [
         _Step(entry.commit.fragment, _named(run_log, entry, reader), run_log.configs.of(entry.commit.leg))

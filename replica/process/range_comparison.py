@@ -66,9 +66,9 @@ def compare(
 
 
 def is_of_an_earlier_order(found: Contribution, recorded: Sequence[Contribution]) -> bool:
-    """Whether the re-run drew its data in another order than every replica of the recorded round, an earlier version's.
+    """Whether the re-run drew its data in another order than all replicas of the recorded round: another version did.
 
-    `recorded`: all manifests of the round, so that no single replica can claim an earlier version for itself.
+    `recorded`: all manifests of the round, so that no single replica can claim another version for itself.
     """
     cursors = [each.progress.cursor for each in recorded if each.progress]
     return found.progress is not None and ORDER in found.progress.cursor and not any(ORDER in each for each in cursors)

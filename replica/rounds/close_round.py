@@ -121,7 +121,8 @@ class RoundCloser:
         """The open round's commit if it exists. If not, fetch everything that a decision depends on and return None.
 
         Independent requests are sent together: one round trip, and two more for new responses. `waited`: this replica
-        has waited in this round already; then its claims are polled too, and a later live attempt raises `Superseded`.
+        has waited in this round already; then claims of its attempts are polled too, and a later live one raises
+        `Superseded`.
         """
         attempt, expected = self._attempt, self._expected()
         start = attempt.background.start

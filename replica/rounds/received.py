@@ -214,7 +214,7 @@ class ReceivedResponses:
         )
 
     def _kind(self, manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> tuple[str, str]:
-        """The kind that a commit lists for a manifest with a verified payload, and why it is no contribution or ""."""
+        """The kind that a commit lists for a manifest whose payload verifies; and a reason if it is no contribution."""
         if not _belongs(manifest, replica_id, expected):
             log.warning("round %d: replica %d's manifest was copied from elsewhere", expected.round, replica_id)
             return "unverifiable", "the manifest was copied from another round, leg or replica"

@@ -111,7 +111,7 @@ def split_fragments(
 
 
 def _contiguous(parameters: Mapping[str, torch.Tensor], fragments: int) -> list[tuple[str, ...]]:
-    """The names split into `fragments` contiguous parts with about equally many elements, none empty."""
+    """Parameter names split into `fragments` contiguous parts with about equally many elements, none empty."""
     total, seen = sum(p.numel() for p in parameters.values()), 0
     parts: list[list[str]] = [[]]
     for index, (name, parameter) in enumerate(parameters.items()):

@@ -236,7 +236,7 @@ def state_bytes(parameters: tuple[ParameterInfo, ...], *, keeps_local: bool) -> 
     """The bytes of one saved state with AdamW: two moments of each parameter, and local parameters if the run saves
     them.
 
-    It saves them with fragments, delay or alpha. An overestimate with exact adapters, whose residuals are among the
+    A run with fragments, delay or alpha saves them. An overestimate with exact adapters, whose residuals are among the
     parameters but in no optimizer.
     """
     sizes = [_BYTES.get(each.dtype, 4) * math.prod(each.shape) for each in parameters]

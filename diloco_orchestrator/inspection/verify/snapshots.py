@@ -170,7 +170,7 @@ class SnapshotChecker:
     def check_deleted(self, key: str, round_: int) -> None:
         """Raise `Differs` if retention cannot have deleted `key`, an object of a round.
 
-        That is if the run keeps all such objects, or too few confirmed snapshots follow.
+        Retention cannot if the run keeps all such objects, or too few confirmed snapshots follow.
         """
         if optional(keys.RETENTION, lambda: self._log.keeps_payloads):
             raise Differs(key, "is gone, though the run keeps all payloads and states: deleted by hand")
