@@ -1,4 +1,4 @@
-"""Parses a listing of a run's folder: attempts offered to joining machines, and the records about each offer."""
+"""Parses a listing of a run's folder: offers, which are attempts for machines that join, and the records about each."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,7 +10,7 @@ from diloco_orchestrator.store.base import ObjectInfo
 
 
 def by_attempt(listing: Iterable[ObjectInfo]) -> dict[str, set[keys.JoinKey]]:
-    """Keys of offers and of records about them, by attempt name."""
+    """Parsed keys of offers (attempts for machines that join) and of the records about them, by attempt name."""
     found: dict[str, set[keys.JoinKey]] = {}
     for info in listing:
         if (parsed := keys.parse_join_record(info.key)) is not None:
@@ -19,7 +19,7 @@ def by_attempt(listing: Iterable[ObjectInfo]) -> dict[str, set[keys.JoinKey]]:
 
 
 def offers_in(listing: Iterable[ObjectInfo]) -> dict[str, set[keys.JoinKey]]:
-    """The entries of `by_attempt` that have an offer."""
+    """Parsed keys of offers and of their records, by attempt name; attempts without an offer left out."""
     found = by_attempt(listing)
     return {name: records for name, records in found.items() if any(each.record == keys.JOIN_OFFER for each in records)}
 

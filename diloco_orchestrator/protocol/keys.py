@@ -212,7 +212,7 @@ class JoinKey:
 
 
 def parse_join_record(key: str) -> JoinKey | None:
-    """The parts of the key of an offer or of a record about one, or None for any other key."""
+    """The parts of the key of an offer (an attempt for machines that join) or of a record about one; else None."""
     found = _JOIN_RECORD.fullmatch(key)
     if found is None or bool(found[2]) == (found[3] == JOIN_OFFER):
         return None
@@ -220,7 +220,7 @@ def parse_join_record(key: str) -> JoinKey | None:
 
 
 def is_join_piece(key: str) -> bool:
-    """Whether this is the key of a piece of an offered attempt's output."""
+    """Whether this is the key of a piece of the output of an attempt that runs on a machine that joined."""
     return _JOIN_PIECE.fullmatch(key) is not None
 
 
@@ -286,7 +286,10 @@ _OF_ROUND = re.compile(rf"rounds/({_ROUND})/.*")
 
 
 def parse_round(key: str) -> int | None:
-    """The round of an object of a round, saved state, segment (its last round) or snapshot; None for any other key."""
+    """The round in the key of a round's object, a saved state or a snapshot; None for any other key.
+
+    For a segment (an object that joins the records of ten or a hundred rounds), its last round.
+    """
     if found := _OF_ROUND.fullmatch(key):
         return int(found[1])
     if (saved := parse_state(key)) is not None:

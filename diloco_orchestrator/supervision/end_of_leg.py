@@ -1,6 +1,7 @@
-"""Writes the last records of a leg if no replica is left to do it: stop commit, result, last snapshot.
+"""Writes the last records of a leg, a run's stretch from start or resume to stop, if no replica is left to do it.
 
-Replicas write all of these themselves when they can. `fleet_policy` decides when to stop a leg.
+They are the stop commit, the result and the last snapshot, which replicas write themselves when they can.
+`fleet_policy` decides when to stop a leg.
 """
 
 import logging
@@ -23,7 +24,11 @@ log = logging.getLogger(__name__)
 
 
 class EndOfLeg:
-    """Writes the missing records at the end of the leg `begin`. Every method is safe to repeat and to race."""
+    """Writes the missing last records of a leg: stop commit, result, snapshot. Every method is safe to repeat and to
+    race.
+
+    `begin`: the leg's begin record. A leg is a run's stretch from start or resume to stop.
+    """
 
     def __init__(self, run_log: RunLog, begin: Entry[Begin], stamp: Stamp) -> None:
         self._log = run_log

@@ -1,4 +1,4 @@
-"""Begins the next leg of a stopped run: chooses its base, settings and number of outer steps, and writes its record.
+"""Begins the next leg (stretch to the next stop) of a stopped run: its base, its settings, its number of outer steps.
 
 `auto_resume` does so by itself after a halt by the guard, if the run was launched with `on_halt`. `protocol.legs`
 decides which bases exist.

@@ -36,7 +36,8 @@ _POLL_SELDOM_S = 10.0  # between LIST requests for a later attempt of this repli
 
 
 class RoundCloser:
-    """Ends one round after another. Not thread-safe; the calling thread may change between calls."""
+    """Ends round after round: reads responses, commits or awaits the commit, applies it to the base. Not thread-safe.
+    """
 
     def __init__(
         self,
@@ -236,7 +237,7 @@ class RoundCloser:
         )
 
     def _read_late(self) -> None:
-        """Find replicas whose manifest came after the last closed round's commit: they are alive."""
+        """Mark replicas as alive whose manifest of the last closed round exists, though its commit lacks them."""
         last, replicas = self._tip.last, self._attempt.config.replicas
         decided = last.decided_about() if last else set()
         if last is None or not self._timing.elastic or len(decided) == replicas:

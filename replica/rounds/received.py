@@ -183,7 +183,10 @@ class ReceivedResponses:
         return {sha256: manifest for sha256, manifest in found if manifest is not None}
 
     def claims(self) -> list[BaseClaim]:
-        """Base claims of the readable manifests, in replica_id order, except announcements, which claim no base."""
+        """Base claims (base digests named in manifests) of the readable manifests, in replica_id order.
+
+        Except those of announcements, manifests by which a replica only reports that it is back: they name no base.
+        """
         return [BaseClaim.of(manifest) for manifest in self.manifests() if manifest.base_digest]
 
     def averaged_by(self, commit: Commit, expected: ExpectedContribution) -> list[tuple[Contribution, int]]:

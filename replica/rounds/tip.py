@@ -1,6 +1,6 @@
-"""`HeldTip`: the newest base that this replica has computed, its position in the commit log, and the round open there.
+"""`HeldTip`: the newest base that this replica has computed, with the round of the last commit in it.
 
-It advances by commits. `base_claims` checks the digest of the base; `close_round` ends rounds.
+Each commit advances it. `base_claims` checks the digest of the base; `close_round` ends rounds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,9 +37,10 @@ class OpenRound:
 
 
 class HeldTip:
-    """A base in memory and its position in the log, which advance commit by commit.
+    """A base in memory and its position in the commit log, which advance commit by commit.
 
-    `tip`: where to begin. `fragments`: parameter names of each fragment, for a run without start record yet.
+    `tip`: base and position to begin with. `fragments`: parameter names of each fragment, for a run whose start record,
+    with its first base, does not exist yet.
     """
 
     def __init__(self, attempt: Attempt, tip: Tip, fragments: Sequence[tuple[str, ...]]) -> None:
