@@ -25,16 +25,16 @@ def offers_in(listing: Iterable[ObjectInfo]) -> dict[str, set[keys.JoinKey]]:
 
 
 def records_about(listed: Mapping[str, Iterable[keys.JoinKey]], name: str, offer_sha256: str) -> set[str]:
-    """The names of an attempt's offer, if it has one, and of the records about the offer with this digest."""
+    """Names of an attempt's offer to joining machines, if any, and of the records about the offer with this digest."""
     records = listed.get(name, ())
     return {each.record for each in records if each.record == keys.JOIN_OFFER or each.is_about(offer_sha256)}
 
 
 def name_of(offer: Offer) -> str:
-    """The name of an offered attempt, in the keys of its records."""
+    """The name of an attempt offered to joining machines, as the keys of its records hold it."""
     return attempt_name(LaunchRequest(offer.run_id, offer.replica_id, offer.attempt, []))
 
 
 def who(offer: Offer) -> str:
-    """Text that names the offered attempt."""
+    """The offered attempt as text for people: run, replica and attempt number."""
     return f"replica {offer.replica_id}, attempt {offer.attempt}"

@@ -26,7 +26,7 @@ def heartbeats_read_s(config: RunConfig, round_s: float) -> float:
 
 
 def longest_wait_s(config: RunConfig, round_s: float) -> float:
-    """The longest pause of a replica that waits for the others: `timing.poll_s`, or a fiftieth of a long round."""
+    """The longest pause of a replica that waits for others, seconds: `timing.poll_s` or a fiftieth of a round."""
     return max(config.timing.poll_s, min(round_s / 50, _LONGEST_WAIT_S))
 
 
@@ -41,12 +41,12 @@ def commits_read_s(round_s: float, open_s: float) -> float:
 
 
 def seldom_read_s(round_s: float) -> float:
-    """The pause between two polls for what hardly ever comes, such as another leg: 20 rounds, at most half an hour."""
+    """Seconds between two polls for what hardly ever comes, such as a resume: 20 rounds, at most half an hour."""
     return max(10.0, min(20 * round_s, 1800.0))
 
 
 def records_read_s(round_s: float) -> float:
-    """The pause between two polls for records of an attempt that its provider says nothing of."""
+    """Seconds between two polls for records of an attempt whose status the provider does not report."""
     return max(1.0, min(round_s / 10, 15.0))
 
 

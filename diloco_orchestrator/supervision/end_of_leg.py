@@ -76,7 +76,7 @@ class EndOfLeg:
             ensure_default_snapshot(self._log, self._stamp)
 
     def last_base(self) -> int:
-        """The round whose commit made the leg's newest base."""
+        """The round whose commit made the newest base of the leg (start or resume to stop)."""
         entry = self._last()
         while entry is not None and not entry.commit.applied and entry.commit.round - 1 > self._begin.after_round:
             entry = self._log.commit(entry.commit.round - 1)

@@ -1,4 +1,4 @@
-"""`Attempt`: one launched process of a replica, the objects it works with, and the claim that it holds.
+"""`Attempt`: one launched process of a replica, the objects it works with, and the claim by which it became one.
 
 What the process does is decided by `run_attempt`.
 """
@@ -32,7 +32,7 @@ _BY_HAND = "by hand"  # in place of the executor that launched an attempt
 
 @dataclass(frozen=True)
 class Attempt:
-    """A claimed attempt (process) of a replica: its leg, the run's log, and clock, stamp and background threads."""
+    """A claimed attempt (process) of a replica: its leg (start or resume to stop), the run's log, clock and threads."""
 
     log: RunLog
     leg: Entry[Begin]
@@ -68,7 +68,7 @@ class Attempt:
 
     @property
     def outer_steps(self) -> int:
-        """Number of outer steps of the whole run at the end of this leg."""
+        """Number of outer steps of the whole run at the end of this leg (start or resume to stop)."""
         return self.begin.from_outer_step + self.begin.outer_steps
 
     def check_superseded(self) -> None:
@@ -213,7 +213,7 @@ def hardware_here(proc: Path = Path("/proc")) -> dict[str, str]:
 
 
 def differences(versions: Mapping[str, str], hardware: Mapping[str, str]) -> list[str]:
-    """Sentences about each fact by which a claim's machine is of another hardware class than this one; empty if equal.
+    """Sentences about hardware and versions in which the machine of a claim differs from this one; empty if none.
 
     The number of threads does not count: a re-run sets the recorded number.
     """

@@ -23,7 +23,7 @@ from diloco_orchestrator.snapshots.rebuild import Tip
 
 @dataclass(frozen=True)
 class OpenRound:
-    """The open round as a training loop sees it, with the position in the commit log before it."""
+    """The open round as a training loop sees it, with outer step and roster as the commit before it fixes them."""
 
     round: int  # its number
     fragment: int  # index of the fragment that it synchronises
@@ -63,7 +63,7 @@ class HeldTip:
 
     @property
     def last(self) -> Commit | None:
-        """The last commit of this leg that was applied or skipped; None before the first."""
+        """The last commit since the start or resume that was applied or skipped; None before the first."""
         return self.value.last.commit if self.value.last else None
 
     @property
@@ -87,7 +87,7 @@ class HeldTip:
 
     @property
     def closed_rounds(self) -> range:
-        """Rounds of this leg whose commits were applied or skipped, newest first."""
+        """Rounds since the start or resume whose commits were applied or skipped, newest first."""
         return range(self.position.round, self._attempt.begin.after_round, -1)
 
     def commit_of(self, round_: int) -> Commit:
@@ -97,7 +97,7 @@ class HeldTip:
         return entry.commit
 
     def made_before(self, round_: int) -> int:
-        """The round whose outer step made the base that `round_`, of this leg, started from."""
+        """The round whose outer step made the base that `round_`, after the last resume, started from."""
         begin = self._attempt.begin
         earlier = range(round_ - 1, begin.after_round, -1)
         return next((each for each in earlier if self.commit_of(each).applied), begin.from_round)
