@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from simulation import MOST_CLOSES, Simulation, simulate, simulate_wide
+from simulation import MOST_CLOSES, Simulation, simulate, simulate_forged, simulate_wide
 from simulation_plan import NextLeg, Plan, calm, plan_of, wide_plan_of
 from simulation_store import InvariantBroken
 
@@ -136,6 +136,12 @@ def test_a_leg_ends_though_the_store_lost_a_payload_that_its_last_base_needs():
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow) for seed in (29, 2000475, 5000176)])
 def test_wide_seeds_that_once_found_a_bug(seed: int):
     simulate_wide(seed)
+
+
+@pytest.mark.parametrize("seed", [57, 16, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(58, 90))])
+def test_what_somebody_forges_breaks_no_invariant_of_the_others(seed: int):
+    """The only replica is killed, and an exit record calls it superseded; replicas are given up, legs are forged, …"""
+    assert simulate_forged(seed).forged_keys
 
 
 def test_the_same_seed_gives_the_same_trace():
