@@ -27,7 +27,8 @@ from torch import nn
 from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.config import GuardConfig, make_config
 from diloco_orchestrator.demo.text import Corpus, load_corpus
-from diloco_orchestrator.guard.fold import RoundReports, fold
+from diloco_orchestrator.guard.fold import fold
+from diloco_orchestrator.guard.robust import RoundReports
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Run, Score
@@ -310,7 +311,7 @@ def judged(sample: Sample) -> Sample:
         evidence = RoundReports(
             round=round_,
             scores=sorted(scores, key=lambda score: score.share),
-            in_loop=[Metric(**m["in_loop"]) for m in manifests if m["in_loop"]],
+            in_loop={i: Metric(**m["in_loop"]) for i, m in enumerate(manifests) if m["in_loop"]},
             final_evaluation=round_ == len(sample["manifests"]),
         )
         folded = fold(state, GuardConfig(), heldout, evidence)

@@ -52,10 +52,11 @@ def registered_names(group: str) -> list[str]:
 
 
 def registered(kind: str, group: str, name: str) -> tuple[Any, str]:
-    """The object that a package registers under a name, and words for it: "command 'tides' of package y (y.cli:tides)".
+    """The object that a package registers under a name, and a description: "command 'tides' of package y
+    (y.cli:tides)".
 
-    `kind`: of the object in words, such as "command". `group`: of the entry points. Raises `LookupError` if nobody
-    registers the name, and ValueError if more than one package does, or for one that does not load.
+    `kind`: what the object is, such as "command". `group`: of the entry points. Raises `LookupError` if no package
+    registers the name, and ValueError if more than one does or if it does not load.
     """
     from importlib.metadata import entry_points
 
@@ -104,7 +105,7 @@ class _ShortNames(MetaPathFinder, Loader):
 
 
 def give_short_name(name: str) -> None:
-    """Register `name` as a second name of our package. Its `__init__` calls this when imported by its short name."""
+    """Register `name` as a second name of our package. The package's `__init__` calls this if imported by that name."""
     if not any(isinstance(finder, _ShortNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, _ShortNames())
     sys.modules[name] = importlib.import_module(_long(name))

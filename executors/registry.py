@@ -93,9 +93,9 @@ def make_executor(name: str, options: Mapping[str, Any]) -> ServerlessExecutor:
 
 
 def executor_of(given: object) -> ServerlessExecutor:
-    """The executor that a caller passed, or a new one with default options of the name that it passed.
+    """The executor that a caller passed, or a new one with default options if it passed a name.
 
-    Raises ValueError for an unknown name, one whose options cannot all be left out, and anything else.
+    Raises ValueError for an unknown name, one with required options, and anything else.
     """
     if isinstance(given, str):
         try:
@@ -116,9 +116,9 @@ def executor_of(given: object) -> ServerlessExecutor:
 
 
 def spec_of(executor: ServerlessExecutor) -> dict[str, Any] | None:
-    """Name and options as `run.json` holds them, from which `recreate` makes an equal executor in another process.
+    """Name and options as `run.json` stores them, from which `recreate` makes an equal executor in another process.
 
-    For an executor with arguments that no record may hold, their names; then `recreate` raises an error with these.
+    For an executor with arguments that must not be recorded, their names; `recreate` then raises an error naming them.
     None for an executor whose class is not registered.
     """
     if isinstance(executor, MixedExecutor):

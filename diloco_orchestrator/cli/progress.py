@@ -1,4 +1,4 @@
-"""Follows a run to its end for commands that launch or watch one: display, summary, exit code."""
+"""Shows a run to its end, for commands that launch or watch one: display, summary, exit code."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def follow(
     on_status: Callable[[RunStatus], None] | None = None,
     summarise: Callable[[RunResult, Console], None] | None = None,
 ) -> int:
-    """Follow the run that `start` launches or attaches to, show it until it ends, and return the exit code.
+    """Show the run that `start` launches or attaches to until it ends, and return the exit code.
 
     With `as_json` stdout gets one JSON object at the end and everything else goes to stderr. `on_status` is called with
     every status that was read; `summarise` prints the last lines. Raises `RunFailed`.
@@ -94,5 +94,5 @@ def _summarise(result: RunResult, console: Console) -> None:
 
 
 def say(console: Console, *parts: Any) -> None:
-    """Print one line without markup, which breaks only at the terminal's edge."""
+    """Print one line without markup, wrapped only by the terminal."""
     console.print(*parts, highlight=False, markup=False, soft_wrap=True)

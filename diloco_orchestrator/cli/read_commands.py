@@ -23,8 +23,8 @@ from diloco_orchestrator.cli.shared import (
 )
 
 if TYPE_CHECKING:
-    from diloco_orchestrator.inspection.influence_rows import Influence
     from diloco_orchestrator.inspection.logs import LogLine
+    from diloco_orchestrator.inspection.report import Influence
     from diloco_orchestrator.inspection.status import RunReader
 
 
@@ -236,5 +236,5 @@ def _follow(reader: "RunReader", replica: int | None, tail: int | None, trust_bu
 
 
 def _prefix(line: "LogLine") -> str:
-    """Replica and attempt of a line, in the replica's colour; click leaves colours out where there is no terminal."""
+    """Replica and attempt of a line, in the replica's colour; click drops colours if there is no terminal."""
     return click.style(f"{line.replica_id}.{line.attempt} |", fg=_COLOURS[line.replica_id % len(_COLOURS)])

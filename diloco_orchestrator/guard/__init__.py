@@ -1,7 +1,8 @@
-"""The kill-switch: its rules, their fold over rounds, and the dealing of the held-out set. Pure Python."""
+"""The guard (kill-switch): its rules, their state over rounds, and the split of the held-out set. Pure Python."""
 
-from diloco_orchestrator.guard.fold import FoldResult, RoundReports, fold
+from diloco_orchestrator.guard.fold import FoldResult, fold
 from diloco_orchestrator.guard.heldout import CollapseStopError, HeldOutGuard, TripwireStatus, kl_token_trust_filter
+from diloco_orchestrator.guard.robust import RoundReports
 from diloco_orchestrator.guard.rule import Evidence, GuardRule
 from diloco_orchestrator.guard.sequential import SequentialGuard, items_needed
 from diloco_orchestrator.guard.shares import content_hash, deal, shares_of

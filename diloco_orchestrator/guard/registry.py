@@ -1,7 +1,6 @@
-"""Finds the guard's rules by their names: ours, and those of other packages by entry points.
+"""Finds guard rules by name: the built-in ones, and those of other packages through entry points.
 
-An installed rule has one name: that of its entry point, which is also its class's `name`. Ours are named in settings
-without their version.
+An installed rule's entry point has the same name as its class's `name`. Settings name built-in rules without version.
 """
 
 from collections.abc import Mapping
@@ -30,21 +29,19 @@ def rule_of(name: str) -> type[GuardRule]:
 
 
 def rule_of_state(state: Mapping[str, Any] | None, setting: str, where: str) -> type[GuardRule]:
-    """The rule that judges the round after `state`: the one that it names; without a state, that of the setting.
+    """The rule that judges the next round: the one named in `state`, without a state that of `setting`.
 
-    `where`: the state, for errors. Raises `RecordTooNew` if the rule is not installed here.
+    `where`: describes the state in errors. Raises `RecordTooNew` if the rule is not installed here.
     """
     name = setting if state is None else str(state.get("rule", UNNAMED.name))
     try:
-        if state is None:
-            return rule_of(name)
-        return _BY_NAME.get(name) or _installed(name)
+        return (_BY_SETTING if state is None else _BY_NAME).get(name) or _installed(name)
     except (LookupError, ConfigError) as error:
-        unknown = unknown_name("guard rule", name, (*_BY_NAME, *registered_names(ENTRY_POINTS)))
-        words = unknown if isinstance(error, LookupError) else str(error)
+        why = f": {error}" if isinstance(error, ConfigError) else "."
         raise RecordTooNew(
-            f"{where} needs a rule that is not installed here ({words}). Install the package that has it, or use the "
-            "version of diloco-orchestrator that run.json names as package_version, or a later one."
+            f"{where} needs the guard rule {name!r}, which is not installed here{why} `pip install` the package that "
+            f"registers it under {ENTRY_POINTS}, or the version of diloco-orchestrator that run.json names as "
+            "package_version, or a later one, and repeat this command."
         ) from None
 
 

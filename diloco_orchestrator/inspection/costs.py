@@ -1,8 +1,8 @@
 """Computes what a run costs: machine hours so far, and requests and traffic of one round in advance.
 
-Requests and traffic are priced as by Amazon S3 in us-east-1; most other stores charge less. Prices of machines come
-from executors. Wall-clock times of records are compared here, because machines are paid by the hour and seconds do not
-matter. Limits on what a leg may cost are in `supervision`.
+Requests and traffic have Amazon S3's prices in us-east-1; most other stores charge less. Prices of machines come from
+executors. Wall-clock times of records are compared here, because machines are paid by the hour and seconds do not
+matter. `supervision` enforces cost limits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class LegCost:
     rate_usd: float = 0.0  # an hour, of the machines that run now and whose price is known
 
     def words(self) -> str:
-        """The cost in words; empty if no price is known."""
+        """The cost as text; empty if no price is known."""
         if self.usd is None:
             return ""
         unknown = f", {self.unpriced} attempts of unknown price not counted" if self.unpriced else ""
@@ -72,22 +72,22 @@ def leg_cost(attempts: Sequence[AttemptCost], began: float, now: float) -> LegCo
 
 @dataclass(frozen=True)
 class EndForecast:
-    """The time and money that the rest of a leg takes, if it goes on as in its last rounds."""
+    """Hours and dollars until the end of a leg, if its rounds go on as the last ones did."""
 
     hours: float  # from the last commit to the end
     usd: float | None  # of the whole leg; None if no price is known
 
     def words(self) -> str:
-        """The forecast in words."""
+        """The forecast as text."""
         cost = "" if self.usd is None else f", ${self.usd:.2f} in all"
         return f"about {self.hours:.1f} h to the end{cost}"
 
 
 def end_forecast(spent: LegCost, committed_at: Sequence[float], steps_left: int) -> EndForecast | None:
-    """The forecast for a leg with `steps_left` outer steps; None before its third commit.
+    """The forecast for a leg with `steps_left` outer steps to go; None before its third commit.
 
-    `committed_at`: times of the leg's commits, oldest first, in seconds since 1970. The median interval of the last
-    rounds counts, so that one long wait does not. The first interval is left out: it holds the start of the machines.
+    `committed_at`: times of the leg's commits, oldest first, in seconds since 1970. Uses the median interval of the
+    last rounds, so that one long wait does not count, without the first, which includes the start of the machines.
     """
     seconds = [after - before for before, after in pairwise(committed_at[1:])][-_FORECAST_ROUNDS:]
     if not seconds:
@@ -99,8 +99,8 @@ def end_forecast(spent: LegCost, committed_at: Sequence[float], steps_left: int)
 def egress_usd_per_gb(executor: str, url: str, endpoint: str) -> float:
     """US dollars per GB that a replica on `executor` reads from the bucket at `url`, at the first tier of list prices.
 
-    Replicas on EKS are taken to be in the bucket's region, where S3 costs nothing. Stores behind an `endpoint` of their
-    own charge nothing as Cloudflare R2 and MinIO do, or what their contract says.
+    Assumes that replicas on EKS are in the bucket's region, where S3 costs nothing, and that stores behind an
+    `endpoint` of their own charge nothing, as Cloudflare R2 and MinIO.
     """
     scheme = url.removeprefix("fsspec+").partition("://")[0] if "://" in url else "file"
     if scheme in ("s3", "s3a"):
@@ -123,12 +123,12 @@ class CostReader:
         last: Commit | None,
         now: float | None,
     ) -> LegCost:
-        """The cost of a leg so far. An attempt without a heartbeat for ten minutes is counted as ended.
+        """The cost of a leg so far. An attempt without a heartbeat for ten minutes counts as ended.
 
         Args:
             numbers: the numbers of all attempts by replica id, oldest first.
             beats: the heartbeats of the newest attempts by (replica id, attempt).
-            begin: the leg's record.
+            begin: the leg's begin record.
             last: the newest commit.
             now: seconds since 1970; None for the newest time in the leg's records.
         """
@@ -147,7 +147,7 @@ class CostReader:
         return leg_cost(list(costs.values()), begin.at, at)
 
     def _of_attempt(self, replica_id: int, attempt: int, leg: int, replaced: bool) -> AttemptCost | None:
-        """The cost of one attempt; None for another leg's, or before a process claimed it, because waiting costs
+        """The cost of one attempt; None for another leg's, and before a process claimed it, because waiting costs
         nothing.
 
         `replaced`: whether a later attempt of the replica exists.
@@ -166,10 +166,10 @@ class CostReader:
         return known[1] if known[0] == leg else None
 
     def _end_of(self, replica_id: int, attempt: int, replaced: bool) -> float | None:
-        """When an attempt ended; None while it runs.
+        """The time when an attempt ended; None while it runs.
 
-        A killed attempt wrote no exit record: it is counted until its successor was launched, or until its last
-        heartbeat if the successor came much later.
+        A killed attempt wrote no exit record: it counts until its successor was launched, or until its last heartbeat
+        if the successor came much later.
         """
         ended = self._attempts.exit(replica_id, attempt)
         if ended is not None:

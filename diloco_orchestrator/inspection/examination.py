@@ -1,16 +1,14 @@
 """`python -m diloco_orchestrator.inspection.examination --store URL`: examines the machine that a replica would have.
 
-`diloco doctor --executor … URL` starts it over there, with image, machine, code and secrets of a replica. It prints
-each finding, and all of them as JSON in its exit line, which the provider's log carries back even where the bucket
-cannot be reached.
+`diloco doctor --executor … URL` launches it with image, machine, code and secrets of a replica. It prints each finding,
+and all of them as JSON in its exit line, which the provider's log has even if the bucket cannot be reached.
 """
 
 import argparse
 import json
 
 from diloco_orchestrator.clock import SystemClock
-from diloco_orchestrator.inspection.doctor import examine, examine_store
-from diloco_orchestrator.inspection.machine_checks import Finding
+from diloco_orchestrator.inspection.doctor import Finding, examine, examine_store
 from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS, EXIT_DONE, print_exit_line, unpacked_code
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.replica.process.run_attempt import process_environment

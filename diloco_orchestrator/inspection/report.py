@@ -1,17 +1,18 @@
-"""`Report`: everything that the page about a run shows, read from its bucket as plain data. Rendering is `cli`'s."""
+"""`Report`: all data on the page about a run, read from its bucket. `cli.report_page` renders it."""
 
+import csv
+import io
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 from pydantic import BaseModel
 
 from diloco_orchestrator.clock import Background, in_parallel
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
-from diloco_orchestrator.inspection.influence_rows import Influence
 from diloco_orchestrator.inspection.status import AttemptRow, RunReader, RunStatus
 from diloco_orchestrator.protocol.attempt_records import Claim
 from diloco_orchestrator.protocol.records import Answer, Contribution
@@ -19,12 +20,54 @@ from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.segments import Manifests
 
+
+@dataclass(frozen=True)
+class InfluenceRow:
+    """One contribution in one round, compared with the same round without it."""
+
+    round: int
+    replica_id: int
+    shift: float | None  # ‖base without it - base‖ / ‖outer step‖; None if the step is zero
+    cosine: float | None  # of its pseudo-gradient with the average of the others; None if it is alone, or one is zero
+    heldout_change: float | None = None  # score of the base without it less that of the base; None: not scored
+
+
+@dataclass(frozen=True)
+class Influence:
+    """The rows of all applied rounds whose payloads still exist, by round and replica id."""
+
+    rows: list[InfluenceRow] = field(default_factory=list)
+    gone: list[int] = field(default_factory=list)  # applied rounds whose payloads were deleted
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_csv(self) -> str:
+        """A header and one CSV line per row, numbers in six digits; missing values are empty."""
+        text = io.StringIO()
+        written = csv.writer(text, lineterminator="\n")
+        names = [each.name for each in fields(InfluenceRow)]
+        written.writerow(names)
+        for row in self.rows:
+            values = (getattr(row, name) for name in names)
+            written.writerow([f"{value:.6g}" if isinstance(value, float) else value for value in values])
+        return text.getvalue()
+
+    def gone_words(self) -> str:
+        """A sentence naming the rounds left out because their payloads were deleted; empty if there are none."""
+        if not self.gone:
+            return ""
+        first, last = self.gone[0], self.gone[-1]
+        span = f"{first} to {last}" if last - first + 1 == len(self.gone) > 1 else ", ".join(map(str, self.gone))
+        return f"Without {'round' if len(self.gone) == 1 else 'rounds'} {span}: payloads were deleted by retention."
+
+
 Points = Sequence[tuple[int, float]]  # (round, value)
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The run's program, machines and duration. Times are seconds since 1970 on the clocks of the records' writers."""
+    """Code, machines and duration of a run. Times are seconds since 1970 on the clocks of the records' writers."""
 
     entrypoint: str
     settings: Mapping[str, str]  # by dotted name, where they are not the default
@@ -41,7 +84,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Report:
-    """A run as of one moment."""
+    """A run at one moment."""
 
     status: RunStatus
     config: RunConfig
@@ -52,7 +95,7 @@ class Report:
 
     @classmethod
     def read(cls, reader: RunReader, background: Background, influence: Influence | None = None) -> Self:
-        """Read the run. Manifests are read several at a time. Errors as of `RunReader.status`."""
+        """Read the run. Manifests are read several at a time. Raises as `RunReader.status` does."""
         status, attempts = reader.status(), reader.all_attempts()
         losses = losses_by_replica(reader.log, background)
         return cls(status, reader.run.config, facts_of(reader, status), attempts, losses, influence)
@@ -82,9 +125,9 @@ def facts_of(reader: RunReader, status: RunStatus) -> RunFacts:
 
 
 def settings_of(config: RunConfig) -> dict[str, str]:
-    """The settings that are not the default, by dotted name, without those that a page shows by themselves.
+    """The settings that differ from the default, by dotted name, without those that the page shows elsewhere.
 
-    Held-out items are given by their number.
+    Held-out items are replaced by their number.
     """
     found = {name: text for name, text in _changed(config, "").items() if name not in _SHOWN_APART}
     if "heldout_items" in found:
@@ -114,10 +157,10 @@ def _machine_of(claim: Claim) -> str:
 
 
 def losses_by_replica(log: RunLog, background: Background) -> dict[int, list[tuple[int, float]]]:
-    """The mean of what each replica observed as loss in each round, or as reward where nobody observed a loss.
+    """The mean loss that each replica observed in each round, or reward if no replica observed a loss.
 
-    Read from the manifests that commits name: from segments where there are some, else one by one, several at a time.
-    One that is missing or is not what the commit names has no point here; `verify` names it.
+    Read from the manifests that commits name, from segments where they exist. A manifest that is missing or has another
+    digest than in the commit gives no point; `verify` reports it.
     """
     found: dict[str, dict[int, list[tuple[int, float]]]] = {"loss": {}, "reward": {}}
     for manifest in _manifests(log, background):
@@ -143,7 +186,7 @@ def _manifests(log: RunLog, background: Background) -> Iterator[Contribution]:
 
 
 def _readable(reader: ContributionReader, round_: int, answer: Answer, line: bytes | None) -> Contribution | None:
-    """A manifest from its bytes in a segment, `line`, or from its own object; None if it cannot be read."""
+    """A manifest from its line in a segment, `line`, or from its own object; None if it cannot be read."""
     try:
         if line is not None:
             return Contribution.from_bytes(line, "a segment's line")

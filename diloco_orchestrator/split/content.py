@@ -1,7 +1,7 @@
 """Identity of items: their normal form and its hash, and the Merkle root of a set of hashes.
 
-Held-out and training items are compared by these hashes, so that an item that was only reformatted is found. How
-held-out items are dealt over replicas is `guard.shares`', which keeps items apart that differ in white space.
+Held-out and training items are compared by these hashes, which ignore white space. `guard.shares`, which assigns
+held-out items to replicas, distinguishes items by white space.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import json
 import unicodedata
 from collections.abc import Iterable
 from functools import cache
+from itertools import chain
 from typing import Any, Literal, NoReturn
 
 from diloco_orchestrator.guard.shares import canonical
@@ -18,6 +19,7 @@ ItemHash = bytes  # 32
 Form = Literal[1, 2]  # 1: NFC and white space, of manifests that earlier versions wrote; 2: `normal_form`
 NEWEST_FORM: Form = 2
 
+_DEEPEST = 100  # levels of JSON in a text
 _QUOTES = "\"'`"
 _ENDS = ".,;:!?。、" + _QUOTES  # what may follow a text without making it another
 
@@ -72,14 +74,21 @@ def normal_form(text: str) -> str:
 
 
 def json_in(text: str) -> Any:
-    """The JSON object or list that a text holds; None if it holds none."""
+    """The JSON object or list that a text holds; None if it holds none, or one of more than 100 levels."""
     bare = text.strip()
     if (bare[:1], bare[-1:]) not in {("{", "}"), ("[", "]")}:
         return None
     try:
-        return json.loads(bare, parse_constant=_no_number)
+        found = json.loads(bare, parse_constant=_no_number)
     except (ValueError, RecursionError):
         return None
+    level = [found]
+    for _ in range(_DEEPEST):  # what is deeper would exceed Python's recursion limit where values are normalised
+        inside = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        if not inside:
+            return found
+        level = list(chain.from_iterable(inside))
+    return None
 
 
 def merkle_root(hashes: Iterable[ItemHash]) -> str:

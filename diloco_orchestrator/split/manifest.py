@@ -1,8 +1,7 @@
-"""`HeldoutManifest`: which items are held out, by hash, and how they were chosen.
+"""`HeldoutManifest`: the held-out items by hash, and the settings of the split that chose them.
 
-A split writes it, and replicas check their training items by it.
-
-The file has no time and no machine in it: the same inputs and settings give the same bytes.
+A split writes it; replicas compare their training items with it. The file has no time and no machine name: the same
+inputs and settings give the same bytes.
 """
 
 import json
@@ -42,7 +41,7 @@ class SplitSettings(_Part):
 
 
 class HeldoutManifest(_Part):
-    """Held-out items and settings of a split. `excluded`: left out of both sides, as too close to a held-out item.
+    """Held-out items and settings of a split. `excluded`: in neither set, because too similar to a held-out item.
 
     `version` is the form of `item_hash` in which items are compared: what a split of an earlier version held out is
     found by the same hashes for as long as its manifest is used.
@@ -58,7 +57,7 @@ class HeldoutManifest(_Part):
 
     @classmethod
     def of(cls, items: Sequence[Any], ids: Sequence[str] = ()) -> Self:
-        """The manifest of a held-out set that no split made: its items as they are. `ids`: by default their numbers."""
+        """The manifest of a held-out set that no split made. `ids`: of the items; by default their numbers."""
         found = {item_hash(each): name for each, name in zip(items, ids or _numbers(len(items)), strict=True)}
         entries = tuple(HeldoutItem(hash=each.hex(), id=found[each]) for each in sorted(found))
         kinds = sorted({kind_of(each) for each in items})
@@ -79,7 +78,7 @@ class HeldoutManifest(_Part):
     def read(cls, path: str | Path) -> Self:
         """The manifest in a file, or in the folder that a split wrote.
 
-        Raises `ConfigError` if there is none, if it is of another version, or if its items are not those of its root.
+        Raises `ConfigError` if there is none, it has another version, or its items do not have its Merkle root.
         """
         path = Path(path)
         path = path / NAME if path.is_dir() else path
@@ -122,11 +121,11 @@ class HeldoutManifest(_Part):
         return {bytes.fromhex(each.hash): each.id for each in self.items}
 
     def forbidden(self) -> dict[ItemHash, str]:
-        """The id of every item that must not be trained on, by its hash: held out, or too close to that."""
+        """Hash -> id of every item that must not be trained on: held out, or excluded as too similar."""
         return {bytes.fromhex(each.hash): each.id for each in (*self.excluded, *self.items)}
 
     def content_of(self, record: Any) -> Any:
-        """The compared part of a record: its text field, or the record itself where it has none."""
+        """The part of a record that is compared: its text field, or the whole record if it has none."""
         field = self.settings.text_field
         return record[field] if field is not None and isinstance(record, Mapping) and field in record else record
 

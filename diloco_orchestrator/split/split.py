@@ -1,7 +1,7 @@
 """`HeldoutSplit`: decides which items are held out, by a keyed hash of their group.
 
-The decision about a group needs no other group: it depends neither on order nor on how many items there are, so that
-data may be added later. Reading and writing files is left to `split.files`.
+The decision about a group depends on no other group, on no order and not on the number of items, so that data may be
+added later. `split.files` reads and writes files.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from diloco_orchestrator.split.near_duplicates import Rule, find_near
 
 
 class Side(StrEnum):
-    """The part of the data that an item is put into."""
+    """The set into which a split puts an item."""
 
     TRAIN = "train"
     HELDOUT = "heldout"
@@ -59,7 +59,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Splitting:
-    """The result of a split: the side of every item, in the given order, why some are excluded, and the manifest."""
+    """The result of a split: the set of each item, in the given order, reasons for excluded ones, and the manifest."""
 
     sides: tuple[Side, ...]
     why: Mapping[str, Exclusion]  # by id, of excluded items
@@ -102,9 +102,9 @@ class HeldoutSplit:
         return self._falls(_drawn_by(group))
 
     def split(self, items: Sequence[SplitItem]) -> Splitting:
-        """Decide the side of every item.
+        """Decide the set of every item.
 
-        Raises `ConfigError` for an id given twice, a parent that no item has, and a split in which one side is empty.
+        Raises `ConfigError` for an id given twice, a parent that no item has, and a split in which one set is empty.
         """
         hashes = [item_hash(each.content) for each in items]
         chosen, spellings = self._chosen(items)
@@ -259,7 +259,7 @@ def _id_twice(items: Iterable[SplitItem]) -> ConfigError:
 
 
 class _Families:
-    """Groups that lineage has joined (union-find). A family is chosen if one of its groups is."""
+    """Groups joined by lineage (union-find). A family is held out if one of its groups is."""
 
     def __init__(self) -> None:
         self._above: dict[bytes, bytes] = {}

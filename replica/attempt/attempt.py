@@ -5,8 +5,9 @@ What the process does is decided by `run_attempt`.
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from diloco_orchestrator.clock import Background, Clock, NoBackground
 from diloco_orchestrator.config import RunConfig
@@ -15,10 +16,10 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Claim, Intent
 from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.launched import Launched
+from diloco_orchestrator.protocol.process import installed_versions
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Begin
 from diloco_orchestrator.replica.attempt.heartbeat import Pulse
-from diloco_orchestrator.replica.attempt.machine_facts import hardware_here, versions_here
 from diloco_orchestrator.run_log.attempts import AttemptRecords, Authors
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.reader import read_optional
@@ -31,7 +32,7 @@ _BY_HAND = "by hand"  # in place of the executor that launched an attempt
 
 @dataclass(frozen=True)
 class Attempt:
-    """A claimed attempt: its replica and leg, the run's log, and the clock, stamp and background threads to use."""
+    """A claimed attempt (process) of a replica: its leg, the run's log, and clock, stamp and background threads."""
 
     log: RunLog
     leg: Entry[Begin]
@@ -52,7 +53,7 @@ class Attempt:
 
     @property
     def writer(self) -> Writer:
-        """The writer of this attempt's records."""
+        """The writer for records of this attempt."""
         return Writer.of_attempt(self.store, self.replica_id, self.number)
 
     @property
@@ -62,7 +63,7 @@ class Attempt:
 
     @property
     def begin(self) -> Begin:
-        """The record with which the leg began."""
+        """The begin record of the leg."""
         return self.leg.record
 
     @property
@@ -71,10 +72,10 @@ class Attempt:
         return self.begin.from_outer_step + self.begin.outer_steps
 
     def check_superseded(self) -> None:
-        """Raise `Superseded` if a later attempt of this replica has a claim. One LIST request.
+        """Raise `Superseded` if a process has claimed a later attempt of this replica. One LIST request.
 
-        Raises `FirstBaseOutvoted` if more than half of the replicas began with another base: another LIST request,
-        until more than half began with this one.
+        Raises `FirstBaseOutvoted` if more than half of the replicas adopted another first base: another LIST request,
+        until more than half have adopted this one.
         """
         if (other := self.log.starts.outvoted_by()) is not None:
             raise FirstBaseOutvoted(
@@ -99,11 +100,11 @@ def claim_attempt(
 ) -> Attempt:
     """Create the claim of attempt `number` of a replica in the newest leg.
 
-    The attempt has an intent, by the coordinator that launched it. `number=None`: the first number that nobody
-    intended, with an intent of its own, for replicas that their user starts. `should_leave`: whether a preemption
-    notice has come. `launched`: what the launcher pinned; None for replicas that their user starts.
-    Raises `Superseded` if another process has claimed that number, `ConfigError` if the run has no such replica, the
-    attempt does not count, or the configuration is another.
+    The coordinator that launched the attempt has created its intent. `number=None`, for replicas that their user
+    starts: the next free number, with an intent of its own. `should_leave`: whether a preemption notice has come.
+    `launched`: digests that the configuration must have; None for replicas that their user starts. Raises `Superseded`
+    if another process has claimed that number, `ConfigError` if the run has no such replica, the attempt does not
+    count, or the configuration is another.
     """
     run_json = read_optional(store, keys.RUN)
     if launched is not None and run_json is not None:
@@ -140,7 +141,7 @@ def claim_attempt(
 
 
 def _intended(store: Store, replica_id: int, number: int) -> Intent:
-    """The intent with which a coordinator launched an attempt. Raises `ConfigError` if the attempt does not count."""
+    """The intent of an attempt that a coordinator launched. Raises `ConfigError` if the attempt does not count."""
     records = AttemptRecords(store)
     intent = records.intent(replica_id, number) if number in records.numbers(replica_id) else None
     if intent is None:
@@ -152,7 +153,7 @@ def _intended(store: Store, replica_id: int, number: int) -> Intent:
 
 
 def _intend_first_free(store: Store, replica_id: int, leg: int, stamp: Stamp) -> Intent:
-    """Create the intent of a replica's next attempt; its number is this process's, whatever was claimed before."""
+    """Create the intent of the replica's first attempt number without one, which this process then claims."""
     number = len(AttemptRecords(store).numbers(replica_id))
     created = None
     while created is None:
@@ -182,3 +183,45 @@ def _claim(replica_id: int, number: int, stamp: Stamp) -> Claim:
         threads=int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
         hardware=hardware_here(),
     )
+
+
+_VERSIONS_OF = ("diloco-orchestrator", "torch", "torchft", "transformers", "obstore")
+# Kernels are chosen by the processor, whose vector units and caches decide in which order numbers are added, and by the
+# versions of what computes. How the bucket is reached (obstore) changes no bit.
+_OF_CLASS = ("python", "machine", "diloco-orchestrator", "torch", "torchft", "transformers")
+
+
+def versions_here() -> dict[str, str]:
+    """The versions that affect training in this process: Python, machine type, and packages."""
+    system = {"python": platform.python_version(), "machine": platform.machine()}
+    return {**system, **installed_versions(_VERSIONS_OF)}
+
+
+def hardware_here(proc: Path = Path("/proc")) -> dict[str, str]:
+    """The names of the processor and of all NVIDIA GPUs, from Linux's `proc`. No library is loaded."""
+    lines = _read(proc / "cpuinfo").splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    listed = sorted((proc / "driver/nvidia/gpus").glob("*/information"))
+    gpus = [line.partition(":")[2].strip() for each in listed for line in _read(each).splitlines()[:1]]
+    return {"cpu": model or platform.processor() or platform.machine(), "gpu": ", ".join(gpus)}
+
+
+def differences(versions: Mapping[str, str], hardware: Mapping[str, str]) -> list[str]:
+    """Sentences about each fact by which a claim's machine is of another hardware class than this one; empty if equal.
+
+    The number of threads does not count: a re-run sets the recorded number.
+    """
+    here = {**{name: versions_here()[name] for name in _OF_CLASS}, **hardware_here()}
+    there = {**versions, **hardware}
+    return [
+        f"{name} {there.get(name) or 'none'} there, {value or 'none'} here"
+        for name, value in here.items()
+        if there.get(name, "") != value
+    ]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,6 +1,6 @@
 """The heartbeat of one attempt: its content (`Pulse`) and its writer.
 
-How often it is written is decided by the caller; when an attempt counts as hung, by the coordinator.
+The caller sets the interval; the coordinator decides when an attempt counts as hung.
 """
 
 import logging

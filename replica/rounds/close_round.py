@@ -1,11 +1,11 @@
-"""`RoundCloser`: ends the open round. Observe, decide, commit, follow.
+"""`RoundCloser`: ends the open round: observe responses, decide, commit, apply the commit.
 
-The decision is made by `protocol.rounds.decide`, its consequences by `protocol.rounds.conclude`; this file acts on
-them. This replica's own contribution is made by `contribute`.
+`protocol.rounds.decide` decides and `protocol.rounds.conclude` derives the consequences; this file carries them out.
+`contribute` makes this replica's own contribution.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -21,9 +21,8 @@ from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.contribute import Contributor
-from diloco_orchestrator.replica.rounds.dealing import everything
 from diloco_orchestrator.replica.rounds.interface import ClosedRound
-from diloco_orchestrator.replica.rounds.received import ExpectedContribution, ReceivedResponses
+from diloco_orchestrator.replica.rounds.received import ExpectedContribution, ReceivedResponses, everything
 from diloco_orchestrator.replica.rounds.reupload import ReuploadRequests
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.replica.rounds.tip import HeldTip
@@ -38,7 +37,7 @@ _POLL_SELDOM_S = 10.0  # between LIST requests for a later attempt of this repli
 
 
 class RoundCloser:
-    """Ends one round after another. One call at a time, in whatever thread the round is carried out."""
+    """Ends one round after another. Not thread-safe; the calling thread may change between calls."""
 
     def __init__(
         self,
@@ -65,12 +64,12 @@ class RoundCloser:
         self._claims_polled_at = attempt.clock.now()
         self._out_polled_at = self._claims_polled_at  # or since when this replica waits in the open round
         self._out: dict[int, int] = {}  # replicas that are out of the leg, and the open round when that was read
-        self._back: set[int] = set()  # those of them that have answered a later round
+        self._back: set[int] = set()  # replicas in `_out` that have responded to a later round
 
     def close(self, *, keep_average: bool = False) -> ClosedRound:
-        """Commit the open round or wait for its commit, then take the base after it.
+        """Commit the open round or wait for its commit, then apply it to the base.
 
-        `keep_average`: return the average, which takes the memory of another fragment.
+        `keep_average`: return the averaged pseudo-gradient, at the cost of a fragment's size in memory.
 
         Raises `QuorumLost` without a quorum for `round_timeout_s`, unless a missing replica is being launched,
         `Superseded` if a later attempt of this replica is alive, `Preempted` after a preemption notice, `BaseDiverged`
@@ -84,8 +83,8 @@ class RoundCloser:
                 continue
             decision, shared, answers = self._decide()
             if decision.action is rounds.Action.COMMIT:
-                return self._follow(self._commit(decision, shared, answers), keep_average)
-            # Nobody is launched into a leg that is asked to halt, so that nobody comes.
+                return self._apply(self._commit(decision, shared, answers), keep_average)
+            # No replica is launched into a leg with a request to halt, so none is waited for.
             if decision.action is rounds.Action.GIVE_UP and (self._halt or not self._timing.waits_on(decision.missing)):
                 raise QuorumLost(f"round {self._round}: {decision.reason}. Look at their logs.", decision.missing)
             if decision.summary != last_summary:
@@ -96,10 +95,10 @@ class RoundCloser:
             attempt.clock.sleep(pause)
             waited = True
             pause = min(1.5 * pause, attempt.config.timing.poll_s)
-        return self._follow(entry, keep_average)
+        return self._apply(entry, keep_average)
 
     def give_up(self) -> None:
-        """Let `close` raise `Preempted` instead of waiting any longer; called from another thread."""
+        """Make `close`, which another thread is in, raise `Preempted` instead of waiting any longer."""
         self._given_up = True
 
     def committed(self) -> bool:
@@ -114,16 +113,16 @@ class RoundCloser:
     # -- observe and decide --------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Receive and verify the responses to the open round that are new. At most three round trips."""
+        """Fetch and verify new responses to the open round. At most three round trips to the store."""
         expected = self._expected()
         self._received.receive(self._received.unread(expected), expected)
 
     def _observe(self, waited: bool) -> CommitEntry | None:
-        """The open round's commit if it exists. If not, everything that a decision depends on is read.
+        """The open round's commit if it exists. If not, fetch everything that a decision depends on and return None.
 
-        Requests that do not depend on each other are sent together, so that a poll takes one round trip, and two more
-        if there are responses to receive. `waited`: whether this replica has waited in this round; then its claims are
-        polled too, and `Superseded` is raised if a later attempt is alive.
+        Independent requests are sent together: one round trip, and two more for new responses. `waited`: this replica
+        has waited in this round already; then claims of its attempts are polled too, and a later live one raises
+        `Superseded`.
         """
         attempt, expected = self._attempt, self._expected()
         start = attempt.background.start
@@ -145,7 +144,7 @@ class RoundCloser:
         self._halt = self._attempt.log.halt(self._attempt.begin.leg)
 
     def _decide(self) -> tuple[rounds.Decision, str | None, tuple[Answer, ...]]:
-        """The decision, the claim that a commit would name now, and the answers as it would list them."""
+        """The decision, the base digest that a commit would name now, and the responses as it would list them."""
         claims = self._received.claims()
         shared = shared_claim(claims, self._claims.digest, own_is_rebuilt=self._claims.is_rebuilt)
         answers = judged(self._received.answers(), claims, shared)
@@ -154,16 +153,22 @@ class RoundCloser:
         return decision, shared, answers
 
     def _heal_if_contradicted(self) -> bool:
-        """Once the round is ready, rebuild a base that is not the one most manifests claim. Whether it was rebuilt."""
+        """Once the round is ready, rebuild a base that is not the one most manifests claim. Returns whether it did."""
         claims = self._received.claims()
         if not self._claims.contradicted(claims):
             return False
         view = self._timing.view(self._received.answers(), self._is_out())
         if not rounds.is_ready(view, self._attempt.clock.now(), self._timing.policy):
             return False
-        with suppress(PayloadGone):  # others are rounds ahead: the commit of this round exists, and is followed
-            self._healed |= self._claims.heal({claim.digest for claim in claims})
+        with suppress(PayloadGone):  # others are rounds ahead: the commit of this round exists, and is applied
+            self._heal({claim.digest for claim in claims})
         return True
+
+    def _heal(self, claims: Collection[str]) -> None:
+        """Rebuild the base if `claims` contradict it. What was carried on a wrong base is carried no more."""
+        if self._claims.heal(claims):
+            self._healed = True
+            self._contributor.recover_carry()
 
     def _expected(self) -> ExpectedContribution:
         opened = self._tip.open
@@ -176,7 +181,7 @@ class RoundCloser:
         )
 
     def _read_late(self) -> None:
-        """Find out who has a manifest in the last closed round that its commit does not average, and so is alive."""
+        """Find replicas whose manifest came after the last closed round's commit: they are alive."""
         last, replicas = self._tip.last, self._attempt.config.replicas
         decided = last.decided_about() if last else set()
         if last is None or not self._timing.elastic or len(decided) == replicas:
@@ -192,7 +197,7 @@ class RoundCloser:
             self._attempt.check_superseded()
 
     def _read_out(self) -> None:
-        """Find out whom a coordinator launches no more in this leg."""
+        """Find replicas that coordinators launch no more in this leg (`Out` records)."""
         attempt, now, round_ = self._attempt, self._attempt.clock.now(), self._round
         if now - self._out_polled_at < _POLL_SELDOM_S:
             return
@@ -203,8 +208,7 @@ class RoundCloser:
                 log.warning("round %d: nobody waits for replica %d any more: it %s", round_, replica_id, out.reason)
 
     def _is_out(self) -> tuple[int, ...]:
-        """The replicas that are out of the leg. One that answers a later round than that in which its record was read
-        takes part, whoever wrote that record."""
+        """Replicas that coordinators launch no more, except those that have since responded to a later round."""
         round_, now_there = self._round, {answer.replica_id for answer in self._received.answers()}
         for replica_id, since in self._out.items():
             if (replica_id in now_there and round_ > since) or (replica_id in self._late and round_ > since + 1):
@@ -214,10 +218,10 @@ class RoundCloser:
     # -- commit --------------------------------------------------------------------------------------------------
 
     def _commit(self, decision: rounds.Decision, shared: str | None, answers: Sequence[Answer]) -> CommitEntry:
-        """End the round as decided, unless another replica was first, with one small request. Returns its commit.
+        """Create the commit of the open round as decided; returns the round's commit, which may be another replica's.
 
-        The commit fixes the inputs of the outer step. No model arithmetic precedes it, so nothing that a machine
-        computes becomes the base of the others, and a replica that loses the race has lost nothing.
+        A commit fixes the inputs of the outer step, which nobody has computed yet: no machine's arithmetic becomes
+        another's base, and a replica whose commit is not the first has lost no work.
         """
         attempt, opened, position = self._attempt, self._tip.open, self._tip.position
         last, named = self._tip.last, self._received.manifests(decision.named)
@@ -265,15 +269,16 @@ class RoundCloser:
         answered = [answer.replica_id for answer in self._received.answers()]
         return rounds.next_roster(self._timing.policy, answered, sorted(self._late))
 
-    # -- follow --------------------------------------------------------------------------------------------------
+    # -- apply ---------------------------------------------------------------------------------------------------
 
-    def _follow(self, entry: CommitEntry, keep_average: bool) -> ClosedRound:
-        """Take the outer step that a commit fixes, from a base that agrees with the commit's claim, or leave.
+    def _apply(self, entry: CommitEntry, keep_average: bool) -> ClosedRound:
+        """Apply a commit: rebuild a base that contradicts its claim, take its outer step, and open the next round.
 
-        A commit that contradicts the log or the manifests it names is void: it averages nobody and stops nothing.
+        Skips to a newer snapshot if one is far ahead or if payloads are gone. A void commit averages nobody and stops
+        nothing. Raises as `close` does.
         """
         run_log = self._attempt.log
-        entry = run_log.followed(entry, self._tip.value.last, self._received.by_digest())
+        entry = run_log.checked(entry, self._tip.value.last, self._received.by_digest())
         ahead = run_log.snapshots_ahead(entry.commit.round, self._attempt.begin)
         if ahead and ConfirmedSnapshots(run_log).newest(1, ahead):
             self._skip_to_newer_snapshot(entry.commit)
@@ -281,19 +286,19 @@ class RoundCloser:
         self._timing.record(self._received.manifests())
         try:
             if entry.commit.base_digest is not None:
-                self._healed |= self._claims.heal({entry.commit.base_digest})
+                self._heal({entry.commit.base_digest})
             if wrong_bases([entry.commit], self._attempt.replica_id):
                 self.poll()  # if the commit existed first, not all claims were received
                 claims, quorum = self._received.claims(), self._timing.policy.quorum
                 self._claims.leave_if_arithmetic_differs(entry.commit, claims, quorum)
-            average = self._apply(entry, keep_average)
+            average = self._take_outer_step(entry, keep_average)
         except PayloadGone:
             self._skip_to_newer_snapshot(entry.commit)
             return self._open_next_round(entry.commit, average={})
         self._contributor.settle(entry.commit)
         return self._open_next_round(entry.commit, average)
 
-    def _apply(self, entry: CommitEntry, keep_average: bool) -> Mapping[str, torch.Tensor]:
+    def _take_outer_step(self, entry: CommitEntry, keep_average: bool) -> Mapping[str, torch.Tensor]:
         if not entry.commit.applied:
             self._tip.skip(entry)
             return {}
@@ -307,7 +312,8 @@ class RoundCloser:
         return self._tip.step(entry, contributions, self._received.shard, keep_average=keep_average)
 
     def _skip_to_newer_snapshot(self, commit: Commit) -> None:
-        """Continue from a snapshot after `commit`: because it is far ahead, or a payload of that round was deleted.
+        """Replace the base by one rebuilt from a snapshot after `commit`, which is far ahead or whose payloads were
+        deleted.
 
         Raises `PayloadCorrupt` if there is no such snapshot: then the payload was deleted by hand.
         """
@@ -335,6 +341,7 @@ class RoundCloser:
             healed=self._healed,
             average=average,
             contribution=self._contributor.own,
+            received=self._received.manifests(),
         )
         self._late = set()
         self._healed = False

@@ -4,14 +4,15 @@ import logging
 from pathlib import Path
 
 import pytest
-from held_services import OnThisMachine
+from held_services import OnThisMachine, beat
 from loopback_hf import LoopbackHF
 from loopback_kubernetes import running_kubernetes
 from loopback_modal import STATUS, LoopbackModal
 from scripted import STAMP, Scene
 
-from diloco_orchestrator.supervision.coordinator import Coordinator
-from executors.contract import ReplicaState, ReplicaStatus, ServerlessExecutor
+from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.supervision.coordinator import Coordinator, Means
+from executors.contract import ReplicaState, ReplicaStatus, ServerlessExecutor, Unavailable
 from executors.hf_jobs import HFJobsExecutor
 from executors.hf_objects import Job, status_of
 from executors.kubernetes_jobs import KubernetesExecutor
@@ -90,12 +91,28 @@ def test_why_a_pod_is_refused_is_logged_once_and_ends_no_attempt(tmp_path: Path,
         assert coordinator.alive() == [0, 1] and scene.executor.cancelled == []
         words = f"replica 0, attempt 1: it has not started yet: its pod is refused: Error creating: {QUOTA}"
         assert [record.getMessage() for record in caplog.records].count(words) == 1
+        rows = RunReader(scene.fleet.store).replicas()
+        assert [row.words() for row in rows] == [f"launching: its pod is refused: Error creating: {QUOTA}"] * 2
+
+
+def test_what_a_provider_says_of_a_launch_that_it_refuses_is_in_the_status_until_it_runs():
+    scene = Scene()
+    overloaded = Unavailable("overloaded, says the provider")
+    scene.executor.refuse_launch = {(0, 1): overloaded, (1, 1): overloaded}
+    coordinator = scene.coordinator()
+    scene.steps(coordinator, 2.0)
+    reader = RunReader(scene.fleet.store)
+    assert {row.words() for row in reader.replicas()} == {"launching: overloaded, says the provider"}
+    scene.executor.refuse_launch.clear()
+    scene.steps(coordinator, 300.0, every=5.0)
+    beat(scene, 0, counter=1)
+    assert next(row.words() for row in reader.replicas()) == "training"
 
 
 def test_a_providers_words_are_recorded_without_the_secrets_that_it_was_sent():
     scene = Scene(retry={"max_errors": 1, "backoff_s": 1.0})
     secrets = {"WANDB_API_KEY": "0123456789abcdef-of-the-user"}
-    coordinator = Coordinator(scene.fleet.store, scene.executor, scene.clock, STAMP, secrets=secrets)
+    coordinator = Coordinator(RunReader(scene.fleet.store), Means(scene.executor, scene.clock, STAMP, secrets=secrets))
     scene.steps(coordinator, 1.0)
     said = f"cannot start with WANDB_API_KEY={secrets['WANDB_API_KEY']}"
     scene.executor.states[0, 1] = ReplicaStatus(ReplicaState.FAILED, "image", message=said)

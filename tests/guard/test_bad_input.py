@@ -15,8 +15,7 @@ from sessions import context_of
 from diloco_orchestrator.config import GuardConfig, make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.guard import VerdictKind, fold
-from diloco_orchestrator.guard.fold import RoundReports
-from diloco_orchestrator.guard.robust import first_mean, weighted_mean
+from diloco_orchestrator.guard.robust import RoundReports, first_mean, weighted_mean
 from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.launching.plan import plan_launch
 from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Metric, Score

@@ -10,7 +10,7 @@ import pytest
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard import fold
 from diloco_orchestrator.guard.channels.breadth import Breadth
-from diloco_orchestrator.guard.fold import RoundReports
+from diloco_orchestrator.guard.robust import RoundReports
 from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
 
 EIGHT = HeldoutSet(metric="reward", shares=(60,) * 8, digest="0" * 64)
@@ -41,7 +41,7 @@ def halted(seed: str, lie: Callable[[float, int], float] | None, rate: float, ro
             means[:2] = [lie(sum(means[2:]) / 6, since)] * 2
         scores = [Score(share=i, sum=60 * mean, count=60) for i, mean in enumerate(means)]
         metric = Metric(sum=0.5 + rate * since + training.next(), count=1)
-        result = fold(state, config, EIGHT, RoundReports(round_, scores, [metric]))
+        result = fold(state, config, EIGHT, RoundReports(round_, scores, {0: metric}))
         state = result.state
         if result.verdict.fire:
             return round_

@@ -9,7 +9,7 @@ import pytest
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard import HeldOutGuard, fold
-from diloco_orchestrator.guard.fold import RoundReports
+from diloco_orchestrator.guard.robust import RoundReports
 from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Metric, Score
 
@@ -28,7 +28,7 @@ class Rounds:
         scored = [Score(share=share, sum=mean * items, count=items) for share, (mean, items) in shares.items()]
         metric = None if in_loop is None else Metric(sum=in_loop * 10, count=10)
         heldout = HeldoutSet(metric="reward", shares=(self.total_items,), digest="0" * 64)
-        folded = fold(self.state, SETTINGS, heldout, RoundReports(self.round, scored, [metric] if metric else []))
+        folded = fold(self.state, SETTINGS, heldout, RoundReports(self.round, scored, {0: metric} if metric else {}))
         self.state = folded.state
         return folded.verdict
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard import fold
-from diloco_orchestrator.guard.fold import RoundReports
+from diloco_orchestrator.guard.robust import RoundReports
 from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
 
 SETTINGS = GuardConfig(min_steps=3, ema_alpha=0.0, max_proxy_real_gap=0.5, decline_patience=6)
@@ -34,7 +34,7 @@ class Run:
             for share, mean in shares.items()
         ]
         metric = None if in_loop is None else Metric(sum=None if math.isnan(in_loop) else in_loop * 30, count=30)
-        evidence = RoundReports(self.round, scored, [metric] if metric else [])
+        evidence = RoundReports(self.round, scored, {0: metric} if metric else {})
         result = fold(self.state, self.settings, heldout(self.total_items), evidence)
         self.state = json.loads(json.dumps(result.state))
         return result.verdict

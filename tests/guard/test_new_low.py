@@ -12,7 +12,7 @@ from protocol_fleet import Fleet, play, report
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard import Evidence, SequentialGuard, Verdict, VerdictKind, fold
 from diloco_orchestrator.guard.channels.early import LOW_BETWEEN, SINCE, Fall, NewLow
-from diloco_orchestrator.guard.fold import RoundReports
+from diloco_orchestrator.guard.robust import RoundReports
 from diloco_orchestrator.guard.vault import VaultChange
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
@@ -169,7 +169,7 @@ def test_a_quarter_of_the_shares_that_lies_makes_no_new_low(since, lie):
         if round_ >= since:
             means[:2] = [0.5 + lie + rng.gauss(0, 0.001)] * 2
         scores = [Score(share=i, sum=60 * mean, count=60) for i, mean in enumerate(means)]
-        result = fold(state, GuardConfig(), eight, RoundReports(round_, scores, [Metric(sum=0.5, count=1)]))
+        result = fold(state, GuardConfig(), eight, RoundReports(round_, scores, {0: Metric(sum=0.5, count=1)}))
         state = result.state
         assert {s.name: s.share for s in result.verdict.statistics}["new low"] < 0.5
 

@@ -36,7 +36,7 @@ def test_the_first_rule_writes_the_bytes_it_always_wrote():
             RoundReports(
                 round_,
                 scores=[Score(share=share, sum=total, count=10) for share, total in sums.items()],
-                in_loop=[in_loop] if in_loop else [],
+                in_loop={0: in_loop} if in_loop else {},
                 kl_to_init=rng.choice([None, 0.01, math.nan]),
                 entropy=rng.choice([None, 1.5]),
                 reward_std=rng.choice([None, 0.2]),

@@ -118,7 +118,7 @@ def test_rounds_without_enough_scores_pause_the_run():
     for round_ in range(1, 40):
         blind = round_ > 30
         scores = [Score(share=i, sum=10.0 + round_ % 3, count=10) for i in range(1 if blind else 4)]
-        result = fold(state, settings, heldout, RoundReports(round_, scores, [Metric(sum=5.0, count=5)]))
+        result = fold(state, settings, heldout, RoundReports(round_, scores, {0: Metric(sum=5.0, count=5)}))
         state = json.loads(json.dumps(result.state))
         if result.verdict.fire:
             break

@@ -9,8 +9,9 @@ import pytest
 from protocol_fleet import Fleet, play, report
 
 from diloco_orchestrator.guard import Evidence, SequentialGuard, Verdict, VerdictKind
+from diloco_orchestrator.guard.robust import change_of
 from diloco_orchestrator.guard.round_fold import is_rebuildable, vault_base
-from diloco_orchestrator.guard.vault import VaultChange, change_of
+from diloco_orchestrator.guard.vault import VaultChange
 from diloco_orchestrator.inspection.explain import explain
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify import verify_run

@@ -131,7 +131,7 @@ def sample_keys() -> tuple[str, ...]:
     from diloco_orchestrator.snapshots import layout
     from diloco_orchestrator.snapshots.file_plan import index_name
 
-    attempt = [keys.intent, keys.handle, keys.cancel, keys.exit_record, keys.log_text, keys.heartbeat]
+    attempt = [keys.intent, keys.handle, keys.cancel, keys.exit_record, keys.log_text, keys.heartbeat, keys.waiting]
     shards = ("model-00001-of-0000K.safetensors", index_name("model"))
     beside = ("config.json", "adapter_model.safetensors", "README.md")
     files = (layout.MODEL, "outer.safetensors", keys.SNAPSHOT_RECORD, *beside, *shards)

@@ -24,6 +24,7 @@ GOLDEN = {
     "result": "36759ce0b209edb67e620b428116187167feab2419e59bf2adba51359f301ce2",
     "intent": "788464daecfa732df6d56baf18c547e2fca172b10b0f28df4cf429ee03cb68b0",
     "handle": "a83e8a56efef10bf21cb812c9be54557dc022f095b328f690f73b5509ad6b2b1",
+    "waiting": "60a5adba0b358d577969e861149c3036908853f447a4e24a3f92f34eb03fb240",
     "claim": "2886bf4e0cc211b8b9415e105876a801c4a0a9f30e9ac66aefef86b51cdfa2e1",
     "cancel": "703950ea76374e9fafe3ca4077a5a6a9ba872d34ccaab8a8b4b1e6d5f4405cfc",
     "exit": "3effdbee3c8da206482d477eeb89226c8eafd452fdd70fa2a4aae1452efb9825",

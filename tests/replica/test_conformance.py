@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import own_loops
 import pytest
 import torch
 from cli_support import diloco
@@ -26,6 +27,7 @@ MOOT = {
     "steps": {"completes", *NOTHING_ENDED},
     "completes": {"steps", *NOTHING_ENDED},
     "repeatable": {"plain", "kept", "resumed", "evaluation"},
+    "saved": {"resumed"},
 }
 
 
@@ -34,7 +36,7 @@ MOOT = {
 PARAMETERS = {"w": torch.ones(3)}
 HALF = {"w": torch.full((3,), 0.5)}
 FIRST = Seen(
-    Notes(attached=True, scores=True, compares=True, steps=12, trainable=1, frozen=1, last_item="00"),
+    Notes(attached=True, scores=True, compares=True, steps=12, trainable=1, frozen=1, state_tensors=2, last_item="00"),
     code=0,
     digests=("a", "b", "c", "d"),
     base=PARAMETERS,
@@ -107,7 +109,12 @@ def test_where_training_is_not_repeatable_rows_that_compare_bits_do_not_apply():
 def test_a_function_that_has_nothing_to_check_is_not_failed_for_it():
     bare = replace(FIRST, notes=Notes(attached=True, steps=12, trainable=1))
     without = checked(first=bare)
-    assert outcomes(without) == dict.fromkeys(("evaluation", "planted", "frozen"), "not applicable")
+    assert outcomes(without) == dict.fromkeys(("saved", "evaluation", "planted", "frozen"), "not applicable")
+
+
+def test_a_state_that_is_lost_fails_its_row_and_leaves_nothing_to_resume():
+    found = outcomes(checked(first=replace(FIRST, notes=replace(FIRST.notes, state_lost=["[0]['exp_avg']"]))))
+    assert found == {"saved": "failed", "resumed": "not applicable"}
 
 
 def test_a_report_is_a_table_with_what_to_do():
@@ -160,6 +167,14 @@ def test_other_faults(fault: str, row: str):
 def test_a_process_that_does_not_end_fails_and_is_killed():
     report = check_replica("tiny_workloads:train", args={"pause_s": 3600}, limit_s=10)
     assert report.failed == ["completes"] and "took longer than the limit" in report["completes"].detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", own_loops.KINDS)
+def test_loops_as_people_write_them_are_sound(kind: str):
+    report = check_replica("own_loops:train", args={"kind": kind})
+    report.raise_if_unsound()
+    assert report["saved"].outcome == report["resumed"].outcome == "passed", str(report)
 
 
 CORPUS = "corpus"  # as an argument: the folder that `corpus` makes

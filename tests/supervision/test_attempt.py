@@ -55,6 +55,7 @@ from diloco_orchestrator.supervision.attempt_types import (
     WriteCancel,
     WriteHandle,
     WriteOut,
+    WriteWaiting,
 )
 from executors.contract import ReplicaHandle, ReplicaState, ReplicaStatus
 
@@ -86,6 +87,9 @@ SUPERSEDED = Ended(Outcome.SUPERSEDED, 990.0, "superseded")
 
 def ended(outcome: Outcome, reason: str, at: float = NOW) -> Ended:
     return Ended(outcome, at, reason)
+
+
+REFUSED_POD = VendorSaid(ReplicaStatus(ReplicaState.PENDING, "refused", message="its pod is refused"))
 
 
 def said(state: ReplicaState, reason: str = "", code: int | None = None) -> VendorSaid:
@@ -120,11 +124,16 @@ ROWS = [
     # our launch call
     (LAUNCHING, LaunchReturned(HANDLE, 2.0), Running(900.0, BEAT, HANDLE), WriteHandle(HANDLE, 2.0)),
     (LAUNCHING, LaunchFailed(Outcome.NO_CAPACITY, "no machine"), ended(Outcome.NO_CAPACITY, "no machine")),
-    (LAUNCHING, LaunchDenied("no"), Postponed(900.0, BEAT, Refusal(NOW, "no", denied=True), retry_at=1030.0)),
     (
-        replace(LAUNCHING, refusal=DENIAL),
+        LAUNCHING,
         LaunchDenied("no"),
-        replace(DENIED, refusal=Refusal(500.0, "no", denied=True, calls=2), retry_at=1030.0),
+        Postponed(900.0, BEAT, Refusal(NOW, "no", denied=True), retry_at=1030.0),
+        WriteWaiting("no"),
+    ),
+    (  # the same words again are not written again
+        replace(LAUNCHING, refusal=DENIAL),
+        LaunchDenied(DENIAL.error),
+        replace(DENIED, refusal=replace(DENIAL, calls=2), retry_at=1030.0),
     ),
     (
         replace(LAUNCHING, refusal=replace(DENIAL, since=399.0)),
@@ -136,31 +145,37 @@ ROWS = [
         LAUNCHING,
         LaunchUnavailable("502", None, 0.0),
         Postponed(900.0, BEAT, Refusal(NOW, "502", denied=False), retry_at=1001.0),
+        WriteWaiting("502"),
     ),
     (
         replace(LAUNCHING, refusal=OUTAGE),
         LaunchUnavailable("502", None, 0.5),
         replace(WAITING, refusal=Refusal(500.0, "502", denied=False, calls=4), retry_at=1012.0),
+        WriteWaiting("502"),
     ),
     (
         replace(LAUNCHING, refusal=replace(OUTAGE, calls=1000)),
         LaunchUnavailable("502", None, 0.0),
         replace(WAITING, refusal=Refusal(500.0, "502", denied=False, calls=1001), retry_at=1060.0),
+        WriteWaiting("502"),
     ),
     (  # the pause that it asks for, if that is longer
         replace(LAUNCHING, refusal=OUTAGE),
         LaunchUnavailable("429", 300.0, 0.5),
         replace(WAITING, refusal=Refusal(500.0, "429", denied=False, calls=4), retry_at=1300.0),
+        WriteWaiting("429"),
     ),
     (
         replace(LAUNCHING, refusal=OUTAGE),
         LaunchUnavailable("429", 1e6, 0.5),
         replace(WAITING, refusal=Refusal(500.0, "429", denied=False, calls=4), retry_at=4600.0),
+        WriteWaiting("429"),
     ),
     (  # a refusal of another kind begins anew
         replace(LAUNCHING, refusal=DENIAL),
         LaunchUnavailable("502", None, 0.0),
         Postponed(900.0, BEAT, Refusal(NOW, "502", denied=False), retry_at=1001.0),
+        WriteWaiting("502"),
     ),
     (
         replace(LAUNCHING, refusal=replace(OUTAGE, since=NOW - 21601.0)),
@@ -183,6 +198,8 @@ ROWS = [
     (replace(DENIED, retry_at=1000.1), Tick(), replace(DENIED, retry_at=1000.1)),
     # launched
     (RUNNING, said(ReplicaState.PENDING), RUNNING),
+    (RUNNING, REFUSED_POD, replace(RUNNING, waits_for="its pod is refused"), WriteWaiting("its pod is refused")),
+    (replace(RUNNING, waits_for="its pod is refused"), REFUSED_POD, replace(RUNNING, waits_for="its pod is refused")),
     (replace(RUNNING, running_since=None), said(ReplicaState.PENDING), replace(RUNNING, running_since=None)),
     (replace(RUNNING, running_since=None), said(ReplicaState.RUNNING), replace(RUNNING, running_since=NOW)),
     (replace(RUNNING, blind_since=5.0), said(ReplicaState.RUNNING), RUNNING),

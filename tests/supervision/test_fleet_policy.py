@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from diloco_orchestrator.config import RetryConfig
-from diloco_orchestrator.supervision.attempt import ReplicaView, named, named_in
+from diloco_orchestrator.supervision.attempt import ReplicaView
+from diloco_orchestrator.supervision.attempt_outcome import named, named_in
 from diloco_orchestrator.supervision.attempt_types import (
     AttemptPolicy,
     Beat,

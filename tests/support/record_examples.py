@@ -61,6 +61,7 @@ EXAMPLES: dict[str, Record] = {
         claim_token="0123456789abcdef",
     ),
     "handle": attempt_records.Handle(**STAMP, replica_id=0, attempt=1, handle={"native": {"pid": 7}}),
+    "waiting": attempt_records.Waiting(**STAMP, replica_id=0, attempt=1, reason="its pod is refused: exceeded quota"),
     "claim": attempt_records.Claim(
         **STAMP,
         replica_id=0,

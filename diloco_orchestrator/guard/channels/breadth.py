@@ -1,8 +1,9 @@
-"""`Breadth`: whether a fall of the held-out score is seen on most of its shares, or on a few whose word may be a lie.
+"""`Breadth`: whether a fall of the held-out score is visible on most of its shares, or on a few that may be
+misreported.
 
-A share that is reported too low from some round on adds up to a fall of the mean, however little it is off in each
-round. So each share's part of a fall is added up beside the statistic, and a statistic counts only as far as it remains
-without the quarter of the shares that fell most.
+A share that is reported too low from some round on pulls the mean down, however little per round. So beside each
+statistic of a fall every share's own sum is kept, and the statistic counts only as far as it remains without the
+quarter of the shares that fell most.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ _WITHOUT_EXTREMES = 2.2
 
 @dataclass
 class Breadth(Remembered):
-    """Each share's part in each of two statistics. State: 1 number per share, and 1 per share and statistic."""
+    """Every share's own sum of falls, for two statistics. State: 1 number per share and statistic, 1 per share."""
 
     count: int = 0  # rounds learnt
     usual: dict[str, float] = field(default_factory=dict)  # by share: distance from the mean, in the metric's unit
@@ -29,12 +30,12 @@ class Breadth(Remembered):
     now: dict[str, float] = field(default_factory=dict, init=False)  # this round's distances from the mean
 
     def begin_round(self, gains: Mapping[str, float]) -> None:
-        """Take a round's gain of each share that was scored; none if they are not known."""
+        """Set the round's gain of each scored share; empty if unknown."""
         mean = added([gains[share] for share in sorted(gains)]) / len(gains) if gains else 0.0
         self.now = {share: gains[share] - mean for share in sorted(gains)}
 
     def add(self, index: int, *, zero: bool) -> None:
-        """Add the round to the parts in a statistic; `zero`: the statistic is zero after it, so that parts restart."""
+        """Add the round's fall of each share to its sum in statistic `index`. `zero`: that was reset, as sums are."""
         parts = self.parts[index]
         if zero:
             parts.clear()
@@ -43,11 +44,11 @@ class Breadth(Remembered):
             parts[share] = parts.get(share, 0.0) - (distance - self.usual.get(share, distance))
 
     def dismiss(self) -> None:
-        """Start all parts anew."""
+        """Reset all shares' sums to zero."""
         self.parts = [{} for _ in self.parts]
 
     def is_broad(self, index: int, statistic: float, sigma: float, threshold: float) -> bool:
-        """Whether enough of a statistic above `threshold` remains without the shares that carry most of it."""
+        """Whether a statistic stays above `threshold` without the quarter of the shares that carries most of it."""
         parts = sorted(self.parts[index].values())
         few = len(parts) // _LIARS
         if not few or not sigma > 0:
@@ -59,12 +60,12 @@ class Breadth(Remembered):
         return lowest > _WITHOUT_LOWEST * threshold or extremes > _WITHOUT_EXTREMES * threshold
 
     def most(self, index: int) -> list[int]:
-        """The quarter of the shares that carries most of a statistic."""
+        """The quarter of the shares with the largest sums in statistic `index`."""
         parts = self.parts[index]
         return sorted(int(share) for share in sorted(parts, key=lambda s: -parts[s])[: len(parts) // _LIARS])
 
     def learn(self, *, calm: bool) -> None:
-        """Learn how far each share is from the mean. `calm`: no statistic says that the score falls."""
+        """Update each share's usual distance from the mean. `calm`: no statistic indicates a falling score."""
         self.count += 1
         weight = max(1 / self.count, 1 / _MEMORY)
         for share, distance in self.now.items():

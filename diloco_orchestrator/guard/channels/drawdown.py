@@ -1,4 +1,4 @@
-"""`Drawdown`: a held-out score that stays below its best level, whatever training does; and `BestLevel`, that level."""
+"""`Drawdown`: a held-out score that stays below its best level, whatever the training metric does; `BestLevel`."""
 
 import math
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ _NAMES = ("slow fall", "fast fall")
 
 @dataclass
 class BestLevel(Remembered):
-    """The best level that a noisy series has surely reached, from the means of full blocks of it. State: 10 numbers."""
+    """The best level that a noisy series has reached with confidence, from means of full blocks. State: 10 numbers."""
 
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
     best: list[float | None] = field(default_factory=lambda: [None, None])
@@ -26,7 +26,7 @@ class BestLevel(Remembered):
     first: float | None = None  # mean of the first short block
 
     def add(self, value: float) -> float | None:
-        """Learn the next value; returns the mean of the short block that it fills, if it fills one."""
+        """Add the next value; returns the mean of the short block that it completes, else None."""
         self.count += 1
         filled: float | None = None
         for index, size in enumerate(BLOCKS):
@@ -43,8 +43,9 @@ class BestLevel(Remembered):
         return filled
 
     def level(self, sigma: float) -> float:
-        """A lower confidence bound of the best level. The best of more blocks is further above the mean by chance,
-        so the bound widens with their number. Before the first full block: 0.0.
+        """A lower confidence bound of the best level; 0.0 before the first full block.
+
+        The bound widens with the number of blocks, because the best of more blocks is further above the mean by chance.
         """
         bounds = [
             best - math.sqrt(1.2 + 1.3 * (full.bit_length() - 1)) * sigma / math.sqrt(size)
@@ -61,20 +62,20 @@ class BestLevel(Remembered):
 
 @dataclass
 class Drawdown(Remembered):
-    """Two statistics that add up by how many sigmas the score is below its best level."""
+    """Two cumulative sums of how many sigmas the score is below its best level."""
 
     falls: list[float] = field(default_factory=lambda: [0.0, 0.0])
     zero: list[int] = field(default_factory=lambda: [0, 0])  # the last models at which they were zero
-    narrow: str = field(default="", init=False)  # a fall that does not count in this round: few shares carry it
+    narrow: str = field(default="", init=False)  # a fall that does not count in this round: only few shares fell
 
     def begin(self, model: int) -> None:
-        """Start anew from this model."""
+        """Restart both statistics at zero. `model`: round of the model from which they count."""
         self.falls, self.zero = [0.0, 0.0], [model, model]
 
     def judge(
         self, model: int, below: float, sigma: float, weight: float, threshold: float, breadth: Breadth
     ) -> list[Alarm]:
-        """Judge the next model, whose score is `below` the best level, in the metric's unit."""
+        """The alarms after the next model, whose score is `below` the best level (in the metric's unit)."""
         below, alarms, self.narrow = in_sigmas(below, sigma), [], ""
         for index, (slack, share) in enumerate(CUSUMS):
             limit = share * threshold
@@ -97,7 +98,7 @@ class Drawdown(Remembered):
         return alarms
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
-        """(name, value, threshold) of both."""
+        """(name, value, threshold) of both statistics."""
         rows = zip(_NAMES, self.falls, CUSUMS, strict=True)
         return [(name, fall, share * threshold) for name, fall, (_, share) in rows]
 
@@ -108,5 +109,5 @@ def in_sigmas(value: float, sigma: float) -> float:
 
 
 def clipped(sigmas: float) -> float:
-    """The part that a round adds to a statistic, before its slack."""
+    """A round's contribution to a cumulative sum, clipped, before the slack is subtracted."""
     return min(max(sigmas, -CLIP), CLIP)

@@ -1,4 +1,4 @@
-"""`HackingGap`: training that gains while the held-out score does not improve."""
+"""`HackingGap`: detects that the training metric improves while the held-out score does not."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ OF_THE_GAIN = 0.25  # of what held-out has gained: a gap this size is no reason 
 
 @dataclass
 class HackingGap(Remembered):
-    """A statistic that adds up by how many sigmas training has gained on held-out since held-out improved last."""
+    """Cumulative sum of the sigmas by which training gained more than held-out since held-out improved last."""
 
     statistic: float = 0.0
     zero: int = 0  # the last model at which it was zero
@@ -21,13 +21,13 @@ class HackingGap(Remembered):
     training: list[float] = field(default_factory=lambda: [0.0, 0.0])  # sum and count in the block that is being filled
 
     def begin(self, model: int) -> None:
-        """Start the statistic anew from this model; the reference stays."""
+        """Restart the statistic at zero from this model; the reference level stays."""
         self.statistic, self.zero = 0.0, model
 
     def judge(
         self, model: int, held: float, trained: float, sigma: float, allowed: float, weight: float, threshold: float
     ) -> list[Alarm]:
-        """Judge the next model. `allowed`: the gap that is no reason to halt, in the metric's unit."""
+        """The alarms after the next model. `allowed`: the gap that causes no halt, in the metric's unit."""
         if self.reference is None:
             return []
         held_level, trained_level, since = self.reference
@@ -47,11 +47,11 @@ class HackingGap(Remembered):
         return [Alarm(what, self.zero, advice, AlarmKind.GAP)]
 
     def learn(self, trained: float) -> None:
-        """Learn the next training metric."""
+        """Add the next value of the training metric."""
         self.training = [self.training[0] + trained, self.training[1] + 1]
 
     def end_block(self, model: int, held: float, least: float) -> None:
-        """A block of held-out scores with the mean `held` is full; it is the reference if it improved by `least`."""
+        """Finish a block of held-out scores with mean `held`; it becomes the reference if it improved by `least`."""
         total, count = self.training
         if count and (self.reference is None or held - self.reference[0] > least):
             self.reference, self.statistic = [held, total / count, model], 0.0

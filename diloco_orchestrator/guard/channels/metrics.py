@@ -1,7 +1,7 @@
-"""`MetricChannels`: the statistics of a sequential rule over the held-out score and the training metric.
+"""`MetricChannels`: the statistics of `SequentialGuard` over held-out score and training metric.
 
-Five of them: a sustained drawdown of the held-out score, the Hacking Gap, a sudden fall, an early collapse, and a new
-low. All are in units of how the metrics vary, so that they do not depend on the metrics' unit.
+Five: a sustained drawdown of the held-out score, the Hacking Gap, a sudden fall, an early collapse, and a new low. All
+are in units of the metrics' own variation, so they do not depend on the metrics' unit.
 """
 
 import math
@@ -25,7 +25,7 @@ IMPROVED = 3.5  # standard errors by which a block of held-out scores must beat 
 
 @dataclass
 class MetricChannels:
-    """The statistics so far. Values are kept relative to the first ones: a shift of a metric changes nothing."""
+    """The statistics so far. Values are kept relative to the first ones, so a constant shift changes nothing."""
 
     count: int = 0  # models judged
     origin: list[float | None] = field(default_factory=lambda: [None, None])  # first held-out score, training metric
@@ -51,11 +51,10 @@ class MetricChannels:
         tolerance: float,
         gains: Mapping[str, float],
     ) -> tuple[list[Alarm], list[Alarm]]:
-        """Judge the next model and learn from it.
+        """Add the next model; returns (alarms that may fire in any round, alarms that may fire after warm-up).
 
         `weight`: share of the held-out items that were scored. `threshold`: of the slow drawdown statistic.
-        `tolerance`: gap in sigmas that is no reason to halt. `gains`: of each share, empty if not known. Returns
-        (alarms that may fire in any round, alarms that may fire after warm-up).
+        `tolerance`: gap in sigmas that causes no halt. `gains`: of each share, empty if unknown.
         """
         if self.count == 0:
             self.falls.begin(model)
@@ -77,7 +76,7 @@ class MetricChannels:
         return at_once + self.new_low.alarms(self.noise.last, trained or 0.0), slow
 
     def dismiss(self, model: int) -> None:
-        """Start the statistics anew from this model, because what they added up was no fall; noise and levels stay."""
+        """Restart the statistics at zero from this model, because an alarm was not confirmed; noise and levels stay."""
         self.falls.begin(model)
         self.breadth.dismiss()
         self.gap.begin(model)
@@ -123,7 +122,7 @@ class MetricChannels:
 
     @property
     def sigma(self) -> float:
-        """The long-run standard deviation of the held-out score. Before the first score: 0.0."""
+        """The long-run standard deviation of the held-out score; 0.0 before the first score."""
         return self.noise.sigma(self.noise.last[-1]) if self.noise.last else 0.0
 
     def gained_apart(self, heldout: float, in_loop: float) -> float:
@@ -138,7 +137,7 @@ class MetricChannels:
 
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> Self:
-        """The statistics as they were when `state` was taken. They change its lists."""
+        """The statistics in `state`, whose lists they will change."""
         made = cls()
         for each in fields(cls):
             part, kept = getattr(made, each.name), state[each.name]

@@ -1,10 +1,10 @@
-"""`Noise`: the long-run standard deviation of a series, measured while the series moves.
+"""`Noise`: estimates the long-run standard deviation of a series that may have a trend.
 
 Second differences cancel levels and constant slopes, so that neither a healthy rise nor a steady fall counts as noise.
-At lag 1 and lag 8 they give the variance and the autocorrelation, and with them the standard deviation that averages
-over many rounds have per round: for AR(1) noise, sd * sqrt((1 + rho) / (1 - rho)). The first descent of a run is bent,
-which means over the whole run count as noise; medians over the last 32 rounds forget it. Only `+ - * /`, comparisons
-and `math.sqrt` are used, which IEEE 754 rounds correctly, so that every machine gets the same bits.
+At lag 1 and lag 8 they give variance and autocorrelation, and so the standard deviation per round of averages over many
+rounds: for AR(1) noise, sd * sqrt((1 + rho) / (1 - rho)). The curved first descent of a run counts as noise in means
+over the whole run; medians over the last 32 rounds forget it. Only `+ - * /`, comparisons and `math.sqrt`, which IEEE
+754 rounds correctly, so that every machine gets the same bits.
 """
 
 import math
@@ -21,7 +21,7 @@ _LAST = 4 * LAG  # values that are kept; medians are over the differences within
 _OUTLIER = 9.0  # squared sigmas at which one difference stops counting more
 _SETTLED = 8  # squares before outliers are recognised
 _RECENT = 1.8  # a calm stretch must be quieter than 1/1.8 of the whole run to lower sigma: less is chance
-_BENT = 2.2  # the same for medians over the last values, which vary more, but do not see how the run began
+_BENT = 2.2  # the same for medians over the last values, which vary more, but forget how the run began
 _MEDIAN = 0.4549  # median of the square of a standard normal number
 _RHO_MAX = 0.9
 _SHY = 0.3  # standard errors that sigma and rho are raised by, so that few rounds claim no precision
@@ -35,7 +35,7 @@ def _two() -> list[float]:
 
 @dataclass
 class Noise(Remembered):
-    """The noise of one series, from its values one after another. State: 44 numbers."""
+    """Noise estimate of one series whose values are added one by one. State: 44 numbers."""
 
     last: list[float] = field(default_factory=list)  # 32 values, oldest first
     count: int = 0  # of squares at lag 1
@@ -49,7 +49,7 @@ class Noise(Remembered):
     high: float = 0.0
 
     def add(self, value: float) -> None:
-        """Learn the next value of the series."""
+        """Add the next value of the series."""
         last, floor = self.last, _FLOOR * (self.high - self.low)
         full = len(last) >= 2 * LAG
         self.block_count += full
@@ -78,7 +78,7 @@ class Noise(Remembered):
             self.block[index] += square
 
     def sigma(self, value: float) -> float:
-        """The long-run standard deviation before `value`, which is not learnt but counts in the series' range."""
+        """The long-run standard deviation before `value`, which is not added but widens the series' range."""
         sigma = _long_run(self.squares[0], self.squares[1], min(self.count, _LONG))
         if self.before_count:
             n = self.before_count + self.block_count
@@ -102,12 +102,12 @@ class Noise(Remembered):
 
 
 def _square(difference: float) -> float:
-    """The square of a second difference, in units of the variance of one value, if values are independent."""
+    """The square of a second difference, scaled to the variance of one value if values are independent."""
     return difference * difference / 6
 
 
 def _median_square(values: Sequence[float], lag: int) -> float:
-    """The median of the squares of the second differences at a lag. `values`: an even number, more than 2 * lag."""
+    """The median square of the second differences at a lag. `values`: an even number, more than 2 * lag."""
     triples = zip(values[2 * lag :], values[lag:-lag], values, strict=False)
     sizes = sorted([abs((new - middle) - (middle - old)) for new, middle, old in triples])
     half = len(sizes) // 2

@@ -1,4 +1,4 @@
-"""`SuddenFall`: a held-out score that falls by many times the largest change that was seen before."""
+"""`SuddenFall`: detects a held-out score that falls by many times the largest change seen before."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ QUARTET = 4  # rounds in the level that it is measured from
 
 @dataclass
 class SuddenFall(Remembered):
-    """Rounds in a row with a fall, from the best mean of four rounds."""
+    """Statistic: the number of rounds in a row in which the held-out score is far below its best four-round mean."""
 
     largest: float = 0.0  # recent change of either metric between two rounds
     strikes: int = 0  # rounds in a row with a sudden fall
@@ -25,11 +25,11 @@ class SuddenFall(Remembered):
     at_best: int = 0  # the last model not below the best level by more than one usual change
 
     def begin(self, model: int) -> None:
-        """Start anew from this model; the size of usual changes stays."""
+        """Restart from this model; the size of usual changes stays."""
         self.quartet, self.strikes, self.at_best = [0.0, 0, None, 0], 0, model
 
     def judge(self, model: int, held: float, last: Sequence[float]) -> list[Alarm]:
-        """Judge the next model. `last`: the scores before it, oldest first, at most 32."""
+        """The alarms after the next model. `last`: the scores before it, oldest first, at most 32."""
         best, best_model = self.quartet[2], self.quartet[3]
         if best is None or best - held <= self.largest:
             self.at_best = model
@@ -47,7 +47,7 @@ class SuddenFall(Remembered):
         return [Alarm(what, best_model if fallen else self.at_best, advice, AlarmKind.FALL)]
 
     def learn(self, model: int, held: float, trained: float | None, last: Sequence[float]) -> None:
-        """Learn the next model. `last`: as for `judge`."""
+        """Add the next model. `last`: as for `judge`."""
         if last and not self.strikes:  # a fall must not set the scale that it is judged by
             change = abs(held - last[-1])
             self.largest = max(FADES * self.largest if change else self.largest, change)

@@ -1,17 +1,84 @@
-"""The findings of an audit: one for each range that was drawn, and what they say together."""
+"""The rules of an audit: which ranges are drawn, how a re-run is judged, and a summary of the findings. Pure.
 
-from collections.abc import Mapping
+A *range* is one replica's training in one round. Ranges to draw from are all whose inner steps an outer step averaged,
+according to the commits alone. On a machine of the replica's hardware class every bit of a re-run must be equal; on
+another one sums are rounded in another order, and distances are compared with a bound.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from math import comb
 from typing import Any
 
-from diloco_orchestrator.inspection.audit.draw import TrainingRange, caught_probability, fraction_caught
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.head import Head
+from diloco_orchestrator.protocol.records import Commit
+from diloco_orchestrator.replica.process.rerun_result import RerunResult
+
+
+@dataclass(frozen=True, order=True)
+class TrainingRange:
+    """One replica's training in one round."""
+
+    round: int
+    replica_id: int
+    manifest_sha256: str | None = None  # of its manifest, as its round's commit names it; None: it came late
+
+    def __str__(self) -> str:
+        return f"round {self.round}, replica {self.replica_id}"
+
+
+def ranges_of(commits: Iterable[Commit]) -> list[TrainingRange]:
+    """The ranges whose inner steps an outer step averaged, ordered by round and replica.
+
+    Carried work counts once a later contribution with it was averaged. Commits that were not applied add none: their
+    contributions changed no base, or are carried.
+    """
+    named: dict[tuple[int, int], str] = {}
+    moved: set[tuple[int, int]] = set()
+    for commit in commits:
+        for answer in commit.answers:
+            named[commit.round, answer.replica_id] = answer.manifest_sha256
+            if commit.applied and answer.averaged:
+                moved |= {(origin.round, answer.replica_id) for origin in answer.origins}
+    return [TrainingRange(*each, named.get(each)) for each in sorted(moved)]
+
+
+def drawn(ranges: Sequence[TrainingRange], draw: int, seed: int, head: Head) -> list[TrainingRange]:
+    """`draw` different ranges (all, if there are fewer), each equally likely, in the order of the draw.
+
+    A function of seed and head alone: ranges are ordered by the sha256 of `<seed>:<head>:<round>:<replica>`. Nobody who
+    wrote the run knew a seed chosen later, and a truncated or continued log has another head.
+    """
+
+    def place(range_: TrainingRange) -> str:
+        return sha256_hex(f"{seed}:{head}:{range_.round}:{range_.replica_id}".encode())
+
+    return sorted(ranges, key=place)[:draw]
+
+
+def caught_probability(ranges: int, dishonest: int, draw: int) -> float:
+    """The probability that at least one of `dishonest` ranges is among `draw` of all `ranges`.
+
+    Without replacement, 1 - C(ranges - dishonest, draw) / C(ranges, draw): never below 1 - (1 - f)^draw with
+    f = dishonest / ranges.
+    """
+    draw = min(draw, ranges)
+    return 1.0 - comb(ranges - dishonest, draw) / comb(ranges, draw) if ranges else 0.0
+
+
+def fraction_caught(ranges: int, draw: int, probability: float = 0.95) -> int | None:
+    """The fewest dishonest ranges of which one is drawn with at least this probability; None if none suffice."""
+    enough = (each for each in range(1, ranges + 1) if caught_probability(ranges, each, draw) >= probability)
+    return next(enough, None)
+
 
 _CONFIDENT = 0.95
 
 
 class Outcome(StrEnum):
-    """The comparison of a range with its re-run."""
+    """The result of comparing a range with its re-run."""
 
     EQUAL = "equal"  # bit for bit
     WITHIN_BOUND = "within the bound"  # another hardware class, or training that is not deterministic
@@ -59,7 +126,7 @@ class Audit:
         return sum(each.outcome is not Outcome.NOT_AUDITABLE for each in self.findings)
 
     def words(self) -> str:
-        """The findings in two or three sentences."""
+        """A summary of the findings in two or three sentences."""
         counts = {outcome: sum(each.outcome is outcome for each in self.findings) for outcome in Outcome}
         parts = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
         lines = [f"{len(self.findings)} of {self.ranges} ranges drawn: {parts or 'none'}."]
@@ -100,3 +167,74 @@ class Audit:
             },
             "findings": [each.to_json() for each in self.findings],
         }
+
+
+# What must be equal on every machine, because no rounding is in it; `replica.process.range_comparison` names them.
+_EXACT = frozenset(("base", "steps", "dropped work", "tokens", "cursor", "counters", "items"))
+_PLACE = frozenset(("cursor", "counters", "random state"))  # where training ended, beside what it computed
+_SHARE = 0.25  # of one inner step's share of the pseudo-gradient
+_NOISES = 4.0  # a distance above this multiple of that between two re-runs is no noise
+
+
+def bound_of(round_steps: int) -> float:
+    """The largest relative distance of a payload, or of a tensor of the state, that counts as rounding.
+
+    A pseudo-gradient is the sum of H steps. Leaving out one changes it by 1/H of its norm if all steps have one
+    direction, and by more if not; the bound is a quarter of that. Rounding alone stays far below (docs/audit.md has
+    measured distances).
+    """
+    return _SHARE / round_steps
+
+
+def judged(
+    found: RerunResult,
+    bound: float,
+    again: RerunResult | None = None,
+    *,
+    partial: bool = False,
+    after_cut: bool = False,
+) -> tuple[Outcome, str]:
+    """The outcome of a range, and a sentence with the reason.
+
+    Args:
+        found: the result of the re-run.
+        bound: see `bound_of`.
+        again: a second re-run, made if the first one differs on a machine of the same hardware class.
+        partial: whether the range has fewer steps than a round: its author was cut or left between two batches.
+        after_cut: whether the contribution before the range was partial.
+    """
+    if found.lost:
+        return Outcome.DIFFERS, found.lost
+    if found.not_auditable:
+        return Outcome.NOT_AUDITABLE, found.not_auditable
+    differing = set(found.differing)
+    if partial and found.micro_batches:
+        differing -= _PLACE  # the cut fell between two batches of one step, of which the record has no number
+    if not differing:
+        return Outcome.EQUAL, ""
+    if after_cut and found.micro_batches:
+        return Outcome.NOT_AUDITABLE, (
+            "the round before was cut, perhaps between two batches of one step: gradients in memory are in no record"
+        )
+    words = f"{', '.join(each for each in found.differing if each in differing)} differ"
+    if differing & _EXACT:
+        return Outcome.DIFFERS, words
+    distance = max(found.distance or 0.0, found.state_distance or 0.0)
+    if found.other_class:
+        return _by_distance(distance, bound, differing, f"another hardware class ({'; '.join(found.other_class)})")
+    if again is None or again.payload == found.payload:
+        return Outcome.DIFFERS, words
+    noise = again.noise or 0.0
+    why = f"training is not deterministic here (two re-runs are {noise:.2g} apart)"
+    outcome, why = _by_distance(distance, bound, differing, why)
+    if outcome is Outcome.DIFFERS and distance <= _NOISES * noise:
+        return Outcome.NOT_AUDITABLE, f"{why}, which is more than the bound tolerates"
+    return outcome, why
+
+
+def _by_distance(distance: float, bound: float, differing: set[str], why: str) -> tuple[Outcome, str]:
+    if "payload" not in differing and "state" not in differing:
+        return Outcome.WITHIN_BOUND, why
+    if distance <= bound:
+        return Outcome.WITHIN_BOUND, why
+    return Outcome.DIFFERS, f"{why}; a distance of {distance:.2g} is above {bound:.2g}"

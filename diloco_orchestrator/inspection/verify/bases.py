@@ -1,30 +1,100 @@
-"""Verifies contributions and outer steps: manifests, payload bytes, and the base after each round, computed again."""
+"""Verifies contributions and outer steps: manifests, payload bytes, and the base recomputed after each round."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import PayloadGone, check_shard, fetch_shard
-from diloco_orchestrator.errors import DilocoError, PayloadCorrupt, SpoolFailed
+from diloco_orchestrator.errors import DilocoError, PayloadCorrupt, RecordInvalid, SpoolFailed
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal, fetch, parse
 from diloco_orchestrator.inspection.verify.inventory import NamedByTheLog
-from diloco_orchestrator.inspection.verify.segments import SegmentChecker
 from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.arithmetic import denormals_kept
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.keys import SegmentKey
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Shard, Start
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.segments import Manifests, is_line
 from diloco_orchestrator.snapshots.saved_state import pieces_of
+from diloco_orchestrator.store.base import ObjectInfo
+
+
+class SegmentChecker:
+    """Reads and checks the log segments of one run, in order of rounds, each once. One is in memory at a time."""
+
+    def __init__(self, log: RunLog) -> None:
+        self._log = log
+        self._segment: SegmentKey | None = None  # of commits, that holds the round
+        self._manifests: Manifests | None = None
+        self._sizes: dict[str, int] = {}  # of all objects of the segment's rounds
+        self._listing: Iterator[ObjectInfo] | None = None  # of all objects of rounds, in key order; taken once
+        self._ahead: ObjectInfo | None = None  # the first one that was not needed yet
+        self._until = 0  # the last round for which a segment was looked for
+
+    def manifest(self, round_: int, answer: Answer) -> bytes | None:
+        """The bytes of the manifest that a commit names, from a segment; None if its own object must be read.
+
+        Raises `Differs` if a segment cannot be read, or if the single manifest is missing or has another size.
+        """
+        self._move_to(round_)
+        data = self._manifests.find(answer.manifest_sha256) if self._manifests else None
+        if data is not None:
+            self._check_single(keys.contribution(round_, answer.replica_id), len(data))
+        return data
+
+    def check_lacking(self, round_: int, data: bytes) -> None:
+        """Raise `Differs` if the segment that holds a round has no manifest with these bytes."""
+        ours = self._manifests
+        if ours is not None and is_line(data) and data not in ours:
+            raise Differs(str(ours.segment), f"lacks a manifest that the commit of round {round_} names")
+
+    def is_deleted(self, round_: int, key: str) -> bool:
+        """Whether a listing showed that an object of a round does not exist, so that no request for it is needed."""
+        return self._segment is not None and round_ <= self._until and key not in self._sizes
+
+    def check_commit(self, round_: int, size: int) -> None:
+        """Raise `Differs` if the single commit of a round in a segment is missing or has another size."""
+        self._move_to(round_)
+        if self._segment is not None:
+            self._check_single(keys.commit(round_), size)
+
+    def _move_to(self, round_: int) -> None:
+        if round_ <= self._until:
+            return
+        try:
+            self._manifests = self._log.segments.manifests(round_)
+        except RecordInvalid as error:
+            raise Differs(keys.LOG, f"has a segment that cannot be read: {error}") from None
+        self._segment = self._log.segments.holding(round_)
+        self._until = self._segment.last if self._segment else round_
+        self._sizes.clear()
+        if self._segment is not None:
+            self._list_singles(round_, self._until)
+
+    def _list_singles(self, first: int, last: int) -> None:
+        if self._listing is None:
+            self._listing = self._log.store.list(keys.ROUNDS, start_after=keys.end_of_round(first - 1))
+            self._ahead = next(self._listing, None)
+        while self._ahead is not None and self._ahead.key < keys.end_of_round(last):
+            self._sizes[self._ahead.key] = self._ahead.size
+            self._ahead = next(self._listing, None)
+
+    def _check_single(self, key: str, size: int) -> None:
+        """Raise `Differs` if the single object, which readers of one round use, is missing or has another size."""
+        found = self._sizes.get(key)
+        if found != size:
+            words = "is missing" if found is None else f"has {found} bytes, not {size}"
+            raise Differs(key, f"{words}, though {self._segment} was made of it")
 
 
 class BaseDeriver:
-    """Derives bases from contributions, one round after another. Every payload byte is fetched once."""
+    """Recomputes bases from contributions, one round after another. Every payload byte is fetched once."""
 
     def __init__(self, log: RunLog, start: Start, snapshots: SnapshotChecker, done: Verification) -> None:
         self._store = log.store
@@ -43,11 +113,9 @@ class BaseDeriver:
     # -- manifests and the objects that they name ----------------------------------------------------------------
 
     def manifests(self, commit: Commit) -> dict[int, Contribution | None]:
-        """The manifests that a commit names, by replica id; None for one that cannot be parsed or was copied from
-        another key.
+        """The manifests that a commit names, by replica id; None for an unparsable one or a copy from another key.
 
-        Raises `Differs` if a manifest or an object that it names is
-        not what the commit says.
+        Raises `Differs` if a manifest or an object that it names is not what the commit records.
         """
         self._shards.clear()
         return {answer.replica_id: self._manifest(commit, answer) for answer in commit.answers}
@@ -132,9 +200,9 @@ class BaseDeriver:
             self._checked(piece_key, manifest.round, piece)
 
     def _checked(self, key: str, round_: int, shard: Shard, later: Sequence[str] = ()) -> bytes | None:
-        """The bytes of an object that a manifest names; None if retention deleted the object and was allowed to.
+        """The bytes of an object that a manifest names; None if retention deleted it and was allowed to.
 
-        `later`: keys of later takes, one of which may have the digest if the object has not. Raises `Differs` if none
+        `later`: keys of re-uploads, one of which may have the digest if the object has not. Raises `Differs` if none
         has it, or if retention was not allowed to delete the object.
         """
         try:
@@ -152,7 +220,7 @@ class BaseDeriver:
         return data
 
     def _put_again(self, key: str, shard: Shard, later: Sequence[str], differs: Differs) -> bytes:
-        """A shard's bytes, from the first good copy in `later`; raises `differs` if none."""
+        """A shard's bytes from the first re-upload in `later` with its digest; raises `differs` if there is none."""
         for each in later:
             with suppress(PayloadCorrupt):
                 data = fetch_shard(self._store, each, shard)
@@ -167,10 +235,10 @@ class BaseDeriver:
     # -- the outer step ------------------------------------------------------------------------------------------
 
     def stepped(self, key: str, commit: Commit, base: Base | None, named: Sequence[Contribution]) -> Base | None:
-        """Step the base by an applied commit, in place; None if it cannot be computed because payloads were deleted.
+        """Step the base by an applied commit, in place; None if payloads that it needs were deleted.
 
-        `base`: before the round, None if it could not be computed. `named`: the manifests that the commit averages.
-        Raises `Differs` if they cannot be averaged, or if work counts twice, `SpoolFailed` if this machine lacks room.
+        `base`: before the round, None if unknown. `named`: the manifests that the commit averages. Raises `Differs` if
+        they cannot be averaged, or if work counts twice, `SpoolFailed` if this machine lacks room.
         """
         self._check_origins(key, commit)
         if base is None:

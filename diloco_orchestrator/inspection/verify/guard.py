@@ -1,11 +1,12 @@
-"""Checks what a commit concludes from its manifests: guard state, verdict, who is averaged, applied, stop."""
+"""Checks a commit against its manifests and bases: guard state, verdict, averaged contributions, base claims."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.guard.round_fold import fold_of_commit
-from diloco_orchestrator.inspection.verify.findings import Differs, equal
+from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.records import Commit, Contribution, HeldoutSet
 from diloco_orchestrator.protocol.round_metrics import round_metrics_of
@@ -28,7 +29,7 @@ def check_conclusion(
     halt: str,
     void: str = "",
 ) -> None:
-    """Raise `Differs` unless the commit says what the rules of a round conclude from its manifests.
+    """Raise `Differs` unless the commit is what the rules of a round derive from its manifests.
 
     Args:
         key: the commit's key, for the disagreement.
@@ -40,7 +41,7 @@ def check_conclusion(
         fragments: number of fragments of the model.
         outer_steps: outer steps of the run up to the end of this leg.
         halt: the reason of the request that the commit obeys; empty if it obeys none.
-        void: why the commit averages nobody although it names somebody; empty if it is not void.
+        void: reason why the commit averages nobody although it names contributions; empty if it is not void.
     """
     if commit.by_coordinator:
         _check_stop_by_coordinator(key, commit, position, guard)
@@ -89,3 +90,54 @@ def _check_stop_by_coordinator(key: str, commit: Commit, position: Position, gua
     equal(key, "guard", commit.guard, guard, "the round before")
     if commit.stop not in ("halted", "failed"):
         raise Differs(key, f"a coordinator can stop a run as halted or failed, not as {commit.stop!r}")
+
+
+def check_claims(
+    key: str,
+    commit: Commit,
+    manifests: Mapping[int, Contribution | None],
+    digest: str | None,
+    done: Verification,
+) -> None:
+    """Compare the base claims of a round with `digest`, of the recomputed base it started from; None if not recomputed.
+
+    One replica with a wrong claim is tolerated by the protocol, and noted. Raises `Differs` if several replicas were
+    averaged on a wrong claim, or if the commit's base digest is not one that most of its manifests claim.
+    """
+    claims = {i: m.base_digest for i, m in manifests.items() if m is not None and m.base_digest}
+    contributing = {i for i, m in manifests.items() if m is not None and m.kind != "abstention"}
+    _check_group(key, commit, {i: claims[i] for i in claims if i in contributing} or claims)
+    if digest is None:
+        return
+    for replica_id, claim in sorted(claims.items()):
+        if claim != digest:
+            done.checked["wrong claims"] += 1
+            done.notes.append(
+                f"round {commit.round}: replica {replica_id} claimed base {claim[:12]}; computed again it is "
+                f"{digest[:12]}"
+            )
+    if commit.base_digest in (None, digest):
+        return
+    named = [i for i in claims if claims[i] == commit.base_digest and _contributes(commit, i)]
+    if len(named) > 1 and commit.applied:
+        who = ", ".join(map(str, named))
+        raise Differs(
+            key,
+            f"base_digest is {str(commit.base_digest)[:12]}, as replicas {who} claim; the outer steps before, computed "
+            f"again, give {digest[:12]}",
+        )
+
+
+def _check_group(key: str, commit: Commit, claims: Mapping[int, str]) -> None:
+    """Raise `Differs` unless a commit has the base digest that most manifests claim, if any two of them agree."""
+    sizes = Counter(claims.values())
+    largest = max(sizes.values(), default=0)
+    if commit.base_digest is None:
+        if claims and not commit.by_coordinator:
+            raise Differs(key, "names no base_digest, though its manifests claim one")
+    elif largest > 1 and sizes[commit.base_digest] < largest:
+        raise Differs(key, f"base_digest is {commit.base_digest[:12]}, which fewer manifests claim than another")
+
+
+def _contributes(commit: Commit, replica_id: int) -> bool:
+    return any(a.replica_id == replica_id and a.kind in ("delta", "scores") for a in commit.answers)

@@ -1,0 +1,61 @@
+"""The outcome of an attempt: from its exit code and the provider's status, and as text in the next attempt's intent."""
+
+import re
+
+from diloco_orchestrator.executors.contract import ReplicaState, ReplicaStatus
+from diloco_orchestrator.protocol.process import EXIT_DONE, EXIT_PERMANENT, EXIT_PREEMPTED, EXIT_SUPERSEDED
+from diloco_orchestrator.supervision.attempt_types import Ended, Outcome, Replaced
+
+_BY_CODE = {
+    EXIT_DONE: Outcome.DONE,
+    EXIT_PREEMPTED: Outcome.PREEMPTED,
+    EXIT_SUPERSEDED: Outcome.SUPERSEDED,
+    EXIT_PERMANENT: Outcome.PERMANENT,
+}
+
+
+def is_conclusive(code: int) -> bool:
+    """Whether an exit code alone determines the outcome. Other codes are errors, unless the provider reports why."""
+    return code in _BY_CODE
+
+
+def outcome_of(code: int | None, status: ReplicaStatus | None) -> Outcome:
+    """The outcome of an attempt: by a conclusive exit code, otherwise by the provider's status.
+
+    The provider may know why the process failed: a preempted node breaks the training code before the replica notices.
+    `code` is None without exit record, `status` None if the provider reported nothing.
+    """
+    if code is not None and is_conclusive(code):
+        return _BY_CODE[code]
+    if status is None:
+        return Outcome.ERROR
+    if status.state is ReplicaState.SUCCEEDED and code is None:
+        return Outcome.DONE
+    if status.state is ReplicaState.PREEMPTED:
+        return Outcome.PREEMPTED
+    if status.state is ReplicaState.TIMED_OUT:
+        return Outcome.TIMED_OUT
+    return Outcome.NO_CAPACITY if status.reason == "no_capacity" else Outcome.ERROR
+
+
+_TOOK_PART = ", took part"
+
+
+def named(number: int, ended: Ended) -> str:
+    """The `why` of the next attempt's intent, which names how attempt `number` ended.
+
+    It is the only record of the end of an attempt without exit record.
+    """
+    took_part = _TOOK_PART if ended.took_part else ""
+    return f"attempt {number} ({ended.outcome}{took_part}): {ended.reason}"
+
+
+def named_in(why: str, number: int) -> Replaced:
+    """The end of attempt `number` as `named` wrote it into the next intent's `why`.
+
+    Without an outcome for any other text, such as that of version 0.1.0.
+    """
+    found = re.fullmatch(rf"attempt {number} \((.+?)({_TOOK_PART})?\): (.*)", why, re.DOTALL)
+    if found is None or found[1] not in list(Outcome):
+        return Replaced()
+    return Replaced(Outcome(found[1]), found[3], took_part=found[2] is not None)
