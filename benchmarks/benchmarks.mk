@@ -1,6 +1,6 @@
 # Targets of the benchmarks; the Makefile above includes it, so all are called from there: `make bench-sync`, `make chaos`.
 
-.PHONY: chaos chaos-table soak soak-table transfer large-model requests bench bench-sync bench-link bench-overlap bench-latency bench-memory \
+.PHONY: chaos chaos-table soak soak-table transfer large-model requests requests-live bench bench-sync bench-link bench-overlap bench-latency bench-memory \
 	bench-busy bench-history bench-startup bench-heldout_split bench-heldout_leaks bench-guard bench-guard-runs bench-gpu bench-quality
 
 # What faults cost: `make chaos MINUTES=10 RATE=15` as often as wished (RATE=0 for the undisturbed twin), then the table.
@@ -34,6 +34,11 @@ transfer: venv
 # Store requests of pull, attach, status and verify, here or side by side: `make requests SOURCES="--source OLD --source ."`.
 requests: venv
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/count_requests.py $(SOURCES)
+
+# Store requests of a run while it goes on, launcher and screen included, beside `diloco plan`: some five minutes, or
+# `make requests-live OPTIONS="--round-s 1200 --rounds 2"`.
+requests-live: venv
+	PYTHONPATH=tests/support $(BIN)/python benchmarks/live_requests.py $(OPTIONS)
 
 # The tables and pictures of docs/performance.md, each in one command, on a quiet machine; `make bench` takes all of
 # them. `make bench-sync SOURCES="--source OLD --source ."` measures two checkouts in turn; `OPTIONS=` passes others.

@@ -1,22 +1,5 @@
 """Every error type that a caller may want to tell apart, and the nearest known name for a misspelt one.
 
-    DilocoError
-        ConfigError (ValueError)      an invalid setting, option or argument; nothing was started
-        RunFolderTaken                the new run's folder holds a run
-        NoSuchRun                     the folder holds no run
-        RunFailed                     the run ended without completing and without a verdict
-        RunNotFinished                the run goes on, so that it has no result
-        RecordInvalid                 an object is not the record that its key names
-            RecordTooNew              a newer version of this package wrote it
-            RecordTooOld              an older version wrote it, in a format that this one does not read
-        StoreError                    the object store answered with an error
-            ObjectMissing  StoreUnavailable  StoreDenied  StoreFull
-        SpoolFailed                   a temporary file for what does not fit into memory could not be written
-            BudgetTooSmall            the memory that this process may use does not hold one shard
-        RoundError                    a round could not be finished as planned
-            PayloadCorrupt  RoundReused  AllReduceTimeout (TimeoutError)  QuorumLost  BaseDiverged  ModelMismatch
-            FirstBaseOutvoted  Superseded  Preempted  WorkloadEndedEarly
-
 Executors have a tree of their own (`executors.contract.ExecutorError`), and a guard that fired raises
 `CollapseStopError`. A new type exists only where a caller acts differently on it. Messages have three parts: what
 happened, to which object, and what the reader can do now.

@@ -51,21 +51,22 @@ def registered_names(group: str) -> list[str]:
     return sorted({each.name for each in entry_points(group=group)})
 
 
-def registered(kind: str, group: str, name: str) -> tuple[Any, str]:
+def registered(kind: str, group: str, name: str, taken: bool = False) -> tuple[Any, str]:
     """The object that a package registers under a name, and a description: "command 'tides' of package y
     (y.cli:tides)".
 
     `kind`: what the object is, such as "command". `group`: of the entry points. Raises `LookupError` if no package
-    registers the name, and ValueError if more than one does or if it does not load.
+    registers the name, and ValueError if more than one does (`taken`: we do too) or if it does not load.
     """
     from importlib.metadata import entry_points
 
     found = list(entry_points(group=group, name=name))
     if not found:
         raise LookupError(name)
-    if len(found) > 1:
+    owners = [*(["diloco-orchestrator"] if taken else []), *map(_package_of, found)]
+    if len(owners) > 1:
         raise ValueError(
-            f"{kind} {name!r} is registered by {' and '.join(sorted(map(_package_of, found)))}, so that nobody can "
+            f"{kind} {name!r} is registered by {' and '.join(sorted(owners))}, so that nobody can "
             "tell which one is meant. Uninstall all but one."
         )
     where = f"{kind} {name!r} of package {_package_of(found[0])} ({found[0].value})"

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import IO, TypeVar
+from typing import IO, Protocol, TypeVar, runtime_checkable
 
 from diloco_orchestrator.clock import Backoff, Clock
 from diloco_orchestrator.errors import DilocoError, ObjectMissing, StoreDenied, StoreError, StoreFull, StoreUnavailable
@@ -204,6 +204,15 @@ class RetryingStore:
         return min(total_s, self._policy.leaving_s) if self._is_leaving() else total_s
 
 
+@runtime_checkable
+class ReadsBack(Protocol):
+    """A store whose `create` reads an existing object to find out whether it is its own."""
+
+    def without_read_back(self) -> Store:
+        """The same store, as `without_read_back` says."""
+        ...
+
+
 def _is_ours(store: Store, key: str, data: bytes) -> bool:
     """Whether the existing object has the bytes of our create. Raises `StoreUnavailable` if it is gone."""
     try:
@@ -217,4 +226,4 @@ def without_read_back(store: Store) -> Store:
 
     For objects of many megabytes whose writer does not care who wrote them, or reads them anyway.
     """
-    return store.without_read_back() if isinstance(store, RetryingStore) else store
+    return store.without_read_back() if isinstance(store, ReadsBack) else store

@@ -187,22 +187,22 @@ class _Epochs:
 
     def _ours(self, batches: Iterable[Any], before: int) -> Iterator[Any]:
         self.seen = 0
-        for batch in self._drawn(batches):
-            self.seen += 1
-            self._order.add(self.seen, batch)
-            if self._is_ours(before + self.seen - 1):
-                yield batch
-
-    def _drawn(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches, each made with the random generators that determine the batch order."""
         with self._chance.drawing():
             iterator = iter(batches)
         while True:
             with self._chance.drawing():
-                batch = next(iterator, _END)
+                batch = self._next_of_ours(iterator, before)
             if batch is _END:
                 return
             yield batch
+
+    def _next_of_ours(self, batches: Iterator[Any], before: int) -> Any:
+        for batch in batches:
+            self.seen += 1
+            self._order.add(self.seen, batch)
+            if self._is_ours(before + self.seen - 1):
+                return batch
+        return _END
 
 
 class _MapEpochs(_Epochs):

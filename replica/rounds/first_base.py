@@ -9,6 +9,7 @@ under a random name. `snapshots.layout` stores a base.
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -36,7 +37,7 @@ from diloco_orchestrator.snapshots.layout import (
     existing_files,
     info_of,
 )
-from diloco_orchestrator.snapshots.model_tensors import digest_of
+from diloco_orchestrator.snapshots.model_tensors import Untrained, digest_of
 from diloco_orchestrator.snapshots.rebuild import FirstBase
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.store.retrying import without_read_back
@@ -52,13 +53,23 @@ _TURNS = 4  # replicas with different ids lose patience one after another
 _FOREIGN_TAKES = 16  # versions of snapshot 0 that are read after those that votes name: anybody may add some
 
 
-def agree_on_first_base(
-    attempt: Attempt,
-    parameters: Mapping[str, torch.Tensor],
-    fragments: Sequence[Sequence[str]],
-    files: ModelFiles,
-    heldout: HeldoutSet | None = None,
-) -> tuple[Entry[Start], FirstBase | None]:
+@dataclass(frozen=True)
+class OwnModel:
+    """The model that a replica brings to the run, and the held-out set on which it scores it."""
+
+    parameters: Mapping[str, torch.Tensor]  # those that are trained, any float dtype
+    fragments: tuple[tuple[str, ...], ...]  # their names, in name order
+    files: ModelFiles  # what a snapshot has beside them
+    heldout: HeldoutSet | None  # None: it scores nothing
+
+    @property
+    def untrained(self) -> Untrained:
+        """The model's frozen tensors and buffers."""
+        assert self.files.untrained is not None, "a replica has the live model"
+        return self.files.untrained
+
+
+def agree_on_first_base(attempt: Attempt, own: OwnModel) -> tuple[Entry[Start], FirstBase | None]:
     """Adopt the run's start record, or create one together with snapshot 0, the first base, if there is none.
 
     Returns the adopted start record, and the first base if this process has it in memory, else None.
@@ -74,24 +85,17 @@ def agree_on_first_base(
     if found is not None and starts.is_final:
         attempt.log.starts.adopt(found, first_take(attempt.log))
         return found, None
-    return _Agreement(attempt, parameters, fragments, files, heldout).reach()
+    return _Agreement(attempt, own).reach()
 
 
 class _Agreement:
     """One replica's vote on the first base, until it has adopted a start record."""
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        parameters: Mapping[str, torch.Tensor],
-        fragments: Sequence[Sequence[str]],
-        files: ModelFiles,
-        heldout: HeldoutSet | None,
-    ) -> None:
+    def __init__(self, attempt: Attempt, own: OwnModel) -> None:
         self._attempt = attempt
         self._starts = attempt.log.starts
-        self._writing = _FirstSnapshot(attempt, parameters, fragments, files)
-        self._start = _start_of(attempt, self._writing, parameters, files, heldout)
+        self._writing = _FirstSnapshot(attempt, own)
+        self._start = _start_of(attempt, self._writing, own)
         self._own = sha256_hex(self._start.to_bytes())
         self._key = keys.start_take(attempt.stamp.unforeseen())
         self._pauses = Backoff(_FIRST_PAUSE_S, attempt.config.timing.poll_s).pauses()
@@ -230,29 +234,22 @@ class _Agreement:
                 writer.create(self._start, self._key)
 
 
-def _start_of(
-    attempt: Attempt,
-    writing: "_FirstSnapshot",
-    parameters: Mapping[str, torch.Tensor],
-    files: ModelFiles,
-    heldout: HeldoutSet | None,
-) -> Start:
+def _start_of(attempt: Attempt, writing: "_FirstSnapshot", own: OwnModel) -> Start:
     """The start record of this replica's model. It has no time or write id, so equal models give equal bytes."""
-    assert files.untrained is not None, "a replica has the live model"
     base = writing.base
     return Start(
         write_id="start",
         at=0.0,
         run_sha256=attempt.log.run_sha256,
-        parameters=describe(parameters),
+        parameters=describe(own.parameters),
         fragments=base.fragments,
         shard_numel=base.shard_numel,
         base_digest=base.digest(attempt.background),
-        adapters=files.adapters,
-        heldout=heldout,
-        frozen=files.untrained.describe_frozen(attempt.background),
-        buffers=files.untrained.buffers.digest(),
-        adapter=files.naming.adapter,
+        adapters=own.files.adapters,
+        heldout=own.heldout,
+        frozen=own.untrained.describe_frozen(attempt.background),
+        buffers=own.untrained.buffers.digest(),
+        adapter=own.files.naming.adapter,
         first_files=writing.first_files(),
     )
 
@@ -277,20 +274,13 @@ class _FirstSnapshot:
     it is, and all files are written into another one.
     """
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        parameters: Mapping[str, torch.Tensor],
-        fragments: Sequence[Sequence[str]],
-        files: ModelFiles,
-    ) -> None:
-        assert files.untrained is not None, "a replica has the live model"
-        self.base = Base.fresh(parameters, attempt.config.outer, fragments, attempt.config.shard_numel)
+    def __init__(self, attempt: Attempt, own: OwnModel) -> None:
+        self.base = Base.fresh(own.parameters, attempt.config.outer, own.fragments, attempt.config.shard_numel)
         self.take: str | None = None
-        self.buffers = sorted(files.untrained.buffers.first)
+        self.buffers = sorted(own.untrained.buffers.first)
         self._attempt = attempt
-        self._files = files
-        self._planned = files.planned(self.base, attempt.object_limit)
+        self._files = own.files
+        self._planned = own.files.planned(self.base, attempt.object_limit)
         self._infos: dict[str, FileInfo] = {}  # files of the shared version that this replica has written or compared
         self._lost: set[str] = set()  # files that another replica created first
         self._seen: set[str] | None = None  # files as of the last listing
@@ -374,39 +364,32 @@ class _FirstSnapshot:
 # -- whether a replica trains the model of its run --------------------------------------------------------------------
 
 
-def check_start(
-    start: Start,
-    parameters: Mapping[str, torch.Tensor],
-    fragments: Sequence[tuple[str, ...]],
-    heldout: HeldoutSet | None,
-    files: ModelFiles,
-    attempt: Attempt,
-) -> None:
+def check_start(start: Start, own: OwnModel, attempt: Attempt) -> None:
     """Raise `ModelMismatch` unless a replica has the parameters, fragments, adapters, frozen tensors and held-out set
     of the run.
     """
     url = attempt.store.url
-    check_same_model(describe(parameters), start.parameters)
-    if start.fragments != tuple(fragments):
+    check_same_model(describe(own.parameters), start.parameters)
+    if start.fragments != own.fragments:
         raise ModelMismatch(
-            f"this replica synchronises {len(fragments)} fragments of the model, the run in {url} "
+            f"this replica synchronises {len(own.fragments)} fragments of the model, the run in {url} "
             f"{len(start.fragments)}, or the same number split otherwise. All replicas must agree."
         )
     # There are as many: their residuals are parameters, compared above.
-    for mine, pair in zip(files.adapters, start.adapters, strict=True):
+    for mine, pair in zip(own.files.adapters, start.adapters, strict=True):
         if mine != pair:
             raise ModelMismatch(
                 f"this replica's adapter of {mine.weight!r} has the scaling {mine.scaling:g}, the run's in {url} "
                 f"{pair.scaling:g}: its product would be averaged with other ones. Give all replicas the same "
                 "lora_alpha and r."
             )
-    if heldout != start.heldout:
+    if own.heldout != start.heldout:
         raise ModelMismatch(
-            f"this replica scores {_heldout_words(heldout)}; the run in {url} is judged by "
+            f"this replica scores {_heldout_words(own.heldout)}; the run in {url} is judged by "
             f"{_heldout_words(start.heldout)}. All replicas must pass the same `heldout_items`, `vault_items` and "
             "`in_loop` to attach, and score by the same function; another set or scorer needs a new run."
         )
-    _check_untrained(start, files, attempt)
+    _check_untrained(start, own, attempt)
 
 
 def _heldout_words(heldout: HeldoutSet | None) -> str:
@@ -417,14 +400,13 @@ def _heldout_words(heldout: HeldoutSet | None) -> str:
     return f"{heldout.items} held-out items ({heldout.metric}, root {root[:12]}, scorer {scorer[:12]}){vault}"
 
 
-def _check_untrained(start: Start, files: ModelFiles, attempt: Attempt) -> None:
+def _check_untrained(start: Start, own: OwnModel, attempt: Attempt) -> None:
     """Raise `ModelMismatch` unless the frozen tensors and the adapter of a replica are the run's.
 
     Hashes every frozen tensor, once for each model. Where this replica's first buffers differ, those of snapshot 0 are
     taken.
     """
-    untrained, naming, url = files.untrained, files.naming, attempt.store.url
-    assert untrained is not None, "a replica has the live model"
+    untrained, naming, url = own.untrained, own.files.naming, attempt.store.url
     ours, theirs = untrained.describe_frozen(attempt.background), start.frozen
     if ours != theirs:
         raise ModelMismatch(
@@ -437,7 +419,7 @@ def _check_untrained(start: Start, files: ModelFiles, attempt: Attempt) -> None:
             f"the adapter of replica {attempt.replica_id} is stored under other names than that of the run in {url}: "
             "all replicas must build it alike, with the same version of PEFT."
         )
-    _check_adapter_config(start, files, attempt)
+    _check_adapter_config(start, own.files, attempt)
     if untrained.buffers.digest() != start.buffers:
         log.warning("this replica's first buffers differ from those of snapshot 0; it takes those")
         rest = first_snapshot(attempt.log).model_files(start, {}).rest()
