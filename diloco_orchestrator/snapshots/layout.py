@@ -143,7 +143,7 @@ class ModelFiles:
         return cls(dtypes, lambda: whole, extra, adapter.naming if adapter else Naming(), untrained, adapters)
 
     def with_buffers(self, changed: Mapping[str, torch.Tensor]) -> "ModelFiles":
-        """A copy with these buffers, by name in the model, in place of the first ones.
+        """A copy in which `changed`, buffers by name in the model, replace the values from the run's start.
 
         An adapter's file holds the buffers that PEFT stores.
         """

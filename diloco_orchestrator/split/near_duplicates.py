@@ -42,7 +42,7 @@ class NearDuplicates:
         self._added: dict[str, Any] = {}
 
     def add(self, texts: Iterable[tuple[str, str]]) -> None:
-        """Add texts, each with an id of its own."""
+        """Add (id, text) pairs; every id must be unique."""
         for name, text in texts:
             if (signature := self._signature(text)) is not None:
                 self._index.insert(name, signature)

@@ -193,7 +193,7 @@ class Fleet:
         self._advance_all((view.who, CancelAsked(why)) for view in self.views if isinstance(view.state, Alive))
 
     def give_up(self, who: Who, why: str) -> None:
-        """Launch no further attempt of the replica in this leg."""
+        """Record that the replica gets no further attempt in this leg. `why`: for the record."""
         self._advance(who, GaveUp(why))
 
     def _advance_all(self, events: Iterable[Addressed]) -> None:

@@ -225,7 +225,7 @@ class RoundCloser:
         return True
 
     def _heal(self, claims: Collection[str]) -> None:
-        """Rebuild the base if `claims` contradict it. What was carried on a wrong base is carried no more."""
+        """Rebuild the base if `claims` contradict it; then drop carried work that was trained from the wrong base."""
         if self._claims.heal(claims):
             self._healed = True
             self._contributor.recover_carry()

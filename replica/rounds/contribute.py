@@ -206,7 +206,9 @@ class Contributor:
             self._warn_of_work_that_its_leg_left()
 
     def recover_carry(self) -> None:
-        """Restore the carry from the bucket; after a heal without the work of rounds that began from the wrong base."""
+        """Restore carried work from the bucket, after a rebuild without the work of rounds that began from a wrong
+        base.
+        """
         self._carry.recover(self._tip.closed_rounds, self.history.of, self._tip.commit_of, self._claims.is_right)
 
     def _warn_of_work_that_its_leg_left(self) -> None:
