@@ -61,8 +61,16 @@ class TimingConfig(Tree):
         default=1800.0, gt=0, description="s without quorum, and without a launch under way, until QuorumLost is raised"
     )
     startup_timeout_s: float = Field(default=1800.0, gt=0, description="s that a leg's first round waits for everybody")
-    poll_s: float = Field(default=1.0, gt=0, description="longest pause in s between two polls of the bucket")
-    heartbeat_s: float = Field(default=10.0, gt=0, description="s between heartbeats; each one is a PUT")
+    poll_s: float = Field(
+        default=1.0,
+        gt=0,
+        description="longest pause in s between two polls of a waiting replica; above 50 of it, a fiftieth of a round",
+    )
+    heartbeat_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="least s between heartbeats, each a PUT; one and a half rounds, at most hung_after_s / 3",
+    )
 
 
 class RetryConfig(Tree):

@@ -18,6 +18,7 @@ from diloco_orchestrator.cli.shared import (
     say,
     score_option,
     shown,
+    store_of,
     trust_option,
     url_argument,
 )
@@ -72,7 +73,7 @@ def watch(url: str, as_json: bool) -> int:
     """Follow the run in URL until it stops. Reads only: Ctrl-C leaves the run alone."""
     from diloco_orchestrator.cli.progress import watch_until_stopped
 
-    return watch_until_stopped(reader_of(url), as_json=as_json)
+    return watch_until_stopped(store_of(url), as_json=as_json)
 
 
 @click.command()

@@ -179,7 +179,7 @@ def lock_file_of(code: CodeBundle | str | Path | None, entrypoint: str) -> Path 
 
 
 def folder_of(code: CodeBundle | str | Path | None, entrypoint: str) -> Path:
-    """The folder of the code to be launched; the current one if it has no file."""
+    """The folder of the code to be launched; the current folder if no file of that code is found."""
     try:
         paths = _code_of(code, entrypoint).paths
     except ConfigError:

@@ -13,6 +13,7 @@ from typing import Any
 
 from diloco_orchestrator.codecs.table import get_codec
 from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.protocol import pace
 from diloco_orchestrator.protocol.attempt_records import Heartbeat
 from diloco_orchestrator.protocol.records import Begin, Commit
 from diloco_orchestrator.run_log.attempts import AttemptRecords
@@ -23,9 +24,10 @@ _USD_PER_GB_OUT = 0.09  # to the internet; free within a region
 _FORECAST_ROUNDS = 9  # the last ones, from which the rest is predicted
 _SILENT_S = 600.0  # an attempt without a heartbeat for this long is counted as ended
 
-# How often a replica polls while it waits for the others, if all are equally fast (`make soak-table`).
-_POLLS = 1.75
-_COORDINATOR_POLL_S = 1.0
+# What `make requests-live` counts a round: how often a replica lists the manifests, whose times differ by some percent,
+# and objects of a snapshot and of the log's segments.
+_LISTINGS = 2.5
+_OBJECTS_OF_SNAPSHOT = 6
 
 
 @dataclass(frozen=True)
@@ -198,10 +200,11 @@ class RoundForecast:
 def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -> RoundForecast:
     """Predict requests and traffic of a round that takes `round_s` seconds.
 
-    `parameters`: number of trainable parameters; without it the result has requests only. Every replica writes its
-    payload's shards, its manifest and a commit that may lose the race, reads all manifests and payloads (its own too,
-    to confirm it), and polls for the commit every `timing.poll_s` in the second half of the round. The coordinator
-    polls every second.
+    Every replica writes its payload's shards and its manifest, reads those of the others, and lists the manifests while
+    it waits; one of them writes the commit, which the others and the coordinator read. Heartbeats and what a
+    coordinator and its display look for have the pauses of `protocol.pace`. A wait for a late replica adds to it.
+
+    `parameters`: number of trainable parameters; without it the result has requests only, as of one shard.
     """
     n = config.replicas
     shards = 1
@@ -213,18 +216,22 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
         codec = get_codec(config.codec)
         size = (part // shard_numel) * codec.encoded_size(shard_numel)
         size += codec.encoded_size(part % shard_numel) if part % shard_numel else 0
-    timing = config.timing
     states = {"round": 1.0, "snapshot": 1.0 / config.snapshot_every, "none": 0.0}[config.saves_state]
-    beats, polls = n * round_s / timing.heartbeat_s, round_s / _COORDINATOR_POLL_S
+    beats, beats_read = pace.heartbeat_s(config, round_s), pace.heartbeats_read_s(config, round_s)
+    seldom = round_s / pace.seldom_read_s(round_s)
+    commits_read = 2 + 0.9 * round_s / pace.commits_read_s(round_s, 0.0)  # with the polls around its end
+    retention = 2.0 if config.retention.payloads == "needed" else 0.0  # payloads and states to delete
     requests = {
-        "PUT": n * (shards + 2 + states) + 3 / config.snapshot_every + beats,
-        "GET": n * (n * shards + n + 2 * _POLLS + 1 + round_s / (2 * timing.poll_s)) + 2 * polls + 1 + beats,
-        "LIST": n * _POLLS + (2.0 if config.retention.payloads == "needed" else 0.0),  # payloads and states to delete
+        "PUT": n * (shards + 1 + states + round_s / beats) + 1 + _OBJECTS_OF_SNAPSHOT / config.snapshot_every,
+        # Payloads and manifests of the others; commit and request to halt; heartbeats; records that end attempts.
+        "GET": n * (n - 1) * (shards + 1) + n + 1 + commits_read + n * round_s / beats_read + (n + 1) * seldom,
+        # Manifests; requests for payloads; later attempts; and the listings of a display.
+        "LIST": n * _LISTINGS + 1 + n * seldom + 3 * seldom + 3 / config.snapshot_every + retention,
     }
     return RoundForecast(
         requests=requests,
         bytes_up=None if size is None else n * size,
-        bytes_down=None if size is None else n * n * size,
+        bytes_down=None if size is None else n * (n - 1) * size,
         requests_usd=sum(count * _USD_PER_REQUEST[kind] for kind, count in requests.items()),
-        traffic_usd=None if size is None else n * n * size / 1e9 * _USD_PER_GB_OUT,
+        traffic_usd=None if size is None else n * (n - 1) * size / 1e9 * _USD_PER_GB_OUT,
     )

@@ -39,7 +39,7 @@ from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.redaction import secret_settings
 from diloco_orchestrator.run_log.entries import Entry
-from diloco_orchestrator.run_log.reader import Reader, read_optional, read_record
+from diloco_orchestrator.run_log.reader import read, read_optional, read_record
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import absolute_url, open_store
@@ -324,7 +324,7 @@ def _offer_in(handle: ReplicaHandle) -> str:
 def _offer_of(store: Store, name: str) -> Entry[Offer] | None:
     """The offer of the attempt `name`; None if it is gone, or cannot be read (logged)."""
     try:
-        return Reader(store).read(Offer, keys.join_offer(name))
+        return read(store, Offer, keys.join_offer(name))
     except RecordInvalid as error:
         log.warning("passed over: %s", error)
         return None
@@ -338,7 +338,7 @@ def _has_exit(store: Store, handle: ReplicaHandle) -> bool:
 def _counter_of(store: Store, name: str, offer: str) -> int:
     """The counter of an attempt's lease; 0 if the lease is missing or cannot be read."""
     try:
-        lease = Reader(store).read(Lease, keys.join_record(name, offer, keys.JOIN_LEASE))
+        lease = read(store, Lease, keys.join_record(name, offer, keys.JOIN_LEASE))
     except RecordInvalid:
         return 0
     return 0 if lease is None else lease.record.counter

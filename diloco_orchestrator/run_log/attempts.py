@@ -21,7 +21,7 @@ from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.kinds import most_bytes
 from diloco_orchestrator.protocol.record_format import Record
 from diloco_orchestrator.protocol.records import Contribution
-from diloco_orchestrator.run_log.reader import Reader, read_optional
+from diloco_orchestrator.run_log.reader import read, read_optional
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class AttemptRecords:
 
     def _fetched(self, kind: type[R], key: str) -> R | None:
         try:
-            found = Reader(self._store).read(kind, key)
+            found = read(self._store, kind, key)
         except RecordInvalid as error:
             if key not in self.unreadable:
                 log.warning("passed over: %s", error)

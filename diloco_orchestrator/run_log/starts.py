@@ -15,7 +15,7 @@ from diloco_orchestrator.protocol.first_base import chosen_start
 from diloco_orchestrator.protocol.record_format import Record
 from diloco_orchestrator.protocol.records import Began, Follows, Start
 from diloco_orchestrator.run_log.entries import Entry
-from diloco_orchestrator.run_log.reader import Reader
+from diloco_orchestrator.run_log.reader import read
 from diloco_orchestrator.store.base import Store
 
 R = TypeVar("R", bound=Record)
@@ -166,7 +166,7 @@ class Starts:
         if key in self._seen:
             return None
         try:
-            found = Reader(self._store).read(kind, key)
+            found = read(self._store, kind, key)
         except RecordInvalid:
             self._seen.add(key)
             return None

@@ -166,7 +166,7 @@ class ReplicaCallback(TrainerCallback):
         optimizer, schedule, processor = kwargs["optimizer"], kwargs["lr_scheduler"], kwargs.get("processing_class")
         self.session = self._ctx.attach(
             kwargs["model"],
-            getattr(optimizer, "optimizer", optimizer),  # accelerate's wrapper has no hooks
+            optimizer,
             in_loop=self._metric,
             tokenizer=processor if hasattr(processor, "save_pretrained") else None,
             stateful={"schedule": schedule, "data": self._stream},

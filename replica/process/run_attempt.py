@@ -151,8 +151,8 @@ def run_attempt(
     def join() -> _Joined:
         attempt = claim_attempt(store, replica_id, number, clock, stamp, should_leave, background, launched)
         heartbeat_stamp = Stamp(random_token(), clock.wall_time)
-        writer = HeartbeatWriter(store, replica_id, number, attempt.pulse, heartbeat_stamp)
-        heartbeat = background.every(attempt.config.timing.heartbeat_s, writer.write)
+        writer = HeartbeatWriter(store, replica_id, number, attempt.pulse, heartbeat_stamp, attempt.config)
+        heartbeat = background.every(attempt.config.timing.heartbeat_s, writer.beat)
         return _Joined(attempt, heartbeat, _caught(lambda: _ended_before(attempt)))
 
     with OutputTail() as output:

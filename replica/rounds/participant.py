@@ -219,7 +219,7 @@ class Participant:
             finally:
                 self._in_flight = None
             self._timing.open_round()
-        self._attempt.pulse.round = self.open.round
+        self._attempt.pulse.round, self._attempt.pulse.round_s = self.open.round, self._timing.usual_s
         return closed
 
     def give_up(self) -> None:

@@ -59,8 +59,7 @@ def steps(checked: Checked) -> Finding:
         return failed(
             name,
             first.error.partition(": ")[2],
-            "attach the optimizer whose step() the loop calls; if a library wraps it, the object inside, such as "
-            "accelerate's optimizer.optimizer.",
+            "attach the optimizer whose step() the loop calls; if a library wraps it, the object inside.",
         )
     if not first.completed:
         return absent(name, "training did not end")

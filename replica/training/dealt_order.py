@@ -43,18 +43,22 @@ class DealtOrder:
     def add(self, number: int, batch: Any) -> None:
         """Add a batch, or the indices of its items, to the order; `number`: in the epoch, from 1.
 
-        Raises `ConfigError` if an earlier attempt of this replica drew another batch there.
+        If an earlier attempt of this replica drew another batch there, raises `ConfigError` where batches are dealt,
+        and logs a warning where they are not.
         """
         if number & (number - 1):
             return
         found = self._digests[str(number)] = digest_of(batch)
-        if self._earlier.get(str(number), found) != found:
-            raise ConfigError(
-                f"batch {number} of epoch {self._epoch['epoch']} is another than the earlier attempt of this replica "
-                "drew: it would train other items than were dealt to it. Make the dataset and its loader in the same "
-                "way at every start, with random numbers from torch, random or numpy, or from a generator with a fixed "
-                "seed."
-            )
+        if self._earlier.get(str(number), found) == found:
+            return
+        words = (
+            f"batch {number} of epoch {self._epoch['epoch']} is another than the earlier attempt of this replica drew, "
+            "so that items are trained again, and others left out. Make the dataset and its loader in the same way at "
+            "every start, with random numbers from torch, random or numpy, or from a generator with a fixed seed."
+        )
+        if self._shared:
+            raise ConfigError(words)
+        log.warning("%s", words)
 
     def state(self) -> dict[str, Any]:
         """Epoch, number of batches before it, and the digests of its batches so far, as JSON."""

@@ -241,7 +241,7 @@ class StepWatch:
         self.has_stepped = False  # in this attempt
 
     def stepped(self) -> None:
-        """Record a step, which ends the check."""
+        """Record an optimizer step, after which batches are counted no more."""
         self.has_stepped, self._gradient = True, None
 
     def batch_done(self) -> None:

@@ -49,11 +49,14 @@ def optimizers_of(kind: str, model: torch.nn.Module) -> list[torch.optim.Optimiz
     return [made(parameters, lr=0.01)]
 
 
-KINDS = ("lion", "mixed", "lookahead", "spectral", "adafactor")
+KINDS = ("lion", "mixed", "lookahead", "spectral", "adafactor", "unequal")
 
 
 def train(ctx: ReplicaContext) -> None:
-    """The loop of `args["kind"]`. "adafactor": a bf16 model, batches from two workers, two of them to a step.
+    """The loop of `args["kind"]`.
+
+    "adafactor": a bf16 model, batches from two workers, two of them to a step. "unequal": the batches of replica 1 have
+    half the rows of those of replica 0.
 
     With `args["folder"]` replica 1 kills itself once, inside round 2.
     """
@@ -61,6 +64,8 @@ def train(ctx: ReplicaContext) -> None:
     model: torch.nn.Module = Spectral() if kind == "spectral" else mlp()
     micro = 1
     data: Any = [batch_of(1000 * ctx.replica_id + i) for i in range(7)]
+    if kind == "unequal":
+        data = [(x[:: 1 + ctx.replica_id], y[:: 1 + ctx.replica_id]) for x, y in data]
     if kind == "adafactor":
         model, micro = model.bfloat16(), 2
         data = torch.utils.data.DataLoader(Batches(ctx.replica_id), batch_size=None, shuffle=True, num_workers=2)

@@ -347,9 +347,10 @@ class Simulation:
 
     def _send_heartbeats(self, clock: VirtualClock, attempt: Attempt) -> None:
         stamp = Stamp("heartbeat", clock.wall_time)
-        writer = HeartbeatWriter(self.network(clock), attempt.replica_id, attempt.number, attempt.pulse, stamp)
+        who = attempt.replica_id, attempt.number
+        writer = HeartbeatWriter(self.network(clock), *who, attempt.pulse, stamp, attempt.config)
         while not clock.process.killed:
-            writer.write()
+            writer.beat()
             clock.sleep(attempt.config.timing.heartbeat_s)
 
     def _train(self, ctx: ReplicaContext) -> None:

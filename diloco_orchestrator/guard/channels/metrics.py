@@ -131,7 +131,7 @@ class MetricChannels:
         return 0.0 if held is None or trained is None else (in_loop - trained) - (heldout - held)
 
     def state(self) -> dict[str, Any]:
-        """The fields by name, as JSON. It shares its lists with the channels."""
+        """The fields by name, as JSON. It shares its lists with this object."""
         parts = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: part.state() if isinstance(part, Remembered) else part for name, part in parts.items()}
 

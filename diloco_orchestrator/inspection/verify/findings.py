@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, RecordTooNew, RecordTooOld
 from diloco_orchestrator.protocol.record_format import Record, canonical_json, parse_json
-from diloco_orchestrator.run_log.reader import read_record
+from diloco_orchestrator.run_log.reader import parsed, read_record
 from diloco_orchestrator.store.base import Store
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ def needed(key: str, read: Callable[[], T | None], why: str) -> T:
 
 def parse(kind: type[R], key: str, data: bytes) -> R:
     """The record in `data`. Raises `Differs` if it cannot be parsed or is not in canonical form."""
-    record = optional(key, lambda: kind.from_bytes(data, key))
+    record = optional(key, lambda: parsed(kind, key, data).record)
     check_canonical(key, data)
     return record
 

@@ -16,7 +16,7 @@ from diloco_orchestrator.protocol.kinds import kind_at
 from diloco_orchestrator.protocol.record_format import Record
 from diloco_orchestrator.protocol.records import Start
 from diloco_orchestrator.run_log.attempts import AttemptRecords
-from diloco_orchestrator.run_log.reader import Reader
+from diloco_orchestrator.run_log.reader import read
 from diloco_orchestrator.run_log.segments import ROUNDS, TAIL_ROUNDS
 from diloco_orchestrator.snapshots.first_snapshot import why_no_file
 from diloco_orchestrator.store.base import Store
@@ -194,7 +194,7 @@ def _unpinned_record(key: str) -> type[Record] | None:
 def _why_unreadable(store: Store, key: str, kind: type[Record]) -> str:
     """Reason why a record cannot be read; empty if it can, or is gone."""
     try:
-        Reader(store).read(kind, key)
+        read(store, kind, key)
     except RecordInvalid as error:
         return str(error)
     return ""
@@ -331,7 +331,7 @@ def _quoted(key: str, record: R | None, words: Callable[[R], str]) -> str:
 
 def _join_end(store: Store, key: str) -> JoinEnd | None:
     try:
-        found = Reader(store).read(JoinEnd, key)
+        found = read(store, JoinEnd, key)
     except RecordInvalid:
         return None
     return None if found is None else found.record
