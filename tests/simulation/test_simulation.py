@@ -133,7 +133,9 @@ def test_a_leg_ends_though_the_store_lost_a_payload_that_its_last_base_needs():
     assert "rounds/00000006/payload/0/2/0.bin" in result.reason and "--from-round 4" in result.reason
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow) for seed in (29, 2000475, 5000176)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.slow) for seed in (29, 2000475, 5000176, 5000475)]
+)
 def test_wide_seeds_that_once_found_a_bug(seed: int):
     simulate_wide(seed)
 

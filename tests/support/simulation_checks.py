@@ -94,6 +94,8 @@ def check(
     harmed = (*_harmed(plan), *sorted(simulation.forged_keys))
     if any(round_ > len(commits) for round_, _ in plan.no_commits):  # who sees it misses the one that never came
         harmed = (*harmed, keys.commit(len(commits) + 1))
+    if plan.no_commits or simulation.forged_keys:  # records of rounds that a run without a model never had
+        harmed = (*harmed, keys.START) if reader.log.start() is None else harmed
     if done.disagreement is not None and plan.outnumbers and not done.disagreement.key.startswith(harmed):
         raise InvariantBroken(f"I1/I3/I6/I8: {done.disagreement.key}: {done.disagreement.words}")
     _check_verdicts(commits)
