@@ -106,9 +106,17 @@ def test_no_work_is_lost_or_counts_twice_though_an_attempt_that_was_called_dead_
     assert plan.lies and {attempt for replica_id, attempt in simulation.replicas if replica_id == plan.lies[0][1]} > {1}
 
 
+def after_commit(plan: Plan, round_: int) -> float:
+    """A second after the commit of a round: everybody has taken its outer step, and none the next one."""
+    simulation = Simulation(plan)
+    simulation.play()
+    return simulation.bucket.written_at[keys.commit(round_)] + 1.0
+
+
 def test_work_that_was_carried_on_a_wrong_base_is_dropped_once_the_base_is_healed():
     """A bit flips in replica 1's base; a void commit averages nobody, so it carries its work into the next round."""
-    simulation = Simulation(calm(rounds=5, flips=((14.0, 1, "after step"),), no_commits=((3, b"junk"),)))
+    plan = calm(rounds=5, no_commits=((3, b"junk"),))
+    simulation = Simulation(dataclasses.replace(plan, flips=((after_commit(plan, 1), 1, "after step"),)))
     commits = simulation.run()
     manifest = ContributionReader(simulation.bucket).of(5, 1)
     assert simulation.flipped and commits[-1].stop == "completed" and manifest is not None
@@ -118,8 +126,8 @@ def test_work_that_was_carried_on_a_wrong_base_is_dropped_once_the_base_is_heale
 def test_a_new_leg_loads_no_state_that_a_lone_replica_trained_from_a_wrong_base():
     """The bit flips in the average of the last round but one; in the next leg only a rebuild tells that it did."""
     settings = {"quorum": "all", "replica_state": "round"}
-    flips, leg = ((22.0, 0, "average"),), NextLeg(rounds=1)
-    simulation = Simulation(calm(replicas=1, paces=(1.0,), settings=settings, flips=flips, next_leg=leg))
+    plan = calm(replicas=1, paces=(1.0,), settings=settings, next_leg=NextLeg(rounds=1))
+    simulation = Simulation(dataclasses.replace(plan, flips=((after_commit(plan, 2), 0, "average"),)))
     assert simulation.run()[-1].leg == 2 and simulation.flipped
     assert [manifest.round for manifest in simulation.loaded] == [3]  # the last round's was trained from the wrong base
 
