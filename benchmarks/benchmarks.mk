@@ -1,7 +1,7 @@
 # Targets of the benchmarks; the Makefile above includes it, so all are called from there: `make bench-sync`, `make chaos`.
 
 .PHONY: chaos chaos-table soak soak-table transfer large-model requests requests-live bench bench-sync bench-link bench-overlap bench-latency bench-memory \
-	bench-busy bench-history bench-startup bench-heldout_split bench-guard bench-guard-runs bench-gpu bench-quality
+	bench-busy bench-history bench-startup bench-heldout_split bench-heldout_leaks bench-guard bench-guard-runs bench-gpu bench-quality
 
 # What faults cost: `make chaos MINUTES=10 RATE=15` as often as wished (RATE=0 for the undisturbed twin), then the table.
 MINUTES := 10
@@ -58,6 +58,10 @@ bench-guard-runs: venv
 # Cut off, it goes on where it was.
 bench-quality: venv
 	PYTHONPATH=.:tests/support $(BIN)/python benchmarks/quality.py --docs $(OPTIONS)
+
+# Which held-out texts leak with an edit, and which unrelated ones a split excludes: the tables of docs/heldout.md.
+bench-heldout_leaks: venv
+	PYTHONPATH=.:tests/support $(BIN)/python benchmarks/heldout_leaks.py --docs $(OPTIONS)
 
 bench-gpu: venv
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/gpu_overlap.py --docs $(SOURCES) $(OPTIONS)

@@ -7,12 +7,12 @@ inputs and settings give the same bytes.
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.split.content import ItemHash, item_hash, kind_of, merkle_root
+from diloco_orchestrator.split.content import NEWEST_FORM, Form, ItemHash, item_hash, kind_of, merkle_root
 
 NAME = "manifest.json"
 
@@ -37,14 +37,17 @@ class SplitSettings(_Part):
     text_field: str | None = None  # None: the whole record is the item
     id_field: str | None = None
     parent_field: str | None = None
-    near_duplicates: float | None = None  # similarity from which on two texts are near-duplicates; None: not searched
+    near_duplicates: float | None = None  # threshold of `find_near`; None: not searched
 
 
 class HeldoutManifest(_Part):
-    """Held-out items and settings of a split. `excluded`: in neither set, because too similar to a held-out item."""
+    """Held-out items and settings of a split. `excluded`: in neither set, because too similar to a held-out item.
 
-    VERSION: ClassVar[int] = 1
+    `version` is the form of `item_hash` in which items are compared: what a split of an earlier version held out is
+    found by the same hashes for as long as its manifest is used.
+    """
 
+    version: Form = NEWEST_FORM
     settings: SplitSettings
     kind: str  # of all items: "text", "json", …
     items: tuple[HeldoutItem, ...]  # by hash
@@ -63,7 +66,7 @@ class HeldoutManifest(_Part):
 
     def to_bytes(self) -> bytes:
         """The manifest as JSON, one item on a line."""
-        body = {"record": "heldout-manifest", "version": self.VERSION, **self.model_dump(mode="json")}
+        body = {"record": "heldout-manifest", **self.model_dump(mode="json")}
         lists = {name: body.pop(name) for name in ("items", "excluded")}
         head = json.dumps(body, sort_keys=True, ensure_ascii=False, indent=1)[:-2]
         for name in sorted(lists):
@@ -90,13 +93,14 @@ class HeldoutManifest(_Part):
             raise ConfigError(
                 f"the held-out manifest {path} is not JSON ({error}): write it again by `diloco split`."
             ) from None
-        if not isinstance(body, dict) or (body.pop("record", None), body.pop("version", None)) != (
-            "heldout-manifest",
-            cls.VERSION,
+        if (
+            not isinstance(body, dict)
+            or body.pop("record", None) != "heldout-manifest"
+            or body.get("version") not in get_args(Form)
         ):
             raise ConfigError(
-                f"{path} is not a held-out manifest of version {cls.VERSION}: pass the manifest.json that "
-                "`diloco split` of this version wrote."
+                f"{path} is not a held-out manifest of version 1 to {NEWEST_FORM}: pass the manifest.json that "
+                "`diloco split` of this version, or an earlier one, wrote."
             )
         try:
             manifest = cls.model_validate_json(json.dumps(body))
@@ -125,11 +129,15 @@ class HeldoutManifest(_Part):
         field = self.settings.text_field
         return record[field] if field is not None and isinstance(record, Mapping) and field in record else record
 
+    def hash_of(self, record: Any) -> ItemHash:
+        """The hash by which a record is compared with the held-out items."""
+        return item_hash(self.content_of(record), self.version)
+
     def check_holds(self, items: Sequence[Any]) -> None:
         """Raise `ConfigError` unless every item that is scored is one of the held-out items."""
         known = self.hashes()
         for index, item in enumerate(items):
-            if item_hash(self.content_of(item)) not in known:
+            if self.hash_of(item) not in known:
                 raise ConfigError(
                     f"item {index} of heldout_items is not in the held-out manifest with root {self.root[:12]}, so "
                     "that nothing keeps it out of training. Score the items in heldout/ that the split wrote, or split "

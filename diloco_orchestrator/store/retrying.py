@@ -10,6 +10,7 @@ Three kinds of faults are retried; every other error is raised at once:
 """
 
 import logging
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -148,7 +149,7 @@ class RetryingStore:
         `kind`: the kind of call, such as "get", by which permissions differ.
         """
         failing_since: float | None = None  # the first fault, not the first try: a transfer may outlast total_s
-        refused_since: float | None = None  # the first of the refusals in a row
+        refused_since = refused_at = -math.inf  # the first and the last of refusals that are minutes apart at most
         bounds = Backoff(self._policy.first_pause_s, self._policy.longest_pause_s).pauses()
         tries = 0
         while True:
@@ -169,11 +170,11 @@ class RetryingStore:
                 failing_since = now if failing_since is None else failing_since
                 left_s, why = failing_since + self._total_s - now, ""
                 if isinstance(error, StoreDenied):
-                    refused_since = now if refused_since is None else refused_since
+                    # Other faults may come between them: a store that refuses for good may be overloaded, too.
+                    refused_since = now if now - refused_at > self._policy.refused_s / 2 else refused_since
+                    refused_at = now
                     left_s = min(left_s, refused_since + self._policy.refused_s - now)
                     why = self._opened.open_anew(store)
-                else:
-                    refused_since = None
                 if left_s <= 0.0:
                     words = f"{error}{why} Tried {tries} times in {now - failing_since:.0f} s."
                     raise type(error)(words) from error

@@ -214,6 +214,7 @@ class _MapEpochs(_Epochs):
         super().__init__(base, is_ours, order, chance)
         self._indices = base.sampler if base.batch_sampler is None else base.batch_sampler
         self._window = _Window()
+        self._has_workers = False  # of an earlier epoch
         settings = {name: getattr(base, name) for name in _SETTINGS if hasattr(base, name)}
         if base.batch_sampler is None:
             self._ours_only = DataLoader(base.dataset, sampler=self._window, batch_size=None, **settings)
@@ -222,6 +223,11 @@ class _MapEpochs(_Epochs):
 
     def begin(self, before: int, skip: int) -> Iterator[Any]:
         self._window.indices = islice(self._ours(self._indices, before), skip, None)
+        if self._has_workers:
+            # A new iterator draws a seed for its workers before the sampler draws the order; that of persistent workers
+            # draws none, and an attempt that restarts in this epoch has a new one.
+            torch.empty((), dtype=torch.int64).random_(generator=self._ours_only.generator)
+        self._has_workers = self._ours_only.persistent_workers
         return iter(self._ours_only)  # workers are given indices here
 
 

@@ -172,6 +172,11 @@ class RoundCloser:
         self._sleep(min(self._receive_s, self._timing.usual_s / 100))
         return self._read_commit()
 
+    @property
+    def _seldom_s(self) -> float:
+        """Pause of a waiting replica between two requests for what hardly ever comes: 10 s, in long rounds a minute."""
+        return max(_POLL_SELDOM_S, min(self._timing.usual_s / 20, 60.0))
+
     def _read_commit(self) -> CommitEntry | None:
         self._commit_asked_at = self._attempt.clock.now()
         return self._attempt.log.commit(self._round)
@@ -181,7 +186,7 @@ class RoundCloser:
         own = self._contributor.own
         if own is None or own.attempt != self._attempt.number:
             return True  # another attempt of this replica has responded, whenever that was
-        return self._timing.may_be_committed() or self._attempt.clock.now() - self._commit_asked_at >= _POLL_SELDOM_S
+        return self._timing.may_be_committed() or self._attempt.clock.now() - self._commit_asked_at >= self._seldom_s
 
     def _missing(self, unread: Collection[int]) -> set[int]:
         """The replicas that the round waits for, without those that responded or have a manifest in `unread`."""
@@ -249,8 +254,8 @@ class RoundCloser:
 
     def _check_claims(self) -> None:
         now = self._attempt.clock.now()
-        waits_long = now - self._waiting_since >= _POLL_SELDOM_S
-        pause_s = _POLL_SELDOM_S if waits_long else pace.seldom_read_s(self._timing.usual_s)
+        waits_long = now - self._waiting_since >= self._seldom_s
+        pause_s = self._seldom_s if waits_long else pace.seldom_read_s(self._timing.usual_s)
         if now - self._claims_polled_at >= pause_s:
             self._claims_polled_at = now
             self._attempt.check_superseded()
@@ -258,7 +263,7 @@ class RoundCloser:
     def _read_out(self) -> None:
         """Mark replicas that coordinators launch no more before the next resume, as `Out` records say."""
         attempt, now, round_ = self._attempt, self._attempt.clock.now(), self._round
-        if now - self._out_polled_at < _POLL_SELDOM_S:
+        if now - self._out_polled_at < self._seldom_s:
             return
         self._out_polled_at = now
         for replica_id, out in attempt.log.out(attempt.begin.leg).items():

@@ -113,10 +113,11 @@ class RoundTiming:
     def pauses(self) -> Iterator[float]:
         """The growing pauses in seconds between two polls of a replica that waits for others.
 
-        The first is two thirds of what the times of a replica's rounds differ by: a poll costs little time beside that.
+        The first is two thirds of what the times of a replica's rounds differ by, or a five-hundredth of a round: a
+        poll costs little time beside that.
         """
         longest_s = pace.longest_wait_s(self._attempt.config, self.usual_s)
-        shortest_s = min(max(_SHORTEST_WAIT_S, self._times.spread_s() / 1.5), longest_s)
+        shortest_s = min(max(_SHORTEST_WAIT_S, self._times.spread_s() / 1.5, self.usual_s / 500), longest_s)
         return Backoff(shortest_s, longest_s, factor=1.5).pauses()
 
     def until_expected_s(self, missing: Iterable[int]) -> float:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from diloco_orchestrator.errors import ConfigError, HeldoutItemInTraining
 from diloco_orchestrator.protocol.records import Consumed
-from diloco_orchestrator.split.content import ItemHash, item_hash, kind_of
+from diloco_orchestrator.split.content import ItemHash, kind_of
 from diloco_orchestrator.split.manifest import HeldoutManifest
 
 ItemsOf = Callable[[Any], Iterable[Any]]
@@ -67,7 +67,7 @@ class ConsumedItems:
 
     def _compared(self, items: Iterable[Any], forbidden: Mapping[ItemHash, str]) -> list[ItemHash]:
         """The items' hashes. Raises `HeldoutItemInTraining` if one is in `forbidden`."""
-        hashes = [item_hash(self._manifest.content_of(item)) for item in items]
+        hashes = [self._manifest.hash_of(item) for item in items]
         for each in hashes:
             if each in forbidden:
                 raise HeldoutItemInTraining(
@@ -95,7 +95,7 @@ class ConsumedItems:
                 "they could never be equal. Pass attach(items_of=...), which returns a batch's items as the held-out "
                 "set has them, such as its texts before tokenisation."
             )
-        self._prove_refusal(items, {item_hash(self._manifest.content_of(items[0])): "planted"})
+        self._prove_refusal(items, {self._manifest.hash_of(items[0]): "planted"})
         self._proven = True
 
     def _prove_refusal(self, items: Iterable[Any], planted: Mapping[ItemHash, str]) -> None:

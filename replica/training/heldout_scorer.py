@@ -70,7 +70,8 @@ class HeldOutScorer:
             metric=metric,
             shares=tuple(map(len, self._shares)),
             digest=set_digest(items),
-            root=root or merkle_root(map(item_hash, items)),
+            # Form 1, as earlier versions wrote it: a restarted replica must find the same root in start.json.
+            root=root or merkle_root(item_hash(each, form=1) for each in items),
             scorer=scorer_digest(heldout),
         )
         self._sign = SIGN[metric]
