@@ -36,8 +36,7 @@ _POLL_SELDOM_S = 10.0  # between LIST requests for a later attempt of this repli
 
 
 class RoundCloser:
-    """Ends round after round: reads responses, commits or awaits the commit, applies it to the base. Not thread-safe.
-    """
+    """Ends each round: reads responses, commits or awaits the commit, applies it to the base. Not thread-safe."""
 
     def __init__(
         self,
@@ -226,8 +225,7 @@ class RoundCloser:
         return True
 
     def _heal(self, claims: Collection[str]) -> None:
-        """Rebuild the base if digests in `claims` contradict it; then drop unaveraged work trained from the wrong one.
-        """
+        """Rebuild the base if digests in `claims` contradict it; then drop unaveraged work from the wrong base."""
         if self._claims.heal(claims):
             self._healed = True
             self._contributor.recover_carry()

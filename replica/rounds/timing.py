@@ -99,8 +99,7 @@ class RoundTiming:
         return self._now() - self._opened_at
 
     def deadline(self) -> StragglerDeadline | None:
-        """The straggler deadline of the open round; None in the first one after a start or resume, which waits for all.
-        """
+        """The straggler deadline of the open round; None in the first after a start or resume, which waits for all."""
         first = self._tip.open.round == self._attempt.begin.after_round + 1
         return None if first else self._times.deadline()
 
