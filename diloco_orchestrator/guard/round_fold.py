@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from diloco_orchestrator.config import GuardConfig, RunConfig
 from diloco_orchestrator.guard.fold import FoldResult, fold
 from diloco_orchestrator.guard.per_replica import fold_local, local_gain
-from diloco_orchestrator.guard.registry import rule_of_state
+from diloco_orchestrator.guard.registry import first_state, rule_of_state
 from diloco_orchestrator.guard.robust import RoundReports, median
 from diloco_orchestrator.guard.shares import deal
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON
@@ -112,7 +112,7 @@ def fold_of_commit(
     named = contributing if len(contributing) >= config.contributions_needed else []
     valid = [a.replica_id for a in commit.answers if a.kind != "wrong_base"]
     return fold_round(
-        None if guard is None else dict(guard),
+        first_state(commit.guard, config.guard.rule) if guard is None else dict(guard),
         config.guard,
         commit.round,
         heldout,

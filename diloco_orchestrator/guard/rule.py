@@ -82,6 +82,12 @@ class GuardRule(ABC):
         return
 
     @classmethod
+    def outlook(cls, state: Mapping[str, Any] | None, config: GuardConfig) -> str:
+        """What the rule can judge after `state`, for readers: rounds that it still needs, or the smallest fall that it
+        would notice soon, in the metric's unit. Empty if it says nothing of that."""
+        return ""
+
+    @classmethod
     def vault_base(cls, state: Mapping[str, Any] | None) -> int | None:
         """The round whose base the vault set is compared with in the next round; None if no alarm waits for that."""
         return None
