@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 from measuring import markdown
 
-from diloco_orchestrator.inspection.audit.draw import TrainingRange, caught_probability, drawn
-from diloco_orchestrator.inspection.audit.judgement import bound_of
+from diloco_orchestrator.inspection.audit.findings import TrainingRange, bound_of, caught_probability, drawn
 from diloco_orchestrator.protocol.head import Head
 
 SEEDS = 1000

@@ -604,7 +604,10 @@ def _explain(error: Any) -> str:
         return f"setting {'.'.join(path)!r} is missing"
     if isinstance(cause := error.get("ctx", {}).get("error"), ConfigError):
         return str(cause)
-    return f"setting {'.'.join(path)!r} = {error['input']!r}: {error['msg'].lower()}"
+    remedy = ""
+    if error["type"] == "invalid-json-value":
+        remedy = f" ({type(error['input']).__name__}). Pass numbers, texts, lists and dicts: of a dataclass, asdict(it)"
+    return f"setting {'.'.join(path)!r} = {error['input']!r}: {error['msg'].lower()}{remedy}"
 
 
 def _fields(path: list[str]) -> list[str]:

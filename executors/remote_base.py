@@ -3,6 +3,7 @@
 Each provider's module adds the rest: build the request, send it, translate the reply.
 """
 
+import ast
 import base64
 import hashlib
 import io
@@ -14,9 +15,10 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from diloco_orchestrator.executors import process_bootstrap
+from diloco_orchestrator.executors import process_bootstrap, process_contract
 from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
 from diloco_orchestrator.executors.contract import (
     BY_EXIT_CODE,
@@ -43,7 +45,6 @@ from diloco_orchestrator.executors.process_contract import (
     EXIT_DONE,
     parse_exit_line,
 )
-from diloco_orchestrator.executors.program_text import program_text
 
 _LEAVE_BEFORE_S = 300.0  # long enough to publish what is trained and a large optimizer's state
 KILL_AFTER_S = 60  # seconds from SIGTERM at a request's own time limit to SIGKILL
@@ -358,3 +359,25 @@ def attempt_labels(attempt: LaunchRequest | ReplicaHandle) -> dict[str, str]:
         LABEL_REPLICA: str(attempt.replica_id),
         LABEL_ATTEMPT: str(attempt.attempt),
     }
+
+
+def program_text(program: ModuleType) -> str:
+    """The source of `program` with its import of `process_contract` replaced by the source of that module.
+
+    Raises ValueError if the module does not import it exactly once, at the top level and under its own names.
+    """
+    source = Path(str(program.__file__)).read_text()
+    imports = [
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ImportFrom) and str(node.module).endswith(".process_contract")
+    ]
+    if len(imports) != 1 or any(alias.asname for alias in imports[0].names):
+        raise ValueError(
+            f"{program.__name__} cannot travel as text: it has {len(imports)} imports from process_contract. "
+            "Write one `from …process_contract import NAME, …` at its top level, without `as`."
+        )
+    (found,) = imports
+    lines = source.splitlines(keepends=True)
+    contract = Path(process_contract.__file__).read_text()
+    return "".join([*lines[: found.lineno - 1], contract, *lines[found.end_lineno :]])

@@ -25,6 +25,7 @@ from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizer
 from diloco_orchestrator.replica.training.kl_probe import KLProbe
 from diloco_orchestrator.replica.training.round_hooks import RoundFn
 from diloco_orchestrator.replica.training.session import TrainingSession
+from diloco_orchestrator.replica.training.small_state import check_stateful
 from diloco_orchestrator.replica.training.vault_scorer import VaultScorer
 from diloco_orchestrator.split.manifest import HeldoutManifest
 
@@ -163,11 +164,11 @@ class ReplicaContext:
         if manifest is not None or items_of is not None:
             compared = ConsumedItems(manifest or HeldoutManifest.of(every), items_of, items)
         evidence = GuardEvidence(scorer, DriftMeter(kl_probe) if kl_probe else None, compared, vault)
-        attached, optimizers = AttachedModel(model), InnerOptimizers(optimizer)
-        attached.check_optimized(optimizers, stateful or {})
+        attached, optimizers, saved = AttachedModel(model), InnerOptimizers(optimizer), check_stateful(stateful or {})
+        attached.check_optimized(optimizers, saved)
         parts = attached.split(self._attempt.config, tokenizer)
         rounds = Participant.join(self._attempt, attached.parameters, parts.names, parts.files, evidence.set)
-        training = TrainingSession(self._attempt, rounds, parts, optimizers, evidence, in_loop, stateful or {})
+        training = TrainingSession(self._attempt, rounds, parts, optimizers, evidence, in_loop, saved)
         self.session = ReplicaSession(self._attempt, training, evidence)
         return self.session
 

@@ -1,7 +1,7 @@
-"""The aggregate of a round's contributions, one pseudo-gradient: weighted mean, agreeing mean, trimmed mean or median.
+"""Aggregates of a round's contributions into one pseudo-gradient: weighted mean, agreeing mean, trimmed mean, median.
 
-All work a block at a time, in float32 on the CPU, with the same bits on every machine. Which contributions take part,
-and their weights, is decided by `protocol.rounds` and `protocol.weights`.
+Each works block by block, in float32 on the CPU, with the same bits on every machine. `protocol.rounds` and
+`protocol.weights` decide which contributions take part, and with which weights.
 """
 
 import functools
@@ -21,26 +21,26 @@ _SHORTEST = 4096  # elements of a piece that is sorted at once, at the least; al
 
 
 class Aggregate(Protocol):
-    """One pseudo-gradient made of those of all parts."""
+    """One pseudo-gradient computed from those of several contributions (`Part`), shard by shard."""
 
     @property
     def left_out(self) -> Sequence[LeftOut]:
-        """The parts that are not in the shards that were asked for."""
+        """The parts that were left out of the shards computed so far."""
         ...
 
     def shard(self, index: int) -> ShardBlocks:
-        """One shard, of which every part is read once. Its elements are computed when they are asked for.
+        """The aggregate of one shard, for which every part is read once. Its elements are computed lazily.
 
-        Raises `PayloadCorrupt` for bytes that are not the promised shard, and what a part's `read` raises.
+        Raises `PayloadCorrupt` for bytes that are not the shard in the manifest, and what a part's `read` raises.
         """
         ...
 
 
 def aggregate_of(how: str, parts: Sequence[Part], lengths: Sequence[int]) -> Aggregate:
-    """The aggregate named `how`, one of `AGGREGATES`, of all parts.
+    """The aggregate named `how`, one of `AGGREGATES`, of all `parts`. Parts of weight zero are ignored.
 
-    A part of weight zero counts in none of them. Raises `ConfigError` for another name, `PayloadCorrupt` for a payload
-    of another length or cut. `lengths`: elements of each shard.
+    Raises `ConfigError` for another name, `PayloadCorrupt` for a payload of another length or cut into other shards.
+    `lengths`: elements of each shard.
     """
     if how not in AGGREGATES:
         raise ConfigError(unknown_name("aggregate", how, AGGREGATES))
@@ -53,10 +53,9 @@ def aggregate_of(how: str, parts: Sequence[Part], lengths: Sequence[int]) -> Agg
 
 
 def trimmed(how: str, count: int) -> int:
-    """Number of the `count` values of a coordinate that are left out at each end.
+    """Number of values left out at each end when `count` values of a coordinate are averaged.
 
-    A median leaves out all but the middle one or two, a trimmed mean a quarter, and of three values one, a mean none.
-    Two values or one have no ends: none is left out.
+    A median keeps the middle one or two; a trimmed mean leaves out a quarter, one of three, none of two; a mean none.
     """
     if how == "mean" or count < 3:
         return 0
@@ -66,8 +65,8 @@ def trimmed(how: str, count: int) -> int:
 class TrimmedMean:
     """The mean of each coordinate without its `trim` lowest and `trim` highest values, one shard at a time.
 
-    A part counts as one whatever its weight; its values are multiplied by its weight over the largest weight, which is
-    1 unless the part was clipped. Errors as of `WeightedParts`.
+    Weights do not count, except of clipped parts: values are multiplied by the part's weight over the largest weight,
+    which is 1 unless the part was clipped. Raises as `WeightedParts` does.
     """
 
     left_out: Sequence[LeftOut] = ()  # of every part some values are averaged
@@ -79,7 +78,7 @@ class TrimmedMean:
         self._piece = max(_SHORTEST, BLOCK // len(parts) // _SHORTEST * _SHORTEST)
 
     def shard(self, index: int) -> ShardBlocks:
-        """The aggregate, as `Aggregate` promises it. Values of a coordinate are summed from the lowest on."""
+        """The aggregate of one shard, as `Aggregate.shard`. Values of a coordinate are summed from the lowest up."""
         return functools.partial(self._blocks, self._parts.shard(index))
 
     def _blocks(self, shards: Sequence[Encoded], start: int, stop: int) -> Iterator[torch.Tensor]:

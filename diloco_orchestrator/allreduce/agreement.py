@@ -1,8 +1,8 @@
-"""The mean of the contributions that agree most with the others, chosen shard by shard, with the same bits everywhere.
+"""The mean of the contributions that agree most with the others, chosen per shard, with the same bits on every machine.
 
-The agreement of a contribution is the median of the cosines between it and each of the others. The quarter with the
-lowest is left out of the shard, whatever it is: a contribution that points elsewhere than most, of whatever norm, is
-not averaged, and as many are left out when all are honest.
+The agreement of a contribution is the median of its cosines with each of the others. In each shard the quarter with the
+lowest agreement is left out, even if all are honest: so a contribution that points elsewhere than most, of whatever
+norm, is not averaged.
 """
 
 import math
@@ -22,10 +22,10 @@ _PIECE = 16 * _RUN  # elements that are rounded at once: eight contributions of 
 
 
 class AgreeingMean:
-    """The weighted mean of those parts that agree most with the others, one shard at a time.
+    """The weighted mean of the parts that agree most with the others, one shard at a time.
 
-    A quarter of the parts that are not zero in a shard, rounded down, is left out there. Arguments and errors as of
-    `WeightedMean`.
+    A quarter of the parts that are not all zeros in a shard, rounded down, is left out there. Arguments and errors as
+    of `WeightedMean`.
     """
 
     def __init__(self, parts: Sequence[Part], lengths: Sequence[int]) -> None:
@@ -36,7 +36,7 @@ class AgreeingMean:
             check_cut(lengths, part)
 
     def shard(self, index: int) -> ShardBlocks:
-        """The mean of one shard, as `Aggregate` promises it. The shard of every part is read once."""
+        """The mean of one shard, as `Aggregate.shard`. Every part's shard is read once."""
         held = [_once_read(part, index) for part in self._parts]
         numel = self._lengths[index]
         values = [Encoded(part.read(index), part.payload.codec, numel) for part in held]
@@ -52,7 +52,7 @@ class AgreeingMean:
 
 
 def summary(left_out: Sequence[LeftOut], round_: int) -> tuple[Disagreeing, ...]:
-    """Those who were left out of a round, for a manifest, in replica_id order; cosines in three digits."""
+    """The replicas left out of a round, as a manifest lists them: in replica_id order, cosines in three digits."""
     found: dict[int, list[LeftOut]] = {}
     for each in left_out:
         found.setdefault(each.replica_id, []).append(each)
@@ -70,11 +70,11 @@ def summary(left_out: Sequence[LeftOut], round_: int) -> tuple[Disagreeing, ...]
 
 
 def agreements(values: Sequence[Encoded], norms: Sequence[float]) -> list[float | None]:
-    """The median cosine of each vector to the others, of an even number the lower one; None for a vector of zeros.
+    """The lower median of each vector's cosines with the others; None for a vector of zeros.
 
-    Values are rounded to whole numbers, of root mean square 16 to 32 and at most 127, so that every sum of products is
-    exact, in whatever order a machine adds. `values`: of one length, finite. `norms`: of each, as its manifest declares
-    it, which is the same number everywhere.
+    Values are rounded to integers (root mean square 16 to 32, at most 127), so that sums of products are exact in
+    whatever order a machine adds. `values`: of equal length, finite. `norms`: of each vector, as its manifest declares
+    it, which is the same number on every machine.
     """
     scales = [_scale(norm, vector.numel) for norm, vector in zip(norms, values, strict=True)]
     gram = _products(values, scales)
@@ -91,15 +91,15 @@ def _digits(cosine: float) -> float:
 
 
 def _scale(norm: float, numel: int) -> float:
-    """The power of two that brings the root mean square of a vector to between 16 and 32; 0.0 for one of zeros.
+    """The power of two that brings a vector's root mean square to between 16 and 32; 0.0 for a vector of zeros.
 
-    float32 has no larger power of two than 2**127, which is too small below 1e-37; numbers below 3e-39 become zeros.
+    Limited to float32's largest, 2**127, so that numbers below 3e-39 become zeros.
     """
     return math.ldexp(1.0, min(5 - math.frexp(norm / math.sqrt(numel))[1], 127)) if norm else 0.0
 
 
 def _products(vectors: Sequence[Encoded], scales: Sequence[float]) -> list[list[int]]:
-    """The sum of products of each two vectors, rounded to whole numbers at their scales. Exact."""
+    """The exact dot product of every pair of vectors, rounded to integers at their scales."""
     count = len(vectors)
     total = torch.zeros(count, count, dtype=torch.int64, device="cpu")
     rows = empty(count * _PIECE).view(count, _PIECE)
@@ -117,6 +117,6 @@ def _products(vectors: Sequence[Encoded], scales: Sequence[float]) -> list[list[
 
 
 def _once_read(part: Part, index: int) -> Part:
-    """The part with the bytes of one shard in hand."""
+    """`part` with the bytes of one shard fetched, so that they are not read again."""
     data = part.read(index)
     return replace(part, read=lambda _: data)

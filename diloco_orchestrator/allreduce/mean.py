@@ -1,7 +1,7 @@
 """The weighted mean of contributions, shard by shard, with the same bits on every machine.
 
-It is computed in fp32 on the CPU, in `replica_id` order, with separate multiply and add: a fused multiply-add, which
-not every CPU has, rounds differently. Elements do not depend on each other, so neither blocks nor threads change a bit.
+Computed in fp32 on the CPU, in `replica_id` order, with separate multiply and add, because a fused multiply-add, which
+not every CPU has, rounds differently. Elements are independent, so blocks and threads do not change a bit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ ShardBlocks = Callable[[int, int], Iterator[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Part:
-    """One replica's contribution to a weighted mean: its weight, its payload and how its shards are read."""
+    """One replica's contribution to an average: its weight, its payload, and a function that reads its shards."""
 
     replica_id: int
     weight: float
@@ -36,7 +36,7 @@ class Part:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A part that is not in the aggregate of one shard."""
+    """A contribution that was left out of the average of one shard."""
 
     replica_id: int
     shard: int
@@ -45,9 +45,9 @@ class LeftOut:
 
 
 class WeightedParts:
-    """The parts of one average in `replica_id` order, decoded a block at a time.
+    """The contributions to one average in `replica_id` order, decoded a block at a time.
 
-    Raises `PayloadCorrupt` for a payload of another length or cut.
+    Raises `PayloadCorrupt` for a payload of another length or cut into other shards.
 
     Args:
         lengths: elements of each shard.
@@ -67,15 +67,15 @@ class WeightedParts:
         return len(self._parts)
 
     def shard(self, index: int) -> list[Encoded]:
-        """One shard of every part.
+        """One shard of every contribution.
 
-        Raises `PayloadCorrupt` for bytes that are not the promised shard, and what `read` raises.
+        Raises `PayloadCorrupt` for bytes that are not the shard in the manifest, and what `read` raises.
         """
         numel = self.lengths[index]
         return [Encoded(part.read(index), part.payload.codec, numel) for part in self._parts]
 
     def weighted(self, position: int, block: torch.Tensor) -> torch.Tensor:
-        """Some elements of the part at `position` times its weight: float32, not for writing."""
+        """`block`, elements of the part at `position`, times its weight: float32, read-only."""
         values = block.to(torch.float32)
         return values if self._ones[position] else values * self.weights[position]
 
@@ -92,7 +92,7 @@ class WeightedMean:
             self._total = self._total + weight
 
     def shard(self, index: int) -> ShardBlocks:
-        """The mean of one shard. No sum leaves a core's cache. Errors as of `WeightedParts.shard`."""
+        """The mean of one shard, in blocks that stay in a core's cache. Raises as `WeightedParts.shard` does."""
         return partial(self._blocks, self._parts.shard(index))
 
     def _blocks(self, shards: Sequence[Encoded], start: int, stop: int) -> Iterator[torch.Tensor]:
@@ -109,9 +109,9 @@ class WeightedMean:
 
 
 def mean_into(shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
-    """Write the weighted mean of all parts into `shards`, flat tensors that are cut as each payload is.
+    """Write the weighted mean of all parts into `shards`, flat tensors of the lengths of the payloads' shards.
 
-    Errors as of `WeightedMean`.
+    Raises as `WeightedMean` does.
     """
     mean = WeightedMean(parts, [shard.numel() for shard in shards])
     for index, shard in enumerate(shards):
@@ -125,7 +125,7 @@ def _copy(blocks: ShardBlocks, target: torch.Tensor, start: int, stop: int) -> N
 
 
 def side_by_side(shards: Sequence[Encoded], start: int, stop: int, longest: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Elements [start, stop) of several vectors in blocks of at most `longest` elements, one of each vector."""
+    """Elements [start, stop) of several vectors as tuples of blocks of at most `longest` elements, one per vector."""
     return zip(*(shard.blocks(start, stop, longest) for shard in shards), strict=True)
 
 

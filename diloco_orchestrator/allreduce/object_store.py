@@ -115,7 +115,7 @@ class ObjectStoreAllReduce:
             )
 
     def _wait_for_all(self, round_id: int) -> list[AllReducePart]:
-        """The manifests of all ranks, in rank order. Raises `AllReduceTimeout` if some are missing too long."""
+        """The manifests of all ranks, in rank order. Raises `AllReduceTimeout` if some lack after `timeout_s`."""
         found: dict[int, AllReducePart] = {}
         deadline = self._clock.now() + self._timeout_s
         pauses = _POLL.pauses()
@@ -136,7 +136,7 @@ class ObjectStoreAllReduce:
             self._clock.sleep(next(pauses))
 
     def _part(self, peer: AllReducePart, tensor: torch.Tensor, own: PayloadCache) -> Part:
-        """A rank's part of the mean. `own`: this rank's bytes, which are not read back."""
+        """A rank's contribution to the mean. `own`: cache with this rank's bytes, which are not read back."""
         theirs = (peer.world_size, peer.shape, peer.dtype)
         ours = (self.world_size, tuple(tensor.shape), str(tensor.dtype))
         if theirs != ours:
@@ -159,5 +159,5 @@ def _check_round_id(round_id: int) -> None:
 
 
 def _content(part: AllReducePart) -> tuple[int, tuple[int, ...], str, Payload]:
-    """The fields that agree when a rank publishes the same numbers again: all but write id and time."""
+    """The fields of a manifest that are equal when a rank publishes the same numbers again: all but id and time."""
     return part.world_size, part.shape, part.dtype, part.payload

@@ -1,7 +1,6 @@
-"""Payloads: writes a flat fp32 vector as encoded shards.
+"""Publishes a payload: a flat fp32 vector as encoded, digested shards in the bucket.
 
-Reading and verifying shards is in `allreduce.shards`, the encodings are in `codecs`. Which contributions are
-averaged is decided by `protocol.rounds`.
+`allreduce.shards` reads and verifies shards, `codecs` encodes them, `protocol.rounds` decides what is averaged.
 """
 
 import io
@@ -87,7 +86,7 @@ def publish(
 
 
 def _create_same(store: Store, key: str, data: bytes) -> None:
-    """Create an object. Raises `RoundReused` if it exists with other bytes."""
+    """Create an object, or accept one with equal bytes. Raises `RoundReused` if it exists with other bytes."""
     if not store.create(key, data) and store.get(key) != data:
         raise RoundReused(
             f"{key} in {store.url} already holds another payload: this round id was used before with other numbers. "

@@ -1,9 +1,8 @@
 """`PayloadCache`: keeps verified payload bytes until they are averaged, in memory up to a limit, then in a file.
 
-The bytes that are averaged must be those that were verified, so they are not read from the store again. Where the store
-is a folder its own files are kept open instead: nobody writes to them, and a file that somebody damages in between
-gives another base, which its digest shows. The process's memory budget and the file's disk space are
-`allreduce.spool`'s.
+Averaged bytes must be the verified ones, so they are not fetched again. If the store is a local folder, its files are
+kept open instead of copied: nobody writes to them, and a file damaged in between changes the base's digest, which is
+checked. `allreduce.spool` has the process's memory budget and the file's disk space.
 """
 
 import mmap
@@ -28,7 +27,7 @@ Name = tuple[str, str]
 
 
 class KeepsPayloads(Protocol):
-    """A place that keeps verified payload bytes for a later reader in this process."""
+    """A cache of verified payload bytes for a later reader in this process."""
 
     def put(self, name: Name, data: bytes) -> None: ...
 
@@ -38,7 +37,7 @@ class KeepsPayloads(Protocol):
 class PayloadCache:
     """Payload bytes by key and digest. Thread-safe.
 
-    `memory_bytes`: limit beyond which bytes go to the file, as they do beyond the process's budget.
+    Bytes beyond `memory_bytes`, or beyond the process's memory budget, go to a temporary file.
     """
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -51,7 +50,7 @@ class PayloadCache:
         self._end = 0  # of the bytes in the file that are in use
 
     def put(self, name: Name, data: bytes) -> None:
-        """Keep `data` under `name`. Does nothing if the name is in the cache. Raises `SpoolFailed` for a full disk."""
+        """Keep `data` under `name`, unless the name is in the cache. Raises `SpoolFailed` if the disk is full."""
         with self._lock:
             if self._has(name):
                 return
@@ -71,10 +70,7 @@ class PayloadCache:
             self._end += -(-len(data) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
     def put_file(self, name: Name, file: IO[bytes], size: int) -> None:
-        """Keep the `size` bytes of a verified file of the store, which is closed by this cache.
-
-        They are copied, as by `put`, once 256 files are open.
-        """
+        """Keep a verified file of the store, `size` bytes long; the cache closes it. Copied once 256 files are open."""
         with self._lock:
             if len(self._opened) < OPEN_FILES and not self._has(name):
                 self._opened[name] = file, size
@@ -110,26 +106,26 @@ class PayloadCache:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that are kept in memory now."""
+        """Bytes that the cache holds in memory now."""
         with self._lock:
             return sum(len(data) for data, _ in self._memory.values())
 
     def spill(self) -> None:
-        """Move what is in memory to the file. Until `clear` more bytes go there, too. Raises `SpoolFailed`."""
+        """Move all bytes in memory to the file; until `clear` more bytes go there too. Raises `SpoolFailed`."""
         with self._lock:
             kept, self._memory, self._room = self._memory, {}, -1
         for name in list(kept):
             self.put(name, kept.pop(name)[0])
 
     def clear(self) -> None:
-        """Drop everything, at the end of a round."""
+        """Drop all bytes, at the end of a round."""
         with self._lock:
             if self._file is not None and self._end > KEPT_BYTES:
                 self._file.truncate(KEPT_BYTES)
             self._clear()
 
     def close(self) -> None:
-        """Drop everything and close the file."""
+        """Drop all bytes and close the file."""
         with self._lock:
             self._clear()
             if self._file is not None:

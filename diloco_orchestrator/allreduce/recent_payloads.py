@@ -1,6 +1,6 @@
-"""`RecentPayloads`: the payload bytes of the open round, and those of the round before it, for whoever lacks them.
+"""`RecentPayloads`: verified payload bytes of the open round and of the round before, for averaging and re-uploads.
 
-Who lacks bytes, and who puts them again, is decided by `replica.rounds.reupload`.
+`replica.rounds.reupload` uploads payload shards again that other replicas cannot read.
 """
 
 import logging
@@ -18,10 +18,10 @@ _WORTH_A_FILE = 16 * 2**20  # bytes in memory; fewer stay there
 
 
 class RecentPayloads:
-    """Two caches that take turns: what was put since the last `end_round`, and what was put before it. Thread-safe.
+    """Two caches in turn: bytes put since the last `end_round`, and bytes put before it. Thread-safe.
 
-    More than 16 MiB in memory of the round before are moved to the cache's file, beside training, so that a sync needs
-    memory for one round only. The file takes disk space for one round more.
+    If more than 16 MiB of the round before are in memory they are moved to the cache's file, beside training, so that
+    memory is needed for one round only; the file takes disk space for one more.
     """
 
     def __init__(self) -> None:
@@ -29,11 +29,11 @@ class RecentPayloads:
         self._moving: Future[None] | None = None
 
     def put(self, name: Name, data: bytes) -> None:
-        """Keep bytes of the open round under `name`. Does nothing if the name is there."""
+        """Keep bytes of the open round under `name`, unless the name is there."""
         self._open.put(name, data)
 
     def put_file(self, name: Name, file: IO[bytes], size: int) -> None:
-        """Keep a file of the store as bytes of the open round, as `PayloadCache.put_file` does."""
+        """Keep a file of the store as bytes of the open round, as `PayloadCache.put_file`."""
         self._open.put_file(name, file, size)
 
     def get(self, name: Name) -> bytes | memoryview | None:
@@ -44,9 +44,9 @@ class RecentPayloads:
         return name in self._open
 
     def held(self, key: str) -> bytes | memoryview | None:
-        """The verified bytes of the payload shard at `key`, of the open round or the one before; None if not held.
+        """The bytes of the payload shard at `key`, of the open round or the one before; None if not held.
 
-        They are hashed again: a file of the store may be the very one whose damage is to be mended.
+        Verified once more: a file of the store may be the very one whose damage is to be repaired.
         """
         for cache in (self._open, self._before):
             for name in cache.names():
@@ -56,9 +56,9 @@ class RecentPayloads:
         return None
 
     def end_round(self, background: Background) -> None:
-        """Begin a new round: what is held of the round before is dropped, and the open round takes its place.
+        """Drop the bytes of the round before; those of the open round take their place.
 
-        Does nothing if the open round had no payloads, such as the final evaluation.
+        Does nothing if the open round had no payloads, as the final evaluation.
         """
         self.wait()
         if not self._open.names():
@@ -69,7 +69,7 @@ class RecentPayloads:
             self._moving = background.start(self._move_to_file)
 
     def wait(self) -> None:
-        """Block until the bytes of the round before are where they stay."""
+        """Block until the bytes of the round before have been moved to the file."""
         if self._moving is not None:
             self._moving.result()
             self._moving = None

@@ -1,6 +1,6 @@
-"""Reads payload shards and saved states from the store and verifies them.
+"""Fetches payload shards and saved states from the store and verifies digest, length, codec, finiteness and norm.
 
-Kept apart from `allreduce.payload`, because commands that only read records must start without importing torch.
+Apart from `allreduce.payload`, because commands that only read records must start without importing torch.
 """
 
 import mmap
@@ -19,11 +19,11 @@ _READS = 2  # a bit flipped in transfer is right in the second read; a bit flipp
 
 
 class PayloadGone(PayloadCorrupt):
-    """The object of a payload shard does not exist any more: it was deleted by retention or by hand."""
+    """A payload shard does not exist any more: retention or somebody deleted it."""
 
 
 class NotFinite(PayloadCorrupt):
-    """The vector holds NaN or infinity, or numbers so large that sums of them would."""
+    """The vector holds NaN or infinity, or numbers so large that their sums would be infinite."""
 
 
 def shard_ranges(numel: int, shard_numel: int) -> list[tuple[int, int]]:
@@ -32,11 +32,11 @@ def shard_ranges(numel: int, shard_numel: int) -> list[tuple[int, int]]:
 
 
 def fetch(store: Store, key: str, payload: Payload, index: int, *, with_norm: bool = False) -> bytes:
-    """The bytes of shard `index` of a payload, read from `key`: what the manifest names, and finite numbers only.
+    """The verified bytes of shard `index` of a payload, from `key`: those that the manifest names, all finite.
 
-    Foreign bytes are verified here and nowhere else; the mean decodes them without checking them again. Raises what
-    `fetch_shard` and `check_shard` raise, and `with_norm` what `check_norm` raises. That is for whoever decides on a
-    contribution: what a commit averages is averaged by everybody, whatever two CPUs measure.
+    Later code decodes them without another check. Raises as `fetch_shard` and `check_shard` do, and `with_norm` as
+    `check_norm`. A replica checks the norm when it decides on a contribution; for committed ones the check is left out,
+    because every replica must average them, whatever norm its CPU computes.
     """
     data, whose = fetch_shard(store, key, payload.shards[index]), f"{key} in {store.url}"
     measure = check_shard(data, payload, index, whose)
@@ -46,10 +46,10 @@ def fetch(store: Store, key: str, payload: Payload, index: int, *, with_norm: bo
 
 
 def open_verified(store: Store, key: str, payload: Payload, index: int) -> IO[bytes] | None:
-    """The file of shard `index` of a payload, verified as `fetch` does with its norm; to be mapped, not copied.
+    """The store's local file of shard `index`, verified as by `fetch` with its norm, to be mapped instead of copied.
 
-    None where the store has no such file, or one with other bytes: `fetch` reads them, or says what is wrong. Raises
-    `PayloadGone` if the object does not exist, and what `check_shard` and `check_norm` raise.
+    None if the store has no such file, or one with other bytes, which `fetch` then reads or reports. Raises
+    `PayloadGone` if the object does not exist, and as `check_shard` and `check_norm` do.
     """
     try:
         file = open_file(store, key)
@@ -78,14 +78,15 @@ def open_verified(store: Store, key: str, payload: Payload, index: int) -> IO[by
 
 
 def mapped(file: IO[bytes], size: int, offset: int = 0) -> memoryview:
-    """Bytes [offset, offset + size) of a file, mapped into memory, read-only. Lasts without the file being open."""
+    """Bytes [offset, offset + size) of a file, mapped into memory read-only. Valid after the file is closed."""
     return memoryview(mmap.mmap(file.fileno(), size, offset=offset, access=mmap.ACCESS_READ))
 
 
 def fetch_shard(store: Store, key: str, shard: Shard) -> bytes:
     """The bytes of an object that a manifest names by digest and size.
 
-    Other bytes are read once more, then `PayloadCorrupt` is raised. Raises `PayloadGone` if the object does not exist.
+    Fetched once more if the digest differs, then raises `PayloadCorrupt`. Raises `PayloadGone` if the object is
+    missing.
     """
     for _ in range(_READS):
         try:
@@ -103,9 +104,10 @@ def fetch_shard(store: Store, key: str, shard: Shard) -> bytes:
 
 
 def check_shard(data: bytes | memoryview, payload: Payload, index: int, whose: str) -> Measure:
-    """The measure of bytes whose digest was checked, if they are finite numbers as the payload says. Decodes no copy.
+    """Norm and finiteness of a shard's bytes, if they decode to finite numbers of the declared codec and length. No
+    copy.
 
-    Raises `PayloadCorrupt` for another codec or length, `NotFinite` for NaN or infinity. `whose`: opens its message.
+    Raises `PayloadCorrupt` for another codec or length, `NotFinite` for NaN or infinity. `whose`: begins the message.
     """
     start, stop = shard_ranges(payload.numel, payload.shard_numel)[index]
     measure = Encoded(data, payload.codec, stop - start).measure()

@@ -1,7 +1,6 @@
-"""Memory for what a process holds between operations, within a budget; beyond it, unlinked files mapped into memory.
+"""Memory for long-lived buffers (base, averages, saved states, payloads) within a budget; beyond it, mapped temp files.
 
-Held are the base, averages, saved states and payload bytes. What is made to be read at once, such as a shard on its
-way, is not. Which vectors are held is decided where they are made.
+Buffers that are consumed at once, such as a shard being decoded, are not counted.
 """
 
 import errno
@@ -36,7 +35,7 @@ _MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 class Lease:
-    """Bytes of a budget in use, until this object is gone."""
+    """A number of bytes taken from a memory budget, given back when this object is deleted."""
 
     def __init__(self, budget: "MemoryBudget", nbytes: int) -> None:
         self._budget = budget
@@ -47,7 +46,7 @@ class Lease:
 
 
 class MemoryBudget:
-    """Bytes of memory that held vectors and payloads may take in this process. Thread-safe.
+    """A limit on the bytes of memory that long-lived buffers take in this process. Thread-safe.
 
     `where`: what set the limit, for messages.
     """
@@ -59,7 +58,7 @@ class MemoryBudget:
         self._lock = threading.RLock()  # a lease may end in a garbage collection that begins while it is held
 
     def take(self, nbytes: int) -> Lease | None:
-        """A lease of `nbytes`; None if so much is not left."""
+        """A lease of `nbytes`; None if fewer bytes of the budget are left."""
         with self._lock:
             if self._used + nbytes > self.limit:
                 return None
@@ -73,7 +72,7 @@ class MemoryBudget:
 
 @functools.cache
 def budget() -> MemoryBudget:
-    """The budget of this process, as its environment sets it; read once. Raises `ConfigError` for an invalid one."""
+    """The budget of this process, read from its environment once. Raises `ConfigError` for an invalid value."""
     return budget_of(os.environ)
 
 
@@ -88,11 +87,11 @@ def budget_of(environ: Mapping[str, str]) -> MemoryBudget:
 
 
 def held(numel: int, what: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A flat tensor of zeros on the CPU, in memory while the budget lasts, else in a mapped file.
+    """A flat tensor of zeros on the CPU, in memory while the budget lasts, else in a mapped temporary file.
 
-    The file is unlinked before it is used and its disk space is reserved, so that it ends with the tensor or with the
-    process, and a full disk is an error here and not a signal later. `what`: names the tensor in errors. Raises
-    `SpoolFailed` if the disk space cannot be reserved.
+    The file is unlinked and its disk space reserved at once, so that it ends with the tensor or the process, and a full
+    disk raises here instead of sending SIGBUS later. `what`: names the tensor in errors. Raises `SpoolFailed` if the
+    disk space cannot be reserved.
     """
     return _held(numel * dtype.itemsize, what).view(dtype)
 
@@ -111,13 +110,13 @@ def _held(nbytes: int, what: str) -> torch.Tensor:
 
 
 class _Memory(mmap.mmap):
-    """Anonymous memory, and its lease."""
+    """An anonymous memory map that keeps its lease of the budget."""
 
     lease: Lease
 
 
 def check_fits(nbytes: int, what: str) -> None:
-    """Raise `BudgetTooSmall` if one shard, which is in memory as a whole when it is worked on, exceeds the budget."""
+    """Raise `BudgetTooSmall` if one shard of `nbytes`, which is always wholly in memory, exceeds the budget."""
     if nbytes > budget().limit:
         raise BudgetTooSmall(
             f"one shard of {what} is {_mib(nbytes)}, more than the memory of {_mib(budget().limit)} that this process "
@@ -126,7 +125,7 @@ def check_fits(nbytes: int, what: str) -> None:
 
 
 def spool_file(nbytes: int, what: str) -> IO[bytes]:
-    """A new temporary file without a name. `nbytes`, `what`: what it is for. Raises `SpoolFailed`."""
+    """A new unlinked temporary file. `nbytes`, `what`: its planned size and use, for errors. Raises `SpoolFailed`."""
     with _spooling(nbytes, what):
         return _with_patience(lambda: tempfile.TemporaryFile(prefix="diloco-", buffering=0), what)
 
@@ -143,7 +142,7 @@ def reserve(file: IO[bytes], start: int, nbytes: int, what: str) -> None:
 
 
 def _with_patience(call: Callable[[], T], what: str) -> T:
-    """The result of `call`, which is repeated for `PATIENCE_S` while the disk is full, read-only or failing."""
+    """The result of `call`, repeated for `PATIENCE_S` seconds while the disk is full, read-only or failing."""
     waited_s = 0.0
     for pause_s in Backoff(0.1, 5.0).pauses():
         try:
@@ -161,7 +160,7 @@ def _with_patience(call: Callable[[], T], what: str) -> T:
 
 @contextmanager
 def _spooling(nbytes: int, what: str) -> Iterator[None]:
-    """Context in which an error of the operating system, or of torch's mapping, becomes `SpoolFailed`."""
+    """Context that turns an error of the operating system, or of torch's mapping, into `SpoolFailed`."""
     try:
         yield
     except (OSError, RuntimeError) as error:

@@ -1,8 +1,8 @@
-"""Arithmetic in threads of this process, to each of which torch gives no further ones.
+"""Threads for arithmetic on vectors, each of which torch does not split any further.
 
-torch divides every operation among OpenMP threads, which wait for each other at its end. On cores that other processes
-use too, the operations on blocks that fit a core's cache then wait most of the time for a thread that is not scheduled.
-The threads here take ranges of a vector, one after another, and wait for each other once, at the end of a shard.
+torch splits every operation among OpenMP threads that wait for each other at its end. On cores shared with other
+processes, operations on cache-sized blocks then mostly wait for a thread that is not scheduled. The threads here each
+take whole ranges of a vector and wait for each other once, at the end of a shard.
 """
 
 import ctypes
@@ -21,6 +21,8 @@ RANGE = 512 * 1024
 
 
 class _Outside(threading.local):
+    """Per-thread setting: whether the thread runs inside `one_torch_thread`."""
+
     threads = 0  # of torch outside of `one_torch_thread`; 0 where that is not
 
 
@@ -28,7 +30,7 @@ _outside = _Outside()
 
 
 def workers() -> int:
-    """Threads that work at once: as many as torch uses in this thread, which the launcher sets per replica."""
+    """Number of threads to use: as many as torch uses in this thread, which the launcher sets per replica."""
     import torch
 
     return _outside.threads or torch.get_num_threads()
@@ -36,10 +38,10 @@ def workers() -> int:
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Within it torch's operations that are called in this thread run in this thread alone.
+    """Context in which torch operations called by this thread run in this thread alone.
 
-    Other threads keep their number, and so do those that start meanwhile: `torch.set_num_threads` would change the
-    number of the latter. Where torch was not built with OpenMP, the number stays.
+    Other threads, also those started meanwhile, keep their number; `torch.set_num_threads` would change the latter. No
+    effect if torch was built without OpenMP.
     """
     threads, set_threads = workers(), _openmp()
     if _outside.threads or set_threads is None:
@@ -55,9 +57,9 @@ def one_torch_thread() -> Iterator[None]:
 
 
 def in_threads(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Results of `calls`, in their order: arithmetic without gradients that waits for nothing, several at a time.
+    """Results of `calls`, in order; several run at a time. For arithmetic without gradients and without waiting.
 
-    Threads that start here have this one's floating-point mode. Errors as of `clock.in_parallel`.
+    The threads have this thread's floating-point mode. Raises as `clock.in_parallel` does.
     """
     import torch
 
@@ -69,13 +71,13 @@ def in_threads(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def ranges(numel: int) -> list[tuple[int, int]]:
-    """[start, stop) of the ranges of a vector that threads take."""
+    """[start, stop) of the ranges into which a vector of `numel` elements is split for threads."""
     return [(start, min(start + RANGE, numel)) for start in range(0, numel, RANGE)]
 
 
 @functools.cache
 def _openmp() -> Callable[[int], None] | None:
-    """OpenMP's own function, which sets the number of threads that the calling thread's operations use."""
+    """OpenMP's function that sets the number of threads for the calling thread's operations; None without OpenMP."""
     import torch
 
     torch.get_num_threads()  # at its first call in a thread torch sets that thread's number itself

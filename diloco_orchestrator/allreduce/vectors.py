@@ -1,6 +1,6 @@
-"""Flat fp32 vectors that lie in memory as several tensors, and the shards in which they are stored.
+"""Flat fp32 vectors spread over several tensors in memory, and the shards in which they are stored.
 
-Nothing is joined: arithmetic on vectors goes through views of the tensors, in blocks that fit a core's cache.
+The tensors are never concatenated: arithmetic goes through views of them, in blocks that fit a core's cache.
 """
 
 from bisect import bisect_right
@@ -19,11 +19,11 @@ BLOCK = 128 * 1024
 
 
 class Vector(Protocol):
-    """Numbers that are read a range at a time. They may be computed when they are read."""
+    """A flat vector that is read range by range. Its numbers may be computed when they are read."""
 
     @property
     def numel(self) -> int:
-        """The length."""
+        """Number of elements."""
         ...
 
     def read(self, start: int, stop: int) -> torch.Tensor:
@@ -32,7 +32,7 @@ class Vector(Protocol):
 
 
 class FlatTensors:
-    """Several contiguous tensors as one flat vector, which shares their memory."""
+    """Several contiguous tensors as one flat vector that shares their memory."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = [tensor.detach().view(-1) for tensor in tensors if tensor.numel()]
@@ -57,9 +57,9 @@ class FlatTensors:
 
 
 def aligned(numel: int, *parts: tuple[FlatTensors, int], longest: int = BLOCK) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Go through `numel` elements of several vectors side by side, of each from the given start on.
+    """Views of `numel` elements of several vectors side by side, each from its given start on.
 
-    Yields views of equal length, at most `longest`, one of each vector.
+    Yields tuples of views of equal length, at most `longest`, one per vector.
     """
     done = 0
     while done < numel:
@@ -70,7 +70,7 @@ def aligned(numel: int, *parts: tuple[FlatTensors, int], longest: int = BLOCK) -
 
 
 def copied(vector: Vector, shard_numel: int = SHARD_NUMEL) -> FlatTensors:
-    """A copy of a vector, in held tensors of `shard_numel` elements."""
+    """A copy of a vector, in tensors of `shard_numel` elements within the memory budget (`allreduce.spool`)."""
     copies = []
     for start, stop in shard_ranges(vector.numel, shard_numel):
         copies.append(held(stop - start, "a copy of the pseudo-gradient"))
@@ -84,8 +84,8 @@ def has_nonzero(vector: Vector) -> bool:
 
 
 def empty(numel: int) -> torch.Tensor:
-    """A flat tensor of any values for a short while, float32 on the CPU whatever torch's defaults are.
+    """A flat uninitialised float32 tensor on the CPU, for short use, whatever torch's default dtype and device are.
 
-    What lives longer is `allreduce.spool.held`.
+    For longer use take `allreduce.spool.held`.
     """
     return torch.empty(numel, dtype=torch.float32, device="cpu")

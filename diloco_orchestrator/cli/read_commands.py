@@ -23,8 +23,8 @@ from diloco_orchestrator.cli.shared import (
 )
 
 if TYPE_CHECKING:
-    from diloco_orchestrator.inspection.influence_rows import Influence
     from diloco_orchestrator.inspection.logs import LogLine
+    from diloco_orchestrator.inspection.report import Influence
     from diloco_orchestrator.inspection.status import RunReader
 
 

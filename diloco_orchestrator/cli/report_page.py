@@ -10,8 +10,7 @@ from html import escape
 from statistics import fmean
 
 from diloco_orchestrator.inspection.charts import Line, chart
-from diloco_orchestrator.inspection.influence_rows import Influence, InfluenceRow
-from diloco_orchestrator.inspection.report import Report, RunFacts
+from diloco_orchestrator.inspection.report import Influence, InfluenceRow, Report, RunFacts
 from diloco_orchestrator.inspection.status import AttemptRow, RoundRow
 from diloco_orchestrator.protocol.head import Head
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco_orchestrator.cli.shared import shown
-from diloco_orchestrator.inspection.machine_checks import Finding
+from diloco_orchestrator.inspection.doctor import Finding
 from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunStatus
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.replica_names import grouped, replicas

@@ -36,6 +36,12 @@ def entrypoint_of(function: Callable[..., Any]) -> str:
         )
     if module == "__main__":
         raise ConfigError(_defined_in_main(name))
+    if module not in sys.modules:
+        raise ConfigError(
+            f"{name} ({where}) is of no imported module, as functions made by exec are, so that replicas cannot import "
+            "it. Put its source into a file, such as train.py, then `from train import "
+            f"{name}` and pass that."
+        )
     if _found(module, name) is not function:
         raise ConfigError(
             f"{module}:{name} is another object than the function that was passed ({where}); replicas would import "

@@ -10,6 +10,7 @@ import importlib.util
 import io
 import json
 import os
+import subprocess
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -363,3 +364,28 @@ def _zip(files: Mapping[str, bytes]) -> bytes:
         for name, data in sorted(files.items()):
             archive.writestr(zipfile.ZipInfo(name, _EPOCH), data, zipfile.ZIP_DEFLATED)
     return packed.getvalue()
+
+
+_LONGEST_S = 5.0  # git may wait for a lock or a slow disk; a launch does not
+
+
+def source_of(folder: Path) -> str:
+    """The commit checked out in the repository that holds `folder`, "+changes" after it where tracked files differ.
+
+    Empty where git is missing, fails or takes too long, and outside of a repository.
+    """
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return ""
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}+changes" if changed else commit
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=_LONGEST_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,4 +1,4 @@
-"""The kill-switch: its rules, their fold over rounds, and the dealing of the held-out set. Pure Python."""
+"""The guard (kill-switch): its rules, their state over rounds, and the split of the held-out set. Pure Python."""
 
 from diloco_orchestrator.guard.fold import FoldResult, fold
 from diloco_orchestrator.guard.heldout import CollapseStopError, HeldOutGuard, TripwireStatus, kl_token_trust_filter

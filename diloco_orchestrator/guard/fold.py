@@ -1,7 +1,7 @@
-"""The guard's fold: adds one round's scores of the held-out shares to the guard's state and returns a verdict.
+"""Updates the guard once per round: adds the scores of the held-out shares to its state and returns a verdict.
 
-Pure. The state is JSON and part of each commit, so every round is folded exactly once, whichever replica commits and
-however often replicas restart. The rule that judges the folded numbers is found by its name in the state.
+Pure functions. The state is JSON in each commit, so every round is added exactly once, whichever replica commits and
+however often replicas restart. The state names the rule that judges.
 """
 
 import math
@@ -29,7 +29,7 @@ _WARN_UNFOLDED = 5  # rounds in a row that could not be folded
 
 @dataclass(frozen=True)
 class FoldResult:
-    """The guard after one round: its state, which goes into the commit, and the verdict."""
+    """The guard after one round: its state, for the commit, and the verdict."""
 
     state: dict[str, Any]
     verdict: Verdict
@@ -87,11 +87,11 @@ def _warning(unfolded: int, why: str, unpaired: int, why_no_metric: str) -> str:
 def fold_extra(
     state: Mapping[str, Any] | None, config: GuardConfig, metrics: Mapping[str, float | None], verdict: Verdict
 ) -> tuple[dict[str, Any], Verdict]:
-    """Add one round of the user's own metrics; the next state, and the verdict, which fires above a metric's limit.
+    """Add one round of the user's own metrics; returns the next state, and the verdict, which fires above a limit.
 
-    An exponential moving average of each metric with a limit is compared with it, beside whichever rule judges.
-    `metrics`: by name; None if not observed in the round. No limit fires before `min_steps` rounds with its metric;
-    one that has fired stays fired. A rule's own verdict comes first.
+    An exponential moving average of each limited metric is compared with its limit, beside whichever rule judges.
+    `metrics`: by name; None if not observed in the round. No limit fires before `min_steps` rounds with its metric; one
+    that has fired stays fired. A rule's own verdict comes first.
     """
     averages: dict[str, list[Any]] = {**((state or {}).get("averages") or {})}
     fired: str = (state or {}).get("fired", "")

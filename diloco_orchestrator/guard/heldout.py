@@ -1,6 +1,6 @@
-"""`HeldOutGuard`: fires on drift, on a falling held-out score, or on a gap between training and held-out gains.
+"""`HeldOutGuard`: fires on KL drift, on a falling held-out score, or on a gap between training and held-out gains.
 
-Judges smoothed series of numbers and can be used alone; `HeldOutRule` is the same as a rule of runs. It follows the
+It judges smoothed series of numbers and can be used alone; `HeldOutRule` is the same as a rule of runs. After the
 Hacking Gap of "Reward Hacking in Self-Improving Code Agents" (OpenReview ikrQWGgxYg).
 """
 
@@ -157,7 +157,7 @@ class HeldOutGuard:
             self._streak += 1
 
     def _verdict(self) -> str:
-        """The reason for firing, now or earlier; empty if there is none."""
+        """The reason why the guard fires or has fired; empty if it does not."""
         if self._fired_reason:
             return LATCHED + self._fired_reason
         self._fired_reason = self._first_tripwire()
@@ -198,7 +198,7 @@ class HeldOutGuard:
         return self._in_loop.gain - self._heldout.gain
 
     def statistics(self) -> list[tuple[str, float, float]]:
-        """(name, value, limit) of each tripwire; the limits are reached and not only passed by the counts."""
+        """(name, value, limit) of each tripwire. Counts fire when they reach the limit, the others above it."""
         found: list[tuple[str, float, float]] = [
             ("declines in a row", self._streak, self.decline_patience),
             ("Hacking Gap", self.proxy_real_gap(), self.max_proxy_real_gap),
@@ -281,7 +281,7 @@ class HeldOutRule(GuardRule):
 
 
 def _plain(value: float | None) -> float | str | None:
-    """`value` as something that JSON holds and that equals itself, which NaN does not."""
+    """`value` as JSON that equals itself; NaN and infinity become text."""
     return value if value is None or math.isfinite(value) else str(float(value))
 
 

@@ -1,7 +1,7 @@
-"""The per-replica guard: which contributions are left out of an average because local training has gone wrong.
+"""The per-replica guard: quarantines contributions of replicas whose local training has gone wrong.
 
-Pure: equal manifests give equal results on every replica. It judges what replicas say of themselves, so it finds
-faults (a corrupt shard, a broken machine, a hack in one environment), not liars; those meet `guard.fold`.
+Pure: equal manifests give equal results on every replica. It judges what replicas report of themselves, so it finds
+faults (a corrupt data shard, a broken machine, a hack in one environment), not liars; `guard.fold` bounds those.
 """
 
 import math
@@ -37,7 +37,7 @@ class LocalGain:
 
 
 def local_gain(replica_id: int, base: Sequence[Score], local: Sequence[Score]) -> LocalGain | None:
-    """The gain over the shares scored on both models; None if there are none, or the base has no finite score."""
+    """The gain over the shares scored on both models; None if there are none or the base has no finite score."""
     before = {score.share: score for score in base if math.isfinite(score.mean)}
     both = [score for score in local if score.share in before]
     if not both:
@@ -60,12 +60,12 @@ def threshold(replicas: int) -> float:
 def fold_local(
     state: Mapping[str, Any] | None, gains: Sequence[LocalGain]
 ) -> tuple[dict[str, Any], tuple[Quarantine, ...]]:
-    """The state after one more round, and the contributions to leave out of its average, in replica order.
+    """The state after one more round, and the contributions to quarantine, in replica order.
 
-    A replica is compared with the others of the round, and with how it used to compare: replicas with harder data are
-    not suspect. Its statistic adds up, over rounds, by how many sigmas its gain falls short of that. It is left out
-    from the round in which the statistic passes the threshold until it has fallen to half of it; at most a quarter of
-    the judged replicas at once. `state`: JSON, of the round before; None at the start.
+    A replica's gain is compared with the other replicas' in the round, and with its usual difference from them, so that
+    replicas with harder data are not suspected. Its statistic sums up the sigmas by which it falls short. It is
+    quarantined from the round in which the statistic passes the threshold until it has fallen to half of it; at most a
+    quarter of the judged replicas at once. `state`: JSON, of the round before; None at the start.
     """
     run = _Run(state or {})
     finite = [each for each in gains if math.isfinite(each.gain)]
@@ -85,7 +85,7 @@ def fold_local(
 
 
 class _Run:
-    """The mutable inside of one fold: everything that the state holds. Replicas are named by their ids as text."""
+    """The mutable state of the per-replica guard while it is updated. Replicas are named by their ids as text."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.usual: dict[str, list[Any]] = {name: list(each) for name, each in state.get("usual", {}).items()}
@@ -125,7 +125,7 @@ class _Run:
         return fallen
 
     def _usual(self, each: LocalGain) -> tuple[int, float]:
-        """Rounds in which a replica's gain over the others was learnt, and that gain; (0, 0.0) before the first."""
+        """Number of rounds in which a replica's usual gain over the others was estimated, and that gain."""
         count, mean = self.usual.get(str(each.replica_id), (0, 0.0))
         return count, mean
 
@@ -138,7 +138,7 @@ class _Run:
             self.out.discard(name)
 
     def _widen(self, deviations: Sequence[float]) -> None:
-        """Fold a round's deviations into the spread, without the bias of the median of few numbers."""
+        """Add a round's deviations to the spread, corrected for the bias of the median of few numbers."""
         count = len(deviations)
         deviation = _FEW.get(count, count / (count - 0.8)) * median(deviations)
         self._rounds += 1

@@ -1,7 +1,6 @@
-"""Finds the guard's rules by their names: ours, and those of other packages by entry points.
+"""Finds guard rules by name: the built-in ones, and those of other packages through entry points.
 
-An installed rule has one name: that of its entry point, which is also its class's `name`. Ours are named in settings
-without their version.
+An installed rule's entry point has the same name as its class's `name`. Settings name built-in rules without version.
 """
 
 from collections.abc import Mapping
@@ -34,9 +33,9 @@ def rule_of(name: str) -> type[GuardRule]:
 
 
 def rule_of_state(state: Mapping[str, Any] | None, setting: str, where: str) -> type[GuardRule]:
-    """The rule that judges the round after `state`: the one that it names; without a state, that of the setting.
+    """The rule that judges the next round: the one named in `state`, without a state that of `setting`.
 
-    `where`: the state, for errors. Raises `RecordTooNew` if the rule is not installed here.
+    `where`: describes the state in errors. Raises `RecordTooNew` if the rule is not installed here.
     """
     name = setting if state is None else str(state.get("rule", UNNAMED.name))
     try:

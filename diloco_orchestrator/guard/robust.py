@@ -1,4 +1,4 @@
-"""Measures a round from its replicas' reports, so that none counts beyond its share, whatever number it sends.
+"""Clipped means over replicas or shares, in which no single value can move the mean far, however large it is.
 
 Pure, and with the same bits on every machine: sums are exactly rounded (`math.fsum`).
 """
@@ -156,7 +156,7 @@ def _training_metric(
 
 @dataclass(frozen=True)
 class ClippedMean:
-    """A weighted mean of clipped values, and the spread to clip the next ones by."""
+    """A weighted mean of clipped values, and the spread by which to clip the next round's."""
 
     mean: float
     kept: tuple[float, ...]  # the values after clipping, in their order
@@ -165,11 +165,11 @@ class ClippedMean:
 
 
 def clipped_mean(values: Sequence[tuple[int, float]], spread: float | None) -> ClippedMean:
-    """The mean of `values`, (weight, finite number) each, none of them further than 2.5 spreads from their median.
+    """The mean of `values`, (weight, finite number) each, clipped to 2.5 spreads from their median.
 
-    `spread`: of the rounds before; None if there is none. The larger of it and of this round's median absolute
-    deviation is used, so that values may move apart together, and a quarter of them can move the mean by 2.5 spreads
-    of their share at most. One or two values are not clipped: nothing says which of them is wrong.
+    The spread used is the larger of `spread`, that of earlier rounds (None: unknown), and this round's median absolute
+    deviation, so that values may move apart together, and a quarter of them can move the mean by at most 2.5 spreads of
+    their share. One or two values are not clipped: nothing shows which is wrong.
     """
     if len(values) < _FEWEST:
         return ClippedMean(weighted_mean(values), tuple(value for _, value in values), spread)
@@ -184,10 +184,10 @@ def clipped_mean(values: Sequence[tuple[int, float]], spread: float | None) -> C
 
 
 def first_mean(values: Sequence[tuple[int, float]]) -> float:
-    """The mean of `values` as in `clipped_mean`, before anything is known of how far apart they usually are.
+    """The mean of `values` as in `clipped_mean`, for the first round, whose usual spread is not known.
 
-    Only what nobody can have measured is clipped: it would leave no digits for the others' changes. From three values
-    on none counts as further from the median than a million times its size, that of the deviations, or 1.
+    Only absurd values are clipped, which would leave no digits for the others' changes: with three values or more,
+    those further from the median than a million times its size, the median deviation, or 1.
     """
     if len(values) < _FEWEST:
         return weighted_mean(values)

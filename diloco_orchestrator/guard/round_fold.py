@@ -1,7 +1,7 @@
-"""Selects which scores and training metrics of a round's manifests the guard folds.
+"""Selects the scores and training metrics of a round's manifests that update the guard.
 
-Pure: equal manifests give equal verdicts on every replica. Nothing that a manifest says counts beyond what the run's
-start and the roster allow its author. The fold itself is in `guard.fold`.
+Pure: equal manifests give equal verdicts on every replica. A manifest's scores count only for shares that the run's
+start record and the roster assign to its author. `guard.fold` updates the guard.
 """
 
 import math
@@ -47,8 +47,8 @@ def fold_round(
 
     Args:
         state: the guard's state in the commit before or at the start of the leg; None if neither has one.
-        heldout: the run's held-out set, as start.json fixes it.
-        roster: of the round, over which its shares were dealt.
+        heldout: the run's held-out set, from start.json.
+        roster: the replicas among which the round's shares were divided.
         valid: manifests that start from the round's base, whose scores of that base count; in replica order.
         named: manifests that are averaged, whose training metrics count.
         rebuildable: whether the round's base can be rebuilt later (`is_rebuildable`).
@@ -99,7 +99,8 @@ def fold_of_commit(
     config: RunConfig,
     outer_step: int,
 ) -> FoldResult | None:
-    """The fold of the round that `commit` ends, derived from the manifests that it names; None without a held-out set.
+    """The guard's state and verdict after the round of `commit`, derived from its manifests; None without a held-out
+    set.
 
     Args:
         guard: the guard's state before the round.
@@ -132,7 +133,7 @@ def why_verdict_differs(
     config: RunConfig,
     outer_step: int,
 ) -> str:
-    """Difference of a commit's guard state, verdict or quarantine from the fold; empty if not. Arguments as above."""
+    """Difference of a commit's guard state, verdict or quarantines from `fold_of_commit`, with its arguments; or ""."""
     folded = fold_of_commit(commit, guard, manifests, heldout, roster, config, outer_step)
     state = folded.state if folded else None if guard is None else dict(guard)
     if commit.verdict != (folded.verdict if folded else None):
@@ -147,19 +148,19 @@ def why_verdict_differs(
 
 
 def vault_base(state: Mapping[str, Any] | None) -> int | None:
-    """The round whose base the vault set is compared on, if an alarm waits for that; `state`: before the round."""
+    """The round whose base the confirmation set is compared on, if an alarm awaits it. `state`: before the round."""
     return rule_of_state(state, "off", "the guard's state").vault_base(state.get("guard")) if state else None
 
 
 def is_rebuildable(config: RunConfig, outer_step: int) -> bool:
-    """Whether the base after so many outer steps stays in the bucket: as payloads or as a snapshot."""
+    """Whether the base after `outer_step` outer steps stays in the bucket, as payloads or as a snapshot."""
     return config.retention.payloads == "all" or outer_step % config.snapshot_every == 0
 
 
 def _vault_scores(
     heldout: HeldoutSet, dealt: Mapping[int, Sequence[int]], valid: Sequence[Contribution]
 ) -> list[VaultScore]:
-    """The scores of the vault set's shares, each from the replica that it was dealt to, over all items of the share."""
+    """Scores of the confirmation set's shares, each by the replica it is assigned to, over all items of the share."""
     sizes = heldout.vault.shares if heldout.vault else ()
     found: dict[int, VaultScore] = {}
     for manifest in valid:
@@ -176,9 +177,9 @@ def _without_suspects(
     dealt: Mapping[int, Sequence[int]],
     named: Sequence[Contribution],
 ) -> tuple[Sequence[Contribution], dict[str, Any] | None, tuple[Quarantine, ...]]:
-    """The manifests that the per-replica guard leaves in the average, its state, and those that it leaves out.
+    """The manifests left after the per-replica guard's quarantine, that guard's state, and the quarantined ones.
 
-    The state is None, and nobody is left out, in a run without that guard.
+    The state is None, and none is quarantined, in a run without that guard.
     """
     if not config.per_replica:
         return named, None, ()
@@ -194,7 +195,7 @@ def _without_suspects(
 
 
 def _allowed(scores: Sequence[Score], heldout: HeldoutSet, dealt: Sequence[int]) -> list[Score]:
-    """The scores of shares that were dealt to a manifest's author, each once and over all items of its share."""
+    """The scores of shares that are assigned to a manifest's author, each once and over all items of its share."""
     first = {score.share: score for score in reversed(scores)}
     return [first[share] for share in dealt if share in first and first[share].count == heldout.shares[share]]
 
@@ -206,14 +207,14 @@ def _discounted(
     far_shares: Collection[int],
     far_metrics: Collection[int],
 ) -> tuple[Discounted, ...]:
-    """The manifests of which something is not folded as it is, in replica_id order, each with the reasons.
+    """The manifests of which a score or metric is clipped or ignored, in replica_id order, each with the reasons.
 
-    Nothing is decided here: readers of the commit see what the fold does.
+    For readers of the commit only: nothing depends on it.
 
     Args:
         valid: manifests whose scores are of the round's base, in replica_id order.
-        dealt: by replica id, the shares that it was to score.
-        far_shares: whose score is clipped because it is far beyond all others (`ClippedMean.far`).
+        dealt: replica id -> the shares assigned to it.
+        far_shares: shares whose score is clipped, because it is far from all others (`ClippedMean.far`).
         far_metrics: replicas whose training metric is.
     """
     found = []
@@ -249,7 +250,7 @@ def _why_discounted(
 
 
 def _why_no_metric(metric: str, named: Sequence[Contribution]) -> str:
-    """The reason of a round whose contributions have no training metric: most often the other one was observed."""
+    """Reason why a round has no training metric `metric`: most often the other one was observed."""
     other = "reward" if metric == "loss" else "loss"
     if any(other in manifest.metrics for manifest in named):
         return (
@@ -260,10 +261,10 @@ def _why_no_metric(metric: str, named: Sequence[Contribution]) -> str:
 
 
 def _median(name: str, named: Sequence[Contribution]) -> float | None:
-    """The median over contributions of an observed metric's mean; None unless more than half of them have observed it.
+    """The median over contributions of a metric's mean; None unless more than half of them observed it.
 
-    NaN if most of these are not finite. With three replicas or more, one alone cannot move it beyond the others, nor
-    bring a metric that the others do not observe.
+    NaN if most of these are not finite. With three replicas or more a single one can neither move it beyond the others'
+    range nor introduce a metric that the others do not observe.
     """
     means = [metric.mean for manifest in named if (metric := manifest.metrics.get(name)) and metric.count]
     finite = [mean for mean in means if math.isfinite(mean)]

@@ -1,6 +1,6 @@
-"""`GuardRule`: the interface of a rule of the guard; `Evidence`, what it judges each round; and the rule that is off.
+"""`GuardRule`: the interface of guard rules; `Evidence`, their input each round; and the rule that judges nothing.
 
-`guard.fold` measures the evidence and keeps a rule's state in the commits; `guard.registry` finds rules by their names.
+`guard.fold` computes the evidence and stores a rule's state in the commits; `guard.registry` finds rules by name.
 """
 
 import math
@@ -44,7 +44,7 @@ class Evidence:
 
     @property
     def model(self) -> int:
-        """The round after which the measured model existed; 0 is the run's first model."""
+        """The round that made the measured model; 0 is the run's first model."""
         return self.round - 1
 
     @property
@@ -67,7 +67,7 @@ class GuardRule(ABC):
     @classmethod
     @abstractmethod
     def of(cls, config: GuardConfig, heldout: HeldoutSet) -> Self:
-        """The rule with these settings. `heldout`: what start.json says of the held-out set, such as the metric."""
+        """The rule with these settings. `heldout`: the run's held-out set from start.json, which names the metric."""
 
     @abstractmethod
     def fold(self, state: Mapping[str, Any] | None, evidence: Evidence) -> tuple[dict[str, Any] | None, Verdict]:
@@ -78,7 +78,7 @@ class GuardRule(ABC):
 
     @classmethod
     def check_set(cls, config: GuardConfig, items: int) -> None:
-        """Raise `ConfigError` if a held-out set of so many items is too small for the settings. By default none is."""
+        """Raise `ConfigError` if a held-out set of `items` items is too small for the settings. Default: never."""
         return
 
     @classmethod
@@ -89,7 +89,7 @@ class GuardRule(ABC):
 
     @classmethod
     def vault_base(cls, state: Mapping[str, Any] | None) -> int | None:
-        """The round whose base the vault set is compared with in the next round; None if no alarm waits for that."""
+        """The round whose base the confirmation set is compared on next; None if no alarm awaits confirmation."""
         return None
 
 
@@ -111,7 +111,7 @@ class OffRule(GuardRule):
 
 
 def check_number(name: str, value: Any, allowed: Callable[[Any], bool], words: str) -> None:
-    """Raise `ValueError` unless `value` is a finite number that is `allowed`; `words`: which ones are."""
+    """Raise `ValueError` unless `value` is a finite number that `allowed` accepts; `words` describes those."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not allowed(value):
         raise ValueError(f"{name}={value!r} must be {words}.")

@@ -1,7 +1,7 @@
 """`SequentialGuard`: judges the rounds of a run one after another, at a stated rate of false halts.
 
-The statistics are in `guard.channels`; how a round's numbers are measured is left to `guard.fold`. How often the rule
-is wrong, and how late, is in docs/kill-switch.md.
+`guard.channels` has the statistics, `guard.fold` computes a round's numbers, and
+docs/kill-switch.md has error rates and delays.
 """
 
 import copy
@@ -33,11 +33,11 @@ _NOTICED_WITHIN = 15  # rounds, for `GuardConfig.notice_drop`
 
 @dataclass(frozen=True, kw_only=True)
 class SequentialGuard(GuardRule):
-    """Halts on non-finite or sinking held-out scores, on training that leaves them behind, and on drift.
+    """Halts on non-finite or sinking held-out scores, on a training metric that outruns them, and on KL drift.
 
     The state is JSON of about 3 KB whatever the run's length, and names the rule and its settings. With `vault_sigmas`
-    an alarm of held-out score or training metric waits for the evidence of the next round (`Evidence.vault`) before it
-    halts (`guard.vault`).
+    an alarm about held-out score or training metric halts only if the next round's scores on the confirmation set
+    (`Evidence.vault`) confirm it (`guard.vault`).
     """
 
     name: ClassVar[str] = "sequential-v2"
@@ -75,7 +75,7 @@ class SequentialGuard(GuardRule):
 
     @classmethod
     def check_set(cls, config: GuardConfig, items: int) -> None:
-        """Raise `ConfigError` if so many items are too few to notice `notice_drop`, with the number that it takes."""
+        """Raise `ConfigError`, with the number needed, if `items` items are too few to notice `notice_drop`."""
         drop = config.notice_drop
         if drop is None:
             return
@@ -98,7 +98,7 @@ class SequentialGuard(GuardRule):
 
     @property
     def digest(self) -> str:
-        """Names the rule with these settings: the first 16 hex digits of a sha256."""
+        """Identifies the rule with these settings: the first 16 hex digits of a sha256."""
         given = {**asdict(self), "quorum": _QUORUM}
         settings = {name: float(value) for name, value in given.items() if value is not None}
         text = json.dumps([self.name, settings], sort_keys=True)
@@ -164,7 +164,7 @@ class SequentialGuard(GuardRule):
     def _after_the_vault(
         self, run: "_Run", alarms: list[Alarm], evidence: Evidence, numbers: dict[str, Any]
     ) -> Verdict | None:
-        """The verdict of a round with an alarm, or after one that waits; None if what waited is dismissed."""
+        """The verdict of a round in which an alarm is raised or awaits confirmation; None if the alarm is dismissed."""
         certain = [alarm for alarm in alarms if alarm.kind is AlarmKind.CERTAIN]
         if certain:
             return _halt(run, certain[0], certain[0].what, numbers)
@@ -190,7 +190,7 @@ class SequentialGuard(GuardRule):
         return Verdict(fire=False, reason=reason, action=VerdictKind.CONFIRM, **{**numbers, "warning": reason})
 
     def _alarms(self, run: "_Run", evidence: Evidence, *, conclusive: bool) -> list[Alarm]:
-        """Alarms that fire in this round, the gravest first."""
+        """The alarms that fire in this round, the most serious first."""
         model, alarms = evidence.model, []
         if run.nonfinite >= _NONFINITE_ROUNDS:
             what = f"nonfinite: no finite metrics in {run.nonfinite} consecutive rounds"
@@ -243,7 +243,7 @@ class SequentialGuard(GuardRule):
 
 
 class _Run:
-    """The mutable inside of one fold: everything that the state holds."""
+    """The mutable state of the rule while one round is added."""
 
     def __init__(self, guard: SequentialGuard) -> None:
         self.metrics, self.kl, self.vault = guard.channels(), KLChannel(), Vault()
@@ -291,10 +291,10 @@ def _finite_or_none(value: float | None) -> float | None:
 
 
 def _recorded(evidence: Evidence) -> list[Any]:
-    """The evidence as the state has it: JSON that equals itself, in the order of the fields of version 1.
+    """The evidence as JSON for the state, in the field order of version 1.
 
-    Five fields of that order have not been measured by any version: the model (it follows from the round), held-out
-    items found in training data, whether numbers were said not to be finite, and a suspected replica with the reason.
+    Five fields of that order are always empty: the model (it follows from the round), held-out items found in training
+    data, whether numbers were reported as not finite, and a suspected replica with the reason.
     """
     why_not = evidence.why_not if evidence.heldout is None else ""
     vault = None if evidence.vault is None else [_plain(evidence.vault.mean), _plain(evidence.vault.error)]

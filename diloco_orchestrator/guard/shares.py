@@ -1,4 +1,4 @@
-"""Splits held-out items into N fixed shares by their content, and deals the shares to the replicas on the roster."""
+"""Splits held-out items into N fixed shares by their content, and assigns the shares to the replicas on the roster."""
 
 import hashlib
 import json
@@ -42,13 +42,13 @@ def set_digest(items: Sequence[Any]) -> str:
 
 
 def shares_of(items: Sequence[Any], n: int) -> list[list[Any]]:
-    """The n shares of a held-out set. Items are sorted by content hash; share i takes every n-th from the i-th on."""
+    """The n shares of a held-out set: items sorted by content hash, share i has every n-th item from the i-th on."""
     ordered = sorted(items, key=content_hash)
     return [ordered[share::n] for share in range(n)]
 
 
 def deal(n: int, roster: Sequence[int]) -> dict[int, list[int]]:
-    """The shares that each replica on the roster scores, by replica id. `n`: number of shares.
+    """Replica id -> the shares that it scores, for the replicas on the roster. `n`: number of shares.
 
     A replica scores its own share; shares of replicas off the roster go to the others in turn. Raises `ValueError` for
     an empty roster.

@@ -1,7 +1,7 @@
-"""`Vault`: asks a second, rarely used held-out set to confirm an alarm before it halts.
+"""`Vault`: confirms an alarm of the guard on a second, rarely used held-out set before it halts the run.
 
-An alarm waits for one round, in which the replicas score the vault set on the base that they start from, and on the
-best one before. Pure; how a base is scored is left to the replicas.
+An alarm waits for one round, in which the replicas score the confirmation set on the round's base and on the best
+earlier one. Pure; the replicas score.
 """
 
 import math
@@ -16,7 +16,7 @@ _ROUNDS = 2  # without enough scores, after which the alarm halts unconfirmed
 
 @dataclass(frozen=True)
 class VaultChange:
-    """The mean change of an item's vault score from the base that is compared with. Higher is better."""
+    """Mean and standard error of an item's score change from the best earlier base to this one. Higher is better."""
 
     mean: float  # NaN if most scores are not finite
     error: float  # its standard error
@@ -24,7 +24,7 @@ class VaultChange:
 
 @dataclass(frozen=True)
 class Answer:
-    """The decision about the alarm that waits."""
+    """The decision about an alarm that awaits confirmation."""
 
     halts: bool
     waits: bool
@@ -32,19 +32,19 @@ class Answer:
 
 
 class Vault:
-    """The best base so far, and the alarm that waits. State: 2 numbers, and the alarm."""
+    """The best base so far, and the alarm that awaits confirmation. State: 2 numbers, and the alarm."""
 
     def __init__(self) -> None:
         self._best: list[Any] | None = None  # held-out score and round of the best base that can be rebuilt
         self._waiting: dict[str, Any] | None = None
 
     def learn(self, model: int, heldout: float) -> None:
-        """Learn the score of a base that can be rebuilt later."""
+        """Add the score of a base that can be rebuilt later."""
         if self._best is None or heldout > self._best[0]:
             self._best = [heldout, model]
 
     def why_not(self, alarm: Alarm, heldout: float, final_evaluation: bool) -> str:
-        """Reason why this alarm halts without asking; empty if the vault set can be asked."""
+        """Reason why this alarm halts without confirmation; empty if it can be checked on the confirmation set."""
         if final_evaluation:
             return "this is the last round, so that the vault set is not asked"
         if self._best is None or (alarm.kind is AlarmKind.FALL and self._best[0] <= heldout):
@@ -52,7 +52,7 @@ class Vault:
         return ""
 
     def ask(self, alarm: Alarm) -> str:
-        """Let an alarm wait. Returns the sentence for the verdict."""
+        """Make an alarm wait for confirmation. Returns the sentence for the verdict."""
         assert self._best is not None
         against = self._best[1]
         self._waiting = {"alarm": asdict(alarm), "against": against, "score": self._best[0], "missed": 0}
@@ -67,17 +67,17 @@ class Vault:
 
     @property
     def against(self) -> int | None:
-        """The round whose base the vault set is compared with in the next round; None if no alarm waits."""
+        """The round whose base the confirmation set is compared on next; None if no alarm awaits confirmation."""
         return None if self._waiting is None else int(self._waiting["against"])
 
     def answer(self, change: VaultChange | None, heldout: float | None, noise: float, sigmas: float) -> Answer:
-        """The vault set's answer to the alarm that waits; unless it waits on, nothing waits afterwards.
+        """The decision about the waiting alarm: confirmed, dismissed, or still waiting.
 
-        A fall counts beyond `sigmas` standard errors, and beyond `noise`, the long-run standard deviation of the
-        held-out score, or half of the fall of that score if it is smaller: two healthy bases differ on every set.
+        A fall is confirmed beyond `sigmas` standard errors and beyond `noise`, the long-run standard deviation of the
+        held-out score, or half of that score's fall if it is smaller, because two healthy bases differ on every set.
 
         Args:
-            change: of the next round; None if too few items were scored.
+            change: on the confirmation set, in the next round; None if too few items were scored.
             heldout: held-out score of the same base; None if it has none.
         """
         alarm, waiting = self.waiting, self._waiting

@@ -9,8 +9,7 @@ import argparse
 import json
 
 from diloco_orchestrator.clock import SystemClock
-from diloco_orchestrator.inspection.doctor import examine, examine_store
-from diloco_orchestrator.inspection.machine_checks import Finding
+from diloco_orchestrator.inspection.doctor import Finding, examine, examine_store
 from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS, EXIT_DONE, print_exit_line, unpacked_code
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.replica.process.run_attempt import process_environment

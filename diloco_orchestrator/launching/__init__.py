@@ -1,1 +1,1 @@
-"""Starts runs: `launch`, `attach`, plans of launches with their prices, and a process that tries a place out."""
+"""Starts runs: `launch`, `attach`, plans of launches with their prices, and a trial process on a provider's machine."""

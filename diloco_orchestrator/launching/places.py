@@ -1,4 +1,4 @@
-"""Compares places for the same run: what a round and the whole run cost on each, transfer included. Sends nothing."""
+"""Compares executors for the same run: cost of a round and of the whole run, transfer included. Sends nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _ROUND_S = "round_s"  # of a place; the only word in its text that is no option 
 
 @dataclass(frozen=True)
 class Place:
-    """An executor with its options, and how long a round takes there."""
+    """An executor with its options, and the duration of a round there."""
 
     name: str  # as the user wrote it
     executor: ServerlessExecutor
@@ -25,14 +25,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Offer:
-    """A place and the plan of the run there."""
+    """An executor and the launch plan of the run on it."""
 
     place: Place
     plan: LaunchPlan
 
 
 def place_of(text: str, round_s: float) -> Place:
-    """The place that a text such as "modal,gpu=H100,round_s=20" names. `round_s`: where the text has none.
+    """The executor that a text such as "modal,gpu=H100,round_s=20" names. `round_s`: used if the text has none.
 
     Raises `ConfigError` for an unknown executor or option, naming the nearest, or a value of another kind.
     """
@@ -64,7 +64,7 @@ def _value(text: str, kind: type) -> Any:
 
 
 def compare(places: Sequence[Place], entrypoint: Any, store: str, **arguments: Any) -> list[Offer]:
-    """The plan of the same run in every place, the cheapest for the whole run first; unknown prices last.
+    """The launch plans of the same run on every executor, the cheapest run first; unknown prices last.
 
     `arguments`: of `plan_launch`, without executor and round_s. Raises `ConfigError` as `plan_launch` does.
     """

@@ -1,6 +1,6 @@
 """Prepares a launch: the records, code and requests that `launch` writes and sends and `plan_launch` shows.
 
-Nothing in this file writes or sends.
+Nothing here writes or sends.
 """
 
 import math
@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from diloco_orchestrator.code_archive.entrypoint import check_importable, entrypoint_of
-from diloco_orchestrator.code_archive.pack import Archive, CodeBundle, folder_of, lock_file_of
+from diloco_orchestrator.code_archive.pack import Archive, CodeBundle, folder_of, lock_file_of, source_of
 from diloco_orchestrator.code_archive.pinning import Pin, check_pinned, pinned
 from diloco_orchestrator.code_archive.requirements import read_requirements
-from diloco_orchestrator.code_archive.source import source_of
 from diloco_orchestrator.config import RunConfig, RunSettings, make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.executors.contract import LaunchRequest, ServerlessExecutor, give_store, part_of, price_of
@@ -56,14 +55,14 @@ class PreparedLaunch:
         return self.run.config
 
     def words(self) -> list[str]:
-        """Lines for the log: what travels, and what of it is not pinned (packages without hashes, images by tag)."""
+        """Lines for the log: the code and packages sent, and which are not pinned (no hashes, images by tag)."""
         if self.archive is None:
             return []
         images = [f"images: {images_words(found)}"] if (found := self.images()) else []
         return [self.archive.words(), f"packages: {self.archive.package_words()}", *images]
 
     def images(self) -> tuple[str, ...]:
-        """Container images that the requests name by tag, in order. A provider's own image has no name here."""
+        """Container images that the requests name by tag, in order. A provider's default image has no name here."""
         return tuple(sorted(set(images_by_tag(_sent(self.executor, self.requests)))))
 
 
@@ -163,9 +162,9 @@ class LaunchPlan:
 
     @property
     def round_usd(self) -> float | None:
-        """Machines, requests and transfer of one round; None if the price of a machine is not known.
+        """Cost of machines, requests and transfer of one round; None if a machine's price is unknown.
 
-        Without the model's size transfer is left out.
+        Without the model's size, transfer is left out.
         """
         if self.hourly_usd is None:
             return None
@@ -179,9 +178,9 @@ class LaunchPlan:
 
     @property
     def rounds_within_cost(self) -> int | None:
-        """The round after which `max_cost_usd` halts the run; None without that limit or the price of a machine.
+        """The round after which `max_cost_usd` halts the run; None without that limit or a machine's price.
 
-        The limit counts machines alone, and is compared in an open round, which still ends.
+        The limit counts machines only and is checked during a round, which still ends.
         """
         if self.max_cost_usd is None or not self.hourly_usd:
             return None
@@ -199,7 +198,7 @@ class LaunchPlan:
         )
 
     def lines(self) -> list[str]:
-        """The plan as text for people."""
+        """The plan as lines of text."""
         each, rounds_an_hour = self.round, 3600 / self.round_s
         price = "not known here: say it with --hourly-usd"
         if self.hourly_usd is not None:
@@ -225,7 +224,7 @@ class LaunchPlan:
 
 
 def images_words(images: Sequence[str]) -> str:
-    """One line about container images that are named by tag."""
+    """A line of text about container images that are named by tag."""
     return f"{', '.join(images)} by tag, which may name another image later; `diloco lock --image NAME` pins one"
 
 
@@ -252,7 +251,7 @@ def _traffic(each: RoundForecast, rounds_an_hour: float) -> str:
 
 
 def _shown(node: Any, indent: str) -> list[str]:
-    """The nested names and values as indented lines, one value a line; values over `_LONG` characters are cut."""
+    """Nested names and values as indented lines, one value each; values over `_LONG` characters are cut."""
     lines: list[str] = []
     items = node.items() if isinstance(node, Mapping) else enumerate(node)
     for name, value in items:

@@ -1,6 +1,6 @@
 """`launch`, `attach` and `Run`: how a user starts, supervises and stops a run.
 
-Supervision is in `supervision.coordinator`, reading in `inspection.status`. The replicas go on without this process.
+`supervision.coordinator` supervises, `inspection.status` reads. Replicas go on when this process ends.
 """
 
 import logging
@@ -29,10 +29,9 @@ from diloco_orchestrator.run_log.append import create_run, request_halt
 from diloco_orchestrator.run_log.launched_here import note_failure, note_head, remember, remember_leg
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.default_base import url_of_snapshot
-from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import SUPERVISING, absolute_url, open_store
 from diloco_orchestrator.store.probe import probe
-from diloco_orchestrator.supervision.coordinator import Coordinator
+from diloco_orchestrator.supervision.coordinator import Coordinator, Means
 from diloco_orchestrator.supervision.launch_request import LaunchRequests, check_images
 from diloco_orchestrator.supervision.next_leg import auto_resume, begin_next_leg
 from diloco_orchestrator.supervision.trackers import RoundTracker, open_tracker
@@ -65,43 +64,26 @@ class RunResult:
 
 
 class Run:
-    """A launched run. `wait` supervises it; without it replicas train on, but nobody relaunches those that die."""
+    """A launched run. `wait` supervises it; without supervision replicas train on, but dead ones are not relaunched."""
 
-    def __init__(
-        self,
-        store: Store,
-        executor: ServerlessExecutor,
-        clock: Clock,
-        stamp: Stamp,
-        storage_options: Mapping[str, Any] | None = None,
-        secrets: Mapping[str, str] | None = None,
-        run_log: RunLog | None = None,
-        track: str | None = None,
-    ) -> None:
-        """`track`: where this process sends metrics, as the setting says it. That of run.json is not used: whoever
-        may write to the bucket would choose a folder or a project here.
+    def __init__(self, reader: RunReader, means: Means, track: str | None = None) -> None:
+        """`track`: where this process sends metrics, in the form of the setting. That of run.json is ignored, because
+        whoever can write to the bucket could choose a folder or project here.
         """
-        give_store(executor, store.url, storage_options)
-        self.url = store.url
-        self._store = store
-        self._executor = executor
-        self._clock = clock
-        self._stamp = stamp
-        self._storage_options = storage_options
-        self._secrets = secrets
+        give_store(means.executor, reader.store.url, means.storage_options)
+        self.url = reader.store.url
+        self._reader = reader
+        self._means = means
         self._interrupted = False  # by Ctrl-C: then no leg begins by itself
-        self._coordinator = self._coordinate(run_log)
+        self._coordinator = self._coordinate()
         self._track = track
-        self._tracker = self._tracker_of(self._coordinator.reader.run, track)
-        self._untracked = self._coordinator.reader.new_rows()
+        self._tracker = self._tracker_of(reader.log.run, track)
+        self._untracked = reader.new_rows()
 
-    def _coordinate(self, run_log: RunLog | None) -> Coordinator:
+    def _coordinate(self) -> Coordinator:
         """A coordinator of the newest leg."""
         threads = ThreadBackground()
-        return Coordinator(
-            *(self._store, self._executor, self._clock, self._stamp, self._storage_options, self._secrets),
-            *(threads, run_log, threads),
-        )
+        return Coordinator(self._reader, self._means, threads, threads)
 
     @staticmethod
     def _tracker_of(record: RunRecord, track: str | None) -> RoundTracker | None:
@@ -125,7 +107,7 @@ class Run:
             StoreError: the store refuses calls or has no room, for longer than this waits. The error is also kept in
                 this user's state folder, where `diloco status` finds it.
         """
-        run_log = self._coordinator.reader.log
+        run_log = self._reader.log
         note_failure(run_log, "")
         try:
             self._supervise(timeout, on_poll)
@@ -136,20 +118,20 @@ class Run:
             note_failure(run_log, f"{type(error).__name__}: {error}")
             raise
         result = self.result()
-        if result.verdict is not None and self._coordinator.reader.run.config.strict:
+        if result.verdict is not None and self._reader.log.run.config.strict:
             raise CollapseStopError(result.verdict)
         return result
 
     def _supervise(self, timeout: float | None, on_poll: Callable[[], None] | None) -> None:
-        deadline = None if timeout is None else self._clock.now() + timeout
+        deadline = None if timeout is None else self._means.clock.now() + timeout
         pauses = _POLL.pauses()
         while not self._coordinator.step() or self._auto_resume():
             self._update_tracker()
             if on_poll is not None:
                 on_poll()
-            if deadline is not None and self._clock.now() >= deadline:
+            if deadline is not None and self._means.clock.now() >= deadline:
                 raise TimeoutError(f"{self.url} still runs after {timeout:g} s. Call wait() again, or halt() it.")
-            self._clock.sleep(next(pauses))
+            self._means.clock.sleep(next(pauses))
         self._update_tracker()
         if self._tracker is not None:
             self._tracker.close()
@@ -157,12 +139,12 @@ class Run:
             on_poll()
 
     def _auto_resume(self) -> bool:
-        """Once the leg has stopped: begin the next one if `on_halt` asks for it. Whether there is one to supervise."""
-        run_log = self._coordinator.reader.log
-        if self._interrupted or (begin := auto_resume(run_log, self._stamp)) is None:
+        """Begin the next leg after a stop if `on_halt` asks for it. Returns whether a new leg is to be supervised."""
+        run_log = self._reader.log
+        if self._interrupted or (begin := auto_resume(run_log, self._means.stamp)) is None:
             return False
         remember_leg(run_log, begin)
-        self._coordinator = self._coordinate(run_log)
+        self._coordinator = self._coordinate()
         self._coordinator.check_means()
         return True
 
@@ -184,7 +166,7 @@ class Run:
 
     def result(self) -> RunResult:
         """The end of the run, also if the guard fired. Raises `RunFailed`, or `RunNotFinished` while it goes on."""
-        result = self._coordinator.reader.log.result(self._coordinator.leg)
+        result = self._reader.log.result(self._coordinator.leg)
         if result is None:
             raise RunNotFinished(
                 f"{self.url} goes on, so that it has no result yet. Call wait() for it, or status() for where it is."
@@ -199,14 +181,14 @@ class Run:
             outer_steps=result.outer_steps,
             reason=result.reason,
             verdict=result.verdict,
-            snapshot=url_of_snapshot(self._coordinator.reader.log, status.model.round),
+            snapshot=url_of_snapshot(self._reader.log, status.model.round),
             model=status.model,
             metrics=status.rounds,
             head=status.head,
         )
 
     def _errors(self, status: RunStatus) -> str:
-        """The replicas' tracebacks, or the last lines of a log without one; what is equal of several replicas once."""
+        """The replicas' tracebacks, or without one the last lines of the log; equal texts of several replicas once."""
         found = [(r.replica_id, r.error or self._last_lines(r)) for r in status.replicas if r.exit_code != 0]
         return "\n".join(f"--- {replicas(ids)} ---\n{words}" for ids, words in grouped(found) if words)
 
@@ -215,25 +197,25 @@ class Run:
 
     def status(self) -> RunStatus:
         """The state of the newest leg and all rounds, read from the bucket. Raises `StoreError`."""
-        reader = self._coordinator.reader
+        reader = self._reader
         status = reader.status()
         note_head(reader.log, status.head)
         return status
 
     def metrics(self) -> list[dict[str, Any]]:
         """One dict per committed round, oldest first: the fields of `RoundRow`, as in `diloco status --json`."""
-        return [asdict(row) for row in self._coordinator.reader.rows()]
+        return [asdict(row) for row in self._reader.rows()]
 
     def halt(self, reason: str = "halt() was called") -> None:
         """Request a stop after the open round; then `wait` returns. Raises `ConfigError` if the run has ended.
 
         `reason`: goes into the commit that stops the run.
         """
-        request_halt(self._coordinator.reader.log, "user", reason, self._stamp)
+        request_halt(self._reader.log, "user", reason, self._means.stamp)
 
     def snapshots(self) -> list[int]:
         """Rounds with a complete snapshot, oldest first; 0 is the first base."""
-        return self._coordinator.reader.snapshots()
+        return self._reader.snapshots()
 
     def resume(
         self,
@@ -253,29 +235,26 @@ class Run:
         `ConfigError` for a run that goes on, for settings without a reason, or naming the nearest base for a round that
         left none.
         """
-        record, options = self._coordinator.reader.run, self._storage_options or {}
-        pinned = Launched(self._coordinator.reader.log.run_sha256)  # checked here: the leg's settings follow
-        launching = LaunchRequests(record, pinned, self.url, options, self._secrets or {})
-        launching.check(self._executor)
-        _check_credentials(self._executor, launching)
+        run_log, executor = self._reader.log, self._means.executor
+        launching = self._means.requests(run_log, Launched(run_log.run_sha256))  # checked: the leg's settings follow
+        launching.check(executor)
+        _check_credentials(executor, launching)
         begin = begin_next_leg(
-            self._coordinator.reader.log,
+            run_log,
             rounds=rounds,
             from_round=from_round,
             by="resume",
             why=why,
-            stamp=self._stamp,
+            stamp=self._means.stamp,
             override_guard=override_guard,
             guard=cast(Mapping[str, JsonValue] | None, guard),
         )
-        known = self._coordinator.reader.log
-        remember_leg(known, begin)
-        given = (self._executor, self._clock, self._stamp, self._storage_options, self._secrets)
-        return _supervised(known, *given, self._track)
+        remember_leg(run_log, begin)
+        return _supervised(run_log, self._means, self._track)
 
     def logs(self, replica_id: int, attempt: int | None = None, tail: int | None = None) -> Iterator[str]:
         """Output lines of an attempt (by default the newest): from its executor while it runs, then from the bucket."""
-        return log_lines(self._coordinator.reader, replica_id, attempt, tail, self._executor)
+        return log_lines(self._reader, replica_id, attempt, tail, self._means.executor)
 
 
 def launch(
@@ -314,7 +293,7 @@ def launch(
     clock = clock or SystemClock()
     stamp = Stamp(random_token(), clock.wall_time)
     prepared = prepare_launch(entrypoint, store, options, run_id=f"run-{random_token()}", stamp=stamp(), dry=False)
-    storage_options, secrets = options.get("storage_options"), options.get("secrets")
+    storage_options, secrets = options.get("storage_options") or {}, options.get("secrets") or {}
     opened = open_store(prepared.url, storage_options, clock=clock, retry=SUPERVISING)
     background = ThreadBackground()
     in_parallel(
@@ -329,7 +308,7 @@ def launch(
     config = prepared.config
     if options.get("heldout_items") and (few := config.too_few_to_fold):
         log.warning("%s", few)
-    return _supervised(run_log, prepared.executor, clock, stamp, storage_options, secrets, config.track)
+    return _supervised(run_log, Means(prepared.executor, clock, stamp, storage_options, secrets), config.track)
 
 
 def attach(
@@ -353,7 +332,6 @@ def attach(
     """
     check_track(track)
     clock = clock or SystemClock()
-    stamp = Stamp(random_token(), clock.wall_time)
     try:
         given = None if executor is None else executor_of(executor)
     except ValueError as error:
@@ -362,24 +340,18 @@ def attach(
     reader = RunReader(store)
     made = given or executor_of_run(reader, "attach", trust_bucket)
     # The log that was checked is the log that runs.
-    run = Run(store, made, clock, stamp, storage_options, secrets, reader.log, track=track)
+    run = Run(
+        reader, Means(made, clock, Stamp(random_token(), clock.wall_time), storage_options or {}, secrets or {}), track
+    )
     if not trust_bucket:
-        check_images(run._coordinator.reader.log, run._executor)
+        check_images(reader.log, made)
     run._coordinator.check_means()
     return run
 
 
-def _supervised(
-    run_log: RunLog,
-    executor: ServerlessExecutor,
-    clock: Clock,
-    stamp: Stamp,
-    storage_options: Mapping[str, Any] | None,
-    secrets: Mapping[str, str] | None,
-    track: str | None,
-) -> Run:
-    """A `Run` whose replicas were launched, as many as the provider has machines for within `_LAUNCH_PATIENCE_S`."""
-    run = Run(run_log.store, executor, clock, stamp, storage_options, secrets, run_log, track)
+def _supervised(run_log: RunLog, means: Means, track: str | None) -> Run:
+    """A `Run` after launching all replicas for which the provider has machines within `_LAUNCH_PATIENCE_S`."""
+    run = Run(RunReader(run_log.store, run_log), means, track)
     run._coordinator.step()
     run._coordinator.wait_for_launches(_LAUNCH_PATIENCE_S)
     return run

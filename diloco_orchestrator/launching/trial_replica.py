@@ -1,6 +1,6 @@
-"""Starts one process with the image, machine, secrets and route to the bucket that a replica would have.
+"""Starts one process with the image, machine, secrets and access to the bucket that a replica would have.
 
-For `diloco doctor --executor … URL`, before a run is paid for. What the process checks is in `inspection.examination`.
+For `diloco doctor --executor … URL`, before a run costs money. `inspection.examination` has the checks.
 """
 
 import json
@@ -23,9 +23,8 @@ from diloco_orchestrator.executors.contract import (
     part_of,
 )
 from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV, parse_exit_line
-from diloco_orchestrator.executors.program_text import program_text
-from diloco_orchestrator.inspection.doctor import remove_attempts
-from diloco_orchestrator.inspection.machine_checks import Finding
+from diloco_orchestrator.executors.remote_base import program_text
+from diloco_orchestrator.inspection.doctor import Finding, remove_attempts
 from diloco_orchestrator.launching.plan import images_by_tag, images_words
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS
@@ -51,10 +50,10 @@ def examine_over_there(
     secrets: Mapping[str, str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Iterator[Finding]:
-    """Findings of one process that is launched as replica 0 would be; what it leaves in the bucket is deleted.
+    """Findings of one process that is launched as replica 0 would be; objects it left in the bucket are deleted.
 
-    Nothing is launched if it would have no credentials for the bucket. A finding that is not ok says what a replica
-    would fail with.
+    Nothing is launched if it would have no credentials for the bucket. A finding that is not ok names the error that a
+    replica would fail with.
     """
     token = random_token()
     launching, who = part_of(executor, 0), f"{part_of(executor, 0).name} over there"
@@ -156,7 +155,7 @@ def _launched(
 
 
 def clock_finding(who: str, at: float, began_at: float, ended_at: float) -> Finding:
-    """The finding about a machine's clock, which showed `at` while this machine's went from `began_at` to `ended_at`.
+    """The finding about a machine's clock, which showed `at` at some time between `began_at` and `ended_at` here.
 
     All are seconds since 1970.
     """

@@ -1,1 +1,1 @@
-"""The global model and the outer step that moves it, with the same bits on every machine."""
+"""The global model (base) and the outer optimizer's step on it, with the same bits on every machine."""

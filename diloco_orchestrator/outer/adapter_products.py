@@ -31,7 +31,7 @@ Named = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class LocalFactors:
-    """One contribution's pseudo-gradients of the factors, by parameter name, and its weight in the average."""
+    """One contribution's pseudo-gradients of the LoRA factors, by parameter name, and its weight in the average."""
 
     weight: float
     values: Named
@@ -39,7 +39,7 @@ class LocalFactors:
 
 @dataclass(frozen=True)
 class _Factors:
-    """The left and right factor of a product: (out, r) and (r, in), float32 on the CPU."""
+    """The factors B (out, r) and A (r, in) of a product, float32 on the CPU."""
 
     b: torch.Tensor
     a: torch.Tensor
@@ -60,10 +60,10 @@ def step_residuals(
     contributions: Sequence[LocalFactors],
     outer: OuterConfig,
 ) -> None:
-    """Step the residuals and the products' momenta of `base`, whose factors have taken their outer step, in place.
+    """Step the residuals and the products' momenta of `base` in place, after its factors have taken their outer step.
 
-    `before`: the factors before that step. `average`: the averaged pseudo-gradients of the factors. `contributions`:
-    what was averaged, in `replica_id` order.
+    `before`: the factors before that step. `average`: averaged pseudo-gradients of the factors. `contributions`: the
+    averaged contributions, in `replica_id` order.
     """
     largest = max(each.weight for each in contributions)
     # Divided by the largest, as in `allreduce.mean`: equal weights become exactly 1.
@@ -79,7 +79,7 @@ def step_residuals(
 
 
 def _gradient(old: _Factors, mean: _Factors, local: Sequence[_Factors], total: float, rows: slice) -> torch.Tensor:
-    """Rows of G = B A - mean((B - b_i)(A - a_i)) = mean(b) A + B mean(a) - mean(b_i a_i): no large terms cancel."""
+    """Rows of G = B A - mean((B - b_i)(A - a_i)), as mean(b) A + B mean(a) - mean(b_i a_i): no large terms cancel."""
     gradient = _product(_Factors(mean.b, old.a), rows)
     _add_product(_Factors(old.b, mean.a), rows, gradient)
     crossed = empty(gradient.numel()).zero_().view_as(gradient)
@@ -97,7 +97,7 @@ def _step_rows(
     new: _Factors,
     outer: OuterConfig,
 ) -> None:
-    """R' = nesterov(R, G) + (B A - B' A') for some rows of a residual. `gradient_of`: G of these rows."""
+    """Step rows of a residual: R' = nesterov(R, G) + (B A - B' A'). `gradient_of`: G of these rows."""
     gradient = gradient_of(rows)
     # B A - B' A' = (B - B') A + B' (A - A')
     moved = _product(_Factors(old.b - new.b, old.a), rows)
@@ -113,7 +113,7 @@ def _step_rows(
 
 
 def _row_blocks(factors: _Factors) -> Iterator[slice]:
-    """Rows of a product, as many at a time as fit a core's cache."""
+    """Slices of rows of a product, as many rows at a time as fit a core's cache."""
     rows, columns = factors.b.shape[0], factors.a.shape[1]
     step = max(1, BLOCK // columns)
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
@@ -149,7 +149,7 @@ def _add_product(factors: _Factors, rows: slice, out: torch.Tensor) -> None:
 
 @torch.no_grad()
 def merged(weight: torch.Tensor, residual: torch.Tensor, scaling: float) -> torch.Tensor:
-    """The frozen weight with its residual, in the weight's own dtype, on the CPU: W + scaling * R, rounded once.
+    """The frozen weight plus its residual, W + scaling * R, rounded once to the weight's dtype, on the CPU.
 
     Where the residual is zero the weight keeps its bytes: -0 + 0 would be +0, which has another digest.
     """
@@ -160,7 +160,7 @@ def merged(weight: torch.Tensor, residual: torch.Tensor, scaling: float) -> torc
 def with_residuals(
     parameters: Named, fragments: Sequence[Sequence[str]], pairs: Sequence[AdapterPair]
 ) -> tuple[dict[str, torch.Tensor], list[tuple[str, ...]]]:
-    """The first base's parameters with residuals of zero, which take no memory yet; its fragments, residuals last."""
+    """The first base's parameters plus zero residuals, which take no memory yet, and its fragments, residuals last."""
     zero = torch.zeros((), dtype=torch.float32, device="cpu")
     residuals = {pair.residual: zero.expand(parameters[pair.b].shape[0], parameters[pair.a].shape[1]) for pair in pairs}
     return {**parameters, **residuals}, [*map(tuple, fragments), tuple(sorted(residuals))]

@@ -1,8 +1,7 @@
-"""The arithmetic of one outer step on tensors, and the floating-point mode in which it has the same bits everywhere.
+"""The arithmetic of one outer step, and a floating-point mode in which its bits are the same on every machine.
 
-Denormal numbers are kept, whatever the user's code has set: `torch.set_flush_denormal(True)` makes arithmetic on them
-give zero, in the calling thread and in worker threads that it starts later, so that bits would differ between machines,
-and with the number of threads.
+Denormal numbers are kept even if the user's code has called `torch.set_flush_denormal(True)`. That flushes them to zero
+in the calling thread and in worker threads started later, so bits would depend on machine and number of threads.
 """
 
 from collections.abc import Iterator
@@ -18,8 +17,10 @@ _DENORMAL = 1e-40
 
 @contextmanager
 def denormals_kept() -> Iterator[None]:
-    """Within it denormal numbers are kept, also in threads that start in it. Where they were flushed, torch uses this
-    one thread meanwhile."""
+    """Context in which denormal numbers are kept, also in threads started in it.
+
+    If they were flushed before, torch uses this one thread in the context.
+    """
     if not flushes():
         yield
         return
@@ -32,17 +33,17 @@ def denormals_kept() -> Iterator[None]:
 
 
 def flushes() -> bool:
-    """Whether this thread's arithmetic gives zero for denormal numbers."""
+    """Whether this thread's arithmetic flushes denormal numbers to zero."""
     return bool((torch.full((1,), _DENORMAL, dtype=torch.float32, device="cpu") * 1.0 == 0.0).item())
 
 
 def nesterov_step(
     parameter: torch.Tensor, momentum: torch.Tensor | None, gradient: torch.Tensor, outer: OuterConfig
 ) -> None:
-    """One step of SGD with Nesterov momentum, in place. `momentum` None: plain SGD. `gradient` is left alone.
+    """One step of SGD with Nesterov momentum, in place. `momentum` None: plain SGD. `gradient` is not changed.
 
-    m' = mu m + g;  p' = p - lr (g + mu m')   (arXiv 2311.08105 §2, in the form of torch.optim.SGD; m starts at zero).
-    All tensors have one shape and are float32 on the CPU. Multiply and add are separate calls: `torch.optim.SGD` uses
+    m' = mu m + g; p' = p - lr (g + mu m') (arXiv 2311.08105 §2, in the form of torch.optim.SGD; m starts at zero). All
+    tensors have one shape and are float32 on the CPU. Multiply and add are separate calls: `torch.optim.SGD` uses
     add(alpha=...), whose bits depend on whether the CPU fuses them.
     """
     if momentum is None:

@@ -1,7 +1,6 @@
-"""`Base`: the global parameters and outer momenta between two rounds, and their digest.
+"""`Base`: the global parameters and outer momenta between two rounds, as flat shards, and their digest.
 
-Only this folder knows that a base is held as flat shards. The outer step is in `outer.outer_step`; storing a base is
-left to `snapshots`.
+`outer.outer_step` steps a base; `snapshots` stores it. No code outside this package depends on the shards.
 """
 
 import json
@@ -22,9 +21,9 @@ from diloco_orchestrator.protocol.digests import BulkDigest, BulkHasher, bulk_di
 
 
 class NamedVector(Mapping[str, torch.Tensor]):
-    """Tensors that lie one after another in a flat vector, by name.
+    """Tensors by name, consecutive in one flat vector.
 
-    A tensor that lies in one shard shares its memory, any other is a copy: neither is for writing.
+    A tensor that lies in one shard shares its memory, any other is a copy: neither may be written to.
 
     Args:
         shapes: of every tensor, in the order of the vector.
@@ -45,12 +44,12 @@ class NamedVector(Mapping[str, torch.Tensor]):
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
-        """Over the memory of these tensors, or of copies where they are not contiguous float32 ones on the CPU."""
+        """A vector over the memory of `tensors`, or over copies of those that are not contiguous float32 on the CPU."""
         flat = [tensor.detach().to("cpu", torch.float32).contiguous() for tensor in tensors.values()]
         return cls({name: tensor.shape for name, tensor in tensors.items()}, flat)
 
     def at(self, name: str) -> tuple[FlatTensors, int]:
-        """The vector, and where in it a tensor begins."""
+        """The flat vector, and the index at which the tensor `name` begins in it."""
         return self.vector, self._starts[name]
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -68,17 +67,17 @@ class NamedVector(Mapping[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class BaseShard:
-    """The memory of one shard of a base. Writing to it changes the base."""
+    """Views of the parameters and momenta of one shard of a base. Writing to them changes the base."""
 
     parameters: torch.Tensor  # (n,) float32
     momenta: torch.Tensor | None  # (n,) float32; None if the outer optimizer has none
 
     def part(self, start: int, stop: int) -> "BaseShard":
-        """The memory of elements [start, stop)."""
+        """Views of elements [start, stop) of the shard."""
         return BaseShard(self.parameters[start:stop], None if self.momenta is None else self.momenta[start:stop])
 
     def equals(self, other: Self) -> bool:
-        """Whether both have the same bits."""
+        """Whether both shards have the same bits."""
         if not _same_bits(self.parameters, other.parameters):
             return False
         if self.momenta is None or other.momenta is None:
@@ -86,7 +85,7 @@ class BaseShard:
         return _same_bits(self.momenta, other.momenta)
 
     def copy_(self, other: Self) -> None:
-        """Take the values of another shard of the same length."""
+        """Copy the values of another shard of the same length into this one."""
         self.parameters.copy_(other.parameters)
         if self.momenta is not None and other.momenta is not None:
             self.momenta.copy_(other.momenta)
@@ -105,7 +104,7 @@ def _same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 class _ByName(Mapping[str, torch.Tensor]):
-    """The tensors of several vectors, in name order. `vectors`: the one that holds a tensor, by name."""
+    """The tensors of several vectors, in name order. `vectors`: tensor name -> the vector that holds it."""
 
     def __init__(self, vectors: Mapping[str, NamedVector]) -> None:
         self._vectors = vectors
@@ -122,9 +121,9 @@ class _ByName(Mapping[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class BaseLayout:
-    """The cut of a base: fragments, each a flat vector of its parameters in the given order, which is cut into shards.
+    """The layout of a base: each fragment is a flat vector of its parameters, in the given order, cut into shards.
 
-    `fragments`: the parameter names of each.
+    `fragments`: parameter names of each fragment.
     """
 
     shapes: Mapping[str, torch.Size]
@@ -133,7 +132,7 @@ class BaseLayout:
 
     @classmethod
     def of(cls, shapes: Mapping[str, torch.Size], fragments: Sequence[Sequence[str]], shard_numel: int) -> Self:
-        """`fragments`: by default one holds all, in name order."""
+        """The layout for parameters of these shapes. `fragments`: by default one with all names in order."""
         return cls(dict(shapes), tuple(tuple(names) for names in fragments) or (tuple(sorted(shapes)),), shard_numel)
 
     def shards(self, fragment: int) -> list[tuple[int, int]]:
@@ -142,7 +141,7 @@ class BaseLayout:
         return shard_ranges(numel, self.shard_numel)
 
     def digest(self, shards: Sequence[BulkDigest]) -> BulkDigest:
-        """The digest of a base: over that of the layout and those of all its shards, in order."""
+        """The digest of a base: over the digest of its layout and those of all its shards, in order."""
         fragments = [[[name, list(self.shapes[name])] for name in names] for names in self.fragments]
         layout = {"fragments": fragments, "shard_numel": self.shard_numel}
         words = json.dumps(layout, sort_keys=True, separators=(",", ":"))
@@ -179,7 +178,7 @@ class Base:
         fragments: Sequence[Sequence[str]] = (),
         shard_numel: int = SHARD_NUMEL,
     ) -> Self:
-        """A base to be filled: parameters of these shapes, all zero, and no momenta."""
+        """A base to be filled: parameters of these shapes, all zero, without momenta."""
         base = cls.__new__(cls)
         base._hold(shapes, fragments, shard_numel)
         return base
@@ -194,7 +193,7 @@ class Base:
     def fill(self, parameters: Mapping[str, torch.Tensor], momenta: Mapping[str, torch.Tensor]) -> None:
         """Overwrite these parameters and momenta, any float dtype; the others keep their values.
 
-        Momenta that are given first make the others zero.
+        If the base had no momenta, those not given become zero.
         """
         if momenta and not self._momenta:
             self._add_momenta()
@@ -232,7 +231,7 @@ class Base:
         return base
 
     def _vectors(self, shapes: Mapping[str, torch.Size], what: str) -> dict[str, NamedVector]:
-        """A vector of zeros for each fragment, by the names of the parameters in it. `what`: names it in errors."""
+        """A vector of zeros for each fragment, by parameter name. `what`: names the vectors in errors."""
         found: dict[str, NamedVector] = {}
         for fragment, names in enumerate(self.fragments):
             numels = [stop - start for start, stop in self.layout.shards(fragment)]
@@ -250,7 +249,7 @@ class Base:
 
     @property
     def momenta(self) -> Mapping[str, torch.Tensor]:
-        """The outer momentum of every parameter; empty if the outer optimizer has none. See `NamedVector`."""
+        """The outer momentum of every parameter, by name; empty if the outer optimizer has none. See `NamedVector`."""
         return _ByName(self._momenta)
 
     def shapes(self, names: Sequence[str]) -> dict[str, torch.Size]:
@@ -282,7 +281,7 @@ class Base:
         in_threads(on_cpu)
 
     def holds(self, parameters: Mapping[str, torch.Tensor]) -> bool:
-        """Whether every parameter of the base equals the one of its name in `parameters`."""
+        """Whether every parameter of the base equals the tensor of its name in `parameters`."""
         return all(
             torch.equal(ours, theirs)
             for name in self._parameters
@@ -294,11 +293,11 @@ class Base:
     # -- as flat vectors -----------------------------------------------------------------------------------------
 
     def parameter_at(self, name: str) -> tuple[FlatTensors, int]:
-        """The vector that holds a parameter, and where in it the parameter begins."""
+        """The flat vector that holds a parameter, and the index at which the parameter begins."""
         return self._parameters[name].at(name)
 
     def momentum_at(self, name: str) -> tuple[FlatTensors, int] | None:
-        """The vector that holds a momentum, and where in it that begins; None if the outer optimizer has none."""
+        """The flat vector that holds a momentum, and its first index; None if the outer optimizer has no momentum."""
         return self._momenta[name].at(name) if self._momenta else None
 
     # -- as shards -----------------------------------------------------------------------------------------------
@@ -313,6 +312,6 @@ class Base:
         return [BaseShard(*pair) for pair in zip(parameters, momenta, strict=True)]
 
     def digest(self, background: Background | None = None) -> BulkDigest:
-        """The digest that `BaseLayout` defines. `background`: hashes several shards at once."""
+        """The digest of the base as `BaseLayout.digest` defines it. `background`: hashes several shards at once."""
         calls = [shard.digest for index in range(len(self.fragments)) for shard in self.shards(index)]
         return self.layout.digest(in_parallel(background or NoBackground(), calls, workers()))

@@ -1,6 +1,6 @@
-"""Checks that this machine computes averages and outer steps with the same bits as every other machine.
+"""Self-test that averages and outer steps have the same bits on this machine as on every other one.
 
-The inputs are exact in fp32, so that only the arithmetic itself can differ. Checked whenever a replica joins a run.
+Inputs are exact in fp32, so that only the arithmetic itself can differ. Run whenever a replica joins a run.
 """
 
 import functools
@@ -39,8 +39,10 @@ def outer_steps_digest() -> str:
 
 
 def edge_cases_digest() -> str:
-    """The digest of a base after one outer step with denormal numbers, rounding ties and values near 3e38; equals
-    `GOLDEN_EDGES` on a machine that agrees."""
+    """The digest of a base after one outer step on denormal numbers, rounding ties and values near 3e38.
+
+    Must equal `GOLDEN_EDGES`.
+    """
     numbers = {name: _edges(name) for name in ("denormal", "huge", "tie")}
     base = Base.fresh({name: values * 0.5 for name, values in numbers.items()}, OuterConfig())
     means = {}
@@ -51,8 +53,10 @@ def edge_cases_digest() -> str:
 
 
 def aggregates_digest() -> str:
-    """The digest of the other aggregates of contributions with unequal weights: of ordinary, denormal and tied
-    numbers, and of values near 3e38. Equals `GOLDEN_AGGREGATES` on a machine that agrees."""
+    """The digest over all other aggregates of contributions with unequal weights, edge cases included.
+
+    Must equal `GOLDEN_AGGREGATES`.
+    """
     found = []
     for how in AGGREGATES[1:]:
         for name in ("ordinary", "denormal", "huge", "tie"):
@@ -65,16 +69,16 @@ def aggregates_digest() -> str:
 
 @functools.cache
 def is_golden() -> bool:
-    """Whether averages (of every kind) and outer steps have the golden bits here, computed once."""
+    """Whether averages (of every kind) and outer steps have the golden bits on this machine; computed once."""
     with denormals_kept(), one_torch_thread():  # as those of a round are computed
         found = (outer_steps_digest(), edge_cases_digest(), aggregates_digest())
     return found == (GOLDEN, GOLDEN_EDGES, GOLDEN_AGGREGATES)
 
 
 def check_arithmetic() -> None:
-    """Raise `BaseDiverged` if this machine's averages and outer steps have other bits than those of every other one.
+    """Raise `BaseDiverged` if averages and outer steps have other bits on this machine than on all others.
 
-    They are computed twice before that: a bit that was wrong once in this machine's memory must remove nobody.
+    They are computed twice first, because a single flipped bit in memory must not remove a replica.
     """
     if not is_golden():
         is_golden.cache_clear()

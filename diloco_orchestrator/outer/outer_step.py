@@ -1,7 +1,6 @@
-"""The outer step: averages the contributions of a round and moves the base with Nesterov momentum.
+"""The outer step: averages the contributions of a round and steps the base with Nesterov momentum.
 
-Pure arithmetic on fp32 tensors on the CPU, with the same bits on every machine. Reading contributions and choosing
-them is left to the callers.
+Pure arithmetic on fp32 tensors on the CPU, with the same bits on every machine. Callers choose and read contributions.
 """
 
 import functools
@@ -29,7 +28,7 @@ ReadShard = Callable[[Contribution, int], bytes | memoryview]  # (manifest, shar
 def step_shard(shard: BaseShard, gradient: Iterable[torch.Tensor], outer: OuterConfig) -> None:
     """Step one shard of a base, or a range of it, in place. `gradient`: its averaged pseudo-gradient as flat blocks.
 
-    An error or interrupt on the way leaves a shard that is stepped in part.
+    If it raises midway, the shard is left partly stepped.
     """
     start = 0
     for block in gradient:
@@ -42,7 +41,7 @@ def step_shard(shard: BaseShard, gradient: Iterable[torch.Tensor], outer: OuterC
 def step_in_threads(
     shard: BaseShard, average: ShardBlocks, outer: OuterConfig, kept: torch.Tensor | None = None
 ) -> None:
-    """`step_shard`, several ranges of the shard at a time. `kept`: gets the average, if it is given."""
+    """`step_shard` on several ranges of the shard at a time. `kept`: if given, the average is copied into it."""
 
     def step_range(start: int, stop: int) -> None:
         gradient = average(start, stop)
@@ -63,18 +62,18 @@ def average_and_step(
     adapters: Sequence[AdapterPair] = (),
     left_out: list[LeftOut] | None = None,
 ) -> Mapping[str, torch.Tensor]:
-    """Average the contributions to a fragment and step `base` by it in place, shard by shard.
+    """Average the contributions to a fragment and step `base` by the average in place, shard by shard.
 
-    The average of a shard exists a block at a time; with `adapters`, which are averaged exactly and all in this
-    fragment, it and all contributions are held. Returns the averaged pseudo-gradient by parameter name if
-    `keep_average`, else nothing. Raises `PayloadCorrupt` for a contribution that is not one of this fragment, with the
-    base as it was, and what `read` raises, with a base whose first shards are stepped.
+    Only a block of the average exists at a time, except with `adapters` (averaged exactly, all in this fragment), where
+    the average and all contributions are in memory. Returns the averaged pseudo-gradient by parameter name if
+    `keep_average`, else nothing. Raises `PayloadCorrupt` for a contribution to another fragment, with the base
+    unchanged, and the errors of `read`, with the first shards stepped.
 
     Args:
         named: (manifest, weight) of the contributions that a commit averages.
         read: (manifest, shard index) -> verified bytes.
-        aggregate: how they are averaged, one of `allreduce.aggregate.AGGREGATES`; with `adapters` the mean.
-        left_out: gets the contributions that the aggregate leaves out.
+        aggregate: one of `allreduce.aggregate.AGGREGATES`; with `adapters` the mean.
+        left_out: list to which contributions that the aggregate leaves out are appended.
     """
     if adapters:
         return _with_adapters(base, fragment, named, read, outer, adapters)
@@ -97,7 +96,7 @@ def _with_adapters(
     outer: OuterConfig,
     adapters: Sequence[AdapterPair],
 ) -> Mapping[str, torch.Tensor]:
-    """`average_and_step` of a fragment with adapters that are averaged exactly. Each payload is read once."""
+    """`average_and_step` for a fragment with exactly averaged adapters. Each payload is read once."""
     read_once = functools.cache(lambda replica_id, index: read(manifests[replica_id], index))
     manifests = {manifest.replica_id: manifest for manifest, _ in named}
     before, shapes = factors_of(base, adapters), base.shapes(base.fragments[fragment])
@@ -115,7 +114,7 @@ def _with_adapters(
 
 
 def _copied_to(shard: torch.Tensor, blocks: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The same blocks, which are copied to a shard one after another."""
+    """`blocks` unchanged, each copied to the next elements of `shard` as it passes."""
     start = 0
     for block in blocks:
         shard[start : start + block.numel()].copy_(block)
@@ -142,7 +141,7 @@ def step(base: Base, average: Mapping[str, torch.Tensor], outer: OuterConfig) ->
 
 
 def part_of(manifest: Contribution, weight: float, read: ReadShard) -> Part:
-    """A contribution as a part of an average. Raises `PayloadCorrupt` if it has no payload."""
+    """A contribution as input of an average. Raises `PayloadCorrupt` if it has no payload."""
     if manifest.payload is None:
         raise PayloadCorrupt(f"replica {manifest.replica_id} is averaged in round {manifest.round} without a payload.")
     return Part(manifest.replica_id, weight, manifest.payload, lambda index: read(manifest, index))

@@ -1,6 +1,7 @@
-"""The records of attempts: launch, claim, cancellation, end and heartbeat of one process of a replica.
+"""Schemas of the JSON records about attempts, one attempt being one launched process of a replica.
 
-An attempt that waits for a machine that joins is offered, taken, renewed, cancelled and ended by records of their own.
+The executor's records (intent, handle, cancel), the process's own (claim, heartbeat, exit) and, for an attempt that a
+joined machine runs (`diloco join`), its offer, and who took, renewed, cancelled and ended it.
 """
 
 import re
@@ -12,7 +13,7 @@ from diloco_orchestrator.protocol.record_format import Record
 
 
 class Intent(Record):
-    """attempts/<attempt>/intent.json: a coordinator is about to launch an attempt. Its creator launches it."""
+    """attempts/<attempt>/intent.json: created before a launch by the one coordinator that may launch this attempt."""
 
     record: ClassVar[str] = "intent"
     replica_id: int = Field(ge=0)
@@ -24,7 +25,7 @@ class Intent(Record):
 
 
 class Handle(Record):
-    """The address of a launched attempt for any process: the executor's own JSON, without secrets."""
+    """attempts/<attempt>/handle.json: the executor's JSON by which any process polls or cancels the attempt."""
 
     record: ClassVar[str] = "handle"
     replica_id: int = Field(ge=0)
@@ -46,9 +47,9 @@ class Waiting(Record):
 
 
 class Claim(Record):
-    """attempts/<attempt>/claim.<token>.json: a process has taken the attempt. A second one fails to create this record.
+    """attempts/<attempt>/claim.<token>.json: created by the process of the attempt; a second process fails to.
 
-    `<token>` is the `claim_token` of the attempt's intent: random, so nobody takes the key before the intent exists.
+    `<token>` is the `claim_token` of the attempt's intent: random, so nobody can create the claim before the intent.
     """
 
     record: ClassVar[str] = "claim"
@@ -62,7 +63,7 @@ class Claim(Record):
 
 
 class Cancel(Record):
-    """attempts/<attempt>/cancel.json: the attempt is about to be cancelled; its end is not a preemption."""
+    """attempts/<attempt>/cancel.json: a coordinator is about to cancel the attempt, so its end is no preemption."""
 
     record: ClassVar[str] = "cancel"
     replica_id: int = Field(ge=0)
@@ -71,7 +72,7 @@ class Cancel(Record):
 
 
 class Exit(Record):
-    """The end of an attempt, written by the attempt itself."""
+    """attempts/<attempt>/exit.json: how an attempt ended (code, reason, error), written by its own process."""
 
     record: ClassVar[str] = "exit"
     replica_id: int = Field(ge=0)
@@ -83,7 +84,7 @@ class Exit(Record):
 
 
 class Heartbeat(Record):
-    """The activity of a live attempt; overwritten. The attempt counts as alive while `counter` keeps increasing."""
+    """attempts/<attempt>/heartbeat.json, overwritten: the attempt counts as alive while `counter` keeps increasing."""
 
     record: ClassVar[str] = "heartbeat"
     replica_id: int = Field(ge=0)
@@ -100,7 +101,7 @@ class Heartbeat(Record):
 
 
 class Offer(Record):
-    """join/attempts/<name>/offer.json: an attempt that waits for a machine. Holds no secret, only names of secrets."""
+    """join/attempts/<name>/offer.json: an attempt for any machine that runs `diloco join`. Names secrets, holds none"""
 
     record: ClassVar[str] = "offer"
     run_id: str
@@ -114,7 +115,7 @@ class Offer(Record):
 
 
 class Taken(Record):
-    """join/attempts/<name>/<offer>.taken.json: a machine runs the offered attempt, or nobody may any more."""
+    """join/attempts/<name>/<offer>.taken.json: a machine runs the attempt, or a coordinator has withdrawn the offer."""
 
     record: ClassVar[str] = "taken"
     by: str  # the machine's random id; empty: the offer was withdrawn before a machine had taken it
@@ -123,7 +124,7 @@ class Taken(Record):
 
 
 class Lease(Record):
-    """join/attempts/<name>/<offer>.lease.json, overwritten: the machine is there while `counter` keeps increasing."""
+    """join/attempts/<name>/<offer>.lease.json, overwritten: the machine is alive while `counter` keeps increasing."""
 
     record: ClassVar[str] = "lease"
     counter: int = Field(ge=1)
@@ -136,7 +137,7 @@ class JoinCancel(Record):
 
 
 class JoinEnd(Record):
-    """join/attempts/<name>/<offer>.end.json: how the attempt ended, by its machine, or by who has lost that."""
+    """join/attempts/<name>/<offer>.end.json: how the attempt ended, by its machine, or a coordinator that lost it."""
 
     record: ClassVar[str] = "join_end"
     state: str  # a value of `ReplicaState` that is an end
@@ -149,7 +150,7 @@ _LONGEST = 400  # characters of a reason
 
 
 def reason_of(ended: Exit) -> str:
-    """Reason of an attempt's end, in one line: the record's reason, and the error with which its traceback closes."""
+    """An attempt's end in one line: the reason in its exit record and the last line of its traceback, if it has one."""
     lines = [line for line in (ended.error or "").splitlines() if line and not line[0].isspace()]
     cause = re.sub(r"^(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_]\w*(?::|$))", "", lines[-1]) if lines else ""  # without its module
     if not cause or cause == ended.reason:

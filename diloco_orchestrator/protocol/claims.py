@@ -1,7 +1,7 @@
-"""The rules of claims: which base a round starts from, and which replica has to rebuild its base or to leave.
+"""Which base (global parameters) a round averages on when replicas disagree, and which replica must rebuild its base.
 
-A replica's *claim* is the digest of the base that its contribution was formed on. The functions compare claims; they
-use no clock, no store and no tensors. Rebuilding is `snapshots.rebuild`'s.
+The *base claim* of a replica is the digest of the base that its contribution was formed on. These functions compare
+claims without clock, store or tensors; the base is rebuilt by `snapshots.rebuild`.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ _FRESH_ROUNDS = 2  # a base rebuilt at most so many rounds before the round in d
 
 @dataclass(frozen=True)
 class BaseClaim:
-    """One manifest's claim of the base that its round starts from."""
+    """The digest of the base that the author of one manifest trained from."""
 
     replica_id: int
     digest: str
@@ -29,18 +29,16 @@ class BaseClaim:
         return cls(manifest.replica_id, manifest.base_digest, manifest.kind, manifest.rebuilt_after)
 
     def is_fresh(self, round_: int) -> bool:
-        """Whether the author had rebuilt its base shortly before this round."""
+        """Whether the author had rebuilt its base from the bucket at most `_FRESH_ROUNDS` rounds before `round_`."""
         return self.rebuilt_after >= round_ - _FRESH_ROUNDS
 
 
 def shared_claim(claims: Sequence[BaseClaim], own: str, *, own_is_rebuilt: bool) -> str | None:
-    """The claim that most manifests share, which the commit names and averages. None without manifests.
+    """The base digest that most manifests claim, which the commit names; None without manifests.
 
-    A decision needs no base of one's own: `own`, the digest of this replica's base, only breaks ties. Among claims that
-    `own` is not one of, the lowest replica id breaks them. Abstentions count only where there is nothing else.
-
-    `own_is_rebuilt`: whether `own` was rebuilt from the bucket in this round. If no two manifests agree and nobody
-    claims `own`, a rebuilt `own` is returned, so that the commit names nobody.
+    Abstentions count only where there is nothing else. In a tie `own`, the digest of this replica's base, wins, else
+    the digest of the lowest replica id. `own_is_rebuilt`: `own` was rebuilt from the bucket in this round; it is then
+    returned if no two manifests agree, so that a commit averages nobody if no manifest claims `own`.
     """
     counted = [claim for claim in claims if claim.kind != "abstention"] or list(claims)
     if not counted:
@@ -56,9 +54,10 @@ def shared_claim(claims: Sequence[BaseClaim], own: str, *, own_is_rebuilt: bool)
 
 
 def contradictions(claims: Iterable[BaseClaim], own: str, asked: Collection[str] = ()) -> frozenset[str]:
-    """The claims for which a replica with base `own` rebuilds its base once a round is ready; empty if it need not.
+    """The other digests because of which a replica with base `own` must rebuild its base; empty if it need not.
 
-    Nobody in the strictly largest group rebuilds. `asked`: claims for which it was rebuilt in this round already.
+    Empty if `own` is claimed by more manifests than any other digest. `asked`: digests because of which the base was
+    rebuilt in this round already; they are left out.
     """
     sizes = Counter(claim.digest for claim in claims)
     others = sizes.keys() - {own}
@@ -68,7 +67,7 @@ def contradictions(claims: Iterable[BaseClaim], own: str, asked: Collection[str]
 
 
 def judged(answers: Sequence[Answer], claims: Iterable[BaseClaim], shared: str | None) -> tuple[Answer, ...]:
-    """The answers, of kind "wrong_base" where the manifest claims another base than `shared`."""
+    """`answers` with kind "wrong_base" for every replica whose manifest claims another base than `shared`."""
     outside = {claim.replica_id for claim in claims if claim.digest != shared}
     return tuple(
         answer.model_copy(update={"kind": "wrong_base", "reason": "it claims another base than most others"})
@@ -79,11 +78,11 @@ def judged(answers: Sequence[Answer], claims: Iterable[BaseClaim], shared: str |
 
 
 def is_outvoted(own: BaseClaim, commit: Commit, claims: Iterable[BaseClaim], quorum: int) -> bool:
-    """Whether a commit gives the replica that claims `own` a reason to doubt its arithmetic, not only its memory.
+    """Whether a commit shows that the replica with claim `own` computes wrong bits even from a freshly rebuilt base.
 
-    True if it had rebuilt its base for this round, and the commit answers it and names manifests with another claim
-    that are more than those with its own, or whose authors had all rebuilt their bases too; also if the commit names
-    fewer than `quorum`, hence nobody. `claims`: those of the round.
+    True if the replica rebuilt its base for this round, the commit lists its response and names another base, and
+    either the averaged manifests outnumber those that claim `own`, or all their authors had rebuilt their bases too, or
+    the commit averages nobody for lack of `quorum` contributions. `claims`: all base claims of the round.
     """
     if commit.base_digest is None or own.digest == commit.base_digest or own.kind == "abstention":
         return False
@@ -97,5 +96,5 @@ def is_outvoted(own: BaseClaim, commit: Commit, claims: Iterable[BaseClaim], quo
 
 
 def wrong_bases(commits: Iterable[Commit], replica_id: int) -> int:
-    """Number of these commits that answer a replica with "wrong_base"."""
+    """Number of `commits` that list the response of a replica as "wrong_base"."""
     return sum(a.kind == "wrong_base" for commit in commits for a in commit.answers if a.replica_id == replica_id)

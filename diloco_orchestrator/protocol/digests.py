@@ -1,8 +1,7 @@
-"""Digests: sha256 of records, blake3 of bulk bytes, which are payload shards, saved states, snapshot files and bases.
+"""Digests: sha256 for records; blake3 for bulk bytes (payload shards, saved states, snapshot files, bases).
 
-blake3 hashes ten times as many bytes in a second as sha256 where the CPU has no instructions for that. A digest in a
-record says which it is: `b3:` and 64 hex digits for blake3, 64 hex digits alone for sha256. Every digest of bulk bytes
-is computed here.
+blake3 hashes ten times as many bytes a second as sha256 on a CPU without sha256 instructions. In records a blake3
+digest is `b3:` and 64 hex digits, a sha256 is 64 hex digits alone. All digests of bulk bytes are computed here.
 """
 
 import hashlib
@@ -17,12 +16,12 @@ _PREFIX = "b3:"
 
 
 def sha256_hex(data: bytes | memoryview) -> Sha256:
-    """The digest of a record's bytes."""
+    """The sha256 of `data`, the exact bytes of a record, as 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
 
 
 class BulkHasher:
-    """A digest under way, of no bytes yet."""
+    """An incremental blake3 digest, at first of no bytes."""
 
     def __init__(self) -> None:
         self._hasher = blake3()
@@ -37,5 +36,5 @@ class BulkHasher:
 
 
 def bulk_digest(data: bytes | memoryview) -> BulkDigest:
-    """The digest of `data`."""
+    """The blake3 digest of `data`, as `b3:` and 64 hex digits."""
     return _PREFIX + blake3(data).hexdigest()

@@ -1,8 +1,8 @@
-"""Which start record counts, and which one a replica follows: rules over what the launched replicas say.
+"""Vote on the first base: which of several start records (start.json) the run uses, and which one a replica adopts.
 
-A start (`records.Start`) is named by the sha256 of its bytes, which depend on nothing but the model and the run:
-replicas that begin with the same values write the same bytes. `began` is what a replica would begin with, `follows`
-what it has begun with for good; both are written once, under its own key: one replica's credentials are one voice.
+A start record (`records.Start`) is identified by the sha256 of its bytes, which depend on the model and the run alone,
+so replicas whose models begin with equal values write equal bytes. Each replica writes two records under its own key,
+each once: `Began` names the start record that its model gives, `Follows` the one that it has adopted for good.
 """
 
 from collections import Counter
@@ -14,14 +14,14 @@ from diloco_orchestrator.protocol.digests import Sha256
 
 @dataclass(frozen=True)
 class ChosenStart:
-    """The first base (start record) that most replicas began from. `final`: the rest cannot change it."""
+    """The start record (first base) that most replicas adopted. `final`: the missing votes cannot change it."""
 
     sha256: Sha256
     final: bool
 
 
 def chosen_start(follows: Mapping[int, Sha256], replicas: int) -> ChosenStart | None:
-    """The start that most replicas follow, of equal ones that of the lowest `replica_id`; None while nobody does."""
+    """The start record that most replicas adopted, of equal votes that of the lowest replica id; None without votes."""
     if not follows:
         return None
     counts = Counter(follows[replica_id] for replica_id in sorted(follows))
@@ -33,7 +33,7 @@ def chosen_start(follows: Mapping[int, Sha256], replicas: int) -> ChosenStart | 
 
 @dataclass(frozen=True)
 class StartDecision:
-    """The start that a replica follows, its own if it is to write that one; None: it waits."""
+    """The start record that a replica adopts, by digest, or writes if it does not exist. None: the replica waits."""
 
     sha256: Sha256 | None
     why: str
@@ -49,18 +49,18 @@ def decide_start(
     mine: Sha256 | None,
     waited: bool,
 ) -> StartDecision:
-    """The start that a replica follows.
+    """The start record that one replica adopts, or None: it waits. All start records are given by digest.
 
     Args:
-        own: what this replica would begin with; None if that is not the base that the run's settings name: then every
-            start in `offered` has that base, and one of them is followed, or waited for.
-        began: what each replica said so far, this one included.
-        follows: what each replica follows for good.
-        offered: the starts that are there, the first one first.
+        own: that of this replica's model; None if its base is not the `first_base` of the settings. Then the replica
+            adopts the first in `offered`, which all have that base, or waits for one.
+        began: that of each replica's model, as its `Began` record names it, this replica included.
+        follows: the one that each replica has adopted for good.
+        offered: those that exist in the bucket, the earliest first.
         replicas: number of replicas of the run.
-        launched: the replicas that somebody has launched: the others are not waited for.
-        mine: what an earlier attempt of this replica follows, if one did.
-        waited: whether this replica has waited for the others for as long as a first round may.
+        launched: replicas that have an attempt; votes of other replicas are not waited for.
+        mine: the one that an earlier attempt of this replica has adopted; None if there is none.
+        waited: whether this replica has waited for votes for as long as the first round may take.
     """
     half = replicas / 2
     for sha256, count in Counter(follows.values()).items():

@@ -1,4 +1,4 @@
-"""`Head`: the newest commit that somebody has seen, noted outside of the bucket, where nobody can take it back.
+"""`Head`: round and digest of the newest commit that a reader has seen, noted outside the bucket.
 
 The hash chain shows that no commit in the middle of the log was changed. It does not show that the last commits were
 removed, or all of them; a noted head does.
@@ -32,7 +32,7 @@ class Head:
         return cls(int(found[1]), found[2])
 
     def is_of(self, round_: int, sha256: str) -> bool:
-        """Whether this is the head of a log that ends with the commit of this round and digest."""
+        """Whether `round_` and `sha256`, of the last commit of a log, are those of this head."""
         return self.round == round_ and sha256.startswith(self.sha256)
 
     def __str__(self) -> str:
@@ -40,5 +40,5 @@ class Head:
 
     @property
     def short(self) -> str:
-        """The head with as many digits as people compare."""
+        """The head as text with the first 8 digits of its digest, for people to compare."""
         return f"{self.round}:{self.sha256[:_SHOWN]}"

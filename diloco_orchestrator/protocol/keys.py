@@ -1,7 +1,7 @@
-"""The names of all objects in a run's folder: builds keys and takes them apart.
+"""Keys of all objects in a run's folder: functions that build a key and functions that parse one.
 
-What the objects hold is in `protocol.records`, which keys are those of records in `protocol.kinds`. Rounds, attempts
-and legs count from 1, and snapshot 0 is the first base.
+The contents of the objects are in `protocol.records`; which keys hold JSON records is in `protocol.kinds`. Rounds,
+attempts and legs count from 1. Snapshot 0 holds the first base.
 """
 
 import re
@@ -27,22 +27,27 @@ _PARTS = {"round": _ROUND, "version": "[2-9]", **_WORDS}  # of keys; the others 
 
 
 class Form:
-    """The keys of one form, such as "legs/<leg>/begin.json": builds them, and takes them apart."""
+    """A pattern of keys, such as "legs/<leg>/begin.json", that builds and parses the keys of this pattern."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.names = re.findall("<([a-z0-9]+)>", text)
         self._template = re.sub("<[a-z0-9]+>", "{}", text)
+        self._rounds = [index for index, name in enumerate(self.names) if name == "round"]
         groups = [f"({_PARTS.get(name, _N)})" for name in self.names]
         self._pattern = re.compile(re.escape(self._template).replace(r"\{\}", "{}").format(*groups))
 
     def __call__(self, *parts: int | str) -> str:
-        """The key with these parts, in the order of the form."""
-        named = zip(self.names, parts, strict=True)
-        return self._template.format(*(round_name(int(part)) if name == "round" else part for name, part in named))
+        """The key with these values for the pattern's placeholders, in order."""
+        written = list(parts)
+        for index in self._rounds:
+            written[index] = round_name(int(written[index]))
+        if len(written) != len(self.names):
+            raise ValueError(f"{self.text} has {len(self.names)} parts, not {len(written)}")
+        return self._template.format(*written)
 
     def parse(self, key: str) -> tuple[Any, ...] | None:
-        """The parts of a key of this form, numbers as such; None for any other key."""
+        """The values of the placeholders in a key of this pattern, numbers as int; None for any other key."""
         found = self._pattern.fullmatch(key)
         if found is None:
             return None
@@ -91,7 +96,7 @@ start_take = Form("start/takes/<token>.json")
 
 
 def is_start(key: str) -> bool:
-    """Whether this is the key of a start, whether or not it counts."""
+    """Whether this is the key of a start record: start.json, or one of start/takes/."""
     return key == START or start_take.parse(key) is not None
 
 
@@ -115,16 +120,17 @@ CLAIMS = (
 
 
 def claim(replica_id: int, attempt: int, token: str) -> str:
-    """The key of an attempt's claim. `token`: of its intent, 16 hex digits; empty in runs of earlier versions.
+    """The key of an attempt's claim. `token`: the `claim_token` of its intent, 16 hex digits; empty in runs of old
+    versions.
 
-    Nobody can create the claim of an attempt that counts before its intent is there.
+    The token is random, so that nobody can create the claim before the intent exists.
     """
     return CLAIMS[0](replica_id, attempt, token) if token else CLAIMS[1](replica_id, attempt)
 
 
 @dataclass(frozen=True)
 class AttemptKey:
-    """The parts of the key of an attempt's object, such as its claim."""
+    """The parts of the key of an object about an attempt, such as claim.json."""
 
     replica_id: int
     attempt: int
@@ -136,7 +142,7 @@ _ATTEMPT = re.compile(rf"replicas/({_N})/attempts/({_N})/(?:claim\.([0-9a-f]{{16
 
 
 def parse_attempt(key: str) -> AttemptKey | None:
-    """The parts of the key of an attempt's object, or None for any other key."""
+    """The parts of the key of an object about an attempt, or None for any other key."""
     found = _ATTEMPT.fullmatch(key)
     return AttemptKey(int(found[1]), int(found[2]), found[4] or CLAIM, found[3] or "") if found else None
 
@@ -150,7 +156,7 @@ buffers = Form("replicas/<id>/state/<round>/<attempt>.buffers.safetensors")
 
 
 def parse_state(key: str) -> tuple[int, int, int] | None:
-    """(replica_id, round, attempt) of a saved state, a piece of one, or buffers; None for any other key."""
+    """(replica_id, round, attempt) of a saved state, a piece of one, or saved buffers; None for any other key."""
     found = state.parse(key) or state_piece.parse(key) or buffers.parse(key)
     return (found[0], found[1], found[2]) if found else None
 
@@ -165,12 +171,12 @@ join_output = Form("join/output/<job>/")  # the prefix of the pieces of an offer
 
 
 def about_offer(record: str) -> Form:
-    """The keys of the records of this name, such as "taken.json", about offers."""
+    """The key pattern of one record about offers to joining machines. `record`: its file name, such as "taken.json"."""
     return Form(f"{JOINS}<job>/<offer>.{record}")
 
 
 def join_record(name: str, offer_sha256: str, record: str) -> str:
-    """The key of a record about the offer with this digest: nobody can write it before the offer is there."""
+    """The key of a record about the offer with this sha256: nobody can create it before the offer exists."""
     return f"{JOINS}{name}/{offer_sha256[:_OFFER_DIGITS]}.{record}"
 
 
@@ -195,12 +201,12 @@ class JoinKey:
     record: str  # "offer.json", "taken.json", …
 
     def is_about(self, offer_sha256: str) -> bool:
-        """Whether this is a record about the offer with this digest."""
+        """Whether the key is that of a record about the offer with this sha256."""
         return bool(self.offer) and offer_sha256.startswith(self.offer)
 
     @property
     def who(self) -> tuple[int, int] | None:
-        """(replica_id, attempt) that the name says; None if it says none."""
+        """(replica_id, attempt), parsed from the name of the offered attempt; None if the name has another form."""
         found = _JOB_OF_ATTEMPT.fullmatch(self.name)
         return (int(found[1]), int(found[2])) if found else None
 
@@ -232,7 +238,7 @@ MAX_TAKES = 4  # of one payload shard
 
 
 def payload(round_: int, replica_id: int, attempt: int, shard: int, take: int = 1) -> str:
-    """The key of a payload shard. Takes count from 1; a later one holds the same bytes, put again on request."""
+    """The key of a payload shard. `take`: 1 for the author's upload, higher for re-uploads of the same bytes."""
     where = round_, replica_id, attempt, shard
     return _first_payload(*where) if take == 1 else _later_payload(*where, take)
 
@@ -247,7 +253,7 @@ def end_of_round(round_: int) -> str:
 
 @dataclass(frozen=True)
 class PayloadKey:
-    """The parts of the key of a payload shard, or of a request for one."""
+    """The parts of the key of a payload shard, or of a re-upload request for one."""
 
     round: int
     replica_id: int
@@ -257,7 +263,7 @@ class PayloadKey:
 
     @property
     def first_take(self) -> "PayloadKey":
-        """The key that the shard's author wrote."""
+        """The key parts of version 1 of the same shard, which its author uploaded."""
         return replace(self, take=1)
 
     def __str__(self) -> str:
@@ -271,7 +277,7 @@ def parse_payload(key: str) -> PayloadKey | None:
 
 
 def parse_want(key: str) -> PayloadKey | None:
-    """The payload shard and take that the request with this key asks for, or None for any other key."""
+    """The payload shard and version that the re-upload request with this key asks for, or None for any other key."""
     found = want.parse(key)
     return PayloadKey(*found) if found else None
 
@@ -280,7 +286,7 @@ _OF_ROUND = re.compile(rf"rounds/({_ROUND})/.*")
 
 
 def parse_round(key: str) -> int | None:
-    """The last round that an object is made from: of a round, state, segment or snapshot; None for any other key."""
+    """The round of an object of a round, saved state, segment (its last round) or snapshot; None for any other key."""
     if found := _OF_ROUND.fullmatch(key):
         return int(found[1])
     if (saved := parse_state(key)) is not None:
@@ -294,7 +300,7 @@ def parse_round(key: str) -> int | None:
 
 @dataclass(frozen=True)
 class SegmentKey:
-    """The parts of the key of a segment: rounds `first` to `last`, and what its lines are."""
+    """The parts of the key of a log segment: rounds `first` to `last`; `kind`: whether of commits or of manifests."""
 
     first: int
     last: int
@@ -308,7 +314,7 @@ _SEGMENT = re.compile(rf"log/({_ROUND})-({_ROUND})\.(commits|manifests)\.jsonl")
 
 
 def parse_segment(key: str) -> SegmentKey | None:
-    """The parts of the key of a segment of the log, or None for any other key."""
+    """The parts of the key of a log segment, or None for any other key."""
     found = _SEGMENT.fullmatch(key)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         return None
@@ -322,12 +328,12 @@ SHARED_TAKE = ""  # of a snapshot: the one that every replica may write, and tha
 
 
 def own_take(replica_id: int | None) -> str:
-    """The take of a snapshot that one replica alone writes; None: whoever rebuilds a base and is no replica."""
+    """The version of a snapshot that only this replica writes; for None, that of a process that is no replica."""
     return "rebuilt" if replica_id is None else f"r{replica_id}"
 
 
 def snapshot(round_: int, name: str, take: str = SHARED_TAKE) -> str:
-    """The key of a file of a snapshot, of its shared take or of the own one of a replica."""
+    """The key of one file of a snapshot. `take`: the version, by default the shared one, else that of one writer."""
     return f"{SNAPSHOTS}{_snapshot_name(round_, take)}/{name}"
 
 
@@ -346,22 +352,22 @@ _REPLAY = re.compile(rf"snapshots/{_ROUND}/replays/[^/]+\.json")
 
 
 def is_take(take: str) -> bool:
-    """Whether a snapshot may have a take of this name."""
+    """Whether `take` is a valid name for a version of a snapshot."""
     return take == SHARED_TAKE or re.fullmatch(_TAKE, take) is not None
 
 
 def parse_snapshot_file(key: str) -> tuple[int, str] | None:
-    """(round, take) of the snapshot that a file belongs to, or None for any other key."""
+    """(round, version) of the snapshot that a file belongs to, or None for any other key."""
     found = _SNAPSHOT_FILE.fullmatch(key)
     return (int(found[1]), found[2] or SHARED_TAKE) if found else None
 
 
 def parse_snapshot_record(key: str) -> tuple[int, str] | None:
-    """(round, take) of a `snapshot.json`, else None. The take: "" for the shared copy, else whose."""
+    """(round, version) of the key of a `snapshot.json`, else None. The shared version has the name ""."""
     found = parse_snapshot_file(key)
     return found if found and key == snapshot(found[0], SNAPSHOT_RECORD, found[1]) else None
 
 
 def is_replay(key: str) -> bool:
-    """Whether this is the key of a record of rebuilt bases, which earlier versions wrote and nobody reads."""
+    """Whether this is the key of an obsolete record of rebuilt bases: earlier versions wrote it, nothing reads it."""
     return _REPLAY.fullmatch(key) is not None

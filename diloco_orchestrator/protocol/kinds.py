@@ -1,9 +1,10 @@
-"""Every kind of record of a run: its keys, who may write it, and the most bytes that readers take of one.
+"""All kinds of JSON records of a run: schema, keys, who may write one, and the most bytes that readers accept of one.
 
-docs/protocol.md, section 2, prints the table. `run_log.writer` refuses who may not write. Nothing shows a reader who
-wrote a record; where that matters, rules of their own say whose word counts.
+docs/protocol.md, section 2, prints the table, and `run_log.writer` enforces who writes. Objects in the bucket are not
+signed, so readers check authorship by other rules (`run_log.attempts.Authors`).
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,7 +19,7 @@ MIB = 2**20
 
 
 class Role(StrEnum):
-    """The writer of a record."""
+    """A role that a process has when it writes a record."""
 
     LAUNCHER = "launcher"  # who creates a run, begins a leg, or starts a replica by hand
     COORDINATOR = "coordinator"
@@ -29,7 +30,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of record."""
+    """One kind of record: its schema, its keys, who may write it, and how large it may be."""
 
     record: type[Record]
     forms: tuple[Form, ...]  # of its keys
@@ -38,18 +39,18 @@ class Kind:
     by_itself: bool = False  # whether the attempt that it is about is the only one that writes it
 
     def key(self, record: Record) -> str | None:
-        """The key of a record; None if its key has parts that the record does not name."""
+        """The key of `record`, from its fields; None if a part of the key is no field, such as the token of a claim."""
         fields = [_FIELDS.get(name, name) for name in self.forms[0].names]
         if len(self.forms) > 1 or not all(hasattr(record, field) for field in fields):
             return None
         return self.forms[0](*(getattr(record, field) for field in fields))
 
     def has(self, key: str) -> bool:
-        """Whether records of this kind have such a key."""
+        """Whether `key` is a key of records of this kind."""
         return any(form.parse(key) is not None for form in self.forms)
 
     def row(self) -> str:
-        """The kind's row in docs/protocol.md."""
+        """The kind's line in the table of docs/protocol.md."""
         texts = (form.text.replace("<job>", "dl-<run>-r<id>-a<attempt>") for form in self.forms)
         forms = " or ".join(f"`{text}`" for text in texts)
         writers = ", ".join("its attempt" if self.by_itself else role for role in self.writers)
@@ -93,17 +94,18 @@ _KIND_OF = {kind.record: kind for kind in KINDS}
 
 
 def kind_of(record: Record) -> Kind:
-    """The kind of a record of a run."""
+    """The kind of `record`, by its class."""
     return _KIND_OF[type(record)]
 
 
+@functools.lru_cache(maxsize=4096)  # whoever polls asks about a few keys again and again
 def kind_at(key: str) -> Kind | None:
-    """The kind of the records with such a key; None for any other object."""
+    """The kind of record that belongs under `key`; None if no record does."""
     return next((kind for kind in KINDS if kind.has(key)), None)
 
 
 def most_bytes(key: str) -> int:
-    """The most bytes that a record with this key, a segment of the log or an attempt's log.txt may have."""
+    """The most bytes that a reader accepts of the object at `key`: a record, a log segment or an attempt's log.txt."""
     if keys.parse_segment(key) is not None:
         return 256 * MIB  # the commits or manifests of 100 rounds, which are parsed one by one
     kind = kind_at(key)

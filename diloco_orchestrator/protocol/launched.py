@@ -1,7 +1,7 @@
-"""Digests that pin a run's configuration: they travel in the command of every process that the run starts.
+"""Digests that pin a run's configuration, passed on the command line of every process that the run starts.
 
-A process reads its configuration from the bucket. Who may write there could name another entrypoint or other arguments
-once the launcher has looked; a process refuses what its command does not name.
+A process reads its configuration from the bucket, where others may write. So it refuses a run.json or settings of a leg
+whose digests are not those on its command line, which were computed when the run was launched.
 """
 
 import argparse
@@ -21,20 +21,20 @@ _RUN, _SETTINGS = "--run-sha256", "--settings-sha256"
 
 
 def settings_sha256(settings: Mapping[str, JsonValue]) -> Sha256:
-    """The digest of the settings that a leg changes, by name; empty if it changes none."""
+    """The sha256 of the settings (name to value) that a leg changes; empty if it changes none."""
     return sha256_hex(canonical_json(dict(settings))) if settings else ""
 
 
 @dataclass(frozen=True)
 class Launched:
-    """The configuration of one leg, by digests."""
+    """The digests of run.json and of the settings that one leg changes."""
 
     run_sha256: Sha256  # of the bytes of run.json
     settings_sha256: Sha256 = ""  # of the settings that the leg changes; empty if it changes none
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        """Add the options that `arguments` gives, which `of_options` reads."""
+        """Add the command line options that `arguments` returns and `of_options` reads."""
         parser.add_argument(_RUN, required=True, help="of run.json, as the launcher knows it")
         parser.add_argument(_SETTINGS, default="", help="of the settings that the leg changes")
 
@@ -43,12 +43,12 @@ class Launched:
         return cls(options.run_sha256, options.settings_sha256)
 
     def arguments(self) -> list[str]:
-        """The options of a process's command."""
+        """The digests as command line options."""
         settings = [_SETTINGS, self.settings_sha256] if self.settings_sha256 else []
         return [_RUN, self.run_sha256, *settings]
 
     def check_run(self, run_json: bytes, url: str) -> None:
-        """Raise `ConfigError` unless these are the bytes of run.json that the launcher knows."""
+        """Raise `ConfigError` unless `run_json` has the digest on the process's command line. `url`: for the error."""
         if (found := sha256_hex(run_json)) != self.run_sha256:
             raise ConfigError(
                 f"{keys.RUN} in {url} has the sha256 {found[:12]}, and this process was launched for "
@@ -57,7 +57,7 @@ class Launched:
             )
 
     def check_leg(self, begin: Begin, url: str) -> None:
-        """Raise `ConfigError` unless the leg changes the settings that the launcher knows, and no others."""
+        """Raise `ConfigError` unless `begin` changes exactly the settings whose digest is on the command line."""
         if settings_sha256(begin.settings) != self.settings_sha256:
             names = ", ".join(sorted(begin.settings)) or "no setting"
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""Pure functions of a run's legs: where a leg starts, which bases the newest one descends from, which is the default.
+"""Pure functions of a run's legs (a leg: the rounds from a start or resume to the next stop) and the bases they make.
 
-After a stop a leg may start from an earlier base. The rounds in between stay in the commit log, but no later base
-descends from them. Legs are created and ended by `supervision`.
+A leg may resume from an earlier base. The rounds in between stay in the commit log, but no later base descends from
+them. `supervision` begins and ends legs.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -25,7 +25,7 @@ def leg_position(begin: Begin, start_sha256: str) -> Position:
 
 
 def why_no_begin(begin: Begin, leg: int, run_sha256: str) -> str:
-    """Reason why the record under the key of a leg's begin is not the leg's, by itself; empty if it may be."""
+    """Reason why `begin`, from legs/<leg>/begin.json, is invalid by its own fields; empty if it may be valid."""
     if begin.leg != leg:
         return f"it says leg {begin.leg}"
     if leg > 1:
@@ -36,7 +36,7 @@ def why_no_begin(begin: Begin, leg: int, run_sha256: str) -> str:
 
 
 def leg_of_base(begins: Sequence[Begin], round_: int) -> Begin | None:
-    """The leg that made the base after `round_`; None if that base is not an ancestor of the newest one."""
+    """The begin record of the leg that made the base after `round_`; None if the newest base has another ancestry."""
     for begin in reversed(begins):
         if round_ > begin.after_round or begin.leg == 1:
             return begin
@@ -51,7 +51,7 @@ def bases(commits: Iterable[Commit], begins: Sequence[Begin]) -> list[int]:
 
 
 class BaseScores:
-    """The held-out scores of bases, and the bases that legs ended with, folded from commits, oldest first.
+    """Held-out scores of bases, and the bases at which legs ended, collected from commits, oldest first.
 
     The commit of round r holds the score of the base before that round.
     """
@@ -64,7 +64,7 @@ class BaseScores:
         self._scores: dict[int, float] = {}  # by the round of the base
 
     def add(self, commit: Commit, begin: Begin) -> None:
-        """Fold the next commit. `begin`: of its leg."""
+        """Add the scores of the next commit, which belongs to the leg of `begin`."""
         if commit.leg != self._leg:
             self._leg, self._base = commit.leg, begin.from_round
             self.fragments.clear()
@@ -78,7 +78,7 @@ class BaseScores:
         self.last = commit
 
     def best(self, among: Collection[int]) -> int:
-        """The round in `among` whose base has the best held-out score, the earliest of equals; 0 if none has one."""
+        """The round in `among` whose base has the best held-out score, the earliest of equals; 0 if none is scored."""
         scored = [(score, base) for base, score in self._scores.items() if base in among]
         return max(scored, key=lambda pair: (pair[0], -pair[1]), default=(0.0, 0))[1]
 
@@ -87,14 +87,14 @@ class BaseScores:
         return self._scores.get(base)
 
     def forget(self, but: Sequence[int]) -> None:
-        """Drop the scores of bases up to the last in `but`, except those in `but`."""
+        """Drop the scores of all bases up to the last round in `but`, except those in `but`."""
         last = max(but, default=0)
         self._scores = {base: score for base, score in self._scores.items() if base > last or base in but}
 
 
 @dataclass(frozen=True)
 class DefaultBase:
-    """The base that a run gives to everybody who names none, and the newest one. Scores: higher is better."""
+    """The base that commands use when the user names no round, beside the newest one. Scores: higher is better."""
 
     round: int  # whose base is the default
     score: float | None  # held-out score of that base; None if none was measured
@@ -104,14 +104,14 @@ class DefaultBase:
 
 
 class DefaultBases:
-    """Folds commits, oldest first, to the default base: the newest one, after a halt by the guard the best."""
+    """Finds a run's default base from its commits, oldest first: the newest, after a halt by the guard the best."""
 
     def __init__(self) -> None:
         self.scores = BaseScores()
         self._applied: list[int] = []  # rounds
 
     def add(self, commit: Commit, begin: Begin) -> None:
-        """Fold the next commit. `begin`: of its leg."""
+        """Add the next commit, which belongs to the leg of `begin`."""
         self.scores.add(commit, begin)
         if commit.applied:
             self._applied.append(commit.round)
@@ -121,7 +121,7 @@ class DefaultBases:
         return [0] + [round_ for round_ in self._applied if leg_of_base(begins, round_) is not None]
 
     def default(self, begins: Sequence[Begin], among: Collection[int] | None = None) -> DefaultBase:
-        """The default base now. `begins`: of all legs. `among`: the rounds to choose the best from; all."""
+        """The default base after the added commits. `begins`: of all legs. `among`: candidates; None: all rounds."""
         known, last = self.bases(begins), self.scores.last
         halted = last is not None and last.leg == begins[-1].leg and last.halted_by_guard
         chosen = self.scores.best(known if among is None else among) if halted else known[-1]
@@ -129,7 +129,7 @@ class DefaultBases:
 
 
 def check_base(round_: int, among: Sequence[int], url: str) -> None:
-    """Raise `ConfigError` with the nearest round in `among` unless `round_` is in `among`. `url`: the run's."""
+    """Raise `ConfigError`, naming the nearest round, unless `round_` is in `among`. `url`: the run's address."""
     if round_ not in among:
         nearest = min(among, key=lambda known: (abs(known - round_), known))
         raise ConfigError(

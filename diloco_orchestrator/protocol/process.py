@@ -1,7 +1,6 @@
-"""Facts about a replica's process: environment, exit codes, exit line, installed versions.
+"""Constants of a replica's process: environment variables, exit codes, exit line; and its installed versions.
 
-Facts that executors need too come from `executors.process_contract`, so that `replica` needs no executor. The others
-are defined here.
+Constants that executors need too come from `executors.process_contract`, so that `replica` imports no executor.
 """
 
 from collections.abc import Iterable

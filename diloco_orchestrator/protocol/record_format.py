@@ -1,7 +1,7 @@
-"""The form that all records share: canonical bytes, strict parsing, limits, a stamp that makes every write unique.
+"""The format that all JSON records share: canonical bytes, strict parsing, limits, and a unique id for every write.
 
 A record is one line of JSON with sorted keys, its own name and the schema version. The fields of each record are in
-`protocol.records`.
+`protocol.records` and `protocol.attempt_records`.
 """
 
 import json
@@ -29,17 +29,20 @@ MOST_COUNTED = 2**53  # steps, tokens or bytes that one manifest names: what is 
 
 def canonical_json(body: dict[str, Any]) -> bytes:
     """JSON as one line with the same bytes for equal content: sorted keys, no spaces, UTF-8, a newline at the end."""
-    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+    return _CANONICAL.encode(body).encode() + b"\n"
+
+
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 class Part(BaseModel):
-    """A part of a record: immutable; parsing refuses unknown fields, other types, NaN and infinity."""
+    """A nested value of a record: immutable; parsing refuses unknown fields, other types, NaN and infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Record(Part):
-    """A JSON object of the bucket with a schema. It is created once and, but for heartbeats, never changed."""
+    """A JSON object of the bucket with a schema. Created once and never changed, except heartbeats and leases."""
 
     record: ClassVar[str]  # its name in the JSON
 
@@ -92,7 +95,7 @@ def parse_json(data: bytes) -> Any:
     100 digits, numbers that are not finite, nesting deeper than the interpreter follows, text that is not Unicode.
     """
     try:
-        value = json.loads(data, parse_int=_whole, parse_float=_finite, parse_constant=_refuse)
+        value = _STRICT.decode(data.decode(json.detect_encoding(data), "surrogatepass"))  # as `json.loads` does
         if b"\\u" in data:
             json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair, which cannot be written again
         return value
@@ -117,6 +120,9 @@ def _refuse(text: str) -> float:
     raise ValueError(f"the number {text}")
 
 
+_STRICT = json.JSONDecoder(parse_int=_whole, parse_float=_finite, parse_constant=_refuse)
+
+
 def _json_object(data: bytes, where: str) -> dict[str, Any]:
     try:
         body = parse_json(data)
@@ -128,7 +134,7 @@ def _json_object(data: bytes, where: str) -> dict[str, Any]:
 
 
 class Stamp:
-    """Makes `write_id` and `at` for each record that one process writes. `token` must differ between processes."""
+    """Generates `write_id` and `at` for each record that one process writes. `token` must differ between processes."""
 
     def __init__(self, token: str, wall_time: Callable[[], float], random_hex: Callable[[], str] | None = None) -> None:
         # 16 hex digits that nobody can foresee who has read all that this process wrote.
@@ -143,7 +149,7 @@ class Stamp:
 
 
 class StampFields(TypedDict):
-    """The keyword arguments that every record's constructor takes from a `Stamp`."""
+    """The fields that a `Stamp` sets in every record, as keyword arguments of its constructor."""
 
     write_id: str
     at: float

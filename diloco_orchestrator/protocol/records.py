@@ -1,7 +1,7 @@
-"""The fields of every JSON object in a run's folder but those of attempts: one class for each kind of object.
+"""Schemas of all JSON records of a run except those about attempts (`protocol.attempt_records`): one class each.
 
-Those of attempts are in `protocol.attempt_records`. Where the objects are is in `protocol.keys`, their bytes are in
-`protocol.record_format`. Wall-clock times (`at`) are for people; the protocol never compares them.
+`protocol.keys` has the keys of the objects, `protocol.record_format` their byte format. Wall-clock times (`at`) are for
+people; the protocol never compares them.
 """
 
 import math
@@ -58,14 +58,14 @@ FileName: TypeAlias = Annotated[str, AfterValidator(_check_name)]  # str in code
 
 
 class FileInfo(Part):
-    """One file of a snapshot."""
+    """Digest and size of one file of a snapshot."""
 
     digest: BulkDigest
     size: int
 
 
 class ParameterInfo(Part):
-    """One trainable parameter as the workload's model declares it."""
+    """Name, shape and dtype of one trainable parameter of the user's model."""
 
     name: str
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ class AdapterPair(Part):
 
 
 class FrozenTensors(Part):
-    """The tensors of the workload's model that are never trained, the same in every replica."""
+    """The tensors of the user's model that are never trained, equal in every replica."""
 
     digest: BulkDigest  # over names, dtypes, shapes and bytes
     tensors: int = Field(ge=1)
@@ -91,19 +91,19 @@ class FrozenTensors(Part):
 
 
 class VaultSet(Part):
-    """The vault set: further held-out items, scored only to confirm an alarm of the guard."""
+    """The confirmation set: further held-out items, scored only after an alarm of the guard, to confirm it."""
 
     shares: tuple[int, ...]  # the number of items of each share
     digest: Sha256  # over the sorted content hashes of all items
 
     @property
     def items(self) -> int:
-        """Items of all shares together."""
+        """Number of items of all shares together."""
         return sum(self.shares)
 
 
 class HeldoutSet(Part):
-    """The held-out set that the guard judges by: fixed when the run starts, so that no manifest can say otherwise."""
+    """The held-out set on which the guard scores the model: fixed at the start, so that no replica can change it."""
 
     metric: Literal["loss", "reward"]  # what scores and training metric measure
     shares: tuple[int, ...]  # the number of items of each share
@@ -114,12 +114,12 @@ class HeldoutSet(Part):
 
     @property
     def items(self) -> int:
-        """Items of all shares together."""
+        """Number of items of all shares together."""
         return sum(self.shares)
 
 
 class Start(Record):
-    """start.json: the trained parameters, the shards and digest of the first base, and the held-out set."""
+    """start.json, the start record: trained parameters, shards and digest of the first base, and the held-out set."""
 
     record: ClassVar[str] = "start"
     run_sha256: Sha256
@@ -140,12 +140,12 @@ class Start(Record):
 
     @property
     def synced_fragments(self) -> tuple[tuple[str, ...], ...]:
-        """The fragments that rounds synchronise in turn."""
+        """The fragments that rounds synchronise in turn: all but the residuals of exact adapters."""
         return self.fragments[:-1] if self.adapters else self.fragments
 
 
 class Began(Record):
-    """start/<replica>/began.<attempt>.json: what an attempt would begin with, before it follows anybody's start."""
+    """start/<replica>/began.<attempt>.json: an attempt's vote on the first base: the start record of its own model."""
 
     record: ClassVar[str] = "began"
     replica_id: int = Field(ge=0)
@@ -155,7 +155,7 @@ class Began(Record):
 
 
 class Follows(Record):
-    """start/<replica>/follows.json: the start with which a replica has begun to train."""
+    """start/<replica>/follows.json: the start record that a replica has adopted for good and trains from."""
 
     record: ClassVar[str] = "follows"
     replica_id: int = Field(ge=0)
@@ -205,7 +205,7 @@ class Halt(Record):
 
 
 class Out(Record):
-    """legs/<leg>/out/<replica>.json: a coordinator launches a replica no more in this leg, so nobody waits for it."""
+    """legs/<leg>/out/<replica>.json: the replica is launched no more in this leg, so no round waits for it."""
 
     record: ClassVar[str] = "out"
     leg: int = Field(ge=1)
@@ -242,7 +242,7 @@ class Shard(Part):
 
 
 class Payload(Part):
-    """An encoded pseudo-gradient: the parameters of one fragment in name order as one flat vector, cut into shards."""
+    """A published pseudo-gradient: a fragment's parameters in name order as a flat vector, in encoded shards."""
 
     codec: str
     numel: int
@@ -253,17 +253,17 @@ class Payload(Part):
 
     @property
     def norm(self) -> float:
-        """The norm of the whole vector, as it is declared. The same number on every machine."""
+        """The Euclidean norm of the whole vector, from the norms of its shards; the same bits on every machine."""
         return math.sqrt(math.fsum(norm * norm for norm in self.norms))
 
     @property
     def digest(self) -> BulkDigest:
-        """The digest of the digests of its shards: equal for payloads of equal bytes, cut alike."""
+        """The digest over the digests of all shards: equal for payloads with equal bytes and equal shards."""
         return bulk_digest("".join(shard.digest for shard in self.shards).encode())
 
 
 class Disagreeing(Part):
-    """A contribution that `aggregate="agreeing_mean"` left out, in some of its shards, of a round that was averaged."""
+    """A contribution of which `aggregate="agreeing_mean"` left some shards out of the average of `round`."""
 
     replica_id: int = Field(ge=0)
     round: int = Field(ge=1)
@@ -281,7 +281,7 @@ class Disagreeing(Part):
 
 
 class Score(Part):
-    """The held-out score of a base on one share of the held-out set. Higher is better."""
+    """The held-out score of a base (global model) on one share of the held-out set. Higher is better."""
 
     share: int = Field(ge=0)
     sum: float | None  # over items; None: not finite
@@ -289,12 +289,12 @@ class Score(Part):
 
     @property
     def mean(self) -> float:
-        """The mean score of an item; NaN if one of them is not finite."""
+        """Mean score per item; NaN if the score of an item is not finite."""
         return math.nan if self.sum is None else self.sum / self.count
 
 
 class VaultScore(Part):
-    """The change of one vault share's scores from an earlier base to another. Higher is better."""
+    """Change of the scores on one share of the confirmation set, from an earlier base to this one. Higher is better."""
 
     share: int = Field(ge=0)
     change: float | None  # sum over items of their score minus that on the earlier base; None: not finite
@@ -303,29 +303,29 @@ class VaultScore(Part):
 
     @property
     def mean(self) -> float:
-        """The mean change of an item; NaN if one of its scores is not finite."""
+        """Mean change per item; NaN if the score of an item is not finite."""
         return math.nan if self.change is None else self.change / self.count
 
     @property
     def variance(self) -> float:
-        """The variance of an item's change; NaN if one of the scores is not finite."""
+        """Variance of the change over items; NaN if the score of an item is not finite."""
         return math.nan if self.squares is None else max(self.squares, 0.0) / (self.count - 1)
 
 
 class Metric(Part):
-    """Sum and count of observed numbers, so that means of several replicas can be merged."""
+    """Sum and count of observed values of a metric, so that means of several replicas can be merged."""
 
     sum: float | None  # None: not finite
     count: int = Field(ge=0)
 
     @property
     def mean(self) -> float:
-        """The mean; NaN if one of the numbers is not finite, or if there are none."""
+        """The mean of the values; NaN if one is not finite or if there are none."""
         return math.nan if self.sum is None or not self.count else self.sum / self.count
 
     @classmethod
     def merged(cls, metrics: "Iterable[Metric | None]") -> "Metric | None":
-        """All numbers of all metrics together, None if there are none. The sum is None if one sum is."""
+        """Sum and count over all `metrics`; None if all are None. The sum is None if one of the sums is."""
         present = [metric for metric in metrics if metric is not None and metric.count]
         finite = [metric.sum for metric in present if metric.sum is not None]
         total = sum(finite) if len(finite) == len(present) else None
@@ -333,21 +333,21 @@ class Metric(Part):
 
 
 class Origin(Part):
-    """Inner steps of one round that a contribution contains."""
+    """A number of inner steps of one round whose work a contribution contains."""
 
     round: int = Field(ge=1)
     steps: int = Field(ge=0, le=MOST_COUNTED)
 
 
 class Consumed(Part):
-    """The training items of a contribution's own steps. None of them was in the held-out set."""
+    """Count and digest of the training items of a contribution's own steps, each compared with the held-out set."""
 
     items: int = Field(ge=0)
     digest: Sha256  # over the items' hashes, in the order in which they were consumed
 
 
 class Progress(Part):
-    """A replica's position in its training, so that a restarted attempt repeats no batch."""
+    """The state of a replica's data iteration and random generators, so that a restarted attempt repeats no batch."""
 
     cursor: dict[str, JsonValue]  # position in the data
     rng: dict[str, JsonValue]  # states of the random generators
@@ -357,7 +357,7 @@ class Progress(Part):
 
 
 class Contribution(Record):
-    """A replica's response to a round. It is written after the objects that it names, so they exist."""
+    """The manifest of a replica's response to a round. Written after the objects that it names, so they exist."""
 
     record: ClassVar[str] = "contribution"
     round: int = Field(ge=1)
@@ -392,7 +392,7 @@ class Contribution(Record):
 
     @property
     def own_steps(self) -> int:
-        """Inner steps of its own round that it contains, without those that it carries."""
+        """Inner steps of this round in the payload, without steps of earlier rounds that it carries."""
         return sum(origin.steps for origin in self.origins if origin.round == self.round)
 
 
@@ -401,14 +401,14 @@ class Contribution(Record):
 
 @dataclass(frozen=True)
 class By:
-    """The writer of a record: an attempt of a replica, or somebody with a name. Records hold it as text."""
+    """The author of a record: an attempt of a replica, or a process with a name. Stored as text."""
 
     who: tuple[int, int] | None  # replica_id, attempt
     name: str = ""  # of somebody else, such as "coordinator on host"
 
     @classmethod
     def parse(cls, text: object) -> Self:
-        """The author that a record names. Raises `ValueError` for what is no text."""
+        """The author that `text` names, in the form that records store. Raises `ValueError` if it is no string."""
         if isinstance(text, cls):
             return text
         if not isinstance(text, str):
@@ -429,7 +429,7 @@ AsText: TypeAlias = Annotated[By, PlainValidator(By.parse), PlainSerializer(By._
 
 
 class Answer(Part):
-    """One replica's response to a round, as the writer of the commit saw it."""
+    """One replica's response to a round as its commit lists it: kind, weight, and the manifest by digest."""
 
     replica_id: int = Field(ge=0)
     attempt: int = Field(ge=0)  # 0 where the manifest cannot be read, or is not by the attempt that it names
@@ -446,21 +446,21 @@ class Answer(Part):
 
 
 class Quarantine(Part):
-    """A contribution that a commit leaves out because the per-replica guard suspects its author's local training."""
+    """A contribution that a commit leaves out of the average because its author's local scores are implausible."""
 
     replica_id: int = Field(ge=0)
     reason: str
 
 
 class Clipped(Part):
-    """A contribution that counts less than its weight by the run's policy: too large, zeros, or equal to another's."""
+    """A contribution with reduced weight: its norm is too large, it is all zeros, or it equals another one."""
 
     replica_id: int = Field(ge=0)
     reason: str
 
 
 class UsualNorms(Part):
-    """Norms of the contributions of a leg's rounds so far; the clip's limit follows from it (`weights.limit_of`)."""
+    """Running statistics of contribution norms in a leg, from which the clip's limit follows (`weights.limit_of`)."""
 
     rounds: int = Field(ge=0)  # that averaged two contributions or more
     spread: float = Field(ge=0)  # how far the norms of a round are apart: mean over recent rounds
@@ -468,11 +468,11 @@ class UsualNorms(Part):
 
 
 class Discounted(Clipped):
-    """A manifest of which scores or the training metric are clipped or do not count; its pseudo-gradient does."""
+    """A contribution whose scores or training metric are clipped or ignored; its pseudo-gradient is averaged."""
 
 
 class RoundMetrics(Part):
-    """Metrics of a round for readers, beside its answers. `protocol.round_metrics` computes it from the manifests."""
+    """Metrics of a round in its commit, for display only; `round_metrics_of` computes them from the manifests."""
 
     loss: float | None = None  # mean of what was passed to `observe(loss=...)`, over all responses
     reward: float | None = None
@@ -487,10 +487,10 @@ class RoundMetrics(Part):
 
 
 class Commit(Record):
-    """The record that ends a round, for everybody. `previous` chains it to the commit before.
+    """The record that ends a round for all replicas. `previous`, the sha256 of the commit before, makes a hash chain.
 
-    It fixes the inputs of the round's outer step: which manifests are averaged, with which weights. No model
-    arithmetic precedes it; every replica computes the step after it.
+    A commit fixes the inputs of the round's outer step: which manifests are averaged, with which weights. It is created
+    before any averaging; then every replica computes the step itself.
     """
 
     record: ClassVar[str] = "commit"
@@ -523,25 +523,25 @@ class Commit(Record):
 
     @property
     def halted_by_guard(self) -> bool:
-        """Whether the guard stops the run for what it saw of the model, not because it could not judge."""
+        """Whether the guard stopped the run because of the model's scores, not because it had too few to judge."""
         return self.verdict is not None and self.verdict.fire and self.verdict.kind is VerdictKind.HALT
 
     def decided_about(self) -> set[int]:
-        """The replicas whose contribution is averaged or left out by the per-replica guard: none of them came late."""
+        """Replicas whose contribution this commit averages or quarantines, so that none of them carries it over."""
         return {each.replica_id for each in self.quarantined} | {a.replica_id for a in self.answers if a.averaged}
 
     def quarantines(self, replica_id: int) -> str:
-        """Reason why the per-replica guard leaves a replica's contribution out; empty if it does not."""
+        """Reason why the per-replica guard excludes this replica's contribution; empty if it does not."""
         return next((each.reason for each in self.quarantined if each.replica_id == replica_id), "")
 
     @property
     def by_coordinator(self) -> bool:
-        """Whether a coordinator wrote this commit, which it does only to stop a run that replicas cannot stop."""
+        """Whether a coordinator wrote this commit, as it does only to stop a leg whose replicas cannot commit."""
         return self.by.is_coordinator
 
 
 class ReuploadRequest(Record):
-    """A request for a committed payload shard that cannot be read: who holds the bytes puts them again, as `take`."""
+    """A request to upload a committed payload shard again, as version `take`, because a replica cannot read it."""
 
     record: ClassVar[str] = "want"
     round: int = Field(ge=1)
@@ -559,7 +559,7 @@ class ReuploadRequest(Record):
 class Snapshot(Record):
     """snapshot.json: the files of a snapshot. It is written last, so a snapshot that has it is complete.
 
-    It is confirmed once the log claims a base of its digest after the round; until then nobody loads it.
+    Readers load a snapshot only once commits after its round claim a base with its digest.
     """
 
     record: ClassVar[str] = "snapshot"
@@ -570,7 +570,7 @@ class Snapshot(Record):
 
 
 class Retention(Record):
-    """retention.json: somebody has deleted payloads of a run that keeps all, which `verify` would miss otherwise."""
+    """retention.json: `gc` deleted payloads of a run configured to keep them all, so `verify` expects gaps."""
 
     record: ClassVar[str] = "retention"
     payloads: Literal["needed"]
@@ -581,7 +581,7 @@ class Retention(Record):
 
 
 class AllReducePart(Record):
-    """The manifest of one rank in an all-reduce that is used without a run."""
+    """The manifest of one rank in a stand-alone `ObjectStoreAllReduce`, outside of any run."""
 
     record: ClassVar[str] = "allreduce"
     round_id: int = Field(ge=0)

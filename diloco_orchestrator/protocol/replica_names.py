@@ -1,4 +1,4 @@
-"""Names replicas in sentences, several at once: "replica 2", "replicas 0-3 and 7"."""
+"""Text for sets of replicas: "replica 2", "replicas 0-3 and 7"."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeVar
@@ -7,7 +7,7 @@ What = TypeVar("What", bound=Hashable)
 
 
 def replicas(ids: Iterable[int]) -> str:
-    """These replicas in words; ranges of three or more are shortened."""
+    """`ids` as text, such as "replicas 0-3 and 7"; three or more in a row become a range."""
     known = sorted(set(ids))
     spans: list[list[int]] = []
     for each in known:
@@ -21,7 +21,7 @@ def replicas(ids: Iterable[int]) -> str:
 
 
 def grouped(said: Iterable[tuple[int, What]]) -> list[tuple[Sequence[int], What]]:
-    """Statements about several replicas, each once with its replicas, in the order of their first mention."""
+    """Statements (replica id, statement), each distinct one once with all its replicas, in order of first mention."""
     found: dict[What, list[int]] = {}
     for replica_id, words in said:
         found.setdefault(words, []).append(replica_id)

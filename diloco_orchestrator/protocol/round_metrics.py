@@ -1,6 +1,6 @@
-"""`round_metrics_of`: the figures that a commit holds for readers, computed from the manifests that it names.
+"""`round_metrics_of`: the metrics of a round (loss, tokens, bytes) that its commit holds, from the round's manifests.
 
-With it, status, trackers and costs need commits only. `inspection.verify` computes it again.
+So status, trackers and cost reports read commits only. `inspection.verify` computes the metrics again.
 """
 
 import math
@@ -15,10 +15,9 @@ from diloco_orchestrator.protocol.replica_names import replicas
 
 
 def round_metrics_of(manifests: Sequence[Contribution], averaged: Collection[int]) -> RoundMetrics:
-    """The figures of a round.
+    """The metrics of a round for its commit.
 
-    `manifests`: those that its commit names and that can be read, in replica_id order. `averaged`: the replicas whose
-    work is in the mean.
+    `manifests`: the readable ones that the commit names, in replica_id order. `averaged`: replicas in the average.
     """
     return RoundMetrics(
         loss=_mean("loss", manifests),
@@ -34,13 +33,13 @@ def round_metrics_of(manifests: Sequence[Contribution], averaged: Collection[int
 
 
 def _mean(name: str, manifests: Sequence[Contribution]) -> float | None:
-    """The mean of an observed metric over all manifests; None if nobody observed it or if it is not finite."""
+    """The mean of an observed metric over all manifests; None if no replica observed it or if it is not finite."""
     merged = Metric.merged(manifest.metrics.get(name) for manifest in manifests)
     return merged.mean if merged is not None and math.isfinite(merged.mean) else None
 
 
 def _not_finite(manifests: Sequence[Contribution]) -> dict[str, tuple[int, ...]]:
-    """Which replicas observed a metric that is NaN or infinite, by its name; its sum is None then."""
+    """Replicas that observed NaN or infinity, by metric name. In a manifest such a metric has the sum None."""
     found: dict[str, tuple[int, ...]] = {}
     for manifest in manifests:
         for name, metric in manifest.metrics.items():
@@ -55,7 +54,7 @@ def not_finite_words(figures: RoundMetrics) -> list[str]:
 
 
 def never_observed(metric: str, observed: Collection[str]) -> str:
-    """Warning of a metric that `attach(in_loop=...)` names and no `observe` reports. `observed`: those reported."""
+    """The warning that `observe` never reported the metric of `attach(in_loop=metric)`. `observed`: those reported."""
     close = nearest(metric, observed)
     known = f"observed: {', '.join(sorted(observed))}" if observed else "nothing was observed"
     meant = " or ".join(
@@ -69,9 +68,9 @@ def never_observed(metric: str, observed: Collection[str]) -> str:
 
 
 def _disagreeing(manifests: Sequence[Contribution]) -> tuple[Disagreeing, ...]:
-    """Replicas left out of the round before, as most manifests say that name any; of equally many the first.
+    """Replicas that the aggregate left out of the round before, by majority of the manifests that name any.
 
-    Machines compute the same numbers from the same payloads, so that honest manifests are equal here.
+    Honest manifests agree, because equal payloads give equal numbers. In a tie the first list counts.
     """
     said = Counter(m.disagreeing for m in manifests if m.disagreeing and m.disagreeing[0].round < m.round)
     return max(said, key=said.__getitem__, default=())
@@ -90,16 +89,17 @@ _NAME = re.compile(r"[a-z_]{1,32}")
 
 
 def check_name(name: str) -> str:
-    """The name itself. Raises `ConfigError` unless it is 1 to 32 lower-case letters and underscores."""
+    """Return `name`. Raises `ConfigError` unless it is 1 to 32 lower-case letters and underscores."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(f"the extra metric {name!r}: use 1 to 32 lower-case letters a to z and underscores.")
     return name
 
 
 def checked_extra(extra: Mapping[str, float], known: int = 0) -> dict[str, float]:
-    """The metrics of one inner step by their names in manifests. `known`: other names that the round has already.
+    """The user's metrics of one inner step, under the names that manifests use.
 
-    Raises `ConfigError` for a bad name, a 17th one, and a number that is not finite.
+    `known`: number of other names in this round. Raises `ConfigError` for a bad name, more than 16 names, and a value
+    that is not finite.
     """
     if len(extra) + known > _MOST:
         raise ConfigError(f"{len(extra) + known} extra metrics in one round: {_MOST} are the most. Leave some out.")
@@ -110,7 +110,7 @@ def checked_extra(extra: Mapping[str, float], known: int = 0) -> dict[str, float
 
 
 def means_of(manifests: "Sequence[Contribution]") -> dict[str, float]:
-    """The mean over replicas of each one's mean in the round, by name."""
+    """The mean over replicas of each user-defined metric's mean in the round, by name."""
     found: dict[str, list[float]] = {}
     for manifest in manifests:
         for name, metric in manifest.metrics.items():
@@ -121,7 +121,7 @@ def means_of(manifests: "Sequence[Contribution]") -> dict[str, float]:
 
 
 def mean_of(values: Iterable[float]) -> float | None:
-    """The mean of those values that are finite, which is finite too; None if there are none."""
+    """The mean of the finite ones of `values`; None if there are none. The mean is finite too."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return None

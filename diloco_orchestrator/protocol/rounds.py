@@ -22,7 +22,7 @@ Stop = Literal["none", "completed", "halted", "failed"]
 
 @dataclass(frozen=True)
 class Policy:
-    """The settings of a run that decide its rounds."""
+    """The settings of a run that decide when a round ends: quorum and timeouts."""
 
     replicas: int
     quorum: int  # contributions a round needs
@@ -63,7 +63,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """The next act of a replica in an open round, and its reason."""
+    """The next action of a replica in an open round (wait, commit, give up), and its reason."""
 
     action: Action
     reason: str
@@ -72,7 +72,7 @@ class Decision:
 
     @property
     def summary(self) -> str:
-        """The reason without the time left: it changes only when something new was seen."""
+        """The reason without the seconds left, so that it changes only when new responses were seen."""
         return self.reason.partition(";")[0]
 
 
@@ -82,9 +82,9 @@ def contributes(answer: Answer) -> bool:
 
 
 def decide(view: View, now: float, policy: Policy) -> Decision:
-    """Decide, for a replica that has published its response, to wait for the open round, to commit it or to give up.
+    """Decide whether a replica that has published its response waits for the open round, commits it, or gives up.
 
-    The table in `docs/protocol.md`, section 5, lists the cases. Equal views and times give equal decisions everywhere.
+    docs/protocol.md, section 5, lists the cases. Equal views and times give equal decisions on every machine.
     """
     contributors = tuple(sorted(a.replica_id for a in view.answers if contributes(a)))
     answered = {a.replica_id for a in view.answers}
@@ -117,7 +117,7 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
 
 
 def is_ready(view: View, now: float, policy: Policy) -> bool:
-    """Whether everybody the round waits for has responded, or the straggler deadline has passed."""
+    """Whether every replica on the round's roster has responded, or the straggler deadline has passed."""
     deadline_s = view.deadline.deadline_s if view.deadline else policy.startup_timeout_s
     return (
         set(view.roster) <= {a.replica_id for a in view.answers} | set(view.out) or now >= view.opened_at + deadline_s
@@ -125,14 +125,14 @@ def is_ready(view: View, now: float, policy: Policy) -> bool:
 
 
 def _straggler_time_left(view: View, deadline_s: float, now: float) -> float:
-    """Seconds until a round with a quorum may end without the missing replicas: after both deadline and grace."""
+    """Seconds until a round that has its quorum ends without the missing replicas: after both deadline and grace."""
     grace_s = view.deadline.grace_s if view.deadline else 0.0
     quorum_since = now if view.quorum_since is None else view.quorum_since
     return max(view.opened_at + deadline_s, quorum_since + grace_s) - now
 
 
 def _nobody(view: View, contributors: Sequence[int], missing: Sequence[int], out: Sequence[int], policy: Policy) -> str:
-    """The reason, for commit and log, of a commit that averages nobody."""
+    """The reason, for commit and output log, of a commit that averages no contribution."""
     others = "; ".join(f"replica {a.replica_id}: {_kind(a)}" for a in view.answers if not contributes(a))
     who = f"no answer from {_listed(missing)}" if missing else "all answered"
     who += f" but {_listed(out)}, out for good" if out and not missing else ""
@@ -160,7 +160,7 @@ def carry_weight(staleness: int) -> float:
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the commit log: after which commit. Round 0 is the start of the run, before any commit."""
+    """A position in the commit log: the state right after one commit. Round 0: before any commit."""
 
     round: int
     outer_step: int  # outer steps in the base there
@@ -175,13 +175,13 @@ class Position:
 
     @classmethod
     def after(cls, commit: Commit, sha256: str) -> "Position":
-        """The position after `commit`, whose exact bytes have this digest."""
+        """The position after `commit`. `sha256`: of the commit's exact bytes."""
         return cls(commit.round, commit.outer_step, commit.empty_rounds, commit.stop, sha256)
 
 
 @dataclass(frozen=True)
 class Conclusion:
-    """The consequence of a decision to commit: whether the round is applied and whether the run stops."""
+    """Consequences of a decision to commit: whether the average is applied and whether the run stops."""
 
     applied: bool
     outer_step: int  # outer steps in the base after the round
@@ -199,14 +199,14 @@ def is_final_evaluation(position: Position, outer_steps: int) -> bool:
 
 
 def conclude(decision: Decision, position: Position, *, outer_steps: int, fired: str, halt: str) -> Conclusion:
-    """Whether the round is applied and whether it stops the run.
+    """Whether a committed round applies its average and whether it stops the run.
 
-    A fired guard takes precedence over completion, completion over a request to halt.
+    A verdict of the guard takes precedence over completion, completion over a request to halt.
 
     Args:
-        position: before the round.
+        position: the position in the log before the round.
         outer_steps: outer steps of the run up to the end of this leg.
-        fired: the guard's reason; empty if it did not fire.
+        fired: the guard's reason to stop; empty if it does not fire.
         halt: the reason of a request to halt; empty if there is none.
     """
     empty = 0 if decision.named else position.empty_rounds + 1
@@ -229,13 +229,13 @@ def _stop(decision: Decision, empty: int, final_evaluation: bool, fired: str, ha
 
 
 def next_roster(policy: Policy, answered: Collection[int], latecomers: Collection[int]) -> tuple[int, ...]:
-    """The replicas that the next round waits for: those that are known to be alive.
+    """The replicas that the next round waits for: those that responded, or whose last manifest came late.
 
     Args:
         answered: replicas with a response to this round.
-        latecomers: replicas whose manifest came too late for the round before.
+        latecomers: replicas whose manifest of the round before came after its commit.
 
-    Returns all replicas with quorum "all", or if fewer than a quorum are alive.
+    Returns all replicas with quorum "all", or if fewer than a quorum are left.
     """
     roster = tuple(sorted({*answered, *latecomers}))
     if policy.strict or len(roster) < policy.quorum:
@@ -244,7 +244,7 @@ def next_roster(policy: Policy, answered: Collection[int], latecomers: Collectio
 
 
 def averaged(named: Sequence[int], quarantined: Sequence[Quarantine]) -> tuple[int, ...]:
-    """The replicas whose work is averaged: those that the decision names but the guard does not leave out."""
+    """The replicas whose contributions are averaged: those in `named` that are not in `quarantined`."""
     out = {each.replica_id for each in quarantined}
     return tuple(replica_id for replica_id in named if replica_id not in out)
 
@@ -256,7 +256,7 @@ def told_with(
     disagreeing: Sequence[Disagreeing] = (),
     discounted: Sequence[Discounted] = (),
 ) -> str:
-    """The reason of a commit, with who was left out of the average, clipped or not believed, and why."""
+    """The reason of a commit, followed by every replica that was left out, clipped or discounted, and why."""
     said = [f"replica {each.replica_id} is left out: {each.reason}" for each in quarantined]
     said += [f"replica {each.replica_id} is clipped: {each.reason}" for each in clipped]
     said += [f"replica {each.replica_id} was left out of round {each.round}: {each.reason}" for each in disagreeing]
@@ -265,12 +265,12 @@ def told_with(
 
 
 def named_answers(answers: Sequence[Answer], averaged: Sequence[int]) -> tuple[Answer, ...]:
-    """The responses as a commit lists them, with `averaged` set for the replicas whose work is in the mean."""
+    """`answers` for a commit, with `averaged` set for the replicas in `averaged`."""
     return tuple(answer.model_copy(update={"averaged": answer.replica_id in averaged}) for answer in answers)
 
 
 def result_of(commit: Commit, commit_sha256: str, stamp: StampFields) -> Result:
-    """The result of the leg that `commit` stopped. `commit_sha256`: sha256 of the commit's exact bytes."""
+    """The result record of the leg that `commit` stopped. `commit_sha256`: of the commit's exact bytes."""
     assert commit.stop != "none"
     return Result(
         **stamp,

@@ -1,6 +1,6 @@
-"""The time that a round waits for slower replicas: `StragglerDeadline`, from the train times of the last rounds.
+"""`StragglerDeadline`: how long a round waits for slower replicas, from the train times of the last rounds.
 
-Pure rules over published train times. When a round ends is decided by `protocol.rounds`.
+Pure functions of published train times. `protocol.rounds` decides when a round ends.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,17 +19,17 @@ _MOST_TIMES = 8.0  # what is usual, as which a report counts that nobody has wai
 
 @dataclass(frozen=True)
 class StragglerDeadline:
-    """The usual duration of a round, and when it ends without those who take longer. Seconds from its opening."""
+    """Median train time of a round and the deadline for stragglers, in seconds from the round's opening."""
 
     median_s: float
     deadline_s: float
 
     @classmethod
     def of(cls, train_times_s: Sequence[float]) -> "StragglerDeadline | None":
-        """The deadline for the train times of the last rounds, in seconds, late contributions included; None if there
-        are none.
+        """The deadline for `train_times_s`, those of the last rounds with late contributions included; None without
+        any.
 
-        It is the median plus slack: 4 median absolute deviations, at least half of the median. The slack, not the
+        It is the median plus a slack of 4 median absolute deviations, at least half of the median. The slack, not the
         deadline, is bounded to 2..600 s, so that rounds of any length leave room for stragglers.
         """
         if not train_times_s:
@@ -47,23 +47,22 @@ class StragglerDeadline:
 
 @dataclass(frozen=True)
 class _Reported:
-    """A train time as its author reports it, of a whole round, and how long its reader saw the round take."""
+    """A train time that a replica reports, scaled to a whole round, and how long the reader saw that round take."""
 
     train_s: float
     seen_s: float | None  # from the round's opening until the manifest was there; None: read from a commit
 
 
 class RoundTimes:
-    """Train times of the last rounds, late ones included, as one replica believes them.
+    """Train times of the last rounds, late ones included, without outliers that would delay a round.
 
-    What another replica reports counts at most as eight times what is usual, or as the time that this replica has seen
-    pass, whichever is more. So nobody makes a round wait for long that has never waited for it. Usual is this replica's
-    own median, or the median of the others' where that is more. What one other replica reports, with nothing to compare
-    it with, counts for nothing.
+    A time that another replica reports counts as at most eight times the usual one, or as the time that this replica
+    has waited itself if that is more. So no false report makes a round wait long. The usual time is this replica's
+    median, or the median of the others' medians if that is more. With only one other reporter its times are not used.
 
     Args:
         round_steps: inner steps of a whole round.
-        own: id of the replica whose own times are believed.
+        own: id of this replica, whose own times are used as they are.
     """
 
     def __init__(self, round_steps: int, own: int) -> None:
@@ -72,16 +71,16 @@ class RoundTimes:
         self._times: dict[tuple[int, int], _Reported] = {}  # by round and replica
 
     def record(self, manifests: Iterable[Contribution], seen_s: float | None = None) -> None:
-        """Add the train times of contributions. A contribution that was recorded before changes nothing.
+        """Add the train times of `manifests`, once each.
 
-        `seen_s`: seconds that have passed since this replica opened their round; None if it did not see it open.
+        `seen_s`: seconds since this replica opened their round; None if it did not see the round open.
         """
         for manifest in manifests:
             self._add(manifest.round, manifest, seen_s)
         self._forget_old()
 
     def record_answers(self, round_: int, answers: Iterable[Answer]) -> None:
-        """Add the train times that the commit of a round holds. Late contributions are not among them."""
+        """Add the train times in a commit's list of responses, which has no late contributions."""
         for answer in answers:
             if answer.train_s:  # 0: its manifest could not be read
                 self._add(round_, answer, None)
@@ -99,7 +98,7 @@ class RoundTimes:
         self._times = {at: time for at, time in self._times.items() if at[0] > newest - _ROUNDS}
 
     def deadline(self) -> StragglerDeadline | None:
-        """The deadline that follows from the recorded times; None before the first that is believed."""
+        """The straggler deadline for the recorded times; None while no time can be used."""
         times: dict[int, list[float]] = {}
         for (_, replica_id), reported in self._times.items():
             times.setdefault(replica_id, []).append(reported.train_s)
@@ -114,9 +113,9 @@ class RoundTimes:
 
 
 def _usual(typical: Mapping[int, float], replica_id: int, own: int) -> float:
-    """The time that a report of a replica is compared with; 0 where nobody else has reported one.
+    """The time (s) that a replica's reports are compared with; 0 if no other replica has reported one.
 
-    The median over the others, of an even number the lower one, and at least the own time.
+    It is the lower median of the other replicas' times, at least this replica's own (`own`: its id).
     """
     others = sorted(time for i, time in typical.items() if i != replica_id)
     return max(others[(len(others) - 1) // 2], typical.get(own, 0.0)) if others else 0.0

@@ -1,6 +1,6 @@
-"""`Verdict`: the guard's judgement of a round, as commits and results hold it.
+"""`Verdict`: the guard's judgement of a round, as commits and results store it.
 
-The rules that reach it are in `guard`; whether it stops the run is decided in `protocol.rounds`.
+`guard` computes it; `protocol.rounds` decides whether it stops the run.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class VerdictKind(StrEnum):
-    """The action that a verdict asks for."""
+    """The consequence of a verdict for the run."""
 
     CONTINUE = "continue"
     QUARANTINE = "quarantine"  # leave the contribution of `Verdict.replica` out; the run goes on
@@ -24,7 +24,7 @@ class VerdictKind(StrEnum):
 
 @dataclass(frozen=True)
 class Statistic:
-    """A number that a rule judges, and the threshold above which it fires."""
+    """A statistic that a guard rule computes, and the threshold above which the rule fires."""
 
     name: str
     value: float
@@ -32,13 +32,13 @@ class Statistic:
 
     @property
     def share(self) -> float:
-        """The value as a share of the threshold; never below 0."""
+        """Value divided by threshold; never below 0."""
         return max(self.value / self.threshold, 0.0) if self.threshold else 0.0
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the run must stop, why, and the numbers that were judged. Higher numbers are better."""
+    """Whether the guard stops the run, why, and the numbers it judged. Higher scores are better."""
 
     fire: bool  # never False again once it is True
     reason: str  # why it fired, or why the round was not folded; empty for a clean fold
@@ -56,7 +56,7 @@ class Verdict:
 
     @property
     def kind(self) -> VerdictKind:
-        """`action`; for a rule that only fires, what its verdict amounts to."""
+        """`action`, or where the rule sets none, the kind that follows from `fire`."""
         if self.action is not None:
             return self.action
         if self.fire:

@@ -1,3 +1,3 @@
-"""The version of this package, which records and reports name. Also in pyproject.toml."""
+"""The version of this package, which records and reports name. pyproject.toml repeats it."""
 
 VERSION = "0.3.0"

@@ -1,8 +1,8 @@
-"""A commit's conclusion, derived again: whether it is applied, whether it stops the run, whom the next round awaits.
+"""Check that a commit follows from the log before it: its outer step, its stop, and the next round's roster.
 
-Pure. A commit that says otherwise than the rules of a round is *void*, for everybody: it ends its round, averages
-nobody, stops nothing, and leaves the guard's state as it was. The verdict is derived from manifests, in
-`guard.round_fold`; weights in `protocol.weights`.
+Pure functions. A commit that contradicts the rules of a round is *void* for every reader: it ends its round, averages
+nobody, stops nothing, and leaves the guard's state unchanged. `guard.round_fold` checks verdicts against manifests,
+`protocol.weights` checks weights.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from diloco_orchestrator.protocol.weights import is_said
 
 @dataclass(frozen=True)
 class LegRules:
-    """Facts that fix the conclusions of a leg's commits, beside the commits themselves."""
+    """Inputs of a leg that fix, with the commits themselves, what each of its commits must contain."""
 
     begin: Begin
     begin_sha256: str
@@ -33,7 +33,7 @@ class LegRules:
 
 @dataclass(frozen=True)
 class Before:
-    """The state of a leg before one of its rounds, as everybody reads the log up to there."""
+    """The state of a run before one round of a leg, as every reader derives it from the log."""
 
     position: Position
     guard: Mapping[str, Any] | None
@@ -42,15 +42,15 @@ class Before:
 
 
 def first_of_leg(rules: LegRules, position: Position) -> Before:
-    """The state before the first round of a leg. `position`: of the leg's begin."""
+    """The state before the first round of a leg. `position`: the position in the log at which the leg begins."""
     return Before(position, rules.begin.guard, tuple(range(rules.config.replicas)), norms=None)
 
 
 def why_not_concluded(commit: Commit, before: Before, rules: LegRules) -> str:
-    """The contradiction of a commit to the rules of a round, as far as the commits alone show; empty if it does not.
+    """Reason why a commit contradicts the rules of a round, by the log of commits alone; empty if it does not.
 
-    A request to halt is not looked for: whoever can write such a commit can write the request, and a request that
-    disappears must not undo a stop.
+    A halt is accepted without its request: a forger could write the request too, and a request that somebody deletes
+    must not undo a stop.
     """
     checks = _of_coordinator(commit, before) if commit.by_coordinator else _of_replica(commit, before, rules)
     everywhere = _everywhere(commit, before, rules)
@@ -58,9 +58,9 @@ def why_not_concluded(commit: Commit, before: Before, rules: LegRules) -> str:
 
 
 def why_answers_differ(commit: Commit, manifests: Mapping[int, Contribution]) -> str:
-    """The difference of a commit's answers from the manifests that they name; empty if there is none.
+    """The first difference between the responses in a commit and the manifests that they name; empty if there is none.
 
-    `manifests`: by replica id, without those that are of another round, leg or replica.
+    `manifests`: by replica id, without manifests of another round, leg or replica.
     """
     for answer in commit.answers:
         i, manifest = answer.replica_id, manifests.get(answer.replica_id)
@@ -79,7 +79,7 @@ def why_answers_differ(commit: Commit, manifests: Mapping[int, Contribution]) ->
 
 
 def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> Commit:
-    """A void commit as every reader takes it. `why`: how it contradicts the rules."""
+    """The commit used in place of a void one: it averages nobody and stops nothing. `why`: the contradiction."""
     position, failed = before.position, _fails_the_run(before)
     return commit.model_copy(
         update={
@@ -110,9 +110,9 @@ def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> C
 
 
 def read_without_weights(commit: Commit, before: Before, why: str) -> Commit:
-    """A commit that is void for its weights alone, as every reader takes it: `weights.as_read`, as an empty round.
+    """The commit that readers use in place of one whose only fault is its weights: an empty round, stop and guard kept.
 
-    `why`: how its weights differ from those that follow.
+    `why`: the difference between its weights and those that follow from the run's policy.
     """
     failed = commit.stop == "none" and _fails_the_run(before)
     return commit.model_copy(
@@ -125,12 +125,12 @@ def read_without_weights(commit: Commit, before: Before, why: str) -> Commit:
 
 
 def _fails_the_run(before: Before) -> bool:
-    """Whether one more round that names nobody stops the leg."""
+    """Whether one more empty round reaches `MAX_EMPTY_ROUNDS` and so stops the leg as failed."""
     return before.position.stop == "none" and before.position.empty_rounds + 1 >= MAX_EMPTY_ROUNDS
 
 
 def _who_wrote(commit: Commit, before: Before, failed: bool) -> str:
-    """The advice in a void commit's reason, about those that fail the run."""
+    """Advice for the reason of a void commit that stops the run as failed; empty if it does not."""
     if not failed:
         return ""
     return (
@@ -140,9 +140,9 @@ def _who_wrote(commit: Commit, before: Before, failed: bool) -> str:
 
 
 def no_commit(round_: int, why: str) -> Commit:
-    """The commit as which readers handle a round whose commit object cannot be parsed; `read_as_void` completes it.
+    """A placeholder for the commit of a round whose object cannot be parsed; `read_as_void` fills it in.
 
-    `why`: what is wrong with the object.
+    `why`: the parse error.
     """
     return Commit(
         write_id="",
@@ -165,7 +165,7 @@ def no_commit(round_: int, why: str) -> Commit:
 
 
 def why_unlinked(commit: Commit, before: Before) -> str:
-    """The way in which a commit does not continue the log; empty if it names the record before it."""
+    """Reason why a commit does not continue the hash chain; empty if `previous` is the sha256 of the record before."""
     found, expected = commit.previous, before.position.sha256
     return "" if found == expected else f"it follows {found[:12]!r}, not {expected[:12]}, the record before it"
 
@@ -192,7 +192,7 @@ def _everywhere(commit: Commit, before: Before, rules: LegRules) -> Iterator[str
 
 
 def _of_coordinator(commit: Commit, before: Before) -> Iterator[str]:
-    """A coordinator's commit ends a leg that replicas cannot end, and changes nothing else."""
+    """Contradictions of a commit that a coordinator wrote: it may end a leg, and change nothing else."""
     position = before.position
     yield _differs("outer_step", commit.outer_step, position.outer_step)
     yield _differs("applied", commit.applied, False)

@@ -1,9 +1,8 @@
-"""The weight of a contribution in the average: whole numbers that everybody derives alike from the commit itself.
+"""Integer weights of contributions in the average, which every reader derives alike from the commit.
 
-Steps, tokens, norm and payload digest of a contribution are in the commit as its manifest declares them; whoever
-verifies the payload checks norm and digests. What norm is too large follows from those of the rounds before, whose
-state is in the commit too (`Commit.norms`). A commit whose weights do not follow is *void*: it averages
-nobody, for everybody. The average is `allreduce.aggregate`'s.
+The commit lists steps, tokens, norm and payload digest of each contribution as its manifest declares them; replicas
+check norm and digests against the payload. The norms of earlier rounds, which limit the norm, are in the commit too
+(`Commit.norms`). A commit with other weights is *void*: it averages nobody. `allreduce.aggregate` averages.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ _MOST_TOKENS = 4  # times the median of tokens per step, of which more are not b
 
 @dataclass(frozen=True)
 class Shares:
-    """The weights of a round's contributions, by replica id, and which of them weigh less than the policy says."""
+    """The weights of a round's contributions, by replica id, and which of them were reduced."""
 
     weights: Mapping[int, int]
     clipped: tuple[Clipped, ...] = ()
@@ -29,10 +28,9 @@ class Shares:
 def weight_of(round_: int, origins: Sequence[Origin], tokens: int, config: RunConfig) -> int:
     """The weight by the run's policy of a contribution to `round_` whose payload holds the work of `origins`.
 
-    With `weights="uniform"` `sync_every`, less the steps that the payload lacks of a whole round. With
-    `weights="tokens"` the tokens of the round's own steps, scaled up by the carried steps. A contribution that names
-    no step of its own weighs as much as a whole round, by tokens 1. Where each coordinate is aggregated by
-    itself, every contribution weighs 1.
+    With `weights="uniform"`: `sync_every`, less the steps that the payload lacks of a whole round. With
+    `weights="tokens"`: the tokens of the round's own steps, scaled up by the carried steps. A contribution of carried
+    work alone weighs as much as a whole round, by tokens 1. With a coordinate-wise aggregate every weight is 1.
     """
     if config.aggregate in COORDINATE_WISE:
         return 1
@@ -45,14 +43,13 @@ def weight_of(round_: int, origins: Sequence[Origin], tokens: int, config: RunCo
 def shares_of(
     round_: int, averaged: Sequence[Answer], config: RunConfig, before: UsualNorms | None = None, fragment: int = 0
 ) -> Shares:
-    """The weights of the contributions that a commit averages: one replica is one share.
+    """The weights of the contributions in `averaged`, which one commit averages.
 
-    By tokens, a contribution with more than four times the median of tokens per step weighs as if it had that median.
-    With `clip="median_norm"` one whose norm is above the limit weighs so much less that it moves the average as one of
-    the usual norm does (`limit_of`); one of more steps than the median is allowed as much more. Only
-    the heaviest of equal payloads, at most half of all, weighs anything; zeros, less than half of all, weigh nothing.
-    Medians are those of all contributions that are not zero, of an even number the lower one. Arithmetic is exact, so
-    that every reader gets the same integers. `before`: norms of the rounds before; `fragment`: that the round is of.
+    Tokens: more than four times the median of tokens per step count as that median. `clip="median_norm"`: a
+    contribution whose norm is above the limit (`limit_of`, scaled up for more steps than the median) gets the weight
+    with which it moves the average as far as one of the usual norm. Among equal payloads, at most half of all, only the
+    heaviest has a weight; all-zero payloads, less than half of all, have none. Medians are lower medians, without
+    all-zero payloads. Exact integer arithmetic. `before`: norms of the rounds before; `fragment`: the round's.
     """
     weights = {a.replica_id: weight_of(round_, a.origins, a.tokens, config) for a in averaged}
     steps = {a.replica_id: _by_steps(round_, a.origins, config) for a in averaged}
@@ -88,14 +85,14 @@ def shares_of(
 
 
 def is_said(answer: Answer, manifest: Contribution) -> bool:
-    """Whether an answer has origins, tokens, norm and payload, which its weight follows from, as its manifest says."""
+    """Whether an answer has the origins, tokens, norm and payload digest (they fix its weight) of its manifest."""
     norm, payload = (manifest.payload.norm, manifest.payload.digest) if manifest.payload else (0.0, "")
     said = manifest.origins, manifest.tokens, norm, payload
     return said == (answer.origins, answer.tokens, answer.norm, answer.payload)
 
 
 def weighed(answers: Sequence[Answer], shares: Shares) -> tuple[Answer, ...]:
-    """The answers of a commit with the weights of those that it averages."""
+    """`answers` with the weight of each averaged one set from `shares`."""
     return tuple(
         answer.model_copy(update={"weight": shares.weights[answer.replica_id]}) if answer.averaged else answer
         for answer in answers
@@ -103,13 +100,13 @@ def weighed(answers: Sequence[Answer], shares: Shares) -> tuple[Answer, ...]:
 
 
 def shares_in(commit: Commit, config: RunConfig) -> Shares:
-    """The weights that follow from the answers of a commit, and from the norms of the rounds before."""
+    """The weights that follow from a commit's list of responses and the norms that it stores."""
     averaged = [answer for answer in commit.answers if answer.averaged]
     return shares_of(commit.round, averaged, config, commit.norms, commit.fragment)
 
 
 def why_void(commit: Commit, config: RunConfig) -> str:
-    """Reason why a commit averages nobody though it names somebody; empty if weights follow from the run's policy."""
+    """The first weight in a commit that does not follow from the run's policy; empty if all do, else it is void."""
     derived = shares_in(commit, config).weights
     for answer in commit.answers:
         if answer.averaged and answer.weight != derived[answer.replica_id]:
@@ -121,9 +118,9 @@ def why_void(commit: Commit, config: RunConfig) -> str:
 
 
 def as_read(commit: Commit, config: RunConfig) -> Commit:
-    """A commit as every reader takes it: itself, or if it is void, a commit that averages nobody and keeps the base.
+    """`commit` itself, or if its weights make it void, the commit in its place that averages nobody and keeps the base.
 
-    What stops the run, the roster and the guard's state count all the same.
+    Its stop, roster and guard state still count.
     """
     why = why_void(commit, config)
     if not why:
@@ -142,16 +139,16 @@ def as_read(commit: Commit, config: RunConfig) -> Commit:
 
 
 def _by_steps(round_: int, origins: Sequence[Origin], config: RunConfig) -> int:
-    """`sync_every`, less the steps that a payload lacks of a whole round; carried work makes it no more than that."""
+    """`sync_every`, less the steps by which a payload falls short of a whole round. Carried work adds no weight."""
     own = sum(origin.steps for origin in origins if origin.round == round_)
     steps = sum(origin.steps for origin in origins)
     return config.sync_every - (max(0, config.round_steps - steps) if own else 0)
 
 
 def _equal_payloads(averaged: Sequence[Answer]) -> list[list[int]]:
-    """The replicas whose payloads have equal bytes, group by group, in replica_id order; zeros apart.
+    """Groups of replicas whose payloads have equal bytes, in replica_id order; all-zero payloads are left out.
 
-    Where more than half of all are equal, nothing shows that one was copied, and there is no group.
+    If more than half of all payloads are equal, none is taken for a copy: there is no group.
     """
     same: dict[str, list[int]] = {}
     for answer in averaged:
@@ -161,12 +158,12 @@ def _equal_payloads(averaged: Sequence[Answer]) -> list[list[int]]:
 
 
 def _times(ratio: Fraction) -> str:
-    """A ratio for people. Norms in a forged commit may have one that no float holds."""
+    """A ratio as text. Bounded, because norms in a forged commit may have a ratio that no float holds."""
     return f"{float(min(ratio, Fraction(10**99))):.3g} times"
 
 
 def _median(values: Iterable[Fraction]) -> Fraction:
-    """The median, of an even number of values the lower one in the middle."""
+    """The median; of an even number of values the lower of the two in the middle."""
     ordered = sorted(values)
     return ordered[(len(ordered) - 1) // 2]
 
@@ -187,14 +184,14 @@ _RECENT_LEVEL = 4  # rounds of a fragment of which its level is the mean
 
 @dataclass(frozen=True)
 class Limit:
-    """The limit of a contribution's norm in a round."""
+    """The largest norm of a contribution that keeps its full weight in a round: `usual` times `factor`."""
 
     usual: Fraction  # norm as which one that is too large counts
     factor: Fraction  # times `usual` that are allowed
 
 
 def limit_of(norms: Sequence[float], fragment: int, before: UsualNorms | None, config: RunConfig) -> Limit:
-    """The limit for contributions to `fragment` of these norms, above zero. `before`: of the rounds before."""
+    """The norm limit for contributions to `fragment` with these norms (above zero). `before`: of earlier rounds."""
     usual, factor = median_low(norms), config.clips_above
     if before is not None and config.clips_by_history:
         few = len(norms) < _FEW
@@ -206,7 +203,7 @@ def limit_of(norms: Sequence[float], fragment: int, before: UsualNorms | None, c
 
 
 def norms_after(commit: Commit, config: RunConfig) -> UsualNorms | None:
-    """The state after a commit, as everybody reads it."""
+    """The running norm statistics after a commit, as every reader derives them; None if the run does not use them."""
     norms = [answer.norm for answer in commit.answers if answer.averaged and answer.norm]
     # A round of two says nothing about who is wrong, and one replica can make it one of itself and another: it commits
     # as soon as a quorum of two is there. Only where a run has no third one such rounds count.
@@ -215,10 +212,10 @@ def norms_after(commit: Commit, config: RunConfig) -> UsualNorms | None:
 
 
 def folded(before: UsualNorms | None, fragment: int, norms: Sequence[float], fewest: int = 2) -> UsualNorms | None:
-    """The state after a round of `fragment` with these norms, above zero. Fewer than `fewest`, 2 or more, add nothing.
+    """The norm statistics after one more round of `fragment` whose contributions have these norms, all above zero.
 
-    What counts of a round is its median norm, and the median of all distances to it, of two in the middle the larger.
-    So while most are honest, no other norm than an honest one's widens the limit.
+    A round adds its median norm and the median ratio of a norm to it (upper median), so that while most replicas are
+    honest no forged norm widens the limit. A round of fewer than `fewest` (2 or more) contributions adds nothing.
     """
     if len(norms) < fewest:
         return before

@@ -1,1 +1,1 @@
-"""The records of a run in its bucket: reads immutable ones once, checks the hash chain, appends new ones."""
+"""Reads and writes a run's JSON records in its bucket, caches immutable ones, and checks the hash chain of commits."""

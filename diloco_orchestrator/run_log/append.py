@@ -1,6 +1,6 @@
-"""Creates the objects that open or extend the commit log: run, first leg, commits, requests to halt.
+"""Creates run.json, the first leg's begin record, commits, and requests to halt.
 
-Every function is safe to repeat and to race: of several creates of one object exactly one wins.
+Every function may be repeated and raced: of several creates of one object exactly one wins.
 """
 
 from shlex import quote
@@ -17,7 +17,7 @@ from diloco_orchestrator.store.retrying import without_read_back
 
 
 def create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
-    """Create the run and its first leg; returns its log. Raises `RunFolderTaken` if the folder holds a run already."""
+    """Create run.json and the first leg; returns the run's log. Raises `RunFolderTaken` if the folder holds a run."""
     if Writer(store, Role.LAUNCHER).create(run) is None:
         raise RunFolderTaken(
             f"{store.url} already holds a run. Give the new run a folder of its own, or inspect that one with "
@@ -27,7 +27,7 @@ def create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
 
 
 def join_or_create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
-    """Create the run, or join it if another replica has created it, for loops without a coordinator; returns its log.
+    """Create the run, or open it if another replica has created it; for loops without a coordinator. Returns its log.
 
     Raises `RunFolderTaken` if the folder holds a run with another configuration.
     """
@@ -58,7 +58,7 @@ def _begin_first_leg(log: RunLog, by: str, stamp: Stamp) -> RunLog:
 
 
 def append_commit(log: RunLog, commit: Commit) -> CommitEntry:
-    """End a round with `commit`, unless it has a commit already. Returns the one that it has, which all follow."""
+    """Create `commit` unless its round has one; returns the round's commit, which every replica then applies."""
     if Writer.of(without_read_back(log.store), commit.by).create(commit) is not None:
         return log.remember_commit(commit.round, commit.to_bytes())
     entry = log.commit(commit.round)
@@ -67,7 +67,7 @@ def append_commit(log: RunLog, commit: Commit) -> CommitEntry:
 
 
 def request_halt(log: RunLog, by: str, reason: str, stamp: Stamp) -> None:
-    """Create a request to stop the newest leg after its open round. Does nothing if there is one already.
+    """Create the request to stop the newest leg after its open round, unless there is one.
 
     Raises `ConfigError` if the leg has ended.
     """

@@ -1,10 +1,10 @@
-"""`AttemptRecords`: reads the records of each launched process (attempt) of each replica.
+"""`AttemptRecords` reads the records about each attempt (launched process) of each replica; `Authors` checks manifests.
 
-`Authors` says whether a manifest is by an attempt that counts: with an intent, without a gap before it, and a claim.
-A manifest names the sha256 of its attempt's claim. That keeps out whoever writes in the name of a replica without
-having read the bucket, and attempts that no coordinator intended. It is no signature: claims can be read and copied.
+A manifest counts if it is by an attempt with an intent, without a gap in attempt numbers before it, and a claim whose
+sha256 the manifest names. That excludes authors that have not read the bucket and attempts that no coordinator
+intended. It is no signature: claims can be read and copied.
 
-A handle stays the JSON that its executor wrote; only executors interpret it.
+Handles are kept as the JSON that the executor wrote; only executors interpret them.
 """
 
 import logging
@@ -30,20 +30,20 @@ R = TypeVar("R", bound=Record)
 
 
 def counted(intents: Iterable[int]) -> list[int]:
-    """The attempts that count, of those with an intent: from 1 up to the first number without one.
+    """The attempts that count, of those with an intent: 1 up to the first missing number.
 
-    Nobody is shut out by the claim of an attempt that no coordinator has intended, nor by a number far ahead. Nor by a
-    claim from before the intent, which names the claim's key (`AttemptRecords.claim_key`).
+    So nobody can fence a replica's attempts by an attempt number without intent or far ahead, nor by a claim from
+    before the intent, because the intent holds a token of the claim's key (`AttemptRecords.claim_key`).
     """
     known = set(intents)
     return list(takewhile(known.__contains__, count(1)))
 
 
 class AttemptRecords:
-    """The records of a run's attempts. Existing ones are fetched once, except heartbeats; missing ones at each call.
+    """Reader of the records about a run's attempts. Found records are cached, except heartbeats; missing ones are not.
 
-    Methods that read a record return None if it does not exist, and for one that cannot be parsed: whoever may write
-    for one replica could otherwise end its run's coordinator and readers. `unreadable` says which those were.
+    A method that reads a record returns None if it is missing or cannot be parsed, so that junk written in one
+    replica's name does not end coordinator and readers of the run. `unreadable` lists the keys of unparsable records.
     """
 
     def __init__(self, store: Store) -> None:
@@ -88,19 +88,19 @@ class AttemptRecords:
         return (key for key in parsed if key is not None)
 
     def newest_claim(self, replica_id: int, above: int = 0) -> int:
-        """The highest attempt of a replica, above `above`, that a process has claimed; `above` if there is none.
+        """The highest attempt of a replica above `above` that a process has claimed; `above` if there is none.
 
         One LIST request, and a GET for an attempt above `above` that has a claim.
         """
         return next(self._claimed(replica_id, above), above)
 
     def claim_key(self, replica_id: int, attempt: int) -> str | None:
-        """The key of the claim of an attempt that counts; None without an intent that can be read."""
+        """The key of the claim of an attempt that counts; None if its intent is missing or cannot be read."""
         intent = self.intent(replica_id, attempt)
         return None if intent is None else keys.claim(replica_id, attempt, intent.claim_token)
 
     def intent(self, replica_id: int, attempt: int) -> Intent | None:
-        """The intent of an attempt; None also for one that says that it is another attempt's."""
+        """The intent of an attempt; None if it is missing, cannot be read, or names another attempt."""
         found = self._read(Intent, keys.intent(replica_id, attempt))
         return found if found is not None and (found.replica_id, found.attempt) == (replica_id, attempt) else None
 
@@ -118,7 +118,7 @@ class AttemptRecords:
         return self._read(Exit, keys.exit_record(replica_id, attempt))
 
     def heartbeat(self, replica_id: int, attempt: int) -> Heartbeat | None:
-        """The newest heartbeat of an attempt, fetched at every call, because it is overwritten."""
+        """The newest heartbeat of an attempt, fetched at every call because it is overwritten; None if missing."""
         return self._fetched(Heartbeat, keys.heartbeat(replica_id, attempt))
 
     def waiting(self, replica_id: int, attempt: int) -> Waiting | None:
@@ -126,9 +126,9 @@ class AttemptRecords:
         return self._fetched(Waiting, keys.waiting(replica_id, attempt))
 
     def log_text(self, replica_id: int, attempt: int) -> str | None:
-        """The end of the output of an attempt that has ended, or None if the attempt wrote none.
+        """The log.txt of an ended attempt, which holds the end of its output; None if the attempt wrote none.
 
-        A log.txt that is longer than a replica writes it is cut to its last bytes. One LIST request and a GET.
+        At most the last bytes that a replica would write are returned. One LIST request and a GET.
         """
         key = keys.log_text(replica_id, attempt)
         listed = self._store.list(f"{keys.attempts(replica_id)}{attempt}/")
@@ -166,7 +166,7 @@ class AttemptRecords:
 
 
 class Authors:
-    """Reads claims, each once. Two threads may share it: at worst both read the same claim."""
+    """Checks whether manifests are by the attempts that they name. Two threads may share one."""
 
     def __init__(self, store: Store, background: Background) -> None:
         self._store = store
@@ -174,17 +174,17 @@ class Authors:
         self._claims: dict[tuple[int, int], str] = {}  # sha256 of the claim of an attempt that counts
 
     def know(self, replica_id: int, attempt: int, claim_sha256: str) -> None:
-        """Take a claim, which the caller has created, without reading it."""
+        """Cache the digest of an attempt's claim, which the caller has just created, so that it is not fetched."""
         self._claims[replica_id, attempt] = claim_sha256
 
     def why_not(self, manifest: Contribution) -> str:
-        """Reason why a manifest is not of the attempt that it names; empty if it may be. Errors: `why_not_each`."""
+        """Reason why `manifest` is not by the attempt that it names; empty if it may be. Raises the store's errors."""
         return self.why_not_each([manifest]).get(manifest.replica_id, "")
 
     def why_not_each(self, manifests: Sequence[Contribution]) -> dict[int, str]:
-        """The reason why a manifest is not by the attempt that it names, by replica id; those that may be are left out.
+        """Reasons why manifests are not by the attempts that they name, by replica id; without those that may be.
 
-        One LIST and one GET, together, for every attempt that is not known yet, then another GET. Raises the store's
+        One LIST and one GET, in parallel, for every attempt not read before, then another GET. Raises the store's
         errors.
         """
         self._read({(each.replica_id, each.attempt) for each in manifests} - self._claims.keys())

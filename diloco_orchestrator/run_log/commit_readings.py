@@ -1,8 +1,8 @@
-"""`Conclusions`: what each commit of a log means to its readers, derived from the log up to there.
+"""`Conclusions`: decides for each commit of a log whether it follows from the log before it, or is void (empty round).
 
-The rules are in `protocol.void_commits`, the verdict's in `guard.round_fold`. Every reader applies the former.
-Answers and verdicts cost the manifests of the round: replicas, and whoever rebuilds a base, derive each; other readers
-those of a commit that halts the run, and every one once the log contradicts itself.
+The rules are in `protocol.void_commits` and, for verdicts, in `guard.round_fold`. Checking answers and verdict needs a
+round's manifests: replicas, and processes that rebuild a base, check every round; other readers check commits that halt
+the run, and all commits once the log contradicts itself.
 """
 
 import logging
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Conclusions:
-    """Reads the commits of one run in their meaning. start.json must exist."""
+    """Checks the commits of one run against its log. start.json must exist."""
 
     def __init__(self, records: LegRecords) -> None:
         self._records = records
@@ -52,16 +52,16 @@ class Conclusions:
         lenient: bool = False,
         received: Mapping[str, Contribution] | None = None,
     ) -> CommitEntry:
-        """The entry as everybody reads it: void if it does not follow from the log before it.
+        """`entry` as all readers must read it: marked void if its commit does not follow from the log before it.
 
         Args:
-            previous: the commit before, as everybody reads it; None before the first round.
-            derive_verdict: whether to derive answers, guard state and verdict, from the round's manifests.
-            lenient: take a verdict as it is written where it cannot be derived any more, instead of raising.
-            received: manifests by the sha256 of their bytes, which need not be fetched.
+            previous: the commit before, returned by this method; None before the first round.
+            derive_verdict: whether to check answers, guard state and verdict against the round's manifests.
+            lenient: accept an uncheckable verdict, whose manifests are gone, instead of raising.
+            received: manifests at hand, by the sha256 of their bytes; the others are fetched.
 
         Raises `RecordInvalid` or `ObjectMissing` if a manifest that the commit names is not there, and `RecordInvalid`
-        where a record of the log was changed after it was written.
+        if a record of the log was changed after it was written.
         """
         rules, before = self._before(previous)
         commit = entry.written
@@ -89,15 +89,14 @@ class Conclusions:
         return entry.voided(read_as_void(commit, before, rules, why), why)
 
     def why_not_concluded(self, entry: CommitEntry, previous: CommitEntry | None) -> str:
-        """The contradiction of a commit to the one before it, as far as these two show; empty if it does not."""
+        """Reason why `entry` does not follow from `previous`, judged by these two alone; empty if it may follow."""
         rules, before = self._before(previous)
         return why_unlinked(entry.written, before) or why_not_concluded(entry.written, before, rules)
 
     def _check_unchanged(self, entry: CommitEntry, previous: CommitEntry | None, before: Before) -> None:
-        """Raise `RecordInvalid` if a commit that does not continue the log may be right, and what is around it not.
+        """Raise `RecordInvalid` if a broken chain may come from a changed or misread record and not from a void commit.
 
-        So it may be if it is a commit after a void one, or if a second read gives other bytes of either than this
-        reader has.
+        That is so if the commit before is void, or if a second GET of either record gives other bytes than the first.
         """
         commit, position = entry.written, before.position
         if not entry.unreadable and previous is not None and previous.contradicts:
@@ -112,12 +111,12 @@ class Conclusions:
                 )
 
     def manifests(self, entry: CommitEntry) -> Mapping[int, Contribution]:
-        """The manifests of a commit that was read last with its verdict, by replica id; empty for any other."""
+        """The manifests, by replica id, of the commit whose verdict was checked last; empty for any other commit."""
         digest, found = self._last
         return found if digest == entry.sha256 else {}
 
     def _before(self, previous: CommitEntry | None) -> tuple[LegRules, Before]:
-        """The leg that a commit after `previous` belongs to, and the leg's state there."""
+        """The rules of the leg of the commit after `previous`, and the run's state before it."""
         if previous is None:
             rules = self._rules_of(self._begin_of(1))
             return rules, first_of_leg(rules, leg_position(rules.begin, self._start().sha256))
@@ -137,7 +136,7 @@ class Conclusions:
         return begin
 
     def _start(self) -> Entry[Start]:
-        """The run's start. May cost a LIST request, so it is not asked for with every commit."""
+        """The run's start record. May cost a LIST request, so callers cache what they need of it."""
         start = self._records.start()
         assert start is not None, "a log with commits has a start"
         return start
@@ -160,7 +159,7 @@ class Conclusions:
         return why_answers_differ(commit, found) or why_verdict_differs(commit, before.guard, found, *known)
 
     def _manifests(self, commit: Commit, received: Mapping[str, Contribution]) -> dict[int, Contribution]:
-        """The manifests that a commit names, by replica id, without those that are nobody's."""
+        """The manifests that a commit names, by replica id, without those of another round, leg or replica."""
         found: dict[int, Contribution] = {}
         for answer in commit.answers:
             if answer.attempt == 0:

@@ -1,6 +1,6 @@
-"""`ContributionReader`: reads manifests of contributions and the payload shards that they name, and checks digests.
+"""`ContributionReader`: fetches manifests of contributions and their payload shards, and checks their digests.
 
-Which contributions are averaged is decided by `protocol.rounds`; decoding payloads is left to `allreduce.payload`.
+`protocol.rounds` decides which contributions are averaged; `allreduce.payload` decodes payloads.
 """
 
 from collections.abc import Collection
@@ -19,16 +19,16 @@ from diloco_orchestrator.store.base import Store
 
 
 class ContributionReader:
-    """Reads manifests and payload shards from the store. Nothing is cached."""
+    """Fetches manifests and payload shards from the store. Nothing is cached."""
 
     def __init__(self, store: Store, background: Background | None = None) -> None:
         self._store = store
         self._background = background or NoBackground()
 
     def named(self, round_: int, answer: Answer) -> Contribution:
-        """The manifest that `answer` names in a commit.
+        """The manifest that `answer`, in the commit of a round, names by digest.
 
-        Raises `RecordInvalid` if its digest is another than the commit's, `ObjectMissing` if it does not exist.
+        Raises `RecordInvalid` if the manifest has another digest, `ObjectMissing` if it does not exist.
         """
         manifest = self.exact(round_, answer.replica_id, answer.manifest_sha256)
         if not is_said(answer, manifest):
@@ -39,9 +39,9 @@ class ContributionReader:
         return manifest
 
     def exact(self, round_: int, replica_id: int, sha256: str | None) -> Contribution:
-        """A replica's manifest of a round, with the digest that a commit names; None: whatever is there.
+        """A replica's manifest of a round. `sha256`: the digest that its bytes must have; None: any.
 
-        Raises `RecordInvalid` for another one, `ObjectMissing` if it does not exist.
+        Raises `RecordInvalid` for another digest, `ObjectMissing` if it does not exist.
         """
         key = keys.contribution(round_, replica_id)
         data = read_record(self._store, key)
@@ -59,7 +59,7 @@ class ContributionReader:
     def in_round(self, round_: int, replicas: int, but: Collection[int] = ()) -> list[Contribution]:
         """The manifests of a round that can be parsed, in replica_id order, without those of the replicas in `but`.
 
-        `replicas`: of the run; a manifest of any other is nobody's.
+        `replicas`: number of replicas of the run; manifests under higher ids are ignored.
         """
         parsed = (keys.contribution.parse(info.key) for info in self._store.list(keys.contributions(round_)))
         found = {key[1] for key in parsed if key is not None and key[1] < replicas}
@@ -75,9 +75,9 @@ class ContributionReader:
         return None
 
     def shard(self, manifest: Contribution, index: int) -> bytes:
-        """The bytes of a payload shard, of its first take that has the digest in the manifest.
+        """The bytes of a payload shard, from the first of its uploads whose digest is that in the manifest.
 
-        Raises `PayloadCorrupt` if no take has it, `PayloadGone` if the first take was deleted.
+        Raises `PayloadCorrupt` if no upload has it, `PayloadGone` if the author's upload was deleted.
         """
         assert manifest.payload is not None
         failure: PayloadCorrupt | None = None
@@ -96,10 +96,10 @@ _ROUNDS = 50  # of the first listing: with eight replicas about a page of 1,000 
 
 
 class ManifestListing:
-    """The authors of manifests in rounds up to `newest`, later rounds first.
+    """The replicas with a manifest in each round up to `newest`, listed on demand, later rounds first.
 
-    Every listing goes twice as far back as the one before, because a store lists to the end of the log. A manifest that
-    appears after its round was listed is not found. Choose `newest` so that this cannot matter.
+    A listing always runs to the end of the log, so each one goes twice as far back as the one before. A manifest that
+    appears after its round was listed is not found: choose `newest` so that this cannot matter.
     """
 
     def __init__(self, store: Store, newest: int) -> None:
@@ -110,7 +110,7 @@ class ManifestListing:
         self._authors: dict[int, set[int]] = {}
 
     def authors(self, round_: int) -> set[int]:
-        """The replicas with a manifest in a round up to `newest`. Lists rounds back to it, if they were not listed."""
+        """The replicas with a manifest in `round_`, at most `newest`. Lists back to that round unless it was listed."""
         assert round_ <= self.newest, f"round {round_} is after {self.newest}"
         while max(1, round_) < self._listed_from:
             self._list(max(1, self._listed_from - self._reach))

@@ -1,4 +1,4 @@
-"""Records together with the digests of their exact bytes, which the hash chain of the log consists of."""
+"""Records paired with the sha256 of their exact bytes, by which the commits form a hash chain."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ class Entry(Generic[R]):
 
 @dataclass(frozen=True)
 class CommitEntry:
-    """A commit and the sha256 of its exact bytes. A void commit is read as one that averages nobody."""
+    """A commit (`written`: as stored; `commit`: as readers use it, averaging nobody if void) and its bytes' sha256."""
 
     commit: Commit  # as its readers take it: `protocol.weights`, `protocol.void_commits`
     sha256: str
@@ -40,7 +40,7 @@ class CommitEntry:
 
     @classmethod
     def of(cls, commit: Commit, sha256: str, config: RunConfig) -> Self:
-        """The entry of the commit whose exact bytes have this digest, in a run of this config."""
+        """The entry of a commit whose bytes have digest `sha256`. `config`: of the run, which fixes the weights."""
         void = why_void(commit, config)
         if void:
             log.warning("round %d: its commit is void and averages nobody: %s", commit.round, void)
@@ -48,16 +48,16 @@ class CommitEntry:
 
     @classmethod
     def of_no_commit(cls, round_: int, sha256: str, why: str) -> Self:
-        """The entry of an object with this digest that is no commit of `round_`, though its key says so. `why`: how."""
+        """The entry of an object at the key of `round_`'s commit that is no commit. `why`: the parse error."""
         stands_for_it = no_commit(round_, why)
         return cls(stands_for_it, sha256, stands_for_it, unreadable=why)
 
     def voided(self, commit: Commit, why: str, unlinked: bool = False) -> Self:
-        """This entry, read as `commit`, because it contradicts the log before it. `why`: how."""
+        """This entry marked void, with `commit` in place of what is stored. `why`: its contradiction to the log."""
         return replace(self, commit=commit, void=why, contradicts=why, unlinked=unlinked)
 
     def counted(self, commit: Commit) -> Self:
-        """This entry, void for its weights alone, read as `commit`, which counts it as one more empty round."""
+        """This entry, void for its weights alone, with `commit`, which counts one more empty round."""
         return replace(self, commit=commit)
 
     @property
@@ -73,7 +73,7 @@ def check_link(entry: CommitEntry, position: Position) -> None:
 
 
 def changed(round_: int, previous: str, sha256: str) -> RecordInvalid:
-    """The error of a commit of `round_` that names `previous`, though the record before it has the digest `sha256`."""
+    """The error that a record of the log was changed: round `round_` names it by `previous`, it has `sha256`."""
     before = f"the commit of round {round_ - 1}" if round_ > 1 else keys.START
     return RecordInvalid(
         f"{keys.commit(round_)} follows {previous[:12]}, but {before} has sha256 {sha256[:12]}: one of the two was "

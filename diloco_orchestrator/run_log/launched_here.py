@@ -1,8 +1,8 @@
-"""Which runs this user launched on this machine, kept outside of every bucket.
+"""A file per run, outside of every bucket, of what this user launched on this machine.
 
-run.json names the executor of a run, with options, environment and entrypoint; to make that executor again is to run
-what they say. Whoever may write to the bucket may have changed them, so they count only as this user wrote them: the
-digest of run.json is remembered here, by the run's URL, and those of settings that legs begun here have changed.
+To relaunch replicas is to run the executor, options and entrypoint that run.json names. Whoever can write to the bucket
+may have changed them, so they are used only if they have the digests noted here: of run.json, by the run's URL, and of
+the settings that legs begun here changed.
 """
 
 import json
@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 
 def remember(run_log: RunLog, **facts: Any) -> None:
-    """Remember that this user launched the run, and `facts` of it; those noted of the same run before stay.
+    """Note that this user launched the run, and `facts` about it; facts noted before are kept.
 
-    The facts: `head`, the newest that was seen; `settings`, the digests of those of legs that were begun here; and
-    `failure`, why supervision ended here. Without a place to write it a warning is logged, and nothing raised.
+    The facts: `head`, the newest commit seen; `settings`, digests of the settings of legs begun here; `failure`, why
+    supervision ended here. If the file cannot be written a warning is logged, and nothing raised.
     """
     known = _known_of(run_log) or {"url": run_log.store.url, "run_sha256": run_log.run_sha256}
     record = {**known, **facts}
@@ -44,9 +44,9 @@ def remember(run_log: RunLog, **facts: Any) -> None:
 
 
 def note_head(run_log: RunLog, head: str) -> None:
-    """Remember a head of a run that this user launched here. Does nothing if one of that round or a later one is known.
+    """Note the newest commit of a run launched here, unless that round or a later one is noted.
 
-    So the head of a log that was cut since replaces none.
+    So a log that was truncated since does not replace the note.
     """
     known = _known_of(run_log)
     if head and known and (not known.get("head") or Head.parse(known["head"]).round < Head.parse(head).round):
@@ -54,15 +54,15 @@ def note_head(run_log: RunLog, head: str) -> None:
 
 
 def remember_leg(run_log: RunLog, begin: Begin) -> None:
-    """Remember the settings of a leg that this user has begun. Does nothing if the run was not launched here."""
+    """Note the settings of a leg that this user has begun. Does nothing if the run was not launched here."""
     if begin.settings and _known_of(run_log):
         remember(run_log, settings=sorted({*settings_begun_here(run_log), settings_sha256(begin.settings)}))
 
 
 def note_failure(run_log: RunLog, failure: str) -> None:
-    """Remember why supervision of a run that this user launched here ended: its bucket may take no record of it.
+    """Note why supervision of a run launched here ended, because its bucket may accept no record of it.
 
-    Empty: it goes on again. Does nothing for a run of somebody else, or if nothing is new.
+    Empty text clears the note. Does nothing for a run not launched here, or if the text is noted already.
     """
     known = _known_of(run_log)
     if known and known.get("failure", "") != failure:
@@ -70,13 +70,13 @@ def note_failure(run_log: RunLog, failure: str) -> None:
 
 
 def failure_seen_here(url: str) -> str:
-    """Reason why supervision of a run that this user launched here ended; empty if nothing is known."""
+    """Reason why supervision of a run launched here ended, as noted last; empty if none is noted."""
     failure = _known(url).get("failure", "")
     return failure if isinstance(failure, str) else ""
 
 
 def check_launched_here(run_log: RunLog, need: str) -> None:
-    """Raise `ConfigError` unless this user launched the run here, with run.json as it is now. `need`: what for."""
+    """Raise `ConfigError` unless this user launched the run here and run.json is unchanged. `need`: what for."""
     if why := why_not_launched_here(run_log):
         raise ConfigError(
             f"{need} needs the executor that {run_log.store.url} names, and {why}: whoever may write to the bucket "
@@ -86,9 +86,9 @@ def check_launched_here(run_log: RunLog, need: str) -> None:
 
 
 def why_not_launched_here(run_log: RunLog) -> str:
-    """Reason why the run's configuration is not this user's own; empty if this user launched the run here as it is now.
+    """Reason why the settings of the run or of its newest leg are not trusted; empty if this user launched both here.
 
-    That of a leg counts, too: who may write to the bucket could begin one with other arguments for training.
+    The leg counts too: whoever can write to the bucket could begin one with other training arguments.
     """
     known = _known(run_log.store.url)
     if known.get("run_sha256") != run_log.run_sha256:
@@ -103,18 +103,18 @@ def why_not_launched_here(run_log: RunLog) -> str:
 
 
 def settings_begun_here(run_log: RunLog) -> frozenset[Sha256]:
-    """The digests of settings of legs that this user began on this machine. Empty if the run was launched elsewhere."""
+    """Digests of the settings of all legs that this user began on this machine; empty if it did not launch the run."""
     return frozenset(each for each in _known_of(run_log).get("settings", ()) if isinstance(each, str))
 
 
 def head_seen_here(url: str) -> str:
-    """The newest head of a run that this user launched here, as it was seen last; empty if none is known."""
+    """The noted newest commit (`Head` as text) of a run launched here; empty if none is noted."""
     head = _known(url).get("head", "")
     return head if isinstance(head, str) else ""
 
 
 def _known_of(run_log: RunLog) -> dict[str, Any]:
-    """Facts remembered of the run as it is now; empty if run.json is another than this user launched here."""
+    """The noted facts about the run; empty if run.json differs from the one launched here."""
     known = _known(run_log.store.url)
     return known if known.get("run_sha256") == run_log.run_sha256 else {}
 
@@ -132,7 +132,7 @@ def _record_of(url: str) -> Path:
 
 
 def _folder(environ: Mapping[str, str]) -> Path:
-    """The folder of these records, which only this user can read and write. Raises `OSError` if it is another's."""
+    """The folder of the notes, readable and writable by this user alone. Raises `OSError` if another user owns it."""
     state = environ.get("XDG_STATE_HOME")
     folder = (Path(state) if state else Path.home() / ".local" / "state") / "diloco-orchestrator" / "runs"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`LegRecords`: the immutable records that are no commits: run, start, begins of legs, requests to halt.
+"""`LegRecords`: reads and caches all records of a run's log but commits: run, start, begins of legs, requests to halt.
 
 `run_log.RunLog` adds the commits.
 """
@@ -26,7 +26,7 @@ R = TypeVar("R", bound=Record)
 
 
 class LegConfigs:
-    """Validates each leg's settings once. `run`: of run.json. `begin_of`: leg -> its record, None if it has none."""
+    """Validated configuration of each leg. `run`: that of run.json. `begin_of`: a leg's begin record or None."""
 
     def __init__(self, run: RunConfig, begin_of: Callable[[int], Entry[Begin] | None]) -> None:
         self._run = run
@@ -34,9 +34,9 @@ class LegConfigs:
         self._known: dict[str, RunConfig] = {}  # by the digest of the leg's record
 
     def of(self, leg: int) -> RunConfig:
-        """The configuration of a leg.
+        """The configuration of a leg: that of run.json with the settings that the leg changes.
 
-        Raises `ConfigError` if its record names a setting that no leg can change, `NoSuchRun` if it has no record.
+        Raises `ConfigError` if the begin record names a setting that no leg can change, `NoSuchRun` if it is missing.
         """
         begin = self._begin_of(leg)
         if begin is None:
@@ -44,14 +44,14 @@ class LegConfigs:
         return self.of_begin(begin)
 
     def of_begin(self, begin: Entry[Begin]) -> RunConfig:
-        """The configuration of the leg with this record. Raises `ConfigError` as `of` does."""
+        """The configuration of the leg with this begin record. Raises `ConfigError` as `of` does."""
         if begin.sha256 not in self._known:
             self._known[begin.sha256] = config_of_leg(self._run, begin.record.settings, guard=True)
         return self._known[begin.sha256]
 
 
 class LegRecords:
-    """Reads each record once; one that does not exist yet is fetched again at every call. Arguments as of `RunLog`."""
+    """Caches each record that it has read; a missing one is fetched again at every call. Arguments as of `RunLog`."""
 
     def __init__(self, store: Store, on_read: Callable[[str, bytes], None] | None, run_json: bytes | None) -> None:
         self.store = store
@@ -72,20 +72,20 @@ class LegRecords:
         self.starts = Starts(store, self.run.config.replicas, self.run_sha256, self.run.config.first_base)
 
     def start(self) -> Entry[Start] | None:
-        """The start that most replicas follow; None while none does. It may change until more than half have begun."""
+        """The start record that most replicas adopted; None before the first vote. Final once more than half agree."""
         return self.starts.chosen()
 
     def begin(self, leg: int) -> Entry[Begin] | None:
-        """The `Begin` record of a leg, or None if the leg has not begun. Raises as `why_foreign` does."""
+        """The valid begin record of a leg; None if the leg has not begun. Raises as `why_foreign` does."""
         if leg not in self._begun:
             self.why_foreign(leg)
         return self._begun.get(leg)
 
     def why_foreign(self, leg: int) -> str:
-        """Reason why the object under a leg's begin key counts for nothing; empty if it counts, or there is none.
+        """Reason why the object at a leg's begin key is ignored; empty if it is valid or there is none.
 
-        A leg has begun if the leg before has, and its record can be read, names the last commit of that leg, which
-        stopped it, and changes what a leg can change. Raises `RecordTooNew` or `RecordTooOld` for a record of another
+        It is valid if the leg before is, and it can be read, names that leg's last commit, which stopped the leg, and
+        changes only settings that a leg can change. Raises `RecordTooNew` or `RecordTooOld` for a record of another
         schema that names that commit.
         """
         if leg in self._begun:
@@ -99,7 +99,7 @@ class LegRecords:
         return found if isinstance(found, str) else ""
 
     def begin_after(self, leg: int, round_: int, sha256: str) -> Entry[Begin] | None:
-        """The `Begin` record of a leg after the commit of a round, with this digest, that stopped the leg before."""
+        """The begin record of `leg` if it names this commit as the last before the leg; else None."""
         known = self._begun.get(leg)
         if known is not None:
             return known if (known.record.after_round, known.record.previous) == (round_, sha256) else None
@@ -107,9 +107,9 @@ class LegRecords:
         return found if isinstance(found, Entry) else None
 
     def _begin_as_written(self, leg: int, follows: Callable[[int, str], bool]) -> Entry[Begin] | str | None:
-        """The record under the key of a leg's begin, or why it counts for nothing; None if there is none.
+        """The begin record of a leg, or why the object there is ignored; None if there is no object.
 
-        `follows`: whether the commit of a round with a digest is the last of the leg before.
+        `follows(round, sha256)`: whether that commit is the last of the leg before.
         """
         key = keys.begin(leg)
         data = read_optional(self.store, key)
@@ -134,7 +134,7 @@ class LegRecords:
         return Entry(begin, sha256_hex(data))
 
     def remember_begin(self, begin: Entry[Begin]) -> None:
-        """Keep the `Begin` record of a leg, which was just created."""
+        """Cache the begin record of a leg, which the caller has just created."""
         self._begun[begin.record.leg] = begin
 
     def _follows(self, leg: int, round_: int, sha256: str) -> bool:
@@ -142,13 +142,13 @@ class LegRecords:
         raise NotImplementedError
 
     def launched(self, begin: Begin) -> Launched:
-        """The digests that pin the configuration of a leg, as it is known here."""
+        """The digests that pin the configuration of the leg of `begin`, for the command line of its processes."""
         return Launched(self.run_sha256, settings_sha256(begin.settings))
 
     def newest_leg(self) -> int:
-        """The number of the newest leg; 0 before the first. One LIST request.
+        """The number of the newest leg that has begun; 0 before the first. One LIST request.
 
-        Legs count up from 1 as long as each has begun; a number beyond is that of no leg.
+        Legs count up from 1; the first number without a valid begin record ends them.
         """
         listed = [info.key for info in self.store.list(keys.LEGS)]
         self._listed_outs = [key for key in listed if keys.out.parse(key)]
@@ -160,14 +160,14 @@ class LegRecords:
         return leg
 
     def has_result(self, leg: int) -> bool:
-        """Whether there was a result.json of a leg, by any writer, when `newest_leg` was asked last."""
+        """Whether `newest_leg`, when called last, listed a result.json of the leg, written by anybody."""
         return (leg, keys.result(leg).rpartition("/")[2]) in self._listed
 
     def passed_over(self) -> dict[str, str]:
-        """The objects of legs that count for nothing or cannot be read, by key, and why.
+        """Keys of the objects about legs that are ignored or cannot be read, each with the reason.
 
-        The listing is that of the last call of `newest_leg`. Costs a GET for each begin that does not count, and one
-        for the newest leg's request to halt.
+        Uses the listing of the last `newest_leg` call. Costs a GET for each ignored begin record, and one for the
+        newest leg's request to halt.
         """
         newest, found = max(self._begun, default=0), {}
         for leg, name in self._listed:
@@ -187,21 +187,20 @@ class LegRecords:
         return [self.begin_of(leg).record for leg in range(1, max(1, self.newest_leg()) + 1)]
 
     def known_begins(self) -> list[Begin]:
-        """The `Begin` records that were read so far."""
+        """The begin records that this object has read so far."""
         return [entry.record for entry in list(self._begun.values())]
 
     def begin_of(self, leg: int) -> Entry[Begin]:
-        """The `Begin` record of a leg that has begun. Raises `NoSuchRun` if it is missing."""
+        """The begin record of a leg that has begun. Raises `NoSuchRun` if it is missing or invalid."""
         found = self.begin(leg)
         if found is None:
             raise _no_begin(self.store.url, leg, self.why_foreign(leg))
         return found
 
     def halt(self, leg: int) -> Halt | None:
-        """The request to halt a leg, or None if there is none. One that cannot be read is a request all the same.
+        """The request to halt a leg, or None. An object at its key that cannot be parsed is a request too.
 
-        Whoever can write junk there can write a request; and junk that counted for nothing would keep everybody else
-        from requesting one, since the key is taken.
+        Whoever can write junk there can write a request, and ignored junk would keep everybody else from creating one.
         """
         key = keys.halt(leg)
         if key not in self._entries:
@@ -220,15 +219,15 @@ class LegRecords:
         return cast(Halt, self._entries[key].record)
 
     def out(self, leg: int) -> dict[int, Out]:
-        """Replicas that are out of a leg, by replica id. One LIST request, and a GET for each that was not read before.
+        """Replicas that are launched no more in a leg, by replica id. One LIST request, and a GET for each new record.
 
-        An object that is no such record counts for nothing, and is named in the log.
+        Invalid objects are ignored and logged.
         """
         self._listed_outs = [info.key for info in self.store.list(keys.outs(leg))]
         return self.known_out(leg)
 
     def known_out(self, leg: int) -> dict[int, Out]:
-        """The same as of the newest listing of legs, with a GET for each that was not read before."""
+        """The same as `out` without its LIST request: from the keys that `newest_leg` or `out` listed last."""
         found = {}
         for key in self._listed_outs:
             of_leg, replica_id = keys.out.parse(key) or (0, 0)
@@ -237,7 +236,7 @@ class LegRecords:
         return found
 
     def _out(self, key: str) -> Out | None:
-        """The record at `key`; None, and a line in the log, if the object there is not the one that belongs there."""
+        """The `Out` record at `key`; None, and a warning, if the object there is no valid one."""
         if key in self._junk:
             return None
         try:
@@ -252,13 +251,13 @@ class LegRecords:
         return None
 
     def recorded_result(self, leg: int) -> Result | None:
-        """Contents of a leg's result.json, or None if there is none. Nobody obeys it: `RunLog.result` derives it."""
+        """The content of a leg's result.json, or None. It may be forged: `RunLog.result` derives the true one."""
         found = self._read(Result, keys.result(leg))
         return None if found is None else found.record
 
     @property
     def keeps_payloads(self) -> bool:
-        """Whether no payload was ever to be deleted: by the run's settings, nor by a `gc` with others."""
+        """Whether the run keeps all payloads: its settings say so, and no `gc` with other settings has run."""
         return self.run.config.retention.payloads == "all" and self._read(Retention, keys.RETENTION) is None
 
     # -- reading -------------------------------------------------------------------------------------------------
@@ -271,7 +270,7 @@ class LegRecords:
         return None if data is None else self.remember(kind, key, data)
 
     def remember(self, kind: type[R], key: str, data: bytes) -> Entry[R]:
-        """Keep a record, whose exact bytes are `data`, so that no later call fetches it: it was read or created."""
+        """Cache the record with the exact bytes `data`, just read or created, so that it is not fetched again."""
         entry = Entry(kind.from_bytes(data, key), sha256_hex(data))
         self._entries[key] = cast(Entry[Record], entry)
         return entry
@@ -287,12 +286,12 @@ _UNREADABLE = "cannot be read"  # in the reasons of commits: the same for every 
 
 
 def _unreadable(leg: int) -> Halt:
-    """The request that counts in place of one that cannot be read."""
+    """The halt request that readers use in place of an unparsable one."""
     return Halt(write_id="", at=0.0, leg=leg, by="unknown", reason=f"{keys.halt(leg)} {_UNREADABLE}")
 
 
 def _named_in(data: bytes) -> tuple[int, str]:
-    """Round and digest of the last commit before a leg that a begin of any schema names; (0, "") if it names none."""
+    """(round, sha256) of the last commit before a leg, from a begin record of any schema; (0, "") if it has none."""
     try:
         body = parse_json(data)
         round_, sha256 = body["after_round"], body["previous"]

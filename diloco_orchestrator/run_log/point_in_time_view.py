@@ -1,7 +1,7 @@
-"""`PointInTimeView`: a run's folder as it was when one of its rounds was open, whose writes stay in memory.
+"""`PointInTimeView`: read-only overlay that shows a run's folder as it was while one of its rounds was open.
 
-A replica that is started on it trains that round as an attempt that was restarted then. What was in the bucket follows
-from the keys: objects are created once, and only retention deletes any.
+A replica started on the view trains that round as a restarted attempt did then. Writes stay in memory. What existed
+then follows from the keys: objects are created once, and only retention deletes any.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,10 +18,9 @@ _BEGIN = keys.begin(1).rpartition("/")[2]
 class PointInTimeView:
     """The objects of `store` from before attempt `attempt` of replica `replica_id` contributed to a round of a leg.
 
-    Objects of that round and of later ones are hidden, but for the others' manifests of that round; so are those of
-    attempts, which are of no round, but for intents and claims, which
-    say whose manifests count. Nothing is ever written to `store`. `on_create` is called with the key of every object
-    that was created here, after it was.
+    Hidden are objects of that round, except the other replicas' manifests, of later rounds, and of attempts, except
+    intents and claims, by which manifests are checked. Nothing is written to `store`: created objects stay in memory,
+    and `on_create` is called with the key of each afterwards.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""`Reader`: reads records from the store, each up to the most bytes that a record with its key may have.
+"""`Reader`: fetches and parses records, each only up to the maximum size of a record with its key.
 
-Whoever may write to the bucket may put gigabytes there under any key; a reader must not hold them.
+So gigabytes that somebody puts under a record's key do not fill a reader's memory.
 """
 
 from typing import TypeVar
@@ -16,7 +16,7 @@ R = TypeVar("R", bound=Record)
 
 
 def read_record(store: Store, key: str) -> bytes:
-    """The bytes of a record; the first of them, which are no JSON object, if there are more than a record may have.
+    """The bytes of the record at `key`, truncated (then no valid JSON) beyond the maximum size of such a record.
 
     Raises the store's errors.
     """
@@ -24,7 +24,7 @@ def read_record(store: Store, key: str) -> bytes:
 
 
 def read_optional(store: Store, key: str) -> bytes | None:
-    """The result of `read_record`, or None if the object does not exist. Raises the store's other errors."""
+    """The bytes that `read_record` returns, or None if the object does not exist. Raises the store's other errors."""
     try:
         return read_record(store, key)
     except ObjectMissing:
@@ -32,16 +32,16 @@ def read_optional(store: Store, key: str) -> bytes | None:
 
 
 class Reader:
-    """Reads records of one store. Nothing is cached."""
+    """Fetches and parses records of one store. Nothing is cached."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def read(self, kind: type[R], key: str) -> Entry[R] | None:
-        """The record under a key, with the digest of its bytes; None if the object does not exist.
+        """The record at `key` with the digest of its bytes; None if the object does not exist.
 
-        Raises `RecordInvalid` for an object that is not such a record, `RecordTooNew` and `RecordTooOld` for one of
-        another schema, and the store's errors.
+        Raises `RecordInvalid` for an object that is no such record, `RecordTooNew` and `RecordTooOld` for another
+        schema version, and the store's errors.
         """
         data = read_optional(self._store, key)
         return None if data is None else self.parsed(kind, key, data)

@@ -1,9 +1,8 @@
-"""`RunLog`: reads the immutable records of one run (run, start, legs, commits), each once, and checks the hash chain.
+"""`RunLog`: reads and caches the immutable records of one run (run, start, legs, commits) and checks the hash chain.
 
-The meaning of each commit follows from the log before it (`run_log.commit_readings`). History comes through
-segments of the log (`run_log.segments`) once a run is long enough to have some. What a commit must say is decided in
-`protocol.rounds`. New records are written by `run_log.append`; records of attempts and contributions are read by
-`run_log.attempts` and `run_log.contributions`.
+Each commit is checked against the log before it (`run_log.commit_readings`). Long histories are read through segments,
+objects that hold many commits (`run_log.segments`). `run_log.append` writes records; `run_log.attempts` and
+`run_log.contributions` read those of attempts and contributions.
 """
 
 import logging
@@ -33,14 +32,14 @@ _KEPT_COMMITS = 256  # single commits kept in memory: more than the rounds of a 
 class RunLog(LegRecords):
     """The records of the run in `store`.
 
-    A record never changes, so it is fetched once; one that does not exist yet is fetched again at every call. Every
-    method that reads raises `RecordInvalid` for an object that is not the record its key names, `RecordTooNew` for a
-    record of a later schema, and the store's errors. Two threads may share a log: at worst both fetch the same record.
+    Records never change, so each is fetched once; a missing one is fetched again at every call. Every method that reads
+    raises `RecordInvalid` for an object that is not the record its key names, `RecordTooNew` for a record of a later
+    schema, and the store's errors. Two threads may share a log: at worst both fetch the same record.
 
     The constructor reads run.json, unless `run_json` holds the bytes that the caller has just created there; it raises
-    `NoSuchRun` if there is none. `on_read` is called with key and exact bytes of every record before it is parsed,
-    `on_bad_segment` with the key of a segment that disagrees with the log and with how it does (by default that is
-    logged); afterwards the single commits are read.
+    `NoSuchRun` if there is none. `on_read` is called with key and exact bytes of every record before it is parsed;
+    `on_bad_segment` with the key of a segment that disagrees with the log, and how (default: it is logged), after which
+    the single commits are read.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class RunLog(LegRecords):
     # -- commits -------------------------------------------------------------------------------------------------
 
     def commit(self, round_: int) -> CommitEntry | None:
-        """The commit of a round, or None while the round is open. Does not check its link to the commit before."""
+        """The commit of a round, or None while the round is open. Neither its chain nor its content is checked."""
         known = self._commit_entries.get(round_)
         if known is not None:
             return known
@@ -79,9 +78,9 @@ class RunLog(LegRecords):
         return self.remember_commit(round_, data)
 
     def remember_commit(self, round_: int, data: bytes) -> CommitEntry:
-        """Keep the commit of a round, whose exact bytes are `data`, so that no later call fetches it.
+        """Cache the commit of a round, whose exact bytes are `data`, so that no later call fetches it.
 
-        What is no commit of that round is void (`run_log.commit_readings`). Raises `RecordTooNew` and `RecordTooOld`.
+        Bytes that are no commit of that round give a void entry. Raises `RecordTooNew` and `RecordTooOld`.
         """
         if len(self._commit_entries) >= _KEPT_COMMITS:
             oldest, *_ = self._commit_entries  # copied at once: another thread may add one
@@ -90,10 +89,10 @@ class RunLog(LegRecords):
         return found
 
     def after(self, position: Position, derive_verdicts: bool = False) -> Iterator[CommitEntry]:
-        """The commits after `position`, oldest first, each as everybody reads it (`run_log.commit_readings`).
+        """The commits after `position`, oldest first, each checked against the log; invalid ones are marked void.
 
-        Raises `RecordInvalid` where one was changed after it was written. `derive_verdicts`: whether every verdict is
-        derived, too.
+        `derive_verdicts`: whether to check every verdict against manifests. Raises `RecordInvalid` if a record was
+        changed after it was written.
         """
         for entry in self._each_after(position, derive_verdicts):
             if self._newest is None or entry.commit.round > self._newest.commit.round:
@@ -101,9 +100,9 @@ class RunLog(LegRecords):
             yield entry
 
     def settled(self, position: Position) -> Iterator[CommitEntry]:
-        """The entries of `after`, each once those after it are read that may show that it is void.
+        """The entries of `after`, each delayed until later commits have been read that may show that it is void.
 
-        The newest ones are yielded as they are. A leg has at most `MAX_EMPTY_ROUNDS` void ones in a row.
+        The delay is `MAX_EMPTY_ROUNDS` commits, the most void ones in a row; the newest ones are yielded at the end.
         """
         held = deque[CommitEntry]()
         for entry in self.after(position):
@@ -113,15 +112,15 @@ class RunLog(LegRecords):
         yield from map(self._known, held)
 
     def _known(self, entry: CommitEntry) -> CommitEntry:
-        """An entry that was read before, as it is read by now."""
+        """The cached entry of the same round if that was found void since, else `entry`."""
         known = self._commit_entries.get(entry.commit.round)
         return known if known is not None and known.void else entry
 
     def _each_after(self, position: Position, derive_verdicts: bool = False) -> Iterator[CommitEntry]:
         """The commits after `position`, as `after` yields them.
 
-        Only a reader that has ten rounds before it, as far as it knows, looks for segments: one LIST request, then one
-        GET for each. At most two segments are in memory.
+        Lists segments (one LIST request, then one GET for each) once ten single commits were read or the newest known
+        snapshot is ten rounds ahead. At most two segments are in memory.
         """
         singles, listed = 0, False
         previous = self.as_read(position.round) if position.round else None
@@ -144,11 +143,11 @@ class RunLog(LegRecords):
             position, singles = previous.position, singles + 1
 
     def as_read(self, round_: int) -> CommitEntry | None:
-        """The commit of a round, as everybody reads it if it is the last of its leg; None if it is missing.
+        """The checked commit of a round that may be the last of its leg; None if it is missing.
 
-        A leg may end with a void commit, which does not say itself that it stops the leg. So where the commit is void,
-        contradicts the one before it, as that is written, or goes on although a leg begins after it, the whole leg is
-        read, in the last case with its verdicts.
+        A void last commit does not itself say that it stops the leg. So if the commit is void, contradicts the one
+        before it, or does not stop the leg though another begins after it, the whole leg is read, in the last case with
+        its verdicts.
         """
         entry = self.commit(round_)
         if entry is None or entry.contradicts:
@@ -165,14 +164,14 @@ class RunLog(LegRecords):
         return self._read_in_leg(leg, round_)
 
     def _read_in_leg(self, leg: Begin, round_: int) -> CommitEntry | None:
-        """The commit of a round of a leg, after all before it in that leg; None if it is missing."""
+        """The checked commit of a round of `leg`, for which the leg is read from its begin; None if it is missing."""
         return next((each for each in self._each_after(self.leg_position(leg)) if each.commit.round == round_), None)
 
     def _follows(self, leg: int, round_: int, sha256: str) -> bool:
-        """Whether a leg follows that commit, as `LegRecords` asks.
+        """Whether `leg` may begin after the commit of this round and digest: the commit stopped the leg before.
 
-        The leg before is read as it is written first, and with its verdicts where its last commit does not say that it
-        stops the leg: it may be void, and the last of several.
+        If its last commit does not itself stop the leg before, it may be void, one of several: the leg is then read
+        whole, the second time with its verdicts checked.
         """
         before, start = self.begin_of(leg - 1).record, self.start()
         if start is None:
@@ -200,7 +199,7 @@ class RunLog(LegRecords):
         return stops
 
     def _recorded_before_the_first_commit(self) -> bool:
-        """Whether leg 1 has a result and no commit."""
+        """Whether leg 1 has a result.json but no commit."""
         try:
             return self.recorded_result(1) is not None and self.commit(1) is None
         except RecordInvalid:
@@ -209,18 +208,19 @@ class RunLog(LegRecords):
     def followed(
         self, entry: CommitEntry, last: CommitEntry | None, received: Mapping[str, Contribution]
     ) -> CommitEntry:
-        """The commit after `last` as everybody reads it, its verdict derived; None: the first commit of its leg.
+        """`entry`, the commit after `last`, checked against the log with its verdict. `last` None: the first of its
+        leg.
 
-        `received`: as of `Conclusions`.
+        `received`: manifests at hand by sha256, which need not be fetched.
         """
         previous = last or (self.as_read(entry.written.round - 1) if entry.written.round > 1 else None)
         return self._kept(self.conclusions.read(entry, previous, derive_verdict=True, received=received))
 
     def _concluded(self, entry: CommitEntry, previous: CommitEntry | None, derive_verdict: bool) -> CommitEntry:
-        """The commit after `previous` as everybody reads it.
+        """`entry`, the commit after `previous`, checked against the log.
 
-        Once a commit contradicts the log, all verdicts of its leg are derived: the commit before may be the one whose
-        verdict does not follow, which is void, so that this one does not contradict it.
+        If it contradicts the log, all verdicts of its leg are checked: a wrong verdict may make the commit before void,
+        and then this one is right.
         """
         derive, lenient = derive_verdict or self.in_doubt, not derive_verdict
         found = self.conclusions.read(entry, previous, derive_verdict=derive, lenient=lenient)
@@ -234,12 +234,12 @@ class RunLog(LegRecords):
         return self._kept(found)
 
     def doubt(self) -> None:
-        """Derive every verdict from now on, in the newest leg from its begin: a record contradicts what commits say."""
+        """From now on check every verdict, in the newest leg from its begin: a record contradicts the commits."""
         if not self.in_doubt:
             self.in_doubt, self._newest = True, None
 
     def _kept(self, entry: CommitEntry) -> CommitEntry:
-        """The entry, which is remembered as it is read where that is not as it is written."""
+        """`entry`, which also replaces the cached one of its round if it is void."""
         if entry.void:
             round_ = entry.commit.round
             self._commit_entries[round_] = entry
@@ -263,7 +263,7 @@ class RunLog(LegRecords):
         return self._commits
 
     def each_commit(self) -> Iterator[Commit]:
-        """All commits so far, oldest first, none kept in memory for the next call. Errors as of `commits`."""
+        """All commits so far, oldest first; none is cached. Raises as `commits` does."""
         start = self.start()
         for entry in self.settled(Position.at_start(start.sha256)) if start else ():
             yield entry.commit
@@ -273,9 +273,9 @@ class RunLog(LegRecords):
         return self._position
 
     def newest(self, begin: Begin) -> CommitEntry | None:
-        """The newest commit, of the leg `begin` or a later one; before the leg's first, the last one before the leg.
+        """The newest commit of the leg `begin` or a later one; before its first commit, the last one before the leg.
 
-        None before the run's first. Reads only the end of a long log, whose chain up to there is not checked.
+        None before the run's first commit. Reads only the end of a long log, without checking the chain up to there.
         """
         if self.start() is None:
             return None
@@ -290,7 +290,7 @@ class RunLog(LegRecords):
         return last
 
     def _far_ahead(self, last: CommitEntry) -> CommitEntry | None:
-        """The last commit in a segment, if it is after `last` and neither it nor the one before it is void."""
+        """The last commit in a segment if it is after `last` and neither it nor its predecessor is void; else None."""
         self.segments.refresh()
         far = self.segments.newest_round()
         previous, entry = (self.commit(far - 1), self.commit(far)) if far > last.commit.round + 1 else (None, None)
@@ -311,11 +311,10 @@ class RunLog(LegRecords):
     # -- the end of a leg ----------------------------------------------------------------------------------------
 
     def result(self, leg: int) -> Result | None:
-        """The end of a leg, as its last commit says; None while result.json is missing, or if the leg goes on.
+        """The result of a leg, derived from its last commit; None while result.json is missing or the leg goes on.
 
-        A result.json alone says nothing. Where leg 1 has no commit, a coordinator has stopped it before any replica
-        brought a model if there is a result.json and a request to halt: every replica may create the former, and none
-        the latter.
+        A result.json alone proves nothing, because every replica may create it. For a leg 1 without commits, which only
+        a coordinator can have stopped, it counts together with a request to halt, which no replica may create.
         """
         try:
             recorded = self.recorded_result(leg)
@@ -337,7 +336,7 @@ class RunLog(LegRecords):
         return rounds.result_of(last.commit, last.sha256, stamp)
 
     def _before_the_first_commit(self, recorded: Result | None) -> Result | None:
-        """The end of leg 1 without a commit; None while nobody has asked for it. `recorded`: None if unreadable."""
+        """The result of a leg 1 without commits; None without a request to halt. `recorded`: result.json or None."""
         halt = self.halt(1)
         if halt is None:
             return None
@@ -363,7 +362,7 @@ class RunLog(LegRecords):
         return sorted(self.snapshot_takes())
 
     def snapshot_takes(self) -> dict[int, list[str]]:
-        """The complete takes of every snapshot, by round, the shared take first. One LIST request."""
+        """The complete versions of every snapshot, by round, the shared one first. One LIST request."""
         takes = complete_takes(self.store)
         self.snapshot_seen = max([self.snapshot_seen, *takes])
         return takes
@@ -376,10 +375,11 @@ class RunLog(LegRecords):
         return found.record
 
     def snapshots_ahead(self, round_: int, begin: Begin) -> list[int]:
-        """The rounds of a leg's snapshots, confirmed or not, that are worth more than to follow commits from `round_`.
+        """The rounds of a leg's snapshots at least ten rounds ahead of `round_`, where loading one saves replaying
+        commits.
 
-        Costs nothing to a reader that has seen the round open, one GET to one that is less than ten rounds behind, and
-        a LIST to any other.
+        No request if this reader has seen the round open, one GET if it is less than ten rounds behind, else a LIST
+        too.
         """
         far = round_ + _PATIENCE
         if round_ <= self._open_seen or self.commit(far) is None:
@@ -388,7 +388,7 @@ class RunLog(LegRecords):
 
 
 def complete_takes(store: Store) -> dict[int, list[str]]:
-    """The complete takes of every snapshot, by round, the shared take first. One LIST request."""
+    """The complete versions of every snapshot, by round, the shared one first. One LIST request."""
     takes: dict[int, list[str]] = {}
     for info in store.list(keys.SNAPSHOTS):
         parsed = keys.parse_snapshot_record(info.key)
@@ -398,7 +398,7 @@ def complete_takes(store: Store) -> dict[int, list[str]]:
 
 
 def _entry_of(round_: int, data: bytes, config: RunConfig) -> CommitEntry:
-    """The entry of the bytes under the key of a round's commit. Raises `RecordTooNew` and `RecordTooOld`."""
+    """The log entry for `data`, the bytes at the key of a round's commit. Raises `RecordTooNew` and `RecordTooOld`."""
     sha256 = sha256_hex(data)
     try:
         commit = Commit.from_bytes(data, keys.commit(round_))

@@ -1,8 +1,8 @@
-"""Segments of the log: the exact lines of the commits, and of the manifests they name, of many closed rounds together.
+"""Log segments: one object with the exact lines of the commits, or of the manifests they name, of many closed rounds.
 
-A segment is a copy for readers of history; what counts is the single object. Its bytes are a function of the log, so
-several writers write the same. Who writes one, and when, is decided in `replica.rounds.segment_writer`. `RunLog` joins
-what `CheckedSegments` finds to be the chain of the single objects, and single commits.
+A segment is a copy that makes history cheap to read; the single objects are authoritative. Its bytes are a function of
+the log, so several writers write the same. `replica.rounds.snapshot_writer` decides who writes one and when; `RunLog`
+reads through `CheckedSegments`.
 """
 
 import logging
@@ -46,8 +46,8 @@ def write_segments(
 ) -> None:
     """Write the missing segments of a log with `newest_round` commits. Safe to race and to repeat.
 
-    `complete_until`: the caller knows that none up to this round is missing; for 0 they are listed. Raises
-    `RecordInvalid` or `ObjectMissing` if an object is not what the log names, and then writes no further segment.
+    `complete_until`: segments up to this round are known to exist; 0: list them. Raises `RecordInvalid` or
+    `ObjectMissing` if an object is not what the log names, and then writes no further segment.
     """
     existing = [] if complete_until else list_segments(store)
     for segment in missing_segments(existing, newest_round):
@@ -65,10 +65,10 @@ def _closed(read_commit: Callable[[int], CommitEntry | None], round_: int) -> Co
 
 
 def segment_bytes(store: Store, segment: SegmentKey, commits: Sequence[CommitEntry]) -> bytes:
-    """The content of a segment. `commits`: those of its rounds. One GET for each line that is not in memory.
+    """The content of a segment of these commits. One GET for each line that is not in memory.
 
-    A manifest that is no record, which no round averages, is left out. Raises `RecordInvalid` or `ObjectMissing` if an
-    object is not what the log names.
+    Manifests that are no records, which no round averages, are left out. Raises `RecordInvalid` or `ObjectMissing` if
+    an object is not what the log names.
     """
     if segment.kind == "commits":
         return b"".join(_commit_line(store, entry) for entry in commits)
@@ -96,7 +96,7 @@ def _manifest_line(store: Store, round_: int, answer: Answer) -> bytes:
 
 
 def is_line(data: bytes) -> bool:
-    """Whether an object can be a line of a segment. Every record is one; bytes put there by hand may be anything."""
+    """Whether the bytes of an object can be one line of a segment. All records can; junk may not."""
     return data.endswith(b"\n") and data.count(b"\n") == 1
 
 
@@ -104,7 +104,7 @@ def is_line(data: bytes) -> bool:
 
 
 class SegmentReader:
-    """Finds and reads the segments of one run, as of the last `refresh`. Reads each once; at most two are in memory."""
+    """Lists and reads the segments of one run, as listed by the last `refresh`. Caches at most two segments."""
 
     def __init__(self, store: Store, config: RunConfig) -> None:
         self._store = store
@@ -118,7 +118,7 @@ class SegmentReader:
         self._listed = list_segments(self._store)
 
     def holding(self, round_: int) -> SegmentKey | None:
-        """The segment of commits from which to read on at a round: the one that reaches furthest; None if none does."""
+        """The segment of commits that holds `round_`, of several the one that reaches furthest; None without any."""
         usable = (
             segment
             for segment in self._listed
@@ -131,7 +131,7 @@ class SegmentReader:
         return max((segment.last for segment in self._listed if segment.kind == "commits"), default=0)
 
     def refuse(self, segment: SegmentKey) -> None:
-        """Read the single commits instead of this segment from now on."""
+        """Ignore this segment from now on, so that its single commits are read."""
         self._refused.add(segment)
 
     def read(self, segment: SegmentKey, position: Position) -> list[tuple[CommitEntry, bytes]]:
@@ -158,7 +158,7 @@ class SegmentReader:
         return found
 
     def previous_of(self, round_: int) -> str | None:
-        """The digest that the commit of a round, as the segment that begins with it has it, names as the one before.
+        """`previous` of the commit of `round_` as it is stored in the segment that begins with that round.
 
         None if there is no such segment, or if it cannot be read, which `read` reports.
         """
@@ -171,7 +171,7 @@ class SegmentReader:
             return None
 
     def manifests(self, round_: int) -> "Manifests | None":
-        """The manifests in the segment that holds those of a round; None if there is none."""
+        """The segment of manifests that holds those of a round; None if there is none."""
         held = (each for each in self._listed if each.kind == "manifests" and each.first <= round_ <= each.last)
         segment = next(held, None)
         return None if segment is None else Manifests(segment, self._fetch(segment))
@@ -207,7 +207,7 @@ class Manifests:
 
 
 def list_segments(store: Store, after: SegmentKey | None = None) -> list[SegmentKey]:
-    """The segments that exist, in key order, only those after `after`. One LIST request."""
+    """The existing segments in key order, only those after `after` if it is given. One LIST request."""
     parsed = (keys.parse_segment(info.key) for info in store.list(keys.LOG, str(after) if after else ""))
     return [segment for segment in parsed if segment is not None]
 
@@ -217,11 +217,10 @@ def _parsed(line: bytes, number: int) -> Commit:
 
 
 class CheckedSegments:
-    """Reads the commits of a whole segment at once.
+    """Reads commits a segment at a time and checks them against the single commits.
 
-    `read_commit`: the single commit of a round, or None. `on_read` is called with the key and the exact bytes of every
-    commit. `on_bad_segment` is called with the key of a segment that disagrees with the log, and how; by default it is
-    logged.
+    `read_commit`: returns the single commit of a round, or None. `on_read` is called with key and exact bytes of every
+    commit; `on_bad_segment` with the key of a segment that disagrees with the log, and how (default: it is logged).
     """
 
     def __init__(
@@ -255,10 +254,10 @@ class CheckedSegments:
         return []
 
     def _check_last(self, last: CommitEntry) -> None:
-        """Raise `RecordInvalid` unless the commit after a segment's last one names it.
+        """Raise `RecordInvalid` unless the single commit after a segment's last commit names it, or at the end equals
+        it.
 
-        The chain within a segment does not cover its last commit. At the log's end that is compared with the single
-        commit.
+        The hash chain within a segment does not cover its last commit.
         """
         round_ = last.commit.round
         if self._segments.previous_of(round_ + 1) == last.sha256:

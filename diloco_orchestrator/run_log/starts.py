@@ -1,6 +1,7 @@
-"""`Starts`: reads the starts of a run and what its replicas say about them, each object once.
+"""`Starts`: reads a run's start records and the replicas' votes on them, each object once.
 
-Which start counts is decided in `protocol.first_base`. What cannot be read is not there: anybody may put it there.
+`protocol.first_base` decides which start record the run uses. Objects that cannot be parsed are ignored: anybody may
+have put them there.
 """
 
 from collections import Counter
@@ -21,9 +22,9 @@ R = TypeVar("R", bound=Record)
 
 
 class Starts:
-    """The starts of the run whose run.json has the sha256 `run_sha256`.
+    """The start records of the run whose run.json has the sha256 `run_sha256`, and the replicas' votes on them.
 
-    With a `first_base` only starts with that base digest count, and only what replicas say about these.
+    With a `first_base` only start records with that base digest count, and only votes for those.
     """
 
     def __init__(self, store: Store, replicas: int, run_sha256: Sha256, first_base: BulkDigest | None = None) -> None:
@@ -42,10 +43,10 @@ class Starts:
     # -- for readers of the run ------------------------------------------------------------------------------------
 
     def chosen(self) -> Entry[Start] | None:
-        """The start that most replicas follow; None while none does.
+        """The start record that most replicas adopted; None before the first vote.
 
-        In a bucket in which no replica says anything, start.json counts as it is. Costs one LIST request and a GET for
-        each new record, until the choice is final.
+        In a bucket without votes, start.json counts as it is. Costs one LIST request and a GET for each new record,
+        until the choice is final.
         """
         if self._chosen is None:
             self.refresh()
@@ -60,12 +61,13 @@ class Starts:
 
     @property
     def is_final(self) -> bool:
-        """Whether the start that `chosen` returned last cannot change any more."""
+        """Whether the start record that `chosen` returned last is final: missing votes cannot change it."""
         return self._chosen is not None
 
     def named_takes(self) -> list[str]:
-        """The takes of snapshot 0 that those name who follow the chosen start, most named first; of equal ones that of
-        the lowest `replica_id`. The one alone that this process has read or written.
+        """The versions of snapshot 0 that replicas with the chosen start record have read or written, most frequent
+        first; of equally frequent ones that of the lowest `replica_id` first. If this process has read or written one,
+        that one alone.
         """
         start = self.chosen()
         if self._take is not None:
@@ -73,20 +75,21 @@ class Starts:
         return [] if start is None else self.takes_of(start.sha256)
 
     def settle_take(self, take: str) -> None:
-        """Keep the take that holds the chosen start's base, if that start cannot change any more."""
+        """Use this version of snapshot 0, which holds the chosen first base, from now on if that choice is final."""
         if self.is_final:
             self._take = take
 
     # -- for replicas ----------------------------------------------------------------------------------------------
 
     def follow(self, start: Entry[Start], take: str) -> None:
-        """Take a start for the run's, because this process has begun with it."""
+        """Adopt a start record and a version of snapshot 0, because this process has begun to train from them."""
         self._chosen, self._take = start, take
 
     def outvoted_by(self) -> Sha256 | None:
-        """The start that more than half of the replicas follow, if this process follows another; else None.
+        """The start record that more than half of the replicas adopted if it is not this process's, by digest; else
+        None.
 
-        One LIST request, until more than half of them follow one.
+        One LIST request, until more than half have adopted one.
         """
         if self._is_settled or self._chosen is None:
             return None
@@ -99,37 +102,37 @@ class Starts:
 
     @property
     def began(self) -> dict[int, Sha256]:
-        """The start that the newest attempt of each replica would begin with, by replica id."""
+        """The start record that each replica's newest attempt votes for (`Began`), by replica id."""
         return self._that_count(self._began)
 
     @property
     def follows(self) -> dict[int, Sha256]:
-        """The start that each replica follows, by replica id."""
+        """The start record that each replica has adopted (`Follows`), by replica id."""
         return self._that_count(self._follows)
 
     @property
     def offered(self) -> list[Entry[Start]]:
-        """The starts of this run that are there, start.json first; of those with the same bytes one."""
+        """The distinct start records of this run in the bucket, start.json first."""
         found: dict[Sha256, Entry[Start]] = {}
         for key in sorted(self._starts, key=lambda key: (key != keys.START, key)):
             found.setdefault(self._starts[key].sha256, self._starts[key])
         return list(found.values())
 
     def entry(self, sha256: Sha256) -> Entry[Start] | None:
-        """The start with these bytes; None if it is not there."""
+        """The start record with this digest; None if the bucket has none."""
         return next((each for each in self._starts.values() if each.sha256 == sha256), None)
 
     def key_of(self, sha256: Sha256) -> str:
-        """The key of a start that is there."""
+        """The key of the start record with this digest, which must exist."""
         return min((key for key, each in self._starts.items() if each.sha256 == sha256), key=lambda k: k != keys.START)
 
     def takes_of(self, sha256: Sha256) -> list[str]:
-        """The takes of snapshot 0 that those name who follow a start, most named first."""
+        """The versions of snapshot 0 that replicas with this start record have read or written, most frequent first."""
         said = (each for _, each in sorted(self._follows.items()) if each.start_sha256 == sha256)
         return [take for take, _ in Counter(each.take for each in said if keys.is_take(each.take)).most_common()]
 
     def refresh(self) -> None:
-        """Read what is new. One LIST request, and a GET for each new record; start.json while it is missing."""
+        """Read new start records and votes. One LIST request, and a GET for each new record or a missing start.json."""
         there = {info.key for info in self._store.list(keys.STARTS)}
         newest: dict[int, tuple[int, str]] = {}
         for key in sorted(there):
@@ -145,7 +148,7 @@ class Starts:
         self._read_starts([keys.START, *filter(keys.is_start, sorted(named & there))])
 
     def _that_count(self, said: Mapping[int, Began | Follows]) -> dict[int, Sha256]:
-        """The start that each replica names, by replica id; with a `first_base` only starts that are there."""
+        """The start record that each replica votes for, by replica id; with a `first_base` only existing ones."""
         there = {each.sha256 for each in self._starts.values()}
         named = {replica_id: each.start_sha256 for replica_id, each in said.items()}
         return {i: sha256 for i, sha256 in named.items() if self._first_base is None or sha256 in there}
@@ -159,7 +162,7 @@ class Starts:
                 self._starts[key] = found
 
     def _read(self, kind: type[R], key: str) -> Entry[R] | None:
-        """A record that was not read before; None for one that is missing, was read, or is not one that we write."""
+        """The record at `key` if it is new; None if it is missing, was read before, or is not in canonical form."""
         if key in self._seen:
             return None
         try:

@@ -1,6 +1,6 @@
-"""`Writer`: creates the records of a run, in the name of one author. Nothing else writes one.
+"""`Writer`: creates the records of a run in the name of one author. All records are written through it.
 
-Which author may write which kind is in `protocol.kinds`.
+`protocol.kinds` has the table of who may write which kind.
 """
 
 from typing import Self, TypeVar
@@ -16,10 +16,10 @@ R = TypeVar("R", bound=Record)
 
 
 class Writer:
-    """Writes records into `store` as `role`; as an attempt by `of_attempt`, which names the replica and the attempt.
+    """Writes records into `store` as `role`, or as one attempt of a replica (`of_attempt`).
 
-    Every method raises `TypeError` for a record that this author may not write and for a key of another kind, which is
-    an error of our own code, and the store's errors. A create whose reply was lost is read back by the store.
+    Every method raises `TypeError`, a bug of ours, for a record that this author may not write and for a key of another
+    kind, and the store's errors. A create whose reply was lost is read back by the store.
     """
 
     def __init__(self, store: Store, role: Role, who: tuple[int, int] | None = None) -> None:
@@ -29,24 +29,24 @@ class Writer:
 
     @classmethod
     def of_attempt(cls, store: Store, replica_id: int, attempt: int) -> Self:
-        """The writer of one attempt's own records."""
+        """The writer of the records that one attempt of a replica writes about itself."""
         return cls(store, Role.ATTEMPT, (replica_id, attempt))
 
     @classmethod
     def of(cls, store: Store, by: By) -> Self:
-        """The writer of what an attempt or a coordinator writes."""
+        """The writer for `by`, an attempt or a coordinator."""
         return cls(store, Role.COORDINATOR if by.who is None else Role.ATTEMPT, by.who)
 
     def create(self, record: R, at: str = "") -> Entry[R] | None:
         """Create a record; returns it with the digest of its bytes, None if an object has that key already.
 
-        `at`: the key, of records that do not name every part of it; such as a claim, whose token is in the intent.
+        `at`: the key, for records whose fields do not name every part of it, such as a claim with its token.
         """
         key, data = self._key(record, at), record.to_bytes()
         return Entry(record, sha256_hex(data)) if self._store.create(key, data) else None
 
     def overwrite(self, record: Record, at: str = "") -> None:
-        """Write a record that moves while its author lives. `at`: as of `create`."""
+        """Write a record that changes while its author lives: heartbeat or lease. `at`: the key, as of `create`."""
         self._store.put(self._key(record, at), record.to_bytes())
 
     def _key(self, record: Record, at: str) -> str:

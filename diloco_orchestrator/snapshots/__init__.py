@@ -1,1 +1,1 @@
-"""Snapshots of the global model: their files in the bucket, and bases rebuilt from a snapshot and later commits."""
+"""Snapshots of the global model: their files in the bucket, and any base rebuilt from one and later commits."""

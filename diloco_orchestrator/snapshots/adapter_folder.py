@@ -1,8 +1,8 @@
-"""An adapter of PEFT in the layout of its own `save_pretrained`: what its file holds, and `adapter_config.json`.
+"""A PEFT adapter in the layout of PEFT's `save_pretrained`: the tensors of its file, and `adapter_config.json`.
 
-For adapters averaged exactly these are of the folder that `snapshots.reader_folder` makes: with them the product of an
-adapter's factors holds the residual too, so that the factors have full rank.
-PEFT is found by its looks and asked through the module that made the model; it is never imported here.
+For exactly averaged adapters this is the folder that `snapshots.reader_folder` makes: there the product of an adapter's
+factors includes the residual, so that the factors have full rank. PEFT is recognised by duck typing and called through
+the module that made the model; it is never imported here.
 """
 
 import copy
@@ -33,7 +33,7 @@ _WHOLE = "snapshots hold the whole model, under names that PeftModel.from_pretra
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """The parts of an adapter folder that come from the model."""
+    """The parts of an adapter folder that come from the model: tensor names, untrained tensors, config."""
 
     naming: Naming
     untrained: Mapping[str, torch.Tensor]  # what the file holds beside trained parameters, by name in the file
@@ -44,13 +44,13 @@ class AdapterFolder:
 def adapter_folder(
     model: torch.nn.Module, trained: Collection[str], exact: Sequence[AdapterPair] = ()
 ) -> AdapterFolder | None:
-    """The adapter folder of a model of PEFT, or with an adapter of transformers; None for any other model.
+    """The adapter folder of a model of PEFT, or of a transformers model with an adapter; None for any other model.
 
-    None, with a warning, if what is trained is not one adapter.
+    None, with a warning, if the trained parameters are not exactly one adapter.
 
     Args:
-        trained: names of the parameters that are trained.
-        exact: adapters with residuals: the folder is the one that readers get of a snapshot of the whole model.
+        trained: names of the trained parameters.
+        exact: adapters with residuals; the folder is then the one made for readers of a whole-model snapshot.
     """
     configs, library = getattr(model, "peft_config", None), sys.modules.get("peft")
     if not isinstance(configs, dict) or library is None:
@@ -85,7 +85,7 @@ def adapter_folder(
 
 
 def _stored_names(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> dict[str, str] | None:
-    """The name in `tensors` of every parameter; None unless each is there once."""
+    """The name in `tensors` of every parameter; None unless each is found exactly once."""
     in_file: dict[int, list[str]] = {}
     for name, each in tensors.items():
         in_file.setdefault(each.data_ptr(), []).append(name)
@@ -98,7 +98,7 @@ def _stored_names(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, 
 
 
 def _in_file(model: torch.nn.Module, name: str) -> str:
-    """The name in an adapter's file. Models of transformers that got an adapter by `add_adapter` lack its prefix."""
+    """The name of a model's tensor in an adapter file; transformers' `add_adapter` leaves the prefix out."""
     return name if hasattr(model, "get_base_model") else f"{_PREFIX}{name}"
 
 
@@ -130,10 +130,7 @@ def _config(model: torch.nn.Module, config: Any, base_name: str) -> bytes:
 def _names_for_readers(
     model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], exact: Sequence[AdapterPair]
 ) -> dict[str, str]:
-    """The name in `tensors` of each of them, by name in the model.
-
-    Without the adapted weights, which PEFT stores if they are a model's embeddings: they are the base's.
-    """
+    """Model name -> name in `tensors`, without adapted embedding weights, which PEFT stores but the base model has."""
     ours = {each.data_ptr(): plain_name(name) for name, each in (*model.named_buffers(), *model.named_parameters())}
     adapted = {pair.weight for pair in exact}
     found = {ours[each.data_ptr()]: name for name, each in tensors.items() if each.data_ptr() in ours}
@@ -143,7 +140,7 @@ def _names_for_readers(
 def _full_rank(
     config: bytes, exact: Sequence[AdapterPair], names: Mapping[str, str], parameters: Mapping[str, torch.Tensor]
 ) -> bytes:
-    """The adapter_config.json with which the factors of `exact` have full rank, and the same scaling as before."""
+    """adapter_config.json changed so that the factors of `exact` have full rank, with the same effective scaling."""
     written = json.loads(config)
     ranks, alphas = {}, {}
     for pair in exact:

@@ -1,9 +1,9 @@
-"""The buffers of a base: one rule, which replicas, rebuilds and `verify` follow alike.
+"""The buffers (such as BatchNorm statistics) of a base: one rule that replicas, rebuilds and `verify` share.
 
-Every replica trains with buffers of its own, and publishes with each contribution those that have changed since the
-run's start. The base after a round has the buffers of the lowest replica that its commit averages (of the next one if
-those cannot be read), and the first snapshot's values of all that are not among them. They are not averaged: no mean of
-counters, masks or running maxima is what training would have made, and one object is read instead of N.
+Every replica trains with its own buffers, and publishes with each contribution those that changed since the run's
+start. The base after a round has the buffers of the lowest averaged replica (of the next one if those cannot be read),
+and the first snapshot's values of the unchanged ones. They are not averaged: a mean of counters, masks or running
+maxima is not a value that training gives, and one object is read instead of N.
 """
 
 import logging
@@ -27,16 +27,16 @@ log = logging.getLogger(__name__)
 def write_buffers(
     store: Store, replica_id: int, round_: int, attempt: int, tensors: Mapping[str, torch.Tensor]
 ) -> Shard:
-    """Create the object with these buffers, and return what the manifest names."""
+    """Create the object with these buffers; returns digest and size for the manifest."""
     data = encode(tensors)
     store.create(keys.buffers(replica_id, round_, attempt), data)
     return Shard(digest=bulk_digest(data), size=len(data))
 
 
 def read_buffers(store: Store, manifest: Contribution) -> dict[str, torch.Tensor]:
-    """The buffers that the author of a manifest had when it was published, those that have changed since the start.
+    """The buffers that the author of a manifest published with it: those changed since the run's start. Read-only.
 
-    Not for writing. Raises `PayloadCorrupt` if the object was deleted or changed, `RecordInvalid` if it holds none.
+    Raises `PayloadCorrupt` if the object was deleted or changed, `RecordInvalid` if it holds no buffers.
     """
     if manifest.buffers is None:
         return {}
@@ -45,7 +45,7 @@ def read_buffers(store: Store, manifest: Contribution) -> dict[str, torch.Tensor
 
 
 def buffers_of_base(run_log: RunLog, round_: int) -> dict[str, torch.Tensor]:
-    """The buffers of the base after a round that differ from the first snapshot's, of a run whose model has some.
+    """The buffers of the base after a round that differ from the first snapshot's. The model must have buffers.
 
     Raises `PayloadCorrupt`, `RecordInvalid` or `ObjectMissing` if those of no averaged replica can be read.
     """
@@ -56,9 +56,9 @@ def buffers_of_base(run_log: RunLog, round_: int) -> dict[str, torch.Tensor]:
 
 
 def buffers_of(store: Store, round_: int, averaged: Sequence[Answer]) -> dict[str, torch.Tensor]:
-    """The buffers of the base after a round that averages these responses, in `replica_id` order.
+    """The buffers of the base after a round whose commit averages the responses `averaged`, in `replica_id` order.
 
-    Errors as of `buffers_of_base`.
+    Raises as `buffers_of_base` does.
     """
     reader, failure = ContributionReader(store), None
     for answer in averaged:

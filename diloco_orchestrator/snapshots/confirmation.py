@@ -1,9 +1,8 @@
-"""Which snapshots may be loaded: those of the base that the log claims after their round.
+"""Which snapshots are confirmed, and so may be loaded: those whose base digest the commit log names after their round.
 
-A snapshot is written by one machine, whose memory may be wrong, and anybody who may write to the bucket can put one
-there. So the log decides: `start.json` has the digest of the first base, the begin of a leg that of the base which it
-starts from, and a commit the digest that those whom it names claim of the base before its round. Whether the files hold
-that base is checked when they are read (`snapshots.stored`); bases that no snapshot has are `snapshots.rebuild`'s.
+A snapshot is written by one machine, whose memory may be wrong, or by anybody with write access. The log names base
+digests: `start.json` of the first base, a leg's begin of the base that it starts from, and a commit of the base before
+its round. `snapshots.stored` checks that the files hold that base; `snapshots.rebuild` makes bases without a snapshot.
 """
 
 import logging
@@ -22,7 +21,7 @@ _OLD_TAKES = ("2", "3", "4")  # of earlier versions
 
 
 class ConfirmedSnapshots:
-    """The snapshots that were complete when this object was made, with one LIST request."""
+    """The snapshots that were complete when this object was made, by one LIST request."""
 
     def __init__(self, run_log: RunLog) -> None:
         self._log = run_log
@@ -35,14 +34,14 @@ class ConfirmedSnapshots:
         return sorted(self._takes)
 
     def complete_takes(self, round_: int) -> list[str]:
-        """The takes of a round's snapshot that have a record, whatever that says."""
+        """The versions of a round's snapshot that have a record, whatever it holds."""
         return [take for take in self._takes.get(round_, ()) if self._is_of_run(round_, take)]
 
     def takes_of(self, round_: int) -> list[str]:
-        """The takes of a round's snapshot that say to hold the base which the log claims after that round.
+        """The confirmed versions of a round's snapshot: their records name the base digest that the log has.
 
-        Their files may be others: who reads one that is damaged takes the next, or an older snapshot. A record that
-        cannot be read, or is of no replica of the run, is none.
+        Files may still differ from the record: a reader that finds one damaged goes on to the next version or an older
+        snapshot. Records that cannot be read, or are by no replica of the run, do not count.
         """
         if not self._takes.get(round_):
             return []
@@ -50,20 +49,20 @@ class ConfirmedSnapshots:
         return [] if digest is None else self.takes_saying(round_, digest)
 
     def takes_saying(self, round_: int, digest: str) -> list[str]:
-        """The complete takes of a round's snapshot whose records name this base, confirmed or not."""
+        """The complete versions of a round's snapshot whose records name this base digest, confirmed or not."""
         named = ((take, self._record(round_, take)) for take in self.complete_takes(round_))
         return [take for take, record in named if record is not None and record.base_digest == digest]
 
     def take_of(self, round_: int) -> str | None:
-        """The first of them; None if there is none."""
+        """The first confirmed version of a round's snapshot; None if there is none."""
         return next(iter(self.takes_of(round_)), None)
 
     def newest(
         self, count: int, among: Sequence[int], usable: Callable[[int, str], bool] = lambda round_, take: True
     ) -> list[int]:
-        """The newest `count` rounds in `among` that have a confirmed snapshot, oldest first; fewer if there are not.
+        """The newest `count` rounds in `among` with a confirmed snapshot, oldest first; fewer if there are fewer.
 
-        `usable`: says of a round and a confirmed take whether it counts.
+        `usable(round, version)`: whether a confirmed version counts.
         """
         found: list[int] = []
         for round_ in sorted(among, reverse=True):
@@ -74,7 +73,7 @@ class ConfirmedSnapshots:
         return found
 
     def said_digests(self, round_: int) -> set[str]:
-        """The digests of the bases that the complete takes of a round's snapshot name, confirmed or not."""
+        """The base digests that the complete versions of a round's snapshot name, confirmed or not."""
         records = (self._record(round_, take) for take in self.complete_takes(round_))
         return {record.base_digest for record in records if record is not None}
 
@@ -92,7 +91,7 @@ class ConfirmedSnapshots:
         return take == first_take(self._log) if round_ == 0 else take in (keys.SHARED_TAKE, *own)
 
     def _record(self, round_: int, take: str) -> Snapshot | None:
-        """The record of a take; None if it cannot be read, or retention has deleted it since."""
+        """The record of a version of a snapshot; None if it cannot be read, or retention has deleted it."""
         try:
             return self._log.snapshot(round_, take)
         except (RecordInvalid, ObjectMissing) as error:
@@ -123,11 +122,10 @@ class ConfirmedSnapshots:
 
 
 def claimed_base(run_log: RunLog, round_: int) -> str | None:
-    """The digest of the base after a round, as the log claims it; None while nothing does.
+    """The digest of the base after a round that the log names; None as long as no record does.
 
-    It is that of `start.json` for the first base, that of the begin of a leg which starts from the base, else that of
-    the next commit that names as many contributions as a round needs. A commit is read as every replica reads it: one
-    whose claim is not that of the manifests which it names is void.
+    Named by `start.json` for the first base, by a leg's begin for the base it starts from, else by the next commit with
+    enough contributions. Void commits do not count.
     """
     start = run_log.start()
     if start is None:
@@ -172,10 +170,10 @@ def _names_enough(commit: Commit, needed: int) -> bool:
 
 
 def first_take(run_log: RunLog) -> str:
-    """The take that most of those name who follow the run's start, if all name one; else the first that can be read.
+    """The version of snapshot 0 that all replicas with the chosen start record name, else the first readable one.
 
-    Takes that equally many name are tried in the order of `replica_id`. Where several are named it reads
-    snapshot 0, once for each `run_log` whose start cannot change any more.
+    Versions named by more replicas are tried first, in a tie in `replica_id` order. If several are named, snapshot 0 is
+    read, once per `run_log` whose first base is final.
     """
     named = run_log.starts.named_takes()
     if len(named) > 1:

@@ -1,6 +1,6 @@
-"""The base that a run gives to whoever names none, and its snapshot.
+"""The base that commands use when the user names no round, and its snapshot.
 
-Which base that is follows from the commit log alone (`protocol.legs.DefaultBases`); here it meets what retention left.
+It follows from the commit log alone (`protocol.legs.DefaultBases`), restricted to what retention has kept.
 """
 
 import logging
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 def default_base(
     run_log: RunLog, folded: DefaultBases | None = None, begins: Sequence[Begin] | None = None
 ) -> DefaultBase:
-    """The default base now: the newest one, and after a halt by the guard the best by held-out score.
+    """The default base now: the newest one, or after a halt by the guard the one with the best held-out score.
 
-    Where retention deletes payloads, the best of those with a snapshot. `folded`: all commits; `begins`: of all legs;
-    by default they are read here.
+    If retention deletes payloads, the best one with a snapshot. `folded`: all commits; `begins`: of all legs; both are
+    read if not given.
     """
     begins = run_log.begins() if begins is None else begins
     if folded is None:
@@ -41,7 +41,7 @@ def ensure_default_snapshot(run_log: RunLog, stamp: Stamp, by: int | None = None
     """Write the snapshot of the default base, rebuilt from the bucket, unless a confirmed one exists.
 
     If it cannot be rebuilt, because payloads were deleted or damaged, the best base with a snapshot is the default.
-    `by`: the replica that writes; None for who is none.
+    `by`: the replica that writes; None for a process that is no replica.
     """
     folded = _folded(run_log)
     begins, snapshots = run_log.begins(), ConfirmedSnapshots(run_log)
@@ -60,10 +60,10 @@ def ensure_default_snapshot(run_log: RunLog, stamp: Stamp, by: int | None = None
 
 
 def url_of_snapshot(run_log: RunLog, round_: int) -> str:
-    """The address of a round's snapshot: of the take that the log claims, if there are several.
+    """The address of a round's snapshot folder, of several versions the confirmed one.
 
-    Where the log claims none yet, as after a halt by request, and the takes differ, it is the one whose base is that of
-    the payloads. Who reads that folder by other means than `pull` reads what is there by then, unchecked.
+    If none is confirmed yet, as after a halt by request, and versions differ, it is the one whose base the payloads
+    give. A reader other than `pull` reads that folder unchecked.
     """
     snapshots, store_url = ConfirmedSnapshots(run_log), run_log.store.url
     if len(found := snapshots.complete_takes(round_)) > 1 and not (found := snapshots.takes_of(round_)):

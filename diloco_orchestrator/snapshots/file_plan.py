@@ -1,15 +1,14 @@
-"""The files of a snapshot: their names, which tensors are in which, and under which names, in Hugging Face's layout.
+"""The files of a snapshot in Hugging Face layout: their names, and which tensors are in which, under which names.
 
 Tensors that fit into one file of at most `limit` bytes are `<group>.safetensors`. Others are cut, in name order, into
-`<group>-00001-of-0000K.safetensors` of at most `limit` bytes each, and `<group>.safetensors.index.json` says which file
-holds which tensor, as transformers writes and reads it. A tensor that is larger than `limit` is a file of its own: a
-reader of the layout expects every tensor whole.
+`<group>-00001-of-0000K.safetensors` of at most `limit` bytes each, and `<group>.safetensors.index.json` maps tensors to
+files, as transformers writes and reads it. A tensor larger than `limit` is a file of its own, because readers expect
+every tensor whole.
 
-Names of tensors are those of the model itself in a snapshot of the whole model; those of PEFT's adapter folder in one
-of an adapter. The snapshot of adapters averaged exactly is a whole model, of which `snapshots.reader_folder` makes an
-adapter folder.
+Tensor names are the model's own in a snapshot of the whole model, those of PEFT's adapter folder in one of an adapter.
+For exactly averaged adapters the snapshot is a whole model, of which `snapshots.reader_folder` makes an adapter folder.
 
-The plan depends on names, shapes and dtypes only. Which tensors there are is `snapshots.layout`'s.
+The plan depends on names, shapes and dtypes only. `snapshots.layout` has the list of tensors.
 """
 
 import json
@@ -28,10 +27,10 @@ GROUPS = (*MODEL_GROUPS, OUTER_GROUP)
 
 @dataclass(frozen=True)
 class Naming:
-    """`group`: of the files with the model's tensors. `stored`: names in them, by name in the model, where they differ.
+    """Names of a snapshot's files and tensors. `group`: of the model's files. `stored`: model name -> name in files.
 
-    An adapter's file is never cut, whatever its size: PEFT reads one. `for_readers`: names in the adapter folder that
-    readers get of a whole model with residuals, by name in the model; empty for every other snapshot.
+    An adapter's file is never cut, whatever its size, because PEFT reads one. `for_readers`: model name -> name in the
+    adapter folder made for readers of a whole model with residuals; empty for every other snapshot.
     """
 
     group: str = MODEL_GROUP
@@ -47,7 +46,7 @@ class Naming:
 
     @property
     def adapter(self) -> dict[str, str] | None:
-        """The names that start.json gives it."""
+        """The adapter's tensor names as start.json stores them; None for whole models."""
         return dict(self.stored if self.is_adapter else self.for_readers) or None
 
     @property
@@ -55,11 +54,11 @@ class Naming:
         return self.group == ADAPTER_GROUP
 
     def in_file(self, name: str) -> str:
-        """The name in files of a tensor of the model."""
+        """The name in the files of the model's tensor `name`."""
         return self.stored.get(name, name)
 
     def by_file(self, names: Collection[str]) -> dict[str, str]:
-        """Names in the model, by name in files."""
+        """Name in the files -> name in the model, for the model's tensors `names`."""
         return {self.in_file(name): name for name in names}
 
 
@@ -72,7 +71,7 @@ class PlannedFile:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Length of the file in bytes."""
         return file_size(self.specs)
 
 
@@ -102,7 +101,7 @@ def index_name(group: str) -> str:
 
 
 def index_bytes(files: Iterable[PlannedFile]) -> bytes:
-    """The index of a group that has more than one file, in transformers' form."""
+    """The index file of a group with more than one file, in transformers' format."""
     files = list(files)
     index = {
         "metadata": {"total_size": sum(spec.nbytes for each in files for spec in each.specs.values())},
@@ -112,7 +111,7 @@ def index_bytes(files: Iterable[PlannedFile]) -> bytes:
 
 
 def group_files(group: str, names: Collection[str], where: str) -> list[str]:
-    """Those of `names` that hold a group's tensors, in order. Raises `RecordInvalid` if one of several is missing."""
+    """Files in `names` that hold a group's tensors, in order. Raises `RecordInvalid` if one of a set is missing."""
     if (whole := f"{group}.safetensors") in names:
         return [whole]
     shard = re.compile(rf"{group}-(\d{{5}})-of-(\d{{5}})\.safetensors")
@@ -126,10 +125,10 @@ def group_files(group: str, names: Collection[str], where: str) -> list[str]:
 
 
 def is_tensor_file(group: str, name: str) -> bool:
-    """Whether a file name belongs to a group, in this layout or another one."""
+    """Whether a file name belongs to a group ("model", "outer"), in this layout or another one."""
     return re.fullmatch(rf"{group}(-\d{{5}}-of-\d{{5}})?\.safetensors", name) is not None
 
 
 def is_side_file(name: str) -> bool:
-    """Whether a file of a snapshot neither holds tensors nor is an index of files that do."""
+    """Whether a snapshot's file holds no tensors and is no index of files that do, such as config.json."""
     return not any(is_tensor_file(group, name) or name == index_name(group) for group in GROUPS)

@@ -1,7 +1,7 @@
-"""The common part of all snapshots of a run: frozen tensors, first buffers, and the files without tensors.
+"""The common parts of all snapshots of a run: frozen tensors, first buffers, and the files without tensors.
 
-They are in snapshot 0, and `start.json` names their digests, so that none of them can be replaced later. A run that
-began before records had those digests is read as its snapshot 0 says.
+They are in snapshot 0, and `start.json` has their digests, so that none can be replaced later. In a run that began
+before start records had those digests, snapshot 0's record counts.
 """
 
 import logging
@@ -22,19 +22,19 @@ log = logging.getLogger(__name__)
 
 
 def first_snapshot(run_log: RunLog) -> StoredSnapshot:
-    """Snapshot 0, with the base and the files that `start.json` names. Raises `NoSuchRun` without a start.json."""
+    """Snapshot 0, with the base and files that `start.json` names. Raises `NoSuchRun` without a start.json."""
     return first_snapshot_in(run_log, _start(run_log), first_take(run_log))
 
 
 def files_of_run(run_log: RunLog) -> ModelFiles:
-    """Files of a snapshot of any base of the run, beside the base. Errors as of `first_snapshot`."""
+    """The parts of a snapshot of any base of the run, beside the base itself. Raises as `first_snapshot` does."""
     return first_snapshot(run_log).model_files(_start(run_log), side_files_of_run(run_log))
 
 
 def side_files_of_run(run_log: RunLog) -> dict[str, bytes]:
     """The files without tensors, by name, each from the first snapshot that has it with its digest.
 
-    One of which there is no such copy is left out, with a warning: somebody else has put a file there first.
+    A file without such a copy, because somebody else created another there first, is left out with a warning.
     """
     first, found = first_snapshot(run_log), {}
     for name, info in first.record.files.items():
@@ -62,7 +62,7 @@ def why_no_file(name: str, start: Start) -> str:
 
 
 def _copies(run_log: RunLog, name: str, info: FileInfo) -> Iterator[bytes]:
-    """The bytes under a file's name in each complete snapshot, the first snapshot first, each of at most its size."""
+    """The bytes of a file in each complete snapshot, oldest snapshot first, each truncated to the recorded size."""
     for round_, take in _takes(run_log):
         with suppress(ObjectMissing):
             yield run_log.store.get(keys.snapshot(round_, name, take), 0, info.size + 1)

@@ -72,7 +72,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_same_model(ours: tuple[ParameterInfo, ...], theirs: tuple[ParameterInfo, ...]) -> None:
-    """Raise `ModelMismatch` naming the first difference between this replica's model and the run's first base."""
+    """Raise `ModelMismatch`, naming the first difference between this replica's parameters and the run's."""
     ours_by_name, theirs_by_name = {p.name: p for p in ours}, {p.name: p for p in theirs}
     for name in sorted(ours_by_name.keys() | theirs_by_name.keys()):
         mine, run = ours_by_name.get(name), theirs_by_name.get(name)
@@ -93,7 +93,7 @@ def _words(parameter: ParameterInfo | None) -> str:
 
 @dataclass(frozen=True)
 class SnapshotFile:
-    """One file of a snapshot that is to be written. `encode` makes its bytes anew at every call."""
+    """A file of a snapshot to be written. `encode` produces its bytes at every call."""
 
     name: str
     size: int  # bytes
@@ -103,7 +103,7 @@ class SnapshotFile:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The parts of a snapshot that come from the workload's model and not from the base."""
+    """The parts of a snapshot from the user's model and not from the base: dtypes, untrained tensors, config files."""
 
     dtypes: Mapping[str, torch.dtype]  # of the trainable parameters
     rest: Callable[[], TensorSource]  # what files hold of the others, frozen or buffers, by name in files
@@ -120,10 +120,12 @@ class ModelFiles:
         adapters: tuple[AdapterPair, ...] = (),
         frozen: Mapping[str, torch.Tensor] | None = None,
     ) -> "ModelFiles":
-        """The parts of a torch module: an adapter's if it is one of PEFT, with config files if it is of transformers.
+        """The parts of a torch module: of its adapter if it is a PEFT model, with config files if it is of
+        transformers.
 
-        The module itself is not changed. With `adapters` it is stored whole: their residuals are in its frozen weights,
-        of which `frozen` has the values without residuals, by name. Readers get an adapter (`snapshots.reader_folder`).
+        The module is not changed. With `adapters` (exactly averaged) it is stored whole, with residuals in its frozen
+        weights; `frozen` has their values without residuals, by name. Readers get an adapter
+        (`snapshots.reader_folder`).
         """
         model = unwrapped(model)
         dtypes = {name: parameter.dtype for name, parameter in trainable(model).items()}
@@ -141,9 +143,9 @@ class ModelFiles:
         return cls(dtypes, lambda: whole, extra, adapter.naming if adapter else Naming(), untrained, adapters)
 
     def with_buffers(self, changed: Mapping[str, torch.Tensor]) -> "ModelFiles":
-        """The same with these buffers, by name in the model, in place of the first ones.
+        """A copy with these buffers, by name in the model, in place of the first ones.
 
-        An adapter's file holds those of them that PEFT stores.
+        An adapter's file holds the buffers that PEFT stores.
         """
         if not changed:
             return self
@@ -192,7 +194,7 @@ class ModelFiles:
 def _group(
     group: str, specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Tensor], limit: int
 ) -> Iterator[SnapshotFile]:
-    """The files with these tensors, and their index if there are several."""
+    """The files of a group for these tensors, and their index if there are several."""
     planned = plan_files(group, specs, limit)
 
     for each in planned:
@@ -216,17 +218,17 @@ def write_snapshot(
     known: Mapping[str, FileInfo] | None = None,
     by: int | None = None,
 ) -> str | None:
-    """Write the snapshot of `base`, whose digest is `digest`, and return its take; None if `base` changed meanwhile.
+    """Write the snapshot of `base` with digest `digest`; returns its version, or None if `base` changed meanwhile.
 
     Safe to repeat and to race: each file is created once. A writer that dies halfway leaves files without
-    `snapshot.json`. The next writer keeps those that have the bytes it would write, and completes the snapshot. If
-    anything else is in the shared take, it leaves that as it is and writes its own take; of the first base there is
-    only the shared one. Raises `RecordInvalid` if there is anything else in both.
+    `snapshot.json`; the next writer keeps those with equal bytes, and completes the snapshot. If the shared version has
+    any other file, it is left as it is, and the writer's own version is written; the first base has only the shared
+    one. Raises `RecordInvalid` if both versions have other files.
 
     Args:
-        limit: as `ModelFiles.planned` takes it.
-        known: files that exist and hold this base, as the caller wrote or read them. They are not read again.
-        by: the replica that writes; None for who is none.
+        limit: as in `ModelFiles.planned`.
+        known: files that exist and hold this base, as the caller wrote or read them; not read again.
+        by: the replica that writes; None for a process that is no replica.
     """
     planned = files.planned(base, limit)
     takes = (keys.SHARED_TAKE, keys.own_take(by)) if round_ else (keys.SHARED_TAKE,)
@@ -255,11 +257,10 @@ def write_snapshot(
 def _write_take(
     store: Store, round_: int, take: str, planned: Sequence[SnapshotFile], known: Mapping[str, FileInfo]
 ) -> dict[str, FileInfo] | None:
-    """Write the files of one take, or complete them. None if there is anything else than these files with their bytes.
+    """Write or complete the files of one version. None if the version has other files, or files with other bytes.
 
-    There is one take of the first base. What somebody else has put there in place of a file stays: it has another
-    digest than the record will name, so that nobody loads it. `known` are the model's files, of which the first created
-    ones decide.
+    The first base has one version: a foreign file there stays, but has another digest than the record will name, so
+    that nobody loads it. `known`: the model's files; the first created ones count.
     """
     existing, names = existing_files(store, round_, take), {each.name for each in planned}
     foreign = existing - names - {keys.SNAPSHOT_RECORD}
@@ -279,7 +280,7 @@ def _write_take(
 
 
 def create_snapshot_record(store: Store, ours: Snapshot, take: str) -> bool:
-    """Create the record of a take, which completes it; False if one is there that names another base or other files."""
+    """Create the record that completes a version; False if an existing one names another base or other files."""
     key = keys.snapshot(ours.round, keys.SNAPSHOT_RECORD, take)
     if Writer(store, Role.ANYBODY).create(ours, key) is not None:
         return True
@@ -291,7 +292,7 @@ def create_snapshot_record(store: Store, ours: Snapshot, take: str) -> bool:
 
 
 def info_of(data: bytes) -> FileInfo:
-    """The entry of `snapshot.json` for a file."""
+    """Digest and size of a file, as its entry in `snapshot.json`."""
     return FileInfo(digest=bulk_digest(data), size=len(data))
 
 
@@ -302,7 +303,7 @@ def existing_files(store: Store, round_: int, take: str = keys.SHARED_TAKE) -> s
 
 
 def _write_file(store: Store, key: str, file: SnapshotFile, exists: bool) -> tuple[FileInfo, bool]:
-    """Create a file unless it exists. Returns what a record says of it, and whether it is there with its bytes."""
+    """Create a file unless it exists. Returns its entry for the record, and whether it exists with its bytes."""
     data = file.encode()
     ours = info_of(data)
     if not exists and without_read_back(store).create(key, data):

@@ -1,8 +1,7 @@
-"""The tensors of a model: which are trained, and those that no outer step moves, under the names that records have.
+"""The tensors of a model: trained ones, and those that no outer step changes, under the names used in records.
 
-The latter are frozen parameters, and persistent buffers such as BatchNorm's. Frozen parameters never change, and are
-the same in every replica: `start.json` has their digest. Buffers change in training, and are each replica's own; which
-of them a snapshot holds is said in `snapshots.buffers`.
+The latter are frozen parameters, equal in every replica (`start.json` has their digest), and persistent buffers such as
+BatchNorm's, which change in training and are each replica's own; `snapshots.buffers` has those of a base.
 """
 
 import json
@@ -20,13 +19,13 @@ _COMPILED = "_orig_mod"  # the name under which `torch.compile` holds the module
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model in a wrapper of `torch.compile`, which shares its parameters; any other model itself."""
+    """The model inside a `torch.compile` wrapper, which shares its parameters; any other model itself."""
     inner = getattr(model, _COMPILED, model)
     return inner if isinstance(inner, torch.nn.Module) else model
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without those of `torch.compile`'s wrappers around parts of the model."""
+    """A parameter's name without the names of `torch.compile` wrappers around parts of the model."""
     return name.replace(f"{_COMPILED}.", "")
 
 
@@ -37,9 +36,9 @@ def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 class Untrained:
-    """Those tensors of one model, by state-dict name; a tied tensor has one.
+    """The frozen parameters and persistent buffers of one model, by state-dict name; a tied tensor has one name.
 
-    `trained`: names of the others. `first`: values of frozen parameters that the model itself may not hold any more.
+    `trained`: names of the trained parameters. `first`: values of frozen parameters that the model no longer holds.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class LiveBuffers:
         return digest_of(self.first) if self.first else None
 
     def adopt(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Take these as the first values, because another replica wrote them into the first snapshot."""
+        """Replace the first values by `values`, because another replica wrote those into the first snapshot."""
         for name in values.keys() & self.first.keys():
             self.first[name] = _copied(values[name])
         if values.keys() & self.first.keys():
@@ -104,7 +103,7 @@ class LiveBuffers:
 
     @torch.no_grad()
     def load(self, changed: Mapping[str, torch.Tensor]) -> None:
-        """Set the model's buffers to what `changed` returned. Those that are not in it get their first values."""
+        """Set the model's buffers to `changed`, a result of `changed()`; the others get their first values."""
         for name, first in self.first.items():
             value, buffer = changed.get(name, first), self._get(name)
             if buffer.shape == value.shape and buffer.dtype == value.dtype:
@@ -138,7 +137,7 @@ def same_bytes(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that hold the numbers of one of a class of its own, such as a quantised one; else itself."""
+    """The tensors that hold the numbers of a tensor subclass, such as a quantised one; else the tensor itself."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor.detach()

@@ -1,9 +1,9 @@
-"""The files that readers of a model get: those of its snapshot, and of adapters averaged exactly an adapter folder.
+"""The model files that readers get: those of a snapshot, or for exactly averaged adapters an adapter folder.
 
 With `adapters="exact"` an adapter and its residual add P = R + B A to a weight, (out, in). The factors cannot hold the
 rank of P, but factors of full rank do, without a factorisation: the identity and P where out <= in, else P and the
-identity. PEFT loads them as any other adapter, of the ranks in `adapter_config.json` (`snapshots.adapter_folder`), over
-the base model as it is. They are written in float32.
+identity. PEFT loads them as any adapter, of the ranks in `adapter_config.json` (`snapshots.adapter_folder`), over the
+unchanged base model. They are float32.
 """
 
 import json
@@ -26,16 +26,16 @@ Files = Iterator[tuple[str, Iterable[bytes | memoryview]]]
 
 
 def files_of(base: Base, files: ModelFiles) -> Files:
-    """The files of the model of `base`, one piece at a time in memory.
+    """The model files of `base`, by name, as pieces of which one at a time is in memory.
 
     A piece is a whole file, of at most 1 GiB unless a single tensor is larger; in an adapter folder, a header or a
     tensor.
 
     Args:
-        base: float32 tensors on the CPU, in the model's shapes; one with residuals where adapters are averaged exactly.
-        files: of the same run's model: the dtypes to write, untrained tensors, side files and names in files.
+        base: float32 tensors on the CPU, in the model's shapes; with residuals if adapters are averaged exactly.
+        files: of the same run's model: dtypes to write, untrained tensors, side files and names in files.
 
-    Raises what reading untrained tensors raises, while the pieces are taken.
+    Reading untrained tensors may raise while the pieces are consumed.
     """
     if not files.naming.for_readers:
         return ((each.name, [each.encode()]) for each in files.planned(base))
@@ -45,7 +45,7 @@ def files_of(base: Base, files: ModelFiles) -> Files:
 def _adapter_folder(base: Base, files: ModelFiles) -> Files:
     """The adapter's tensors, then its side files. Factors are (rank, in) and (out, rank) in float32, of full rank.
 
-    Raises `RecordInvalid` if the base and its files do not hold what the run's start names.
+    Raises `RecordInvalid` if base and files lack what the run's start record names.
     """
     factors = {name: pair for pair in files.adapters for name in (pair.a, pair.b)}
     in_model = {stored: name for name, stored in files.naming.for_readers.items()}
@@ -87,14 +87,14 @@ def _base_name(files: ModelFiles) -> str:
 
 
 def _shape(base: Base, pair: AdapterPair, name: str) -> tuple[int, int]:
-    """The shape of a factor, `name` one of `pair`'s, at full rank: A is (rank, in), B is (out, rank)."""
+    """The shape of factor `name` of `pair` at full rank: A is (rank, in), B is (out, rank)."""
     rows, columns = base.parameters[pair.residual].shape
     rank = min(rows, columns)
     return (rank, columns) if name == pair.a else (rows, rank)
 
 
 def _factor(base: Base, pair: AdapterPair, name: str) -> torch.Tensor:
-    """The factor of that shape, float32 on the CPU: the identity or the whole product P."""
+    """Factor `name` of `pair` at full rank, float32 on the CPU: the identity or the whole product P."""
     rows, columns = base.parameters[pair.residual].shape
     if (name == pair.a) == (rows <= columns):
         return whole_product(base, pair)

@@ -1,7 +1,7 @@
-"""Rebuilds a base from the bucket alone: reads the nearest snapshot, then repeats the outer steps after it.
+"""Rebuilds a base from the bucket alone: reads the nearest snapshot, then repeats the outer steps of later commits.
 
-The arithmetic is that of a live round, so the bits are the same (invariant I3). Which snapshots count is decided in
-`snapshots.confirmation`; what their files hold is checked here before anything is made of it.
+The arithmetic is that of a live round, so the bits are the same (invariant I3). `snapshots.confirmation` decides which
+snapshots count; their files are checked against the digests here.
 """
 
 import logging
@@ -42,7 +42,7 @@ _REBUILDS = 3  # two that agree, and one more if a bit was wrong in one of them
 
 @dataclass(frozen=True)
 class Tip:
-    """A rebuilt base, and the position in the commit log up to which the commits are included."""
+    """A base in memory, and the position in the commit log up to which commits are included in it."""
 
     base: Base
     base_round: int  # the round that made the base; 0 for the first base
@@ -58,7 +58,7 @@ class Tip:
 
 @dataclass(frozen=True)
 class FirstBase:
-    """The first base in memory, so that snapshot 0 need not be read. Whoever rebuilds from it steps it in place."""
+    """The first base in memory, so that snapshot 0 need not be read. A rebuild from it steps it in place."""
 
     base: Base
     digest: str
@@ -71,12 +71,11 @@ def rebuild(
     below: int | None = None,
     first: FirstBase | None = None,
 ) -> Tip:
-    """The newest base of a leg, or its base after round `until`, with the position in the log.
+    """The newest base of a leg, or its base after round `until`, rebuilt from the bucket, and its position in the log.
 
-    Starts from the newest confirmed snapshot, of a round before `below` if that is given; from an older one if the
-    newest is damaged or payloads after it cannot be read. `first`: the first base, if this process has it. Raises
-    `RecordInvalid` if no snapshot is left to start from, `PayloadGone` for a payload that was deleted, `PayloadCorrupt`
-    for one that is damaged.
+    Starts from the newest confirmed snapshot (before round `below`, if given), or from an older one if that is damaged
+    or later payloads cannot be read. `first`: the first base, if in memory. Raises `RecordInvalid` if no usable
+    snapshot is left, `PayloadGone` for a deleted payload, `PayloadCorrupt` for a damaged one.
     """
 
     def rebuilt(way: _Way) -> Tip:
@@ -102,14 +101,14 @@ def rebuild(
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of a rebuilt base with one that is in memory, of which only the shards that differ are kept."""
+    """The difference between a rebuilt base and one in memory: the rebuilt digest, and the shards that differ."""
 
     digest: str  # of the rebuilt base
     snapshot_round: int  # the snapshot that it was rebuilt from
     differing: Mapping[tuple[int, int], BaseShard]  # rebuilt shards by (fragment, index)
 
     def correct(self, base: Base) -> None:
-        """Make the base that was compared the rebuilt one, in place."""
+        """Overwrite the differing shards of `base`, the one that was compared, with the rebuilt ones."""
         for (fragment, index), shard in self.differing.items():
             base.shards(fragment)[index].copy_(shard)
 
@@ -117,10 +116,11 @@ class Comparison:
 def rebuild_beside(
     run_log: RunLog, begin: Begin, until: int | None = None, below: int | None = None, base: Base | None = None
 ) -> Comparison:
-    """Rebuild what `rebuild` gives, a shard at a time, beside `base`; None: for the digest. Errors as of `rebuild`.
+    """Rebuild the base that `rebuild` gives, shard by shard, and compare it with `base`. None: for the digest alone.
 
-    A shard of the snapshot is read, stepped by all rounds, hashed and compared before the next one is. In a run that
-    averages adapters exactly, the whole base is rebuilt: steps are not of one shard there.
+    Each shard is read from the snapshot, stepped through all rounds, hashed and compared before the next one. With
+    exactly averaged adapters the whole base is rebuilt, because their steps need several shards. Raises as `rebuild`
+    does.
     """
     if not _start(run_log).adapters:
         return _by_first_way(run_log, begin, until, below, partial(_compared_along, run_log, base))
@@ -133,12 +133,11 @@ def rebuild_beside(
 
 
 def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
-    """The base after `round_`, whichever leg made it, and what else a snapshot of it needs.
+    """The base after `round_`, whichever leg made it, and the other parts of its snapshot.
 
-    That is taken from snapshot 0, and the buffers from the replica whose they are (`snapshots.buffers`).
-
-    The newest base must descend from that base. Raises `NoSuchRun` if no replica has created the first base, and
-    `ConfigError` naming the nearest snapshot if payloads that the base needs were deleted by retention.
+    Those are from snapshot 0, the buffers from the replica that `snapshots.buffers` names. The newest base must descend
+    from that base. Raises `NoSuchRun` if no replica has created the first base, and `ConfigError` naming the nearest
+    snapshot if retention deleted payloads that the base needs.
     """
     try:
         tip = rebuild_base(run_log, round_)
@@ -155,10 +154,9 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
 
 
 def rebuild_base(run_log: RunLog, round_: int) -> Tip:
-    """The base after `round_`, whichever leg made it.
+    """The base after `round_`, whichever leg made it; the newest base must descend from it.
 
-    The newest base must descend from that base. Raises `NoSuchRun` if no replica has created the first base, and what
-    `rebuild` raises.
+    Raises `NoSuchRun` if no replica has created the first base, and as `rebuild` does.
     """
     if run_log.start() is None:
         raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model: there is no base to rebuild.")
@@ -168,14 +166,17 @@ def rebuild_base(run_log: RunLog, round_: int) -> Tip:
 
 
 def digest_of_base(run_log: RunLog, round_: int) -> str:
-    """The digest of the base after a round: as the log claims it, else rebuilt. Errors as of `rebuild_files`."""
+    """The digest of the base after a round, from the log if that names one, else rebuilt.
+
+    Raises as `rebuild_files` does.
+    """
     return claimed_base(run_log, round_) or rebuild_files(run_log, round_)[0].digest
 
 
 def rebuild_scored(run_log: RunLog, model: int) -> Base:
-    """The base that the guard scored as the model after round `model`; the newest base must descend from it.
+    """The base whose score the guard attributes to round `model`; the newest base must descend from it.
 
-    The model after a leg's last commit before it is the base that the leg starts from. Errors as of `rebuild`.
+    For the last round before a leg, that is the base which the leg starts from. Raises as `rebuild` does.
     """
     begins = run_log.begins()
     scored_in = next(begin for begin in reversed(begins) if begin.after_round <= model)
@@ -187,11 +188,11 @@ def rebuild_scored(run_log: RunLog, model: int) -> Base:
 
 
 def write_rebuilt_snapshot(run_log: RunLog, round_: int, stamp: Stamp, by: int | None = None) -> str:
-    """Write the snapshot of the base after `round_`, rebuilt from the bucket; returns the digest of that base.
+    """Rebuild the base after `round_` from the bucket and write its snapshot; returns the digest of the base.
 
-    The base is rebuilt until its digest comes out a second time, or is what the log or a snapshot says: no replica
-    contradicts a wrong bit here. `by`: the replica that writes; None for who is none. Errors as of `rebuild_files`.
-    Raises `RecordInvalid` if three rebuilds all differ. A snapshot that cannot be written is a warning.
+    The base is rebuilt until a digest comes out twice, or is that of the log or of a snapshot, because nobody else
+    would notice a wrong bit. `by`: the replica that writes; None for a process that is no replica. Raises as
+    `rebuild_files` does, and `RecordInvalid` if three rebuilds all differ. A failed write of the snapshot is a warning.
     """
     known = {claimed_base(run_log, round_), *ConfirmedSnapshots(run_log).said_digests(round_)} - {None}
     for _ in range(_REBUILDS):
@@ -211,7 +212,7 @@ def write_rebuilt_snapshot(run_log: RunLog, round_: int, stamp: Stamp, by: int |
 
 @dataclass(frozen=True)
 class _Way:
-    """A way to a base: from a snapshot, then along the commits of one leg or several."""
+    """A way to compute a base: from one version of a snapshot, then through commits of one leg or several."""
 
     round: int  # of the snapshot
     take: str
@@ -221,7 +222,7 @@ class _Way:
 def _by_first_way(
     run_log: RunLog, begin: Begin, until: int | None, below: int | None, rebuilt: Callable[[_Way], T]
 ) -> T:
-    """The result of `rebuilt` for the first way along which everything can be read. The first error decides if none."""
+    """The result of `rebuilt` for the first way whose objects can all be read; if there is none, the first error."""
     failure: PayloadCorrupt | RecordInvalid | ObjectMissing | None = None
     for way in _ways(run_log, begin, until, below):
         try:
@@ -236,7 +237,7 @@ def _by_first_way(
 
 
 def _ways(run_log: RunLog, begin: Begin, until: int | None, below: int | None) -> Iterator[_Way]:
-    """The ways to a base of a leg, from the newest snapshot first; then those through the leg that it began from."""
+    """All ways to a base of a leg, newest snapshot first; then those through the leg that it resumed from."""
     for round_, take in _candidates(run_log, begin, until, below):
         yield _Way(round_, take, ((begin, until),))
     made = leg_of_base(run_log.begins()[: begin.leg - 1], begin.from_round) if begin.from_round else None
@@ -246,9 +247,9 @@ def _ways(run_log: RunLog, begin: Begin, until: int | None, below: int | None) -
 
 
 def _candidates(run_log: RunLog, begin: Begin, until: int | None, below: int | None) -> Iterator[tuple[int, str]]:
-    """(round, take) of the confirmed snapshots on the way of a leg, newest first.
+    """(round, version) of the confirmed snapshots from which a leg's base can be computed, newest first.
 
-    Snapshots of rounds between the base that the leg started from and the leg's first round are skipped: the leg does
+    Snapshots of rounds between the base that the leg resumed from and the leg's first round are skipped: the leg does
     not descend from them.
     """
     snapshots = ConfirmedSnapshots(run_log)
@@ -277,7 +278,7 @@ def _stored(run_log: RunLog, way: _Way) -> StoredSnapshot:
 
 
 def _position_at(run_log: RunLog, way: _Way) -> tuple[Position, CommitEntry | None]:
-    """The position where the commits of a way begin, and the commit before them; None at the begin of a leg."""
+    """The position in the log where the commits of a way begin, and the commit before; None at the begin of a leg."""
     begin, _ = way.legs[0]
     entry = run_log.commit(way.round) if way.round else None
     if entry is None or way.round <= begin.after_round:
@@ -286,13 +287,13 @@ def _position_at(run_log: RunLog, way: _Way) -> tuple[Position, CommitEntry | No
 
 
 def _named(run_log: RunLog, entry: CommitEntry, reader: ContributionReader) -> list[tuple[Contribution, int]]:
-    """(manifest, weight) of what a commit averages."""
+    """(manifest, weight) of each contribution that a commit averages."""
     read, commit = run_log.conclusions.manifests(entry), entry.commit
     return [(read.get(a.replica_id) or reader.named(commit.round, a), a.weight) for a in commit.answers if a.averaged]
 
 
 def _compared_along(run_log: RunLog, base: Base | None, way: _Way) -> Comparison:
-    """The base at the end of a way. Raises `RecordInvalid` if the snapshot holds another base than it names."""
+    """`base` compared with the base at the end of a way. Raises `RecordInvalid` for a snapshot of another base."""
     reader = ContributionReader(run_log.store)
     steps = [
         _Step(entry.commit.fragment, _named(run_log, entry, reader), run_log.configs.of(entry.commit.leg))
@@ -316,7 +317,7 @@ def _compared_along(run_log: RunLog, base: Base | None, way: _Way) -> Comparison
 
 @dataclass(frozen=True)
 class _Step:
-    """One outer step: (manifest, weight) of what it averages, and the settings of its leg."""
+    """One outer step: (manifest, weight) of the averaged contributions, and the settings of its leg."""
 
     fragment: int
     named: Sequence[tuple[Contribution, int]]
@@ -326,7 +327,7 @@ class _Step:
 def _step_shard(
     shard: BaseShard, layout: BaseLayout, index: int, steps: Sequence[_Step], reader: ContributionReader
 ) -> None:
-    """Take these steps of one shard, in place, with the arithmetic of a live round. Errors as of `take_step`."""
+    """Take these steps on one shard, in place, with the arithmetic of a live round. Raises as `take_step` does."""
     for step in steps:
         with denormals_kept(), closing(PayloadCache()) as cache:
             read = partial(_read_through, cache, reader)
@@ -344,13 +345,12 @@ def take_step(
     config: RunConfig,
     reader: ContributionReader,
 ) -> None:
-    """Step `base` in place by contributions, read from the bucket, with the arithmetic of a live round.
+    """Step `base` in place by contributions read from the bucket, with the arithmetic of a live round.
 
-    An error leaves a base that is stepped in part: `PayloadGone` for a payload that was deleted, `PayloadCorrupt` for
-    one that is damaged.
+    Raises `PayloadGone` for a deleted payload and `PayloadCorrupt` for a damaged one, with the base partly stepped.
 
     Args:
-        named: (manifest, weight) of what is averaged.
+        named: (manifest, weight) of the averaged contributions.
         config: of the round's leg.
     """
     with denormals_kept(), closing(PayloadCache()) as cache:
@@ -363,7 +363,7 @@ def take_step(
 def _read_through(
     cache: PayloadCache, reader: ContributionReader, manifest: Contribution, index: int
 ) -> bytes | memoryview:
-    """A shard's bytes, in `cache`: those of all replicas are read side by side, and may exceed the memory together."""
+    """A payload shard's bytes through `cache`, because those of all replicas together may exceed the memory."""
     name = f"{manifest.replica_id}", f"{index}"
     if (f"{manifest.replica_id}", f"{index - 1}") in cache:  # the shard before is averaged
         cache.clear()

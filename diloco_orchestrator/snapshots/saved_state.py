@@ -1,8 +1,7 @@
-"""A replica's saved state as objects of the bucket: one object, or above the limit an index and its pieces.
+"""A replica's saved training state in the bucket: one safetensors object, or above a size limit an index and pieces.
 
-The bytes of a state are one safetensors file. Above the limit they are cut into pieces, and the object that the
-manifest names is a safetensors file without tensors, whose metadata holds digest and size of each piece. What a state
-holds is `replica.training.checkpoint`'s.
+The object that the manifest names is then a safetensors file without tensors, whose metadata lists digest and size of
+each piece. `replica.training.checkpoint` has the contents of a state.
 """
 
 import json
@@ -23,7 +22,7 @@ _PIECES = "pieces"
 
 
 def write_state(store: Store, replica_id: int, round_: int, attempt: int, state: Buffers, limit: int) -> Shard:
-    """Create the objects of a state; no object is larger than `limit` bytes. Returns what the manifest names.
+    """Create the objects of a state, none above `limit` bytes; returns digest and size for the manifest.
 
     A writer that dies halfway leaves pieces that no manifest names; retention deletes them with the round.
     """
@@ -44,9 +43,9 @@ def _create(store: Store, key: str, data: bytes) -> Shard:
 
 
 def read_state(store: Store, manifest: Contribution) -> Iterator[bytes]:
-    """The bytes of the state that a manifest names, piece by piece, each checked.
+    """The bytes of the state that a manifest names, piece by piece, each verified.
 
-    Raises `PayloadCorrupt` if one was deleted or changed, `RecordInvalid` if the index is not one.
+    Raises `PayloadCorrupt` if a piece was deleted or changed, `RecordInvalid` if the index is invalid.
     """
     assert manifest.state is not None
     key = keys.state(manifest.replica_id, manifest.round, manifest.attempt)
@@ -61,7 +60,7 @@ def read_state(store: Store, manifest: Contribution) -> Iterator[bytes]:
 def pieces_of(data: bytes, manifest: Contribution) -> list[tuple[str, Shard]]:
     """Key, digest and size of the pieces of a state. `data`: the object that the manifest names.
 
-    Empty if that object is the whole state. Raises `RecordInvalid` for an index that no replica wrote.
+    Empty if that object is the whole state. Raises `RecordInvalid` for an invalid index.
     """
     key = keys.state(manifest.replica_id, manifest.round, manifest.attempt)
     header = read_header(lambda start, end: data[start:end], key)

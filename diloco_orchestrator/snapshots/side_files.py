@@ -1,11 +1,12 @@
-"""The files of a snapshot that hold no tensors: config and tokenizer, and a README where loading is not one known call.
+"""The files of a snapshot without tensors: config, tokenizer, and a README for models that need more than one call to
+load.
 
-The same in every snapshot of a run.
+Equal in every snapshot of a run.
 """
 
 import copy
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,26 +43,31 @@ load them into the model with its adapter. `diloco pull` makes an ordinary adapt
 def side_files(
     model: torch.nn.Module, tokenizer: Any, adapter: AdapterFolder | None, tied: Mapping[str, str]
 ) -> dict[str, bytes]:
-    """The files by name. `tied`: second names of tensors, which the model's file lacks. The model is not changed."""
+    """The files by name. `tied`: second names of tied tensors, which the model's file lacks."""
     config: Any = copy.deepcopy(getattr(model, "config", None))  # `architectures` of the user's own stays
     generation: Any = getattr(model, "generation_config", None)
     # Tensors of a model with adapters that is stored whole have names that `from_pretrained` does not know.
     has_adapters = isinstance(getattr(model, "peft_config", None), dict)
     is_of_transformers = hasattr(config, "save_pretrained") and not has_adapters
-    with tempfile.TemporaryDirectory(prefix="diloco-model-files-") as folder:
-        if is_of_transformers:
-            config.architectures = [type(model).__name__]
-            config.save_pretrained(folder)
-        if generation is not None and not has_adapters:
-            generation.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+    if is_of_transformers:
+        config.architectures = [type(model).__name__]
+    savers = [config] if is_of_transformers else []
+    savers += [generation] if generation is not None and not has_adapters else []
+    savers += [tokenizer] if tokenizer is not None else []
+    files = _saved(savers) if savers else {}
     if adapter is not None:
         files["adapter_config.json"] = adapter.config
     if not is_of_transformers:
         files[README] = readme(type(model).__name__, adapter, tied).encode()
     return files
+
+
+def _saved(savers: Sequence[Any]) -> dict[str, bytes]:
+    """The files that `save_pretrained` of each of these objects writes into one folder, by name."""
+    with tempfile.TemporaryDirectory(prefix="diloco-model-files-") as folder:
+        for each in savers:
+            each.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
 
 def readme(class_name: str, adapter: AdapterFolder | None, tied: Mapping[str, str]) -> str:
@@ -77,6 +83,6 @@ def readme(class_name: str, adapter: AdapterFolder | None, tied: Mapping[str, st
 
 
 def adapter_readme(base_name: str) -> str:
-    """Instructions to load an adapter folder. `base_name`: of its base; empty for one without a name."""
+    """Instructions to load an adapter folder. `base_name`: name of the base model; empty if unknown."""
     base = f"`{base_name}`" if base_name else "a model without a name: keep it where you find it"
     return f"An adapter of PEFT. Its base: {base}. In this folder:\n\n```python\n{_LOAD_ADAPTER}```\n"

@@ -51,9 +51,9 @@ class StoredSnapshot:
         return data
 
     def base(self, start: Start) -> Base:
-        """The base that the snapshot holds. Raises `RecordInvalid` if its digest is not the one in `snapshot.json`.
+        """The base in the snapshot. Raises `RecordInvalid` if its digest is not the one in `snapshot.json`.
 
-        Reads each file that holds a part of the base once. `start`: of the run.
+        Reads each file with a part of the base once. `start`: the run's start record.
         """
         dtypes, naming = dtypes_of(start.parameters), Naming.of(start)
         shapes = {parameter.name: torch.Size(parameter.shape) for parameter in start.parameters}
@@ -74,9 +74,9 @@ class StoredSnapshot:
         return base
 
     def check(self, start: Start, but: Collection[str] = ()) -> Base:
-        """The base, after every file of the snapshot was read and checked. Raises `RecordInvalid` as `base` does.
+        """The base, after reading and checking every file of the snapshot. Raises `RecordInvalid` as `base` does.
 
-        `but`: files that the caller reads itself; they are read here only for the base.
+        `but`: files that the caller checks itself; they are read here only for the base.
         """
         base = self.base(start)
         needed = files_of_base(self.record.files, Naming.of(start), dtypes_of(start.parameters), self._where)
@@ -86,7 +86,7 @@ class StoredSnapshot:
         return base
 
     def model_files(self, start: Start, extra: Mapping[str, bytes]) -> ModelFiles:
-        """The parts of this snapshot other than the base, from which a snapshot of another base can be written.
+        """The parts of this snapshot beside the base, from which a snapshot of another base can be written.
 
         With exact adapters it must be snapshot 0, whose residuals are zero. `extra`: the files without tensors.
         """
@@ -127,9 +127,9 @@ class StoredSnapshot:
 
 
 class RestOfSnapshot:
-    """The tensors of a stored model that are not trained, by name in its files.
+    """The untrained tensors of a stored model, by name in its files.
 
-    Read in the order of the files, each file is fetched once.
+    If they are read in the order of the files, each file is fetched once.
     """
 
     def __init__(self, snapshot: StoredSnapshot, naming: Naming, trained: Collection[str]) -> None:
@@ -154,7 +154,7 @@ def dtypes_of(parameters: Sequence[ParameterInfo]) -> dict[str, torch.dtype]:
 
 
 def files_of_base(names: Collection[str], naming: Naming, dtypes: Mapping[str, torch.dtype], where: str) -> list[str]:
-    """The files that hold a base: the outer ones, and the model's if it has parameters in fp32."""
+    """The files with parts of a base: the "outer" group, and the model's files if they have fp32 parameters."""
     outer = group_files(OUTER_GROUP, names, where)
     in_model = any(dtype == torch.float32 for dtype in dtypes.values())
     return [*outer, *(group_files(naming.group, names, where) if in_model else ())]
@@ -170,7 +170,7 @@ def _check_shapes(found: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str
 def _parts_of_base(
     tensors: Mapping[str, torch.Tensor], naming: Naming, dtypes: Mapping[str, torch.dtype], is_outer: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The parameters and momenta of the base in one file's tensors, by parameter name."""
+    """Parameters and momenta of the base, by name, among the tensors of one file."""
 
     def found(prefix: str) -> dict[str, torch.Tensor]:
         named = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
@@ -183,7 +183,7 @@ def _parts_of_base(
 
 
 def first_snapshot_in(run_log: RunLog, start: Start, take: str) -> StoredSnapshot:
-    """One take of snapshot 0, with the base and files that a start names. Raises `ObjectMissing` without a record."""
+    """A version of snapshot 0 with the base and files of a start record. Raises `ObjectMissing` without a record."""
     record = run_log.snapshot(0, take)
     files = record.files
     if start.first_files is not None:
@@ -193,5 +193,5 @@ def first_snapshot_in(run_log: RunLog, start: Start, take: str) -> StoredSnapsho
 
 
 def _is_derived(name: str) -> bool:
-    """Whether a file of snapshot 0 follows from those that `start.json` names."""
+    """Whether a file of snapshot 0 is computed from files that `start.json` names, so that it needs no digest there."""
     return is_tensor_file(OUTER_GROUP, name) or any(name == index_name(group) for group in GROUPS)

@@ -1,6 +1,6 @@
-"""`StoredShards`: the base of a complete snapshot, of which one shard at a time is read, by ranges of the files.
+"""`StoredShards`: reads the base of a complete snapshot shard by shard, by byte ranges of its files.
 
-The whole base at once is `snapshots.stored`'s.
+`snapshots.stored` reads a whole base at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ _GAP = 2**20  # bytes between two tensors that are read with them rather than by
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of a stored tensor: `start` is its first byte in the object `key`."""
+    """The location of a stored tensor: byte `start` of the object `key`."""
 
     key: str
     start: int
@@ -34,7 +34,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Bytes [start, stop) of an object, which are the little-endian float32 numbers of `target`."""
+    """Bytes [start, stop) of an object: the little-endian float32 numbers for the tensor `target`."""
 
     key: str
     start: int
@@ -46,10 +46,10 @@ class _Piece:
 
 
 class StoredShards:
-    """Reads the shards of the base that a snapshot holds. Raises `RecordInvalid` if its files are of another model.
+    """Reads shards of the base in a snapshot. Raises `RecordInvalid` if its files are of another model.
 
-    Nothing is verified until `check`, with the digests of all shards. `start`: of the run, whose adapters, if it has
-    any, are averaged as other parameters.
+    Nothing is verified until `check`, with the digests of all shards. `start`: the run's start record; exact adapters
+    are not supported.
     """
 
     def __init__(self, store: Store, snapshot: StoredSnapshot, start: Start) -> None:
@@ -69,7 +69,7 @@ class StoredShards:
         self._momenta = {name: self._found(places, MOMENTUM + name, shapes[name]) for name in dtypes if with_momenta}
 
     def read(self, fragment: int, index: int) -> BaseShard:
-        """One shard, in memory of its own. Raises `RecordInvalid` for a file that ends before, `ObjectMissing`."""
+        """A new copy of one shard. Raises `RecordInvalid` for a truncated file, `ObjectMissing` for a missing one."""
         start, stop = self.layout.shards(fragment)[index]
         shard = BaseShard(empty(stop - start), empty(stop - start) if self._momenta else None)
         pieces = list(self._pieces(self._parameters, fragment, start, shard.parameters))
@@ -80,7 +80,7 @@ class StoredShards:
         return shard
 
     def check(self, digests: Sequence[str]) -> None:
-        """Raise `RecordInvalid` unless the shards, of these digests, are the base that `snapshot.json` names."""
+        """Raise `RecordInvalid` unless shards with these digests make up the base that `snapshot.json` names."""
         digest, named = self.layout.digest(digests), self._snapshot.record.base_digest
         if digest != named:
             raise RecordInvalid(
@@ -97,7 +97,7 @@ class StoredShards:
         self.check([self.read(*place).digest() for place in places])
 
     def _places(self, key: str) -> dict[str, _Place]:
-        """The tensors of an object, by their names in it."""
+        """The locations of an object's tensors, by their names in it."""
         header = read_header(lambda start, end: self._store.get(key, start, end), f"{key} in {self._store.url}")
         found, start = {}, header.size
         for name, spec in header.specs.items():
@@ -112,7 +112,7 @@ class StoredShards:
         return places[name]
 
     def _pieces(self, places: dict[str, _Place], fragment: int, start: int, target: torch.Tensor) -> Iterator[_Piece]:
-        """The stored ranges that hold a fragment's vector from element `start` on, as many elements as `target` has."""
+        """The stored byte ranges of a fragment's vector from element `start` on, enough to fill `target`."""
         stop, begin = start + target.numel(), 0
         for name in self.layout.fragments[fragment]:
             end = begin + self.layout.shapes[name].numel()
@@ -123,7 +123,7 @@ class StoredShards:
             begin = end
 
     def _fill(self, group: Sequence[_Piece]) -> None:
-        """Read what lies side by side, with one request."""
+        """Read a group of adjacent ranges with one request."""
         start, stop = group[0].start, group[-1].stop
         data = memoryview(self._store.get(group[0].key, start, stop))
         if len(data) != stop - start:
@@ -136,7 +136,7 @@ class StoredShards:
 
 
 def _neighbours(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
-    """The pieces in groups that are worth one request each."""
+    """The pieces in groups close enough to be read with one request each."""
     group: list[_Piece] = []
     for piece in sorted(pieces, key=lambda each: (each.key, each.start)):
         if group and (piece.key != group[-1].key or piece.start - group[-1].stop > _GAP):

@@ -1,7 +1,7 @@
-"""The bytes of one safetensors file: their length before any tensor is read, and their encoding in one allocation.
+"""Encoding and decoding of one safetensors file: its length before any tensor is read, its bytes in one allocation.
 
-`encode` gives the bytes of `safetensors.torch.save`, which holds the file twice while it encodes. Which tensors a
-file holds is `snapshots.file_plan`'s.
+`encode` gives the bytes of `safetensors.torch.save`, which needs twice the memory. `snapshots.file_plan` assigns
+tensors to files.
 """
 
 import io
@@ -52,7 +52,7 @@ _LONGEST_OFFSET = 13  # digits; a file of 10 TB
 
 
 def _code(dtype: str) -> str:
-    """The file's name of a dtype: "F32" for "float32"."""
+    """The name of a dtype in safetensors files: "F32" for "float32"."""
     short = dtype
     for ours, theirs in _SHORT:
         short = short.replace(ours, theirs)
@@ -64,7 +64,7 @@ _NAME_OF = {_code(dtype): dtype for dtype in _DTYPES}
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a tensor; `dtype` as torch spells it, "float32"."""
+    """Shape and dtype of a tensor; `dtype` in torch's spelling, "float32"."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -80,27 +80,27 @@ class TensorSpec:
 
 
 def file_size(specs: Mapping[str, TensorSpec]) -> int:
-    """Length in bytes of the file with these tensors."""
+    """Length in bytes of the safetensors file with these tensors."""
     return len(_head(specs, _FORMAT)) + sum(spec.nbytes for spec in specs.values())
 
 
 def largest_share(name: str, spec: TensorSpec) -> int:
-    """Bytes that one tensor adds to a file at most: its numbers and its entry in the header."""
+    """Upper bound of the bytes that one tensor adds to a file: its numbers and its header entry."""
     return spec.nbytes + len(_entry(name, spec, 0)) + 2 * _LONGEST_OFFSET + 1
 
 
 def empty_size() -> int:
-    """Length in bytes of a file before its first tensor, padding included."""
+    """Length in bytes of a file without tensors, padding included."""
     return len(_head({}, _FORMAT)) + _LENGTH
 
 
 def encode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = _FORMAT) -> bytes:
-    """The file with these tensors, which lie on the CPU and are contiguous."""
+    """The safetensors file with these contiguous CPU tensors."""
     return b"".join(buffers(tensors, metadata))
 
 
 def encode_each(specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Tensor]) -> bytes:
-    """The file with these tensors, each of which `read` returns when its bytes are due; one at a time is in memory."""
+    """The safetensors file with these tensors; `read(name)` is called for one at a time."""
     file = io.BytesIO()  # gives its bytes away without a copy
     for piece in tensor_pieces(specs, read):
         file.write(piece)
@@ -108,14 +108,14 @@ def encode_each(specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Ten
 
 
 def tensor_pieces(specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of that file in order: its header, then each tensor as `read` returns it. None is kept."""
+    """The bytes of the file of `encode_each` in order: its header, then each tensor as `read` returns it. Lazy."""
     yield _head(specs, _FORMAT)
     for name in _order(specs):
         yield memory_of(read(name))
 
 
 def buffers(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = _FORMAT) -> list[bytes | memoryview]:
-    """The file's bytes in order: its header, then the memory of the tensors themselves."""
+    """The file's bytes in order: its header, then the memory of the tensors themselves, uncopied."""
     specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
     return [_head(specs, metadata), *(memory_of(tensors[name]) for name in _order(specs))]
 
@@ -162,20 +162,20 @@ def _json(value: object) -> str:
 
 
 class TensorSource(Protocol):
-    """Tensors by name, each read when it is needed."""
+    """Tensors by name, each read only when needed."""
 
     def specs(self) -> dict[str, TensorSpec]:
-        """Shapes and dtypes of all of them."""
+        """Shapes and dtypes of all tensors, by name."""
         ...
 
     def read(self, name: str) -> torch.Tensor:
-        """One of them, on the CPU and contiguous."""
+        """One tensor, contiguous and on the CPU."""
         ...
 
 
 @dataclass(frozen=True)
 class LiveTensors:
-    """A `TensorSource` of tensors that are in memory, on any device."""
+    """A `TensorSource` over tensors in memory, on any device."""
 
     tensors: Mapping[str, torch.Tensor]
 
@@ -188,7 +188,7 @@ class LiveTensors:
 
 @dataclass(frozen=True)
 class Overlaid:
-    """A `TensorSource` with other values, or other tensors, in place of some of its own."""
+    """A `TensorSource` in which `over` replaces or adds tensors."""
 
     source: TensorSource
     over: Mapping[str, torch.Tensor]
@@ -205,7 +205,7 @@ class Overlaid:
 
 @dataclass(frozen=True)
 class Header:
-    """A file's header: its tensors, in the order in which it holds them."""
+    """The header of a safetensors file: its tensors in file order, its metadata, and its own length."""
 
     specs: dict[str, TensorSpec]
     metadata: dict[str, str]
@@ -213,10 +213,10 @@ class Header:
 
 
 def read_header(read: Callable[[int, int], bytes], where: str) -> Header:
-    """The header of a file. `read(start, end)` returns that range of its bytes.
+    """The header of a safetensors file. `read(start, end)` returns that range of its bytes.
 
-    Raises `RecordInvalid`, naming `where`, if it is not the header of a safetensors file: its tensors must lie one
-    right after the other, as the safetensors library demands.
+    Raises `RecordInvalid`, naming `where`, if the bytes are no safetensors header: tensors must be adjacent, as the
+    safetensors library demands.
     """
     try:
         end = _LENGTH + int.from_bytes(read(0, _LENGTH), "little")
@@ -243,9 +243,9 @@ def _spec(entry: dict[str, object]) -> TensorSpec:
 
 
 def _check_offsets(specs: Mapping[str, TensorSpec], offsets: Mapping[str, object]) -> None:
-    """Raise `ValueError` unless each tensor begins where the one before it ends and is as long as its shape says.
+    """Raise `ValueError` unless each tensor begins where the previous one ends and has the length of its shape.
 
-    Both are in the order of the file.
+    Both arguments are in file order.
     """
     start = 0
     for name, spec in specs.items():
@@ -256,9 +256,9 @@ def _check_offsets(specs: Mapping[str, TensorSpec], offsets: Mapping[str, object
 
 
 def views(data: bytes, where: str) -> dict[str, torch.Tensor]:
-    """The tensors of a file, which share its memory and must never be written to.
+    """The tensors of a file, read-only views of `data`.
 
-    Raises `RecordInvalid`, naming `where`, if the bytes are no safetensors file, or not all of one.
+    Raises `RecordInvalid`, naming `where`, if `data` is no complete safetensors file.
     """
     header = read_header(lambda start, end: data[start:end], where)
     tensors, start = {}, header.size
@@ -274,9 +274,9 @@ def views(data: bytes, where: str) -> dict[str, torch.Tensor]:
 
 
 def decode(pieces: Iterable[bytes], where: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors, which are held, and metadata of a file whose bytes come in pieces, of which one at a time is in memory.
+    """Tensors (in new memory within the budget) and metadata of a file that comes in pieces, one in memory at a time.
 
-    Raises `RecordInvalid`, naming `where`, if they are no safetensors file, or not all of one.
+    Raises `RecordInvalid`, naming `where`, if the pieces are no complete safetensors file.
     """
     stream = _Stream(pieces, where)
     start = stream.take(_LENGTH)
@@ -291,7 +291,7 @@ def decode(pieces: Iterable[bytes], where: str) -> tuple[dict[str, torch.Tensor]
 
 
 class _Stream:
-    """Bytes that come in pieces, taken from their beginning."""
+    """A reader of bytes that come in pieces, from their beginning."""
 
     def __init__(self, pieces: Iterable[bytes], where: str) -> None:
         self._pieces = iter(pieces)
@@ -313,7 +313,7 @@ class _Stream:
             target, self._rest = target[count:], self._rest[count:]
 
     def close(self) -> None:
-        """Raises `RecordInvalid` if bytes are left."""
+        """Raise `RecordInvalid` if bytes are left."""
         if len(self._rest) or any(self._pieces):
             raise RecordInvalid(f"{self._where} is longer than its header says: it was not written by a replica.")
 

@@ -66,7 +66,7 @@ class Store(Protocol):
 
 @runtime_checkable
 class GivesUrls(Protocol):
-    """A store that can hand out a URL from which others read one object."""
+    """A store that can return a URL from which others read one object."""
 
     def readable_url(self, key: str, lifetime_s: float) -> str:
         """The URL from which anybody can GET an object for `lifetime_s` seconds; for a folder the file's path."""
@@ -75,19 +75,16 @@ class GivesUrls(Protocol):
 
 @runtime_checkable
 class OpensFiles(Protocol):
-    """A store whose objects are files of this machine, which can be mapped into memory where they would be copied."""
+    """A store whose objects are local files, which can be mapped into memory instead of copied."""
 
     def open_file(self, key: str) -> IO[bytes] | None:
-        """The object as a file that is open for reading; None if it must be read by `get`.
+        """The object as an open file; None if it must be read by `get`.
 
-        The file has the object's content also after the object was deleted or replaced. Raises what `get` raises.
+        The file keeps the object's content after the object was deleted or replaced. Raises as `get` does.
         """
         ...
 
 
 def open_file(store: Store, key: str) -> IO[bytes] | None:
-    """The object as a file that is open for reading; None in a store that is no folder of this machine.
-
-    See `OpensFiles`.
-    """
+    """The object as an open file, as `OpensFiles.open_file`; None in a store that is no local folder."""
     return store.open_file(key) if isinstance(store, OpensFiles) else None

@@ -47,7 +47,7 @@ _TRANSIENT = {"ConnectionError", "TimeoutError", "ClientConnectionError", "HTTPC
 
 
 class FsspecEngine:
-    """The store interface over an fsspec filesystem; a local disk has its own exclusive create."""
+    """The store interface over an fsspec filesystem; on a local disk with an exclusive create of its own."""
 
     def __init__(self, filesystem: AbstractFileSystem, root: str, url: str) -> None:
         self._fs = filesystem
@@ -63,7 +63,7 @@ class FsspecEngine:
         return self._do("read", key, lambda path: self._range(path, start, end))
 
     def _from_start(self, path: str, end: int | None) -> bytes:
-        """The first `end` bytes of an object, or all, in one request: a heartbeat may change between two."""
+        """The first `end` bytes of an object, or all, in one request, because a heartbeat may change between two."""
         if end is None:
             return bytes(self._fs.cat_file(path))
         try:
@@ -134,7 +134,7 @@ class FsspecEngine:
         self._staged(path, data, os.replace)
 
     def _staged(self, path: str, data: bytes, publish: Callable[[Path, Path], None]) -> None:
-        """Write a file beside the target, then give it the target's name in one step by `publish`."""
+        """Write a temporary file beside the target; `publish(temporary, target)` then renames it atomically."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = target.with_name(f"{target.name}{_STAGING}{random_token()}")
@@ -184,7 +184,7 @@ class FsspecEngine:
 
 
 def _server_code(error: BaseException | None) -> str:
-    """The S3 error code of the server's reply, which s3fs keeps in the cause of its error; empty if there is none."""
+    """The S3 error code in the server's reply, which s3fs keeps as the cause of its error; empty if there is none."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
@@ -194,7 +194,7 @@ def _server_code(error: BaseException | None) -> str:
 
 
 class _Exists(StoreError):
-    """The object to create exists already. Never leaves this file."""
+    """The object to create exists already. Used only within this file."""
 
 
 def _no_bucket(error: FileNotFoundError) -> bool:

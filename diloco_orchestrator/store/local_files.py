@@ -1,7 +1,7 @@
-"""The files of a store that is a folder: opens, lists and, where that is safe, lets them be mapped into memory.
+"""The files of a store that is a folder: opens and lists them, and checks whether mapping them into memory is safe.
 
-Others may write to the folder, too. What is no regular file is no object: a FIFO would block whoever opens it, and a
-link may lead anywhere.
+Others may write to the folder too. Only regular files are objects: opening a FIFO would block, and a link may point
+anywhere.
 """
 
 import os
@@ -18,12 +18,12 @@ _MOUNTS = Path("/proc/self/mounts")
 
 
 def is_on_local_disk(folder: Path, mounts: Path = _MOUNTS) -> bool:
-    """Whether `folder`, which exists, lies on a disk or in the memory of this machine. False where that is unknown.
+    """Whether `folder`, which exists, is on a disk or in the memory of this machine. False if unknown.
 
-    A file on a network may be gone, deleted by another machine, while it is mapped; reading it is then a signal
-    (SIGBUS), which ends the process, and not an error.
+    A file on a network file system may be deleted by another machine while it is mapped; reading it then ends the
+    process by a signal (SIGBUS) instead of an error.
 
-    `mounts`: the table of mounted file systems as Linux shows it.
+    `mounts`: the table of mounted file systems in Linux's format.
     """
     try:
         lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
@@ -35,7 +35,7 @@ def is_on_local_disk(folder: Path, mounts: Path = _MOUNTS) -> bool:
 
 
 def _unescaped(text: str) -> str:
-    """A path of the table, in which spaces and backslashes are octal numbers."""
+    """A path of the mount table, with octal escapes of spaces and backslashes decoded."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
@@ -50,7 +50,7 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def listed(root: Path, prefix: str, start_after: str) -> list[ObjectInfo]:
-    """The regular files below a prefix whose names can be keys, as `Store.list` says, in any order."""
+    """The regular files below a prefix whose names can be keys, as in `Store.list` but in any order."""
     found = (ObjectInfo(key, size) for key, size in _files(root / prefix, prefix.rstrip("/")))
     return [info for info in found if info.key > start_after]
 

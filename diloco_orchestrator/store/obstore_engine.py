@@ -1,7 +1,7 @@
 """`ObstoreEngine`: the store interface over obstore, for local folders, S3 and compatible servers, GCS and Azure.
 
-Two tables translate its errors into ours, which decides what `store.retrying` retries. obstore's own retries are off: a
-retry of a create whose reply was lost would report our own object as somebody else's.
+Two tables translate its errors into ours, by which `store.retrying` retries. obstore's own retries are off, because a
+retried create whose first reply was lost would report our own object as somebody else's.
 """
 
 import io
@@ -96,7 +96,7 @@ class ObstoreEngine:
             return bytes(obstore.get_range(self._store, key, start=start, end=stop)) if start < stop else b""
 
     def open_file(self, key: str) -> IO[bytes] | None:
-        """The object's file. None for a cloud, and for a folder on a file system of other machines."""
+        """The object's file. None for a cloud store, and for a folder on a network file system."""
         if not self._gives_files or not _PLAIN.fullmatch(key):
             return None
         with self._translating("read", key):
@@ -165,7 +165,7 @@ class ObstoreEngine:
 
     @contextmanager
     def _translating(self, verb: str, key: str) -> Iterator[None]:
-        """Raise what obstore or the file system raises as a `StoreError`. `verb`: done to `key`, for errors."""
+        """Context that turns errors of obstore or of the file system into `StoreError`. `verb`: for messages."""
         try:
             yield
         except Exception as error:  # its kinds share no base; servers' other replies come as plain ones
@@ -191,7 +191,7 @@ class ObstoreEngine:
 
 
 def _read(file: IO[bytes], end: int | None) -> bytes:
-    """The first `end` bytes of a file, or all; fewer where it ends."""
+    """The first `end` bytes of a file, or all; fewer if the file is shorter."""
     size = os.fstat(file.fileno()).st_size if end is None else min(end, os.fstat(file.fileno()).st_size)
     return file.read(size)
 
@@ -215,8 +215,8 @@ def open_local(path: Path) -> ObstoreEngine:
 def open_cloud(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
     """The store at `gs://…` or `az://…`.
 
-    `options`: obstore's own settings of that kind of store; what they leave out comes from the environment. Raises
-    `ConfigError` if URL, credentials or options are invalid.
+    `options`: obstore's own settings; missing ones come from the environment. Raises `ConfigError` if URL, credentials
+    or options are invalid.
     """
     try:
         store = from_url(url, client_options=CLIENT_OPTIONS, retry_config=NO_RETRIES, **options)

@@ -43,7 +43,7 @@ def open_store(
     must_exist: bool = False,
     is_leaving: Callable[[], bool] = lambda: False,
 ) -> Store:
-    """Open the store at `url`, with retries of faults that may pass.
+    """Open the store at `url`, with retries of transient faults.
 
     A folder's path, `file://`, `s3://bucket/x`, `gs://`, `az://` go through obstore; `memory://name` is shared within
     this process; every other URL, and any with `engine="fsspec"` or written `fsspec+s3://…`, through fsspec.
@@ -52,9 +52,9 @@ def open_store(
         storage_options: credentials and endpoint as s3fs spells them (key, secret, token, endpoint_url, …).
         engine: "auto", "obstore" or "fsspec".
         clock, rng: for the pauses between retries; by default the system's.
-        retry: how long faults that may pass are retried.
+        retry: how long transient faults are retried.
         must_exist: raise `NoSuchRun` for a local folder that does not exist, instead of creating it.
-        is_leaving: whether this process was asked to end, so that faults are not retried for long.
+        is_leaving: whether this process was asked to end, so that faults are retried only briefly.
 
     Raises `ConfigError` for an invalid URL, engine or option, `StoreDenied` if there are no credentials.
     """
@@ -71,8 +71,8 @@ def open_store(
 def readable_url(url: str, storage_options: Mapping[str, Any] | None, key: str, lifetime_s: float) -> str:
     """The URL from which anybody can read the object `key` of the store at `url` for `lifetime_s` seconds.
 
-    It is a presigned https URL, which is a credential, or the file's path if the store is a folder. Raises
-    `ConfigError` if the store cannot give one.
+    A presigned https URL, which is a credential, or the file's path if the store is a folder. Raises `ConfigError` if
+    the store cannot sign one.
     """
     # Through obstore if it can: s3fs signs in a way that newer regions refuse.
     engine = _open_engine(url.removeprefix(_VIA_FSSPEC), storage_options or {}, "auto", must_exist=False)
@@ -82,9 +82,9 @@ def readable_url(url: str, storage_options: Mapping[str, Any] | None, key: str, 
 
 
 def options_elsewhere(url: str, storage_options: Mapping[str, Any]) -> dict[str, Any]:
-    """The storage options that open the store at `url` on another machine as on this one.
+    """The storage options with which another machine opens the store at `url` as this one does.
 
-    They are `storage_options` and, for S3, the endpoint and region that this machine's environment or profile set.
+    They are `storage_options` and, for S3, the endpoint and region from this machine's environment or profile.
     """
     plain = url.removeprefix(_VIA_FSSPEC)
     if not plain.startswith(("s3://", "s3a://")):

@@ -1,12 +1,12 @@
 """`RetryingStore`: the only place with retries. It also resolves creates whose reply was lost.
 
-Three kinds of faults are waited out; every other error is raised at once:
+Three kinds of faults are retried; every other error is raised at once:
 
-- `StoreUnavailable`: the store does not answer, or asks for patience.
+- `StoreUnavailable`: the store does not answer, or throttles.
 - `StoreDenied` for a kind of call that was allowed to this process before: credentials have expired, were renewed
-  elsewhere, or the service that checks them is disturbed. The store is opened anew for every try, which reads the
-  credentials again from where they came.
-- `StoreFull` once the store has answered a call: a full disk is cleared by somebody else.
+  elsewhere, or the service that checks them fails. The store is reopened for every try, which reads the credentials
+  again from their source.
+- `StoreFull` once the store has answered a call: somebody else frees space on the disk.
 """
 
 import logging
@@ -31,7 +31,7 @@ _RENEW = " Every try reads the credentials again: renew them where they come fro
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Duration of retries of a fault that may pass. Each pause is uniform from 0 to a bound that doubles every time."""
+    """The duration of retries of transient faults. Each pause is uniform from 0 to a bound that doubles every time."""
 
     first_pause_s: float = 0.2  # about one round trip to a far bucket
     longest_pause_s: float = 10.0  # throttling asks for seconds, not minutes
@@ -44,7 +44,7 @@ class RetryPolicy:
 
 
 class _Opened:
-    """The store in use and what is known of it, for all threads of this process."""
+    """The open store, shared by all threads of this process, and which kinds of calls have succeeded."""
 
     def __init__(self, store: Store, reopen: Callable[[], Store] | None) -> None:
         self.store = store
@@ -55,7 +55,7 @@ class _Opened:
         self._lock = threading.Lock()
 
     def succeeded(self, kind: str) -> None:
-        """Note an answer that only comes to those who may make such calls."""
+        """Record that a call of this kind was allowed."""
         self.answered = True
         self.allowed.add(kind)
         if self._told_at is not None:
@@ -63,7 +63,7 @@ class _Opened:
             log.warning("%s answers again.", self.store.url)
 
     def open_anew(self, refused: Store) -> str:
-        """Replace the store that refused a call, unless another thread has. Why that failed; empty if it did not."""
+        """Reopen the store after it refused a call, unless another thread has. Returns the error, empty if none."""
         with self._lock:
             if self._reopen is not None and self.store is refused:
                 try:
@@ -73,7 +73,7 @@ class _Opened:
         return ""
 
     def may_tell(self, now: float) -> bool:
-        """Whether the caller writes a line to the log now: of many threads one does, every ten minutes."""
+        """Whether the caller may log now: one of all threads, every ten minutes."""
         with self._lock:
             if self._told_at is not None and now - self._told_at < _TOLD_EVERY_S:
                 return False
@@ -82,9 +82,9 @@ class _Opened:
 
 
 class RetryingStore:
-    """The store interface over `store`, with retries of the faults that may pass.
+    """The store interface over `store`, with retries of transient faults.
 
-    Raises the last error once they have lasted for as long as `policy` says. `rng`: draws the pauses; replicas need
+    Raises the last error once faults have lasted as long as `policy` allows. `rng`: draws the pauses; replicas need
     different seeds, or they retry in step. `is_leaving`: whether this process was asked to end. `reopen`: opens the
     store again, with credentials read anew.
     """
@@ -129,7 +129,7 @@ class RetryingStore:
         return self._retry("create", attempt)
 
     def without_read_back(self) -> "RetryingStore":
-        """This store as `without_read_back` returns it."""
+        """This store with a `create` that does not read back (see `without_read_back` below)."""
         found = RetryingStore(
             *(self._opened.store, self._clock, self._rng, self._policy), read_back=False, is_leaving=self._is_leaving
         )
@@ -143,9 +143,9 @@ class RetryingStore:
         self._retry("delete", lambda store: store.delete(key))
 
     def _retry(self, kind: str, call: Callable[[Store], T]) -> T:
-        """The result of `call`, which is repeated while it raises what may pass and the policy's time has not passed.
+        """The result of `call`, repeated while it raises a transient fault, for as long as the policy allows.
 
-        `kind`: of call, as permissions tell them apart.
+        `kind`: the kind of call, such as "get", by which permissions differ.
         """
         failing_since: float | None = None  # the first fault, not the first try: a transfer may outlast total_s
         refused_since: float | None = None  # the first of the refusals in a row
@@ -181,13 +181,13 @@ class RetryingStore:
             self._clock.sleep(min(self._rng.uniform(0, next(bounds)), left_s))
 
     def _may_pass(self, error: StoreError, kind: str) -> bool:
-        """Whether `error` is one of the three kinds of faults that are waited out."""
+        """Whether `error` is one of the three kinds of faults that are retried."""
         if isinstance(error, StoreDenied):
             return kind in self._opened.allowed
         return isinstance(error, StoreUnavailable) or (isinstance(error, StoreFull) and bool(self._opened.allowed))
 
     def _tell(self, error: StoreError, why: str, spent_s: float, left_s: float) -> None:
-        """Log what is waited for, since when, for how long yet, and what a person can do; not with every try."""
+        """Log the fault being retried, since when, how much longer, and what a person can do; not at every try."""
         if isinstance(error, StoreUnavailable) and spent_s < _TOLD_AFTER_S:
             return
         if self._opened.may_tell(self._clock.now()):
@@ -205,7 +205,7 @@ class RetryingStore:
 
 
 def _is_ours(store: Store, key: str, data: bytes) -> bool:
-    """Whether the existing object has the bytes of our create. Raises `StoreUnavailable` if it is gone by now."""
+    """Whether the existing object has the bytes of our create. Raises `StoreUnavailable` if it is gone."""
     try:
         return store.get(key) == data
     except ObjectMissing as error:  # deleted meanwhile: try the create again
@@ -213,8 +213,8 @@ def _is_ours(store: Store, key: str, data: bytes) -> bool:
 
 
 def without_read_back(store: Store) -> Store:
-    """The same store, whose `create` reads no existing object: False may mean one of our own, whose reply was lost.
+    """The same store with a `create` that reads no existing object: False may mean our own, whose reply was lost.
 
-    For objects of many megabytes whose writer need not know who wrote them, or reads them anyway.
+    For objects of many megabytes whose writer does not care who wrote them, or reads them anyway.
     """
     return store.without_read_back() if isinstance(store, RetryingStore) else store

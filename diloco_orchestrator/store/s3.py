@@ -70,11 +70,11 @@ def open_s3(url: str, options: Mapping[str, Any], single_put_limit: int = OBJECT
 
 
 def address_of(options: Mapping[str, Any]) -> dict[str, str]:
-    """Endpoint and region of S3 as this process finds them in its environment or profile.
+    """Endpoint and region of S3 from this process's environment or profile, in the spelling of storage options.
 
-    In the spelling of storage options. Replicas on other machines need both, because they have neither environment nor
-    profile of this machine. Without what `options` set, and without Amazon's own endpoint. Empty without boto3, which
-    this process needs to open the store, too. Raises `ConfigError` for an unknown option or profile.
+    Replicas on other machines need both, because they lack this machine's environment and profile. Without values that
+    `options` set, and without Amazon's default endpoint. Empty without boto3. Raises `ConfigError` for an unknown
+    option or profile.
     """
     try:
         import boto3
@@ -87,7 +87,7 @@ def address_of(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _is_tls(endpoint: str | None) -> bool:
-    """Whether bodies travel over TLS. It protects them, so the signature need not: hashing costs more than sending."""
+    """Whether requests use TLS, so that the signature need not cover bodies: hashing costs more than sending."""
     return not (endpoint or "").startswith("http://")
 
 

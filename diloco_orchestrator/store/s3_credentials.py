@@ -1,6 +1,6 @@
-"""`BotocoreCredentials`: what obstore signs with, asked of botocore again before half of its life is over.
+"""`BotocoreCredentials`: credentials for obstore, asked of botocore again before half of their lifetime has passed.
 
-Which credentials these are (profile, SSO, role), and how they are renewed, is botocore's.
+botocore decides which credentials these are (profile, SSO, role), and renews them.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _PAUSES_S = tuple(600.0 * 0.5**halvings for halvings in range(10))
 
 
 def pause_s(credentials: Any) -> float:
-    """Seconds until botocore's credentials are to be renewed; 0 at the end of their life."""
+    """Seconds until botocore's credentials should be renewed; 0 once they have expired."""
     refresh_needed: Callable[[float], bool] | None = getattr(credentials, "refresh_needed", None)
     if refresh_needed is None:  # static ones, without an end that this machine knows
         return _PAUSES_S[0]
@@ -29,10 +29,10 @@ def _utc_now() -> datetime:
 
 
 class BotocoreCredentials:
-    """obstore's credential provider over the `credentials` of a session that nothing else uses.
+    """obstore's credential provider over the `credentials` of a boto3 session.
 
-    obstore's own provider says of all credentials that they live for another 30 minutes. Nothing else may use the
-    session: a renewal by another thread between the two questions would give old credentials the new ones' life.
+    obstore's own provider assumes that all credentials live for another 30 minutes. Nothing else may use the session: a
+    renewal by another thread between the reads of key and expiry would pair old credentials with the new expiry.
     """
 
     refresh_threshold = timedelta(0)  # obstore asks again once `expires_at` has passed; by default five minutes before
@@ -43,7 +43,7 @@ class BotocoreCredentials:
         self._now = now
 
     def __call__(self) -> "S3Credential":
-        """The credentials to sign with, and until when. Raises botocore's errors if they cannot be renewed."""
+        """The credentials and when to ask again. Raises botocore's errors if they cannot be renewed."""
         frozen = self._credentials.get_frozen_credentials()
         return {
             "access_key_id": frozen.access_key,

@@ -1,6 +1,6 @@
 """The table of S3 error codes for all engines: the error class for each code, and the remedy in its message.
 
-`store.retrying` says which of them it waits out.
+`store.retrying` decides which classes are retried.
 """
 
 from diloco_orchestrator.errors import StoreDenied, StoreError, StoreFull, StoreUnavailable

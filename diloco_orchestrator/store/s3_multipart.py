@@ -1,7 +1,7 @@
 """`MultipartUploads`: writes of S3 objects in parts, for objects that are too large for one request.
 
-obstore has no create-only mode for such uploads, so they go through boto3: `If-None-Match: *` rides on the request that
-completes the upload. Before that request nothing is visible, so a writer that dies leaves no object; the parts it sent
+obstore has no create-only mode for such uploads, so they go through boto3: the request that completes the upload has
+the header `If-None-Match: *`. Before it nothing is visible, so a writer that dies leaves no object; the parts it sent
 stay in the bucket until a lifecycle rule (AbortIncompleteMultipartUpload) removes them.
 """
 
@@ -22,10 +22,10 @@ _EXISTS = ("PreconditionFailed", "412")
 
 
 class MultipartUploads:
-    """Writes below `prefix` of a bucket. `make_client` is called once, at the first upload.
+    """Multipart writes below `prefix` of a bucket. `make_client` is called once, at the first upload.
 
-    The client may retry single requests: a part that is sent twice is the same part, and a completion whose reply was
-    lost is found out by the caller's next `create`.
+    The client may retry single requests: a part sent twice is the same part, and a completion whose reply was lost
+    shows in the caller's next `create`.
     """
 
     def __init__(self, make_client: Callable[[], Any], bucket: str, prefix: str, part_size: int = PART_SIZE) -> None:
@@ -56,7 +56,7 @@ class MultipartUploads:
         return self._made
 
     def _exists(self, where: dict[str, str]) -> bool:
-        """Whether the object exists already, so that no part is sent in vain."""
+        """Whether the object exists, so that no parts are sent in vain."""
         try:
             self._client.head_object(**where)
         except ClientError as error:
@@ -104,7 +104,7 @@ def _code(error: ClientError) -> str:
 
 @contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """Raise boto3's errors as ours."""
+    """Context that turns boto3's errors into ours."""
     try:
         yield
     except ClientError as error:

@@ -1,11 +1,11 @@
-"""The life of one attempt as a state machine: `advance` gives the next state, the effects to perform, and why.
+"""State machine of one attempt (launched process): `advance` gives the next state, the effects to perform, and why.
 
-`ReplicaView` follows one replica through its attempts of a leg.
+`ReplicaView` tracks one replica through its attempts of a leg.
 
-Pure: the time is an argument, nothing is read or written. States, events and effects are defined in `attempt_types`.
-Effects are performed by `fleet`; which attempt to launch, cancel or give up is decided in `fleet_policy`.
+Pure: the time is an argument, nothing is read or written. `attempt_types` defines states, events and effects, `fleet`
+performs effects, and `fleet_policy` decides which attempt to launch, cancel or give up.
 
-`python -m diloco_orchestrator.supervision.attempt` prints the diagram that docs/protocol.md holds.
+`python -m diloco_orchestrator.supervision.attempt` prints the diagram in docs/protocol.md.
 """
 
 from collections.abc import Callable, Mapping
@@ -75,7 +75,7 @@ EVENTS: tuple[EventClass, ...] = get_args(Event)
 
 
 class RefusedEvent(RuntimeError):
-    """An event arrived in a state in which it cannot occur: a bug of this package, not of its user."""
+    """An event in a state in which it cannot occur: a bug of this package, not of its user."""
 
 
 class Step(NamedTuple):
@@ -87,7 +87,7 @@ class Step(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One entry of the table: the rule, and every state class that it may lead to."""
+    """An entry of the transition table: its rule, and every state class that the rule may lead to."""
 
     rule: Callable[..., Step]
     to: tuple[StateClass, ...]
@@ -108,7 +108,7 @@ def _pairs(states: _States, events: _Events) -> list[tuple[StateClass, EventClas
 
 
 def on(states: _States, events: _Events, to: _States = ()) -> Callable[[_Rule], _Rule]:
-    """Decorator: enter a rule `(state, event, now, policy) -> Step` for all pairs of `states` and `events`.
+    """Decorator that enters a rule `(state, event, now, policy) -> Step` for all pairs of `states` and `events`.
 
     `to`: the state classes that the rule may return; by default the class does not change.
     """
@@ -122,7 +122,7 @@ def on(states: _States, events: _Events, to: _States = ()) -> Callable[[_Rule], 
 
 
 def refuse(states: _States, events: _Events, why: str) -> None:
-    """Enter the reason `why` for all pairs of `states` and `events` that have neither a rule nor a reason yet."""
+    """Enter `why` as the reason that the pairs of `states` and `events` without rule or reason are impossible."""
     for pair in _pairs(states, events):
         if pair not in MOVES:
             REFUSED.setdefault(pair, why)
@@ -141,7 +141,7 @@ def advance(state: State, event: Event, now: float, policy: AttemptPolicy) -> St
 
 
 def diagram() -> str:
-    """The moves between state classes as a Mermaid diagram, as docs/protocol.md holds it."""
+    """The transitions between state classes as a Mermaid diagram, for docs/protocol.md."""
     edges: dict[tuple[str, str], list[str]] = {}
     for state in STATES:
         for event in EVENTS:
@@ -157,7 +157,7 @@ def diagram() -> str:
 
 
 def end_step(state: Alive, outcome: Outcome, reason: str, now: float) -> Step:
-    """The end of an attempt. A cancelled attempt ends as an error, unless its outcome is done or superseded."""
+    """The transition to `Ended`. A cancelled attempt ends as an error, unless its outcome is done or superseded."""
     if outcome is Outcome.SUPERSEDED:
         words = "it exited because another process has its replica, which is followed now"
         return Step(Ended(outcome, now, reason), (FindSuccessor(),), words)
@@ -173,7 +173,7 @@ def _exit_seen(state: Alive, event: ExitSeen, now: float, policy: AttemptPolicy)
 
 @on((Reserved, Running, Unreachable, Cancelling), Replaced, to=Ended)
 def _replaced(state: Alive, event: Replaced, now: float, policy: AttemptPolicy) -> Step:
-    """A new coordinator finds an attempt that has a successor: the attempt ended, though without an exit record."""
+    """A new coordinator finds that the attempt has a successor: the attempt ended, though without an exit record."""
     outcome, reason = event.outcome or Outcome.ERROR, event.reason or "it left no exit record"
     step = end_step(state, outcome, reason, now)
     assert isinstance(step.state, Ended)
@@ -182,7 +182,7 @@ def _replaced(state: Alive, event: Replaced, now: float, policy: AttemptPolicy) 
 
 @on(Ended, Replaced)
 def _judged(state: Ended, event: Replaced, now: float, policy: AttemptPolicy) -> Step:
-    """The outcome in the successor's intent wins over the one seen here, so that all coordinators count alike."""
+    """The outcome in the successor's intent replaces the one seen here, so that all coordinators count alike."""
     if event.outcome is None:
         return Step(state)
     return Step(Ended(event.outcome, state.at, event.reason, event.took_part))
@@ -203,7 +203,7 @@ def _leave_to_other(state: Unlaunched, event: IntentTaken, now: float, policy: A
 
 @on(Reserved, Tick, to=(Reserved, Launching))
 def _adopt(state: Reserved, event: Tick, now: float, policy: AttemptPolicy) -> Step:
-    """Take over a launch whose coordinator may have died before the launch call or before it wrote the handle."""
+    """Repeat a launch whose coordinator may have died before the launch call or before it wrote the handle."""
     if now < state.launch_at:
         return Step(state)
     if not state.wanted:
@@ -214,7 +214,7 @@ def _adopt(state: Reserved, event: Tick, now: float, policy: AttemptPolicy) -> S
 
 @on((Reserved, Postponed), LegStopped, to=Reserved)
 def _not_wanted(state: Reserved | Postponed, event: LegStopped, now: float, policy: AttemptPolicy) -> Step:
-    """After the stop do not launch it here, but keep searching: a coordinator that died may have launched it."""
+    """After the stop, do not launch, but search for the process: a coordinator that died may have launched it."""
     at = state.launch_at if isinstance(state, Reserved) else state.retry_at
     return Step(Reserved(state.since, state.beat, launch_at=at, wanted=False))
 
@@ -249,7 +249,7 @@ def _unavailable(state: Launching, event: LaunchUnavailable, now: float, policy:
 
 
 def _refused(state: Launching, error: str, denied: bool, now: float) -> Refusal:
-    """The refusal of a call, which goes on from that of the call before if both are of one kind."""
+    """The provider's refusal of this call, merged with the refusal of the call before if both are of one kind."""
     before = state.refusal
     if before is None or before.denied != denied:
         return Refusal(now, error, denied)
@@ -298,7 +298,7 @@ def _search_later(state: Reserved, event: SearchFailed, now: float, policy: Atte
 
 
 def search_words(event: SearchFailed) -> str:
-    """The log line about a search that failed."""
+    """The log line about a failed search for an attempt's process."""
     return f"its provider could not be searched for its process: {event.error}"
 
 
@@ -357,7 +357,7 @@ def _cancel(state: Running, event: CancelAsked | CancelSeen, now: float, policy:
 def _cancel_launch(
     state: Reserved | Postponed | Launching, event: CancelAsked, now: float, policy: AttemptPolicy
 ) -> Step:
-    """Without a handle no cancel can be sent yet: the launch under way returns one, or the process is searched for."""
+    """Without a handle no cancel can be sent yet: the launch call returns one, or the process is searched for."""
     search_at = None if isinstance(state, Launching) else state.launch_at if isinstance(state, Reserved) else now
     cancelled = Cancelling(state.since, state.beat, event.why, now, None, search_at)
     return Step(cancelled, (WriteCancel(event.why),), f"cancelling it: {event.why}")
@@ -372,7 +372,7 @@ def _cancel_recorded(state: Reserved, event: CancelSeen, now: float, policy: Att
 def _replace_unreachable(
     state: Unreachable, event: CancelAsked | CancelSeen, now: float, policy: AttemptPolicy
 ) -> Step:
-    """The process can neither be cancelled nor polled here. If it still lives, its successor's claim makes it leave."""
+    """End the attempt: its process can be neither cancelled nor polled here; if alive, it is superseded later."""
     effects = (WriteCancel(event.why),) if isinstance(event, CancelAsked) else ()
     return end_step(state, Outcome.ERROR, event.why, now)._replace(effects=effects)
 
@@ -431,7 +431,7 @@ def _cancel_accepted(state: Cancelling, event: CancelAccepted, now: float, polic
 
 @on(Cancelling, CancelFailed, to=(Cancelling, Ended))
 def _cancel_failed(state: Cancelling, event: CancelFailed, now: float, policy: AttemptPolicy) -> Step:
-    """The next Tick repeats the cancel. If the status is unknown too, the attempt ends: a successor makes it leave."""
+    """The next Tick repeats the cancel. If the status is unknown too, the attempt ends: a successor supersedes it."""
     if state.blind:
         return end_step(state, Outcome.ERROR, state.why, now)
     return Step(state, (), f"it could not be cancelled: {event.error}")
@@ -439,7 +439,7 @@ def _cancel_failed(state: Cancelling, event: CancelFailed, now: float, policy: A
 
 @on(Cancelling, Tick, to=(Cancelling, Ended))
 def _cancel_on(state: Cancelling, event: Tick, now: float, policy: AttemptPolicy) -> Step:
-    """A lost machine never reports an end: give up waiting. If it still lives, its successor's claim makes it leave."""
+    """Stop waiting for a lost machine, which never reports its end; if alive, its process is superseded later."""
     unanswered = state.accepted or state.handle is None
     if unanswered and now - state.cancelled_at > policy.cancelled_for_s:
         calling = state.handle is None and state.search_at is None
@@ -502,7 +502,7 @@ refuse(STATES, (CancelSeen, Replaced), "these records are read when a coordinato
 
 @dataclass(frozen=True)
 class ReplicaView:
-    """One replica in one leg, as a coordinator sees it: its newest attempt, and how earlier ones ended.
+    """A coordinator's view of one replica in one leg: its newest attempt, and how earlier ones ended.
 
     A running coordinator and a new one build it with the same function, `follow`: the former from events as they
     happen, the latter from the bucket's records (`record_events`).
@@ -516,11 +516,11 @@ class ReplicaView:
 
     @property
     def who(self) -> tuple[int, int]:
-        """(replica id, attempt): the address of events."""
+        """(replica id, attempt), to which events are addressed."""
         return self.replica_id, self.attempt
 
     def next_attempt(self, number: int) -> "ReplicaView":
-        """The view when attempt `number` begins."""
+        """The view after attempt `number` has become the newest one."""
         return replace(self, attempt=number, state=Unlaunched())
 
 
@@ -536,9 +536,9 @@ def follow(view: ReplicaView, event: Event, now: float, policy: AttemptPolicy) -
 
 
 def _counted(endings: Mapping[Outcome, int], state: State, change: int) -> Mapping[Outcome, int]:
-    """Add `change` to the count of the outcome if `state` is an end that counts.
+    """Add `change` to the count of the outcome of `state` if that is an end that counts.
 
-    An attempt that ended as superseded is not counted: another attempt of the replica was alive.
+    Superseded attempts do not count: another attempt of the replica was alive.
     """
     if not isinstance(state, Ended) or state.outcome is Outcome.SUPERSEDED:
         return endings

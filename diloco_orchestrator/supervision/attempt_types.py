@@ -1,7 +1,7 @@
-"""The vocabulary of the attempt machine: its states, events, effects, outcomes and waiting times.
+"""Data types of the attempt state machine: its states, events, effects, outcomes and timeouts.
 
-Holds data only; the transitions are in `attempt`. Times are seconds on one coordinator's own monotonic clock; none of
-them is in the bucket, so a new coordinator counts every one of them anew.
+`attempt` has the transitions. Times are seconds on one coordinator's own monotonic clock; none is stored in the bucket,
+so a new coordinator starts every timeout anew.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The provider's refusals to launch an attempt: since when, its newest error, and after how many calls.
+    """The provider's refusals to launch an attempt: since when, the newest error, and the number of calls.
 
     `denied`: it rejects our credentials; False: it is down or overloaded.
     """
@@ -59,7 +59,7 @@ class Unlaunched:
 
 @dataclass(frozen=True)
 class Alive:
-    """Common fields of all states in which an attempt is not known to have ended; not a state of its own."""
+    """Common fields of the states in which an attempt is not known to have ended; not a state itself."""
 
     since: float  # when this coordinator first knew of the attempt
     beat: Beat | None  # None: it has sent no heartbeat yet
@@ -67,7 +67,7 @@ class Alive:
 
 @dataclass(frozen=True)
 class Reserved(Alive):
-    """State: an intent exists and no handle; another coordinator is launching the attempt, or died while it did."""
+    """State: an intent exists but no handle; another coordinator is launching the attempt, or died meanwhile."""
 
     launch_at: float  # when to launch it here; once it is not wanted, when to search for its process
     wanted: bool = True  # False: the leg has stopped
@@ -75,14 +75,14 @@ class Reserved(Alive):
 
 @dataclass(frozen=True)
 class Launching(Alive):
-    """State: this coordinator's launch call to the provider is under way; it may take minutes."""
+    """State: this coordinator's launch call to the provider has not returned; it may take minutes."""
 
     refusal: Refusal | None = None  # of an earlier call for the same attempt
 
 
 @dataclass(frozen=True)
 class Postponed(Alive):
-    """State: the provider did not launch the attempt; the launch of the same attempt is tried again at `retry_at`."""
+    """State: the provider refused the launch, which is tried again at `retry_at` under the same attempt number."""
 
     refusal: Refusal
     retry_at: float
@@ -90,7 +90,7 @@ class Postponed(Alive):
 
 @dataclass(frozen=True)
 class Running(Alive):
-    """State: launched, with a handle. The provider may still be searching for a machine."""
+    """State: launched, with a handle. The provider may still be waiting for a machine."""
 
     handle: ReplicaHandle
     running_since: float | None = None  # when the provider first reported RUNNING
@@ -107,7 +107,7 @@ class Unreachable(Alive):
 
 @dataclass(frozen=True)
 class Cancelling(Alive):
-    """State: the cancel record is written. With a handle the cancel is sent to the provider until it is accepted."""
+    """State: the cancel record exists. With a handle, the cancel is sent to the provider until it is accepted."""
 
     why: str
     cancelled_at: float  # when the provider accepted the cancel; until then when the cancel was wanted
@@ -147,12 +147,12 @@ class IntentWritten:
 
 @dataclass(frozen=True)
 class IntentTaken:
-    """Event: the bucket holds an intent that this coordinator did not create."""
+    """Event: the attempt has an intent that this coordinator did not create."""
 
 
 @dataclass(frozen=True)
 class LaunchReturned:
-    """Event, answering `CallLaunch`: the attempt was launched. `hourly_usd`: price of its machine; None if unknown."""
+    """Event, the reply to `CallLaunch`: the attempt was launched. `hourly_usd`: price of its machine or None."""
 
     handle: ReplicaHandle
     hourly_usd: float | None = None
@@ -160,16 +160,16 @@ class LaunchReturned:
 
 @dataclass(frozen=True)
 class LaunchDenied:
-    """Event, answering `CallLaunch`: the provider rejects our credentials or this request."""
+    """Event, the reply to `CallLaunch`: the provider rejects our credentials or this request."""
 
     error: str
 
 
 @dataclass(frozen=True)
 class LaunchUnavailable:
-    """Event, answering `CallLaunch`: the provider is down or overloaded, and the same call may succeed later.
+    """Event, the reply to `CallLaunch`: the provider is down or overloaded; the same call may succeed later.
 
-    `retry_after_s`: pause that the provider asks for, None if it says nothing. `spread`: random, in [0, 1).
+    `retry_after_s`: pause that the provider asks for, or None. `spread`: random, in [0, 1), to vary the pause.
     """
 
     error: str
@@ -179,7 +179,7 @@ class LaunchUnavailable:
 
 @dataclass(frozen=True)
 class LaunchFailed:
-    """Event, answering `CallLaunch`: nothing was launched, for the reason that `outcome` names."""
+    """Event, the reply to `CallLaunch`: nothing was launched, for the reason that `outcome` names."""
 
     outcome: Outcome
     reason: str
@@ -195,7 +195,7 @@ class HandleSeen:
 
 @dataclass(frozen=True)
 class ClaimLost:
-    """Event, answering `FindSuccessor`: no later attempt exists, so another process has claimed this one."""
+    """Event, the reply to `FindSuccessor`: no later attempt exists, so another process has claimed this one."""
 
 
 @dataclass(frozen=True)
@@ -212,14 +212,14 @@ class VendorBlind:
 
 @dataclass(frozen=True)
 class BeatSeen:
-    """Event: a heartbeat was read, perhaps the same as before."""
+    """Event: a heartbeat was read; its counter may be unchanged."""
 
     counter: int
 
 
 @dataclass(frozen=True)
 class ExitSeen:
-    """Event: the attempt's own exit record exists. `status`: what the provider reported beside it, if anything."""
+    """Event: the attempt's exit record exists. `status`: the provider's report, if there is one too."""
 
     code: int
     reason: str
@@ -235,33 +235,33 @@ class CancelAsked:
 
 @dataclass(frozen=True)
 class CancelSeen:
-    """Event: a cancel record exists that an earlier or another coordinator wrote."""
+    """Event: a cancel record of an earlier or another coordinator exists."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class CancelAccepted:
-    """Event, answering `CallCancel`: the provider accepted the cancel and will end the attempt."""
+    """Event, the reply to `CallCancel`: the provider accepted the cancel and will end the attempt."""
 
 
 @dataclass(frozen=True)
 class CancelFailed:
-    """Event, answering `CallCancel`: the provider did not accept the cancel."""
+    """Event, the reply to `CallCancel`: the provider did not accept the cancel."""
 
     error: str
 
 
 @dataclass(frozen=True)
 class SearchDone:
-    """Event, answering `CallFind`: the handle of the attempt's process; None if the provider knows no such process."""
+    """Event, the reply to `CallFind`: the handle of the attempt's process; None if the provider has no such."""
 
     handle: ReplicaHandle | None
 
 
 @dataclass(frozen=True)
 class SearchFailed:
-    """Event, answering `CallFind`: the provider could not be searched."""
+    """Event, the reply to `CallFind`: the provider could not be searched."""
 
     error: str
 
@@ -273,10 +273,7 @@ class LegStopped:
 
 @dataclass(frozen=True)
 class Replaced:
-    """Event: a later attempt of this replica exists. `outcome`: of this one, if the later one's intent names it.
-
-    `took_part`: whether that intent says so.
-    """
+    """Event: a later attempt of this replica exists. `outcome`, `took_part`: of this one, if that intent names them."""
 
     outcome: Outcome | None = None
     reason: str = ""
@@ -312,12 +309,12 @@ Event = (
 
 @dataclass(frozen=True)
 class CallLaunch:
-    """Effect: launch the attempt in the background; answered by a Launch… event."""
+    """Effect: launch the attempt in the background; the reply is a Launch… event."""
 
 
 @dataclass(frozen=True)
 class AbandonLaunch:
-    """Effect: ignore the result of the launch call under way; a process that it still starts is cancelled."""
+    """Effect: ignore the result of the current launch call; a process that it still starts is cancelled."""
 
 
 @dataclass(frozen=True)
@@ -344,26 +341,26 @@ class WriteCancel:
 
 @dataclass(frozen=True)
 class WriteOut:
-    """Effect: create the record that the replica is out of the leg."""
+    """Effect: create the record that the replica is launched no more in the leg."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class CallCancel:
-    """Effect: send a cancel to the provider; answered by a Cancel… event."""
+    """Effect: send a cancel to the provider; the reply is a Cancel… event."""
 
     handle: ReplicaHandle
 
 
 @dataclass(frozen=True)
 class CallFind:
-    """Effect: search the provider for the process of this attempt; answered by a Search… event."""
+    """Effect: search the provider for the attempt's process; the reply is a Search… event."""
 
 
 @dataclass(frozen=True)
 class FindSuccessor:
-    """Effect: follow the replica's newest attempt; answered by `ClaimLost` if that is still this one."""
+    """Effect: read the replica's newest attempt; the reply is `ClaimLost` if that is still this one."""
 
 
 Effect = (
@@ -377,7 +374,7 @@ Effect = (
 
 @dataclass(frozen=True)
 class AttemptPolicy:
-    """Every waiting time of the attempt machine and of the rules about attempts, in seconds."""
+    """All timeouts of the attempt state machine and of the rules about attempts, in seconds."""
 
     startup_timeout_s: float
     """How long a running attempt may take to its first heartbeat before it counts as hung, such as to load a model."""

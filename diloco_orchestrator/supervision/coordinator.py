@@ -1,14 +1,14 @@
 """The coordinator of a run: observes replicas, advances their attempts, decides what to do, and does it.
 
-Holds no rule: `attempt` defines the effect of each event, `fleet_policy` decides about the replicas. Training needs a
-coordinator for one thing, relaunching: it can die at any moment, replicas go on without it, and a new one finds
-everything in the bucket. Two at once do no harm: an attempt's intent is created once, and executors adopt a process
-that exists.
+`attempt` and `fleet_policy` have the rules. Training needs a coordinator only to relaunch dead replicas: it can die at
+any moment, replicas go on without it, and a new one finds everything in the bucket. Two at once do no harm: an
+attempt's intent is created once, and executors adopt an existing process instead of launching it twice.
 """
 
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_orchestrator.clock import Background, Clock, NoBackground
@@ -16,9 +16,9 @@ from diloco_orchestrator.errors import DilocoError
 from diloco_orchestrator.executors.contract import ExecutorDenied, ServerlessExecutor
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import rounds
+from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.supervision import fleet_policy
 from diloco_orchestrator.supervision.attempt_types import AttemptPolicy, Postponed
 from diloco_orchestrator.supervision.budgets import LegBudget
@@ -33,53 +33,58 @@ log = logging.getLogger(__name__)
 _LAUNCH_POLL_S = 0.02  # between two checks whether a launch call has returned; a check costs nothing
 
 
+@dataclass(frozen=True)
+class Means:
+    """The means of a process that supervises a run. `storage_options` and `secrets` reach the replicas it launches."""
+
+    executor: ServerlessExecutor
+    clock: Clock
+    stamp: Stamp
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def requests(self, run_log: RunLog, launched: Launched) -> LaunchRequests:
+        """The requests of attempts whose configuration `launched` pins."""
+        return LaunchRequests(run_log.run, launched, run_log.store.url, self.storage_options, self.secrets)
+
+
 class Coordinator:
-    """Supervises the newest leg of one run. The caller repeats `step` until it returns True."""
+    """Supervises the newest leg of one run. The caller repeats `step` until it returns True.
+
+    `background` runs launch calls, which may take minutes; `sending` runs requests to the store that do not wait for
+    one another.
+    """
 
     def __init__(
         self,
-        store: Store,
-        executor: ServerlessExecutor,
-        clock: Clock,
-        stamp: Stamp,
-        storage_options: Mapping[str, Any] | None = None,
-        secrets: Mapping[str, str] | None = None,
+        reader: RunReader,
+        means: Means,
         background: Background | None = None,
-        run_log: RunLog | None = None,
         sending: Background | None = None,
     ) -> None:
-        """
-        Args:
-            background: runs launch calls, which may take minutes.
-            run_log: the run's, if the caller has one.
-            sending: runs requests to the store that do not wait for one another.
-        """
         sending = sending or NoBackground()
-        self.reader = RunReader(store, run_log)
-        run_log = self.reader.log
-        attempts = sending.start(self.reader.attempts.all_numbers)
+        self.reader, run_log = reader, reader.log
+        attempts = sending.start(reader.attempts.all_numbers)
         begin, numbers = run_log.newest_begin(), attempts.result()
         self.leg = begin.record.leg
-        self._executor = executor
+        self._executor, clock, stamp = means.executor, means.clock, means.stamp
         self._clock = clock
         self._config = run_log.run.config
         self._policy = AttemptPolicy.of(self._config)
-        self._requests = LaunchRequests(
-            run_log.run, run_log.launched(begin.record), store.url, storage_options or {}, secrets or {}
-        )
-        self._vendor = Vendor(executor, self._requests, background or NoBackground(), clock, self._policy)
+        self._requests = means.requests(run_log, run_log.launched(begin.record))
+        self._vendor = Vendor(self._executor, self._requests, background or NoBackground(), clock, self._policy)
         self._fleet = Fleet(
-            run_log, self.reader.attempts, numbers, self.leg, self._vendor, clock, self._policy, stamp, sending
+            run_log, reader.attempts, numbers, self.leg, self._vendor, clock, self._policy, stamp, sending
         )
         self._end = EndOfLeg(run_log, begin, stamp)
-        self._budget = LegBudget(self.reader, begin.record, coordinator_name(), stamp)
+        self._budget = LegBudget(reader, begin.record, coordinator_name(), stamp)
         self._sweeper = RetentionSweeper(run_log)
         self._stopped_at: float | None = None
         self._observed_at, self._watched_since = clock.now(), -math.inf
         self._fleet.tick(stopped=False)  # an earlier coordinator may have died between a record and its call
 
     def check_means(self) -> None:
-        """Raise `ConfigError` if options, secrets or code for a launch are missing here, while the leg goes on."""
+        """Raise `ConfigError` if options, secrets or code for a relaunch are missing here, while the leg goes on."""
         if not self._end.reached():
             self._requests.check(self._executor)
 
@@ -99,7 +104,7 @@ class Coordinator:
     def _observe(self) -> None:
         """Advance every attempt by what bucket, provider and clock report.
 
-        After a break that is long for heartbeats, such as an outage of the store, their silence counts anew.
+        After a gap between calls, such as an outage of the store, heartbeat timeouts start anew.
         """
         if self._stopped_at is None and self._end.reached():
             self._stopped_at = self._clock.now()
@@ -117,9 +122,9 @@ class Coordinator:
         return fleet_policy.decide(view, now, self._policy, self._config.retry, self._config.contributions_needed)
 
     def _halt_reason(self, now: float) -> str:
-        """The reason of a halt request; empty if none is known.
+        """The reason of a request to halt; empty if none is known.
 
-        Costs a request only if a replica cannot take part: otherwise replicas obey the halt by themselves.
+        Costs a request only if a replica cannot respond; otherwise replicas obey the halt by themselves.
         """
         if all(fleet_policy.can_take_part(view.state, now, self._policy) for view in self._fleet.views):
             return ""
@@ -127,7 +132,7 @@ class Coordinator:
         return halt.reason if halt else ""
 
     def _perform(self, action: fleet_policy.Action) -> None:
-        """Perform an action other than a launch: launches are performed together."""
+        """Perform an action other than a launch; launches are performed together."""
         match action:
             case fleet_policy.Cancel(replica_id, attempt, why):
                 self._fleet.cancel((replica_id, attempt), why)
@@ -137,7 +142,7 @@ class Coordinator:
                 self.stop(status, why)
 
     def _keep_house(self) -> None:
-        """Enforce limits and retention while the leg goes on; after its stop the next leg may need any snapshot."""
+        """Enforce limits and retention while the leg goes on; after its stop the next leg may need any object."""
         self._budget.enforce(self._clock.now(), self._clock.wall_time())
         try:
             self._sweeper.step()

@@ -1,7 +1,7 @@
-"""Checks that replicas on other machines get credentials for the run's bucket, before anything is paid for.
+"""Checks that replicas on other machines have credentials for the run's bucket, before anything costs money.
 
-A launcher's own credentials (profile, SSO, role of its machine) stay on its machine. Whether the credentials that do
-reach replicas are accepted, only a replica can say: `diloco doctor --executor … URL` starts one.
+A launcher's own credentials (profile, SSO, role of its machine) stay on its machine. Whether the store accepts the
+replicas' credentials, only a replica can find out: `diloco doctor --executor … URL` starts one.
 """
 
 from collections.abc import Collection, Mapping
@@ -50,13 +50,13 @@ def check_route(
 ) -> None:
     """Raise `ConfigError` if a replica on another machine would have no credentials for the bucket of `url`.
 
-    Also for a profile, which is a section of a file on this machine. Nothing is checked for other stores than S3, GCS
-    and Azure, and for executors that do not report what their replicas have.
+    Also if they are a profile, a section of a file on this machine. Checks S3, GCS and Azure only, and only executors
+    that report which credentials their replicas have.
 
     Args:
         storage_options: as the user gave them.
-        request: of the replica.
-        executor: of the run; the part that launches this replica decides.
+        request: the replica's launch request.
+        executor: of the run; of a mixed one the part that launches this replica.
     """
     scheme = _SCHEMES.get(url.removeprefix("fsspec+").partition("://")[0].lower()) if "://" in url else None
     launching = part_of(executor, request.replica_id)

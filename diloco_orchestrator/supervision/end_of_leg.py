@@ -1,6 +1,6 @@
-"""Writes the end of a leg if no replica is left to do it: stop commit, result, last snapshot.
+"""Writes the last records of a leg if no replica is left to do it: stop commit, result, last snapshot.
 
-Replicas write all of these themselves when they can. When a leg has to be stopped is decided in `fleet_policy`.
+Replicas write all of these themselves when they can. `fleet_policy` decides when to stop a leg.
 """
 
 import logging
@@ -78,7 +78,7 @@ class EndOfLeg:
         return entry.commit.round if entry is not None and entry.commit.applied else self._begin.from_round
 
     def _last(self) -> CommitEntry | None:
-        """The newest commit of this leg; None before the first, and once a later leg has one."""
+        """The newest commit of this leg; None before its first, and once a later leg has commits."""
         newest = self._log.newest(self._begin)
         return newest if newest is not None and newest.commit.leg == self._begin.leg else None
 
@@ -106,9 +106,9 @@ class EndOfLeg:
         )
 
     def _ensure_last_snapshot(self) -> None:
-        """Write the snapshot of the leg's last base unless it exists: every leg ends with one.
+        """Write the snapshot of the leg's last base unless it exists, so that every leg ends with one.
 
-        If payloads that the base needs cannot be read any more, the leg ends without it, with an error in the log.
+        If payloads that the base needs cannot be read, the leg ends without it, with an error in the log.
         """
         round_, snapshots = self.last_base(), ConfirmedSnapshots(self._log)
         # The log claims nothing of the base that a halt by request leaves, until a leg starts from it.
@@ -127,7 +127,7 @@ class EndOfLeg:
             log.error("resume %s with --from-round %d, its newest snapshot", self._log.store.url, *newest or [0])
 
     def _write_result(self, stop: rounds.Stop, why: str) -> None:
-        """Write the result of a leg without commits: it counts with a request to halt only, which no replica writes."""
+        """Write the result of a leg without commits. Readers accept it only with a request to halt."""
         assert stop != "none"
         self._writer.create(Halt(**self._stamp(), leg=self._begin.leg, by=coordinator_name(), reason=why))
         result = Result(**self._stamp(), leg=self._begin.leg, status=stop, round=0, outer_steps=0, reason=why)
@@ -135,5 +135,5 @@ class EndOfLeg:
 
 
 def coordinator_name() -> str:
-    """The name of this coordinator in records. `verify` recognises a coordinator's commit by the first word."""
+    """This coordinator's name in records; `verify` recognises a coordinator's commit by its first word."""
     return f"coordinator on {platform.node()}"

@@ -1,6 +1,6 @@
-"""`Fleet`: the replicas of one leg as one coordinator follows them; feeds events to their attempts, performs effects.
+"""`Fleet`: one coordinator's view of the replicas of a leg; passes events to their attempts and performs the effects.
 
-The effect of an event is decided in `attempt`, which attempt is launched, cancelled or given up in `fleet_policy`.
+`attempt` has the transitions; `fleet_policy` decides which attempt is launched, cancelled or given up.
 """
 
 import logging
@@ -60,9 +60,9 @@ _SHORT = 24  # characters of a cause that is repeated rather than referred to
 class Fleet:
     """The newest attempt of every replica.
 
-    The views are built from the bucket alone (`_recover`), so a new coordinator has those that the old one had;
-    `numbers`: of all attempts in the bucket, oldest first, by replica id. `background`: sends requests at once. Every
-    method raises the store's errors; what was observed until then is kept, and the next call goes on from there.
+    The views are built from the bucket alone (`_recover`), so a new coordinator has those of the old one; `numbers`:
+    all attempts in the bucket by replica id, oldest first. `background`: sends requests in parallel. Every method
+    raises the store's errors; what was observed until then is kept, and the next call goes on from there.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Fleet:
         self._advance_all((view.who, TookPart()) for view in self.views if self._has_taken_part(view))
 
     def tick(self, stopped: bool) -> None:
-        """Advance every attempt by the time that has passed. `stopped`: whether the leg has stopped."""
+        """Apply the timeouts of every attempt. `stopped`: whether the leg has stopped."""
         if stopped:
             self._advance_all((view.who, LegStopped()) for view in self.views)
         self._advance_all((view.who, Tick()) for view in self.views)
@@ -128,10 +128,10 @@ class Fleet:
         self._advance_all(self._vendor.answered_launches())
 
     def launch(self, launches: Sequence[Launch]) -> None:
-        """Write the intents of attempts, all at once, and launch them. If another coordinator wrote an intent first,
-        follow that attempt.
+        """Create the intents of attempts, in parallel, and launch them. If another coordinator has created an intent,
+        its attempt is only tracked.
 
-        A crash in between leaves intents or handles, with which the next coordinator goes on. Raises the first error
+        A crash in between leaves intents or handles, from which the next coordinator continues. Raises the first error
         once the other attempts are launched.
         """
         if launches:
@@ -160,14 +160,14 @@ class Fleet:
         )
 
     def _created(self, intent: Intent) -> bool | StoreError:
-        """Whether the intent was created: False if another coordinator wrote it. A store's error is returned."""
+        """True if the intent was created, False if another coordinator has created it; a store's error is returned."""
         try:
             return self._writer.create(intent) is not None
         except StoreError as error:
             return error
 
     def _launch(self, replica_id: int, number: int, why: str, ours: bool | StoreError) -> None:
-        """Launch an attempt. `ours`: what `_created` returned for its intent; an error is raised."""
+        """Launch an attempt. `ours`: the result of `_created` for its intent; an error is raised."""
         if isinstance(ours, StoreError):
             raise ours
         if not ours:
@@ -197,7 +197,7 @@ class Fleet:
             self._advance(who, event)
 
     def _advance(self, who: Who, event: Event) -> None:
-        """Advance one attempt, perform the effects, and advance it by the events that answer them."""
+        """Advance one attempt by an event, perform the effects, and advance it by their reply events."""
         replica_id, number = who
         events = [event]
         while events and self._views[replica_id].attempt == number:  # an effect may have found a newer attempt
@@ -212,7 +212,7 @@ class Fleet:
                 events += self._perform(who, effect)
 
     def _once(self, words: str, who: Who | None, state: State) -> str:
-        """`words` for the log; a cause that the log has for an earlier attempt is replaced by the name of that attempt.
+        """`words` for the log, in which a cause already logged for another attempt is replaced by that attempt's name.
 
         `who`: the attempt that has come to `state`; None: the words repeat why it ended.
         """
@@ -228,14 +228,14 @@ class Fleet:
         return words if self._told[told] == who and isinstance(state, Ended) else words.replace(told, same)
 
     def _has_taken_part(self, view: ReplicaView) -> bool:
-        """Whether a commit has averaged a contribution of an attempt that ended, and its view does not say so yet."""
+        """Whether a commit has averaged a contribution of the ended attempt, which its view does not have yet."""
         ended = isinstance(view.state, Ended) and not view.state.took_part and view.state.outcome in BUDGETED
         return ended and took_part(self._log, self._leg, *view.who)
 
     # -- effects -------------------------------------------------------------------------------------------------
 
     def _perform(self, who: Who, effect: Effect) -> Sequence[Event]:
-        """Perform an effect; returns the events that answer it at once. A launch is answered later."""
+        """Perform an effect; returns its immediate reply events. A launch replies later."""
         replica_id, number = who
         match effect:
             case CallLaunch():
@@ -281,7 +281,7 @@ class Fleet:
     # -- recovery ------------------------------------------------------------------------------------------------
 
     def _recover(self, numbers: Mapping[int, Sequence[int]]) -> None:
-        """Build the views of replicas from their records, as a new coordinator has to."""
+        """Build the replicas' views from their records, as a new coordinator does."""
         found = {
             replica_id: read_attempts(self._records, replica_id, known, self._leg, self._vendor.is_ours)
             for replica_id, known in numbers.items()

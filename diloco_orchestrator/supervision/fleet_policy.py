@@ -1,7 +1,7 @@
 """Decides what to do about a run's replicas, from their states: launch, cancel, give up, fail or halt the run.
 
-Pure: `coordinator` observes and acts. How one attempt moves from state to state is decided in `attempt`. Times are
-seconds on the coordinator's own clock.
+Pure: `coordinator` observes and acts, `attempt` moves an attempt from state to state. Times are seconds on the
+coordinator's own clock.
 """
 
 import math
@@ -35,7 +35,7 @@ _NO_CAPACITY_PAUSE_S = 10.0  # the first one; providers find machines within min
 
 @dataclass(frozen=True)
 class FleetView:
-    """The coordinator's view of the replicas and of the leg's end."""
+    """A coordinator's view of the replicas, of a requested halt, and of the leg's end."""
 
     replicas: Sequence[ReplicaView]
     stopped_at: float | None  # when the coordinator saw the stop; None while the leg goes on
@@ -61,7 +61,7 @@ class Cancel:
 class GiveUp:
     """Launch no further attempt of this replica in this leg; the run goes on without it.
 
-    `why`: as it continues "replica 1".
+    `why`: a phrase that continues "replica 1".
     """
 
     replica_id: int
@@ -71,7 +71,7 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Stop:
-    """Stop the run: as failed, if its quorum is out of reach; as halted, if too few can commit the halt asked for."""
+    """Stop the run: as failed if its quorum is out of reach, as halted if too few replicas can commit a halt."""
 
     status: rounds.Stop
     why: str
@@ -102,16 +102,16 @@ def decide(view: FleetView, now: float, policy: AttemptPolicy, retry: RetryConfi
 
 
 def _lost_words(lost: Mapping[int, str]) -> str:
-    """Reasons why replicas are lost, by replica id, each said once."""
+    """A sentence about lost replicas and the reasons (`lost`, by replica id), equal reasons once."""
     return "; ".join(
         f"{replicas(ids)}{':' if len(ids) > 1 else ''} {why}" for ids, why in grouped(sorted(lost.items()))
     )
 
 
 def _asked_seldom(replica: ReplicaView, action: GiveUp, now: float) -> Launch | GiveUp | None:
-    """Instead of giving up a replica for which there is no machine: a launch every ten minutes.
+    """A launch every ten minutes, in place of giving up a replica for which the provider has no machine.
 
-    It counts as lost for the quorum all the same: a run that cannot go on without it ends.
+    For the quorum the replica counts as lost all the same: a run that cannot go on without it ends.
     """
     ended = replica.state
     if not isinstance(ended, Ended) or ended.outcome is not Outcome.NO_CAPACITY:
@@ -146,12 +146,12 @@ def _for_replica(
 
 
 def can_take_part(state: State, now: float, policy: AttemptPolicy) -> bool:
-    """Whether an attempt is alive and able to obey a halt by itself: neither being cancelled nor stuck."""
+    """Whether an attempt is alive and can obey a halt by itself: it is neither being cancelled nor stuck."""
     return isinstance(state, Alive) and not isinstance(state, Cancelling) and not stuck_reason(state, now, policy)
 
 
 def stuck_reason(state: Alive, now: float, policy: AttemptPolicy) -> str:
-    """The reason why a halt does not wait for an attempt: no first heartbeat for too long. Empty if there is none."""
+    """Reason why a halt does not wait for an attempt: no first heartbeat for too long. Empty if it waits."""
     known_for_s = now - state.since
     if state.beat is not None or known_for_s <= policy.no_first_beat_s:
         return ""
@@ -160,9 +160,9 @@ def stuck_reason(state: Alive, now: float, policy: AttemptPolicy) -> str:
 
 
 def hung_reason(state: State, now: float, policy: AttemptPolicy, watched_since: float) -> str:
-    """The reason why an attempt must be replaced: no heartbeat for `hung_after_s`. Empty if there is none.
+    """Reason why an attempt must be replaced: no heartbeat for `hung_after_s`. Empty if it need not be.
 
-    Silence before `watched_since` does not count: nobody could write a heartbeat, or it was not read here.
+    Silence before `watched_since` does not count: heartbeats could not be written, or were not read here.
     """
     silent_s = min(silence_s(state, now, policy), now - watched_since)
     return f"hung: no heartbeat for {silent_s:.0f} s" if silent_s > policy.hung_after_s else ""
@@ -171,9 +171,8 @@ def hung_reason(state: State, now: float, policy: AttemptPolicy, watched_since: 
 def silence_s(state: State, now: float, policy: AttemptPolicy) -> float:
     """Seconds without a heartbeat, for the hung check. 0 for an attempt that is being cancelled or has ended.
 
-    Also 0 while an attempt that never sent one may still be starting. Its silence counts from when the provider
-    reported RUNNING, or from when the provider stopped answering, and only once `startup_timeout_s` has passed. Waiting
-    for a machine is not silence.
+    Also 0 until `startup_timeout_s` for an attempt that never sent one; from then on its silence counts since the
+    provider reported RUNNING, or stopped responding. Waiting for a machine is not silence.
     """
     if not isinstance(state, Alive) or isinstance(state, Cancelling):
         return 0.0
@@ -198,7 +197,7 @@ def silence_s(state: State, now: float, policy: AttemptPolicy) -> float:
 
 @dataclass(frozen=True)
 class _Budget:
-    """The number of relaunches that an outcome is followed by, and their pauses."""
+    """The number of relaunches allowed after attempts with one outcome, and the first pause between them."""
 
     relaunches: int
     words: str
@@ -207,7 +206,7 @@ class _Budget:
 
 
 def _budgets(retry: RetryConfig) -> dict[Outcome, _Budget]:
-    """The budget of each outcome: preemptions must not use up the budget of errors."""
+    """The budget of each outcome, separate so that preemptions do not use up the budget of errors."""
     return {
         Outcome.ERROR: _Budget(retry.max_errors, "failed", retry.backoff_s, "retry.max_errors"),
         Outcome.PREEMPTED: _Budget(retry.max_preemptions, "was preempted", 0.0, "retry.max_preemptions"),

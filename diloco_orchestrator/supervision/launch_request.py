@@ -1,7 +1,7 @@
 """Builds the launch request of each attempt of a run: command, environment, secrets.
 
-A replica on this machine imports our modules and the user's by itself. A replica anywhere else begins with
-`code_archive.bootstrap`, which fetches the run's code from the bucket. Sending a request is left to `vendor`.
+A replica on this machine imports our modules and the user's directly. A replica elsewhere begins with
+`code_archive.bootstrap`, which fetches the run's code from the bucket. `vendor` sends requests.
 """
 
 import json
@@ -22,7 +22,7 @@ from diloco_orchestrator.executors.contract import (
     hourly_usd,
 )
 from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV
-from diloco_orchestrator.executors.program_text import program_text
+from diloco_orchestrator.executors.remote_base import program_text
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import ENV_RANK, ENV_STORAGE_OPTIONS, ENV_WORLD_SIZE
@@ -67,9 +67,9 @@ def extras_for(url: str) -> list[str]:
 class LaunchRequests:
     """Builds the launch request of any attempt of one run.
 
-    `launched`: pins the configuration, in every command; `run` is what it pins. `storage_options` and `secrets` reach
-    replicas as secrets of their provider. `dry`: requests are only shown, so no URL is signed, because signing needs
-    credentials, and `check` does not ask for those of replicas.
+    `launched`: digests of run.json and of the leg's settings, for every command. `storage_options` and `secrets` reach
+    replicas as secrets of their provider. `dry`: requests are only shown, so no URL is signed (signing needs
+    credentials), and `check` does not look for the replicas' credentials.
     """
 
     run: Run
@@ -80,7 +80,7 @@ class LaunchRequests:
     dry: bool = False
 
     def without_secrets(self, text: str) -> str:
-        """A provider's words without the credentials that it was sent, because they are recorded."""
+        """`text`, from a provider, without the credentials sent to it, because the text is recorded."""
         sent = {**self.secrets, ENV_STORAGE_OPTIONS: json.dumps(dict(self.storage_options), default=str)}
         return redact(text, {**sent, ENV_SECRET_NAMES: ",".join(self.secrets)})
 
@@ -164,7 +164,7 @@ class LaunchRequests:
 
     @cached_property
     def _options_elsewhere(self) -> dict[str, Any]:
-        """The storage options of a replica elsewhere; found once, because making boto3's client takes 0.1 s."""
+        """The storage options of a replica elsewhere; cached, because making boto3's client takes 0.1 s."""
         return options_elsewhere(self.url, self.storage_options)
 
     def _code(self) -> str:
@@ -177,9 +177,9 @@ class LaunchRequests:
 
 
 def check_images(run_log: RunLog, executor: ServerlessExecutor) -> None:
-    """Raise `ConfigError` if the executor would use a digest of run.json that is not this user's own word.
+    """Raise `ConfigError` if the executor would use an image digest of run.json that this user did not choose.
 
-    It is this user's if this user launched the run on this machine, with run.json as it is now.
+    The user chose it if this user launched the run on this machine and run.json is unchanged.
     """
     run = run_log.run
     if not run.images or not (why := why_not_launched_here(run_log)):

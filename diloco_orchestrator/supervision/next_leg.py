@@ -1,8 +1,7 @@
 """Begins the next leg of a stopped run: chooses its base, settings and number of outer steps, and writes its record.
 
-`auto_resume` begins it by itself after a halt by the guard, if the run was launched with `on_halt`.
-
-Which bases exist is decided in `protocol.legs`.
+`auto_resume` does so by itself after a halt by the guard, if the run was launched with `on_halt`. `protocol.legs`
+decides which bases exist.
 """
 
 import logging
@@ -125,7 +124,7 @@ def _config(
 
 
 def _differences(before: RunConfig, after: RunConfig) -> dict[str, JsonValue]:
-    """The settings of a leg that differ from run.json, by name, as the record of the leg holds them."""
+    """The settings of a leg that differ from run.json, by name, as the leg's begin record stores them."""
     found: dict[str, JsonValue] = {}
     for part in ("args", "guard", "outer"):
         old, new = before.model_dump(mode="json")[part], after.model_dump(mode="json")[part]
@@ -134,17 +133,16 @@ def _differences(before: RunConfig, after: RunConfig) -> dict[str, JsonValue]:
 
 
 def _guard_state(run_log: RunLog, origin: CommitEntry | None, config: RunConfig) -> dict[str, JsonValue] | None:
-    """The guard's state after the round of a leg's base; None, a new baseline, if other settings have reached it."""
+    """The guard's state after the round of a leg's base; None, a new baseline, if other settings computed it."""
     judged_alike = origin is not None and run_log.configs.of(origin.commit.leg).guard == config.guard
     return origin.commit.guard if origin and judged_alike else None
 
 
 def _ensure_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> str | None:
-    """Write the snapshot of the base that a leg starts from unless it exists, so that replicas need nothing older.
+    """Write the snapshot of the base that a leg starts from, unless it exists, so that replicas need no older objects.
 
-    Returns the digest of that base.
-
-    Raises `ConfigError` naming the newest snapshot if payloads that the base needs cannot be read any more.
+    Returns the digest of that base. Raises `ConfigError` naming the newest snapshot if payloads that the base needs
+    cannot be read any more.
     """
     snapshots = ConfirmedSnapshots(run_log)
     if snapshots.take_of(round_) is not None:
@@ -162,10 +160,10 @@ def _ensure_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> str | None:
 
 
 def auto_resume(run_log: RunLog, stamp: Stamp) -> Begin | None:
-    """Begin the next leg if the guard has halted the newest one and `on_halt` has legs left; else None.
+    """Begin the next leg if the guard has halted the newest one and `on_halt` allows another leg; else None.
 
-    Safe to repeat and to race: of several coordinators one begins the leg, and all return its record. Somebody's
-    request to halt the leg is respected: then nothing begins.
+    Safe to repeat and to race: of several coordinators one begins the leg, and all return its record. If somebody has
+    requested a halt of the leg, none begins.
     """
     on_halt, begins = run_log.run.config.on_halt, run_log.begins()
     leg = begins[-1].leg

@@ -1,7 +1,7 @@
-"""Turns the records of attempts in the bucket into events of the attempt machine.
+"""Turns the records of attempts in the bucket into events of the attempt state machine.
 
 A new coordinator replays all of them (`read_attempts`, `recovered`), a running one reads only new ones
-(`RecordEvents`). What an event leads to is decided in `attempt`.
+(`RecordEvents`). `attempt` has the transitions.
 """
 
 import logging
@@ -44,7 +44,7 @@ IsOurs = Callable[[ReplicaHandle], bool]  # whether this coordinator's executor 
 
 @dataclass(frozen=True)
 class RecordedAttempt:
-    """The records of one attempt that decide about its state."""
+    """The records of one attempt that determine its state."""
 
     number: int
     replaced: Replaced | None  # None: it is the newest one
@@ -54,11 +54,11 @@ class RecordedAttempt:
 
     @property
     def handle_to_poll(self) -> ReplicaHandle | None:
-        """The handle, if the provider's status is needed to decide and can be polled here; else None."""
+        """The handle, if the provider's status is needed to determine the state and can be polled here; else None."""
         return self.handle.handle if self.handle and self.handle.ours else None
 
     def events(self, status: Event | None) -> Iterator[Event]:
-        """The events in the order in which a running coordinator would have seen them. `status`: the provider's now."""
+        """The events in the order in which a running coordinator would have seen them. `status`: the provider's."""
         said = status.status if isinstance(status, VendorSaid) and status.status.state.ended else None
         yield IntentTaken()
         if self.handle is not None and self.exit is None:
@@ -78,7 +78,7 @@ def read_attempts(
 ) -> list[RecordedAttempt]:
     """The attempts of a replica in leg `leg`, oldest first; earlier legs have budgets of their own.
 
-    `numbers`: of all attempts of the replica, oldest first.
+    `numbers`: all attempts of the replica in the bucket, oldest first.
     """
     found = []
     for index, number in enumerate(numbers):
@@ -108,7 +108,7 @@ def read_attempts(
 
 
 def _handle_in(record: Handle | None) -> ReplicaHandle | None:
-    """The handle in a record of an attempt; None for one that no executor wrote, which is passed over."""
+    """The handle in a record of an attempt; None, and it is ignored, for one that no executor wrote."""
     if record is None:
         return None
     try:
@@ -129,10 +129,10 @@ def recovered(
     now: float,
     policy: AttemptPolicy,
 ) -> ReplicaView:
-    """The view that a coordinator builds at its start, by replaying the records of a replica's attempts.
+    """A replica's view at the start of a coordinator, from replaying the records of its attempts.
 
     Args:
-        numbers: of all attempts of the replica.
+        numbers: all attempts of the replica in the bucket.
         attempts: their records in this leg, oldest first.
         statuses: the provider's statuses of the handles to poll, as events.
     """
@@ -148,7 +148,7 @@ def recovered(
 
 
 class RecordEvents:
-    """Reads new records of the attempts that a coordinator follows; only those that may have changed are requested."""
+    """Reads new records of the tracked attempts; only those that may have changed are requested."""
 
     def __init__(self, records: AttemptRecords, is_ours: IsOurs, heartbeat_s: float, now: float) -> None:
         self._records = records
@@ -157,7 +157,7 @@ class RecordEvents:
         self._beats_read_at = now
 
     def without_status(self, views: Iterable[ReplicaView]) -> Iterator[Addressed]:
-        """Handles and exit records of attempts that have no handle to poll here."""
+        """Handles and exit records, as events, of attempts without a handle that can be polled here."""
         for view in views:
             match view.state:
                 case Cancelling(handle=None, search_at=at) if at is not None:
@@ -174,7 +174,7 @@ class RecordEvents:
                 yield view.who, ended
 
     def with_exits(self, statuses: Iterable[Addressed]) -> Iterator[Addressed]:
-        """The events of `statuses`; instead of an end or an unknown status the attempt's exit record, if it exists."""
+        """The events of `statuses`; an end or unknown status is replaced by the attempt's exit record if any."""
         for who, event in statuses:
             said = event.status if isinstance(event, VendorSaid) and event.status.state.ended else None
             ended = self._exit(who, said) if said or isinstance(event, VendorBlind) else None
@@ -197,7 +197,7 @@ class RecordEvents:
 
 
 def _follow_all(view: ReplicaView, events: Iterable[Event], now: float, policy: AttemptPolicy) -> ReplicaView:
-    """Advance a view by past events, as `follow` does, but without their effects, which were performed then."""
+    """Advance a view by past events, as `follow` does, without their effects, which were performed then."""
     for event in events:
         view, _ = follow(view, event, now, policy)
     return view

@@ -1,7 +1,7 @@
 """Retention: which objects of a run may be deleted (old payloads, old states, surplus snapshots), and their deletion.
 
-Commits, manifests, segments of the log and legs always stay. Nothing is deleted that a resume, a rebuild of a kept
-round or a late replica still needs. Deleting is safe to repeat and to interrupt at any line.
+Commits, manifests, log segments and leg records always stay. Nothing is deleted that a resume, a rebuild of a kept
+round or a late replica still needs. Deletion may be repeated and interrupted at any line.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -41,8 +41,7 @@ def plan(
 ) -> RetentionPlan:
     """The objects that retention allows to delete now.
 
-    `after_round`: payloads of rounds up to it are left out. `scores`: folded from all commits; by default they are read
-    here.
+    `after_round`: payloads of rounds up to it are left out. `scores`: collected from all commits; None: read here.
     """
     store, begins = run_log.store, run_log.begins()
     confirmed = ConfirmedSnapshots(run_log)
@@ -90,7 +89,7 @@ def _kept_snapshots(
     scores: BaseScores,
     begins: Sequence[Begin],
 ) -> dict[int, str]:
-    """The snapshots to keep: round -> why. `line`: snapshots that the newest base descends from, oldest first."""
+    """The snapshots to keep: round -> why. `line`: those that the newest base descends from, oldest first."""
     if retention.snapshots is None:
         return dict.fromkeys(snapshots, "all are kept")
     kept = dict.fromkeys(safe, "among the newest confirmed")
@@ -105,7 +104,7 @@ def _kept_snapshots(
 
 
 def _has_its_files(run_log: RunLog, round_: int, take: str) -> bool:
-    """Whether the files of a snapshot are there, with the sizes that its record names. Their bytes are not read."""
+    """Whether the files of a snapshot exist with the sizes in its record. Their bytes are not read."""
     named = {
         keys.snapshot(round_, name, take): info.size for name, info in run_log.snapshot(round_, take).files.items()
     }
@@ -121,7 +120,7 @@ def _snapshot_objects(store: Store, round_: int) -> list[ObjectInfo]:
 
 
 def _orphans(store: Store, complete: Sequence[int], before: int) -> Iterator[ObjectInfo]:
-    """Files of snapshots without a record, left by a writer or a deletion that died.
+    """Files of snapshots without a record, left by an interrupted writer or deletion.
 
     Called only after a stop, because a replica may be writing a snapshot while the run goes on.
     """
@@ -136,7 +135,8 @@ def _newest_contributions(
 ) -> dict[tuple[int, int], Contribution]:
     """Each replica's newest contribution of each fragment in the newest leg, by (replica id, fragment).
 
-    They are needed: their authors may carry them, and they name the newest states. `last`: round of the last commit.
+    They are kept, because their authors may carry their work on, and they name the newest states. `last`: round of the
+    last commit.
     """
     newest: dict[tuple[int, int], Contribution] = {}
     listing, reader = ManifestListing(run_log.store, last + 1), ContributionReader(run_log.store)
@@ -167,7 +167,7 @@ def _readable(reader: ContributionReader, round_: int, replica_id: int) -> Contr
 def _payloads(
     run_log: RunLog, horizon: int, newest: dict[tuple[int, int], Contribution], after_round: int
 ) -> Iterator[ObjectInfo]:
-    """Payloads of rounds after `after_round` and up to `horizon`, except those that their authors may still carry."""
+    """Payloads of rounds after `after_round` and up to `horizon`, except those whose authors may carry them on."""
     carried = {(m.round, m.replica_id) for m in newest.values() if not _is_averaged(run_log, m)}
     authors: set[tuple[int, int]] = set()  # of the round that is being listed: its manifests come before its payloads
     for info in run_log.store.list(keys.ROUNDS, start_after=keys.end_of_round(after_round)):
@@ -200,7 +200,7 @@ def _states(
 ) -> Iterator[ObjectInfo]:
     """Saved states to delete under the plan `made`.
 
-    States stay of rounds with a kept snapshot, of rounds after the horizon, and each replica's newest.
+    Kept are states of rounds with a kept snapshot, of rounds after the horizon, and each replica's newest.
     """
     for replica_id in range(replicas):
         last = max((m.round for (owner, _), m in newest.items() if owner == replica_id), default=0)
@@ -213,7 +213,7 @@ def _states(
 
 
 class RetentionSweeper:
-    """Deletes what retention allows while a run goes on, a few objects per call, so that no call takes long.
+    """Deletes objects as retention allows while a run goes on, a few per call, so that no call takes long.
 
     Reads every commit once and keeps only scores of bases that have a snapshot or may still get one.
     """
@@ -240,7 +240,7 @@ class RetentionSweeper:
             self._scores.forget(but=sorted(made.kept_snapshots))
 
     def _fold(self) -> int:
-        """Fold the commits that are new; returns the round of the last one."""
+        """Add the scores of new commits; returns the round of the last one."""
         start = self._log.start()
         if start is None:
             return 0

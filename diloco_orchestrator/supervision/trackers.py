@@ -1,7 +1,7 @@
 """Sends each round's metrics to an experiment tracker: TensorBoard, trackio or Weights & Biases.
 
-Their libraries are imported only when a run uses them. The supervising process writes the metrics from the commit log,
-so replicas need no library. A process that attaches later sends them where its own caller says, earlier rounds too.
+Their libraries are imported only when used. The supervising process sends the metrics from the commit log, so replicas
+need no library. A process that attaches later sends all rounds to the tracker that its own caller names.
 """
 
 import importlib

@@ -1,6 +1,6 @@
-"""`Vendor`: calls the executor, and turns results and failures into events of the attempt machine.
+"""`Vendor`: calls the executor, and turns results and failures into events of the attempt state machine.
 
-A launch may take minutes, so it runs in the background. Which call is made when is decided in `attempt`.
+A launch may take minutes, so it runs in the background. `attempt` decides which call is made when.
 """
 
 import logging
@@ -50,7 +50,7 @@ _TAIL_LINES = 5  # of an attempt's output, where its exit line is
 
 
 class Vendor:
-    """The executor of one coordinator, behind calls that return events instead of raising the provider's errors."""
+    """The executor of one coordinator, wrapped so that provider errors become events."""
 
     def __init__(
         self,
@@ -78,11 +78,11 @@ class Vendor:
         return self._executor.name
 
     def is_launching(self, who: Who | None = None) -> bool:
-        """Whether a launch call has not returned yet: that of attempt `who`, or any if None."""
+        """Whether a launch call has not returned yet: of attempt `who`, or any if None."""
         return bool(self._launches) if who is None else who in self._launches
 
     def is_ours(self, handle: ReplicaHandle) -> bool:
-        """Whether this executor launched the attempt of a handle, so that the attempt can be polled here."""
+        """Whether this executor launched the attempt with this handle, so that it can be polled here."""
         return launched_by(self._executor, handle)
 
     # -- launching -----------------------------------------------------------------------------------------------
@@ -100,15 +100,15 @@ class Vendor:
         self._launches[who] = self._background.start(lambda: LaunchReturned(executor.launch(request), price))
 
     def abandon_launch(self, who: Who) -> None:
-        """Ignore the result of a launch call under way. A process that the call still starts is cancelled."""
+        """Ignore the result of the attempt's launch call. A process that the call still starts is cancelled."""
         if (launch := self._launches.pop(who, None)) is not None:
             self._abandoned.append(launch)
 
     def answered_launches(self, only: Who | None = None) -> list[Addressed]:
-        """The launch calls that returned since the last call, as events; with `only` those of that attempt alone.
+        """The results of launch calls that returned since the last call, as events; with `only` of that attempt alone.
 
-        A call that takes longer than `launch_call_s`, such as over a connection that is half open, is answered as if
-        the provider were unavailable: the next call for that attempt adopts what it may still start.
+        A call that exceeds `launch_call_s`, such as over a half-open connection, counts as the provider being
+        unavailable; the next call for that attempt adopts a process that it may still start.
         """
         for launch in [launch for launch in self._abandoned if launch.done()]:
             self._abandoned.remove(launch)
@@ -133,7 +133,7 @@ class Vendor:
     def statuses(self, views: Iterable[ReplicaView], *, at_once: bool) -> list[Addressed]:
         """The status of every attempt that has a handle and is not known to have ended, as events.
 
-        Nothing within `poll_provider_s` of the last call, unless `at_once` or if attempts run on this machine.
+        Empty within `poll_provider_s` of the last call, unless `at_once` or if attempts run on this machine.
         """
         now = self._clock.now()
         if not at_once and not self._executor.shares_machine and now < self._poll_at:
@@ -144,7 +144,7 @@ class Vendor:
         return self.poll(handles)
 
     def poll(self, handles: Sequence[ReplicaHandle]) -> list[Addressed]:
-        """A `VendorSaid` or `VendorBlind` for each handle: a failed call does not end supervision.
+        """A `VendorSaid` or `VendorBlind` event for each handle: a failed call does not end supervision.
 
         Raises `ExecutorDenied` once credentials have been rejected for `denied_for_s` (replicas go on meanwhile, and
         tokens are renewed), and `MissingSdk`, which no waiting corrects.
@@ -166,13 +166,13 @@ class Vendor:
         return list(zip(whose, map(self._said, statuses), strict=True))
 
     def _said(self, status: ReplicaStatus) -> VendorSaid | VendorBlind:
-        """A status as an event. Its words are recorded, so they lose the credentials that the provider was sent."""
+        """A status as an event, without the credentials sent to the provider, because its text is recorded."""
         if status.state is ReplicaState.UNKNOWN:
             return VendorBlind()
         return VendorSaid(replace(status, message=self._requests.without_secrets(status.message)))
 
     def with_last_words(self, events: Iterable[Addressed]) -> Iterator[Addressed]:
-        """The events; a failure without exit record gets the error that the process printed in its exit line.
+        """The events; a failure without exit record gets the error from the exit line that the process printed.
 
         Such a process could not write to the bucket: it was refused there, or its code could not be fetched.
         """
@@ -201,7 +201,7 @@ class Vendor:
         return CancelAccepted()
 
     def find(self, run_id: str, who: Who) -> SearchDone | SearchFailed:
-        """Search the provider for the process of an attempt, which a coordinator that died may have launched."""
+        """Search the provider for the process of an attempt, which a dead coordinator may have launched."""
         try:
             known = self._executor.find(run_id)
         except ExecutorError as error:

@@ -129,7 +129,7 @@ class ReplicaCallback(TrainerCallback):
                 "If the dataset is this replica's part already, pass shard=False.",
                 *(ctx.replicas, ctx.replica_id, ctx.replica_id + ctx.replicas),
             )
-        part = (ctx.replica_id, ctx.replicas) if self._shard else (0, 1)
+        part = (ctx.replica_id, ctx.replicas, ctx.seed) if self._shard else (0, 1, ctx.seed + 1 + ctx.replica_id)
         block = rollout_steps(self._trainer)
         self._stream = LoaderStream(loader, *part, block=block, ended=lambda: self._ended, begin=self._undo_draws)
         return self._stream

@@ -1,10 +1,13 @@
 """`LoaderStream`: the batches of somebody else's data loader as one endless stream, of which a replica takes its part.
 
 All replicas iterate over the same batches in the same order, so that each batch is one replica's: the data is divided
-without being touched. The position, and the random state that the epoch began with, are the stream's `state_dict`, so
-that a restarted attempt goes on with the next batch. Prefetched batches are not counted before they are taken.
+without being touched. Random numbers of the order come from a seed of run and epoch, not from the replica's own, and
+replicas compare what they draw (`training.dealt_order`). The position is the stream's `state_dict`, so that a restarted
+attempt goes on with the next batch. Prefetched batches are not counted before they are taken.
 """
 
+import hashlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -14,6 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.replica.training import rng
+from diloco_orchestrator.replica.training.dealt_order import DealtOrder
+
+log = logging.getLogger(__name__)
 
 # Settings of a DataLoader, beside those that say which items a batch has.
 _SETTINGS = (
@@ -30,6 +36,7 @@ _SETTINGS = (
 )
 _PARTS = ("base_dataloader", "sampler", "batch_sampler", "dataset")  # of a loader, where generators may be
 _DEPTH = 4
+_END = object()
 
 
 class LoaderStream:
@@ -38,6 +45,7 @@ class LoaderStream:
     Args:
         loader: a torch DataLoader, plain or prepared by accelerate, or any other object that can be iterated again.
         replica_id, replicas: batches are dealt in turn. With `replicas` = 1 all of them are taken.
+        seed: of the order, the same for all replicas that deal batches among themselves.
         block: batches in a row that stay together, because they are made of the same items.
         ended: whether no more batches are wanted; then the iterator stops.
         begin: called before each batch is made.
@@ -48,26 +56,36 @@ class LoaderStream:
         loader: Any,
         replica_id: int,
         replicas: int,
+        seed: int = 0,
         block: int = 1,
         ended: Callable[[], bool] = lambda: False,
         begin: Callable[[], None] = lambda: None,
     ) -> None:
         self.epoch = 0
         self._loader = loader
-        self._replica_id, self._replicas, self._block = replica_id, replicas, block
+        self._replica_id, self._replicas, self._block, self._seed = replica_id, replicas, block, seed
         self._ended, self._prepare = ended, begin
         base = getattr(loader, "base_dataloader", loader)  # accelerate's own iterator is a batch ahead
-        self._epochs: _Epochs = _MapEpochs(base, self._is_ours) if _has_indices(base) else _Epochs(base, self._is_ours)
+        self._order, self._chance = DealtOrder(shared=replicas > 1), rng.Apart()
+        kind = _MapEpochs if _has_indices(base) else _Epochs
+        self._epochs: _Epochs = kind(base, self._is_ours, self._order, self._chance)
         self._generators = _generators_in(loader)
         self._before = 0  # batches of all earlier epochs, whoever took them
         self._taken = 0  # by this replica, of this epoch
         self._batches: Iterator[Any] | None = None
-        self._chance: dict[str, Any] = {}  # the random state in which the epoch began
+        self._states: list[dict[str, Any]] = []  # of the loader's own generators when the epoch began
+        self._unseeded: dict[str, Any] | None = None  # the process's when it began, in an epoch of an earlier version
+        self._earlier: Mapping[str, Any] = {}  # the order of the epoch that an earlier attempt was in
 
     @property
     def dataset(self) -> Any:
         """The dataset of the loader, which trainers ask for."""
         return getattr(self._loader, "dataset", None)
+
+    @property
+    def dealt(self) -> DealtOrder | None:
+        """The order of the batches; None in an epoch of which an earlier version drew the order."""
+        return self._order if self._unseeded is None else None
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -91,15 +109,32 @@ class LoaderStream:
                 )
             self._before += self._epochs.seen
             self.epoch, self._taken, self._batches = self.epoch + 1, 0, None
+            self._unseeded, self._earlier = None, {}
 
     def state_dict(self) -> dict[str, Any]:
-        chance = self._chance if self._batches is not None else self._capture()
-        return {"epoch": self.epoch, "taken": self._taken, "before": self._before, "chance": chance}
+        drawn = self._batches is not None
+        state = {
+            "epoch": self.epoch,
+            "taken": self._taken,
+            "before": self._before,
+            "generators": self._states if drawn else self._capture(),
+            "order": self._order.state() if drawn else dict(self._earlier),
+        }
+        return state if self._unseeded is None else {**state, "chance": {"process": self._unseeded}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue there. The random state of the process is the caller's to restore, and stays as it is."""
         self.epoch, self._taken, self._before = state["epoch"], state["taken"], state["before"]
-        states = state["chance"]["generators"]
+        self._earlier, chance = state.get("order", {}), state.get("chance", {})
+        self._unseeded = chance.get("process")
+        if self._unseeded is not None:
+            log.warning(
+                "this run began with a version that drew the order of the training data from each replica's own random "
+                "numbers, so that replicas may have trained the same items. Epoch %d goes on in the order that it has; "
+                "later ones have an order of the whole run.",
+                self.epoch,
+            )
+        states = state["generators"] if "generators" in state else chance["generators"]
         if len(states) != len(self._generators):
             raise ConfigError(
                 f"the trainer's data loader has {len(self._generators)} random generators, and had {len(states)} in an "
@@ -107,25 +142,28 @@ class LoaderStream:
             )
         for generator, saved in zip(self._generators, states, strict=True):
             rng.restore_generator(saved, generator)
-        self._batches, self._chance = None, dict(state["chance"])
+        self._batches = None
 
     def _open(self) -> None:
         """Begin the epoch, or continue in the middle of it in the order that it has."""
-        if not self._taken:
-            self._chance = self._capture()
-            self._begin_epoch()
+        self._states = self._capture()
+        self._chance.begin(self._seed_epoch)
+        self._order.begin(self.epoch, self._before)
+        self._order.resume(self._earlier)
+        with self._chance.drawing():
+            if hasattr(self._loader, "set_epoch"):
+                self._loader.set_epoch(self.epoch)
+            self._batches = self._epochs.begin(self._before, self._taken)
+
+    def _seed_epoch(self) -> None:
+        if self._unseeded is not None:
+            rng.restore(self._unseeded)
             return
-        with rng.kept():
-            rng.restore(self._chance["process"])
-            self._begin_epoch()
+        digest = hashlib.sha256(f"{self._seed} {self.epoch}".encode()).digest()
+        rng.seed_all(int.from_bytes(digest[:4], "little"))
 
-    def _begin_epoch(self) -> None:
-        if hasattr(self._loader, "set_epoch"):
-            self._loader.set_epoch(self.epoch)
-        self._batches = self._epochs.begin(self._before, self._taken)
-
-    def _capture(self) -> dict[str, Any]:
-        return {"process": rng.capture(), "generators": [rng.capture_generator(each) for each in self._generators]}
+    def _capture(self) -> list[dict[str, Any]]:
+        return [rng.capture_generator(each) for each in self._generators]
 
     def _is_ours(self, index: int) -> bool:
         """Whether a batch is this replica's. `index`: in the stream."""
@@ -135,10 +173,12 @@ class LoaderStream:
 class _Epochs:
     """One epoch after another of an iterable, whose batches are all made and those of other replicas dropped."""
 
-    def __init__(self, base: Iterable[Any], is_ours: Callable[[int], bool]) -> None:
+    def __init__(
+        self, base: Iterable[Any], is_ours: Callable[[int], bool], order: DealtOrder, chance: rng.Apart
+    ) -> None:
         self.seen = 0  # batches of the epoch so far, whoever takes them
         self._base = base
-        self._is_ours = is_ours
+        self._is_ours, self._order, self._chance = is_ours, order, chance
 
     def begin(self, before: int, skip: int) -> Iterator[Any]:
         """This replica's batches of an epoch but for the first `skip`. `before`: batches of the stream before it."""
@@ -149,17 +189,31 @@ class _Epochs:
 
     def _ours(self, batches: Iterable[Any], before: int) -> Iterator[Any]:
         self.seen = 0
-        for batch in batches:
+        for batch in self._drawn(batches):
             self.seen += 1
+            self._order.add(self.seen, batch)
             if self._is_ours(before + self.seen - 1):
                 yield batch
+
+    def _drawn(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches, each made with the random numbers of the order."""
+        with self._chance.drawing():
+            iterator = iter(batches)
+        while True:
+            with self._chance.drawing():
+                batch = next(iterator, _END)
+            if batch is _END:
+                return
+            yield batch
 
 
 class _MapEpochs(_Epochs):
     """The same of a DataLoader with indices: items of other replicas, and of skipped batches, are never loaded."""
 
-    def __init__(self, base: DataLoader[Any], is_ours: Callable[[int], bool]) -> None:
-        super().__init__(base, is_ours)
+    def __init__(
+        self, base: DataLoader[Any], is_ours: Callable[[int], bool], order: DealtOrder, chance: rng.Apart
+    ) -> None:
+        super().__init__(base, is_ours, order, chance)
         self._indices = base.sampler if base.batch_sampler is None else base.batch_sampler
         self._window = _Window()
         settings = {name: getattr(base, name) for name in _SETTINGS if hasattr(base, name)}
@@ -169,16 +223,8 @@ class _MapEpochs(_Epochs):
             self._ours_only = DataLoader(base.dataset, batch_sampler=self._window, **settings)
 
     def begin(self, before: int, skip: int) -> Iterator[Any]:
-        indices = self._ours(self._indices, before)
-        workers = self._ours_only.num_workers > 0
-        self._window.indices = islice(indices, skip, None) if workers else indices
-        batches = iter(self._ours_only)  # workers are given indices here
-        if not workers:
-            # Now and not with the first batch: the sampler may draw its order when it is asked first, and has to draw
-            # it from the random state that the epoch began with.
-            for _ in range(skip):
-                next(indices, None)
-        return batches
+        self._window.indices = islice(self._ours(self._indices, before), skip, None)
+        return iter(self._ours_only)  # workers are given indices here
 
 
 class _Window:

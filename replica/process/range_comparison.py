@@ -4,7 +4,7 @@ What follows from a difference is decided by `inspection.audit`.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol.digests import BulkHasher
 from diloco_orchestrator.protocol.records import Contribution, Payload
-from diloco_orchestrator.replica.attempt.machine_facts import differences
+from diloco_orchestrator.replica.attempt.attempt import differences
 from diloco_orchestrator.replica.process.rerun_result import RerunResult
+from diloco_orchestrator.replica.training.dealt_order import ORDER
 from diloco_orchestrator.replica.training.tensor_tree import unpack
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.contributions import ContributionReader
@@ -62,6 +63,15 @@ def compare(
         follows=before.round if before else 0,
         micro_batches=_takes_micro_batches(before, found),
     )
+
+
+def is_of_an_earlier_order(found: Contribution, recorded: Sequence[Contribution]) -> bool:
+    """Whether the re-run drew the order of its data as no replica of the recorded round did: the version was another.
+
+    `recorded`: all manifests of the round, so that no replica can plead an earlier version alone.
+    """
+    cursors = [each.progress.cursor for each in recorded if each.progress]
+    return found.progress is not None and ORDER in found.progress.cursor and not any(ORDER in each for each in cursors)
 
 
 def _facts(recorded: Contribution, found: Contribution) -> Mapping[str, tuple[Any, Any]]:

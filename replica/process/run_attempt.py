@@ -15,7 +15,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any
+from types import TracebackType
+from typing import Any, Self, TextIO
 
 from diloco_orchestrator.clock import Background, Clock, Periodic, random_token
 from diloco_orchestrator.errors import (
@@ -49,7 +50,6 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.replica.attempt.attempt import Attempt, claim_attempt
 from diloco_orchestrator.replica.attempt.heartbeat import HeartbeatWriter
-from diloco_orchestrator.replica.attempt.output_tail import OutputTail
 from diloco_orchestrator.store.open_store import LASTING, open_store
 
 log = logging.getLogger(__name__)
@@ -342,3 +342,51 @@ def load_training_libraries(environ: Mapping[str, str]) -> None:
 def process_environment() -> Mapping[str, str]:
     """A copy of the environment, read once at process entry."""
     return dict(os.environ)
+
+
+TAIL_CHARACTERS = 65_536
+
+
+class OutputTail:
+    """While entered as a context, records text printed through sys.stdout and sys.stderr; `text()` returns its end."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._size = 0
+
+    def add(self, text: str) -> None:
+        """Append printed text; older text is dropped."""
+        self._pieces.append(text)
+        self._size += len(text)
+        if self._size > 2 * TAIL_CHARACTERS:
+            self._pieces = [self.text()]
+            self._size = len(self._pieces[0])
+
+    def text(self) -> str:
+        """The last 65,536 characters of the output."""
+        return "".join(self._pieces)[-TAIL_CHARACTERS:]
+
+    def __enter__(self) -> Self:
+        self._streams = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = _Tee(sys.stdout, self), _Tee(sys.stderr, self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        sys.stdout, sys.stderr = self._streams
+
+
+class _Tee:
+    """A text stream that writes to another stream and adds the text to an `OutputTail`."""
+
+    def __init__(self, stream: TextIO, tail: OutputTail) -> None:
+        self._stream = stream
+        self._tail = tail
+
+    def write(self, text: str) -> int:
+        self._tail.add(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -1,1 +1,1 @@
-"""One replica's part in the rounds of a run: publish, decide, commit, follow."""
+"""One replica's part in the rounds of a run: publish a contribution, decide, commit, apply the outer step."""

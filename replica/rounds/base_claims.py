@@ -1,7 +1,7 @@
-"""`BaseClaims`: which digest this replica's base has, which one others claim, and what follows where they differ.
+"""`BaseClaims`: compares the digest of this replica's base with those that others claim, and rebuilds a wrong base.
 
-A base is a function of the log, and a digest is a claim about it (`protocol.claims`). A bit that was wrong once in a
-machine's memory is healed by a rebuild from the bucket, and removes nobody; a machine whose arithmetic differs leaves.
+All bases follow from the commit log, so replicas whose digests differ have an error (`protocol.claims`). A bit that
+flipped once in memory is corrected by a rebuild from the bucket; a machine whose arithmetic differs leaves the run.
 """
 
 import logging
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class BaseClaims:
-    """Judges and rebuilds the base of one replica. `requests`: asks for payloads that a rebuild cannot read."""
+    """Hashes, checks and rebuilds one replica's base. `requests`: requests re-upload of unreadable payloads."""
 
     def __init__(self, attempt: Attempt, tip: HeldTip, requests: ReuploadRequests) -> None:
         self.rebuilt_after = tip.position.round  # the commit up to which the base was last rebuilt
@@ -43,21 +43,20 @@ class BaseClaims:
 
     @property
     def digest(self) -> str:
-        """Digest of the base, as it was last hashed."""
+        """Digest of the base; hashed now if the base has changed since it was hashed last."""
         return self._digest if self._digest is not None else self.hash()
 
     def hash(self) -> str:
         """Hash the base as it is in memory now, and return the digest.
 
-        A claim is hashed after its pseudo-gradient was formed, never noted after the step: any bit that was wrong in
-        the base when the pseudo-gradient was formed is in the digest.
+        A manifest's claim is hashed after its pseudo-gradient was formed, not right after the outer step, so that the
+        digest shows every bit that was wrong in the base when the pseudo-gradient was formed.
         """
         self._digest = self._tip.base.digest(self._attempt.background)
         return self._digest
 
     def note(self) -> None:
-        """Note the digest of a base that is about to be stepped in place: if that is interrupted, the base is hashed
-        anew, and rebuilt."""
+        """Keep the digest of a base about to be stepped in place: an interrupted step is found by hashing again."""
         self._digests[self._tip.value.base_round], self._digest = self.digest, None
 
     @property
@@ -68,10 +67,10 @@ class BaseClaims:
     # -- claims about closed rounds ------------------------------------------------------------------------------
 
     def is_right(self, manifest: Contribution) -> bool:
-        """Whether a manifest claims the base that its round of this leg started from, as this replica rebuilds it.
+        """Whether a manifest claims the base that its round of this leg started from, by this replica's own rebuild.
 
-        Where several replicas contributed on that claim, or the base cannot be rebuilt any more, the commit's claim is
-        taken for it. Rounds of earlier legs are not judged: True.
+        The commit's digest counts instead if several replicas contributed on it or if the base cannot be rebuilt any
+        more. Rounds of earlier legs are not checked: True.
         """
         if manifest.round <= self._attempt.begin.after_round:
             return True
@@ -84,7 +83,7 @@ class BaseClaims:
         return manifest.base_digest == (before or self._tip.commit_of(manifest.round).base_digest)
 
     def _digest_before(self, round_: int) -> str | None:
-        """Digest of the base that a round of this leg started from, rebuilt if need be; None if it cannot be."""
+        """Digest of the base that a round of this leg started from, rebuilt if unknown; None if that is impossible."""
         made_in = self._tip.made_before(round_)
         if made_in == self._tip.value.base_round:
             return self.digest
@@ -99,14 +98,14 @@ class BaseClaims:
     # -- claims about the open round -----------------------------------------------------------------------------
 
     def contradicted(self, claims: Iterable[BaseClaim]) -> frozenset[str]:
-        """The claims of the open round for which the base has to be rebuilt; empty if it need not be."""
+        """Digests claimed in the open round because of which this base must be rebuilt; empty if it need not be."""
         return contradictions(claims, self.digest, self._asked_now())
 
     def heal(self, claims: Collection[str]) -> bool:
-        """Rebuild the open round's base from the bucket, since others claim another digest; at most once per digest.
+        """Rebuild the open round's base from the bucket because others claim other digests; once per digest and round.
 
-        Repeated once if nobody has the rebuilt digest: the rebuild may have gone wrong. Returns whether the base
-        changed. Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
+        Rebuilt a second time if no claim has the new digest, because a rebuild can go wrong too. Returns whether the
+        base changed. Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
         """
         asked, before = self._asked_now(), self.digest
         if not (new := set(claims) - asked - {before}):
@@ -118,7 +117,7 @@ class BaseClaims:
         return changed
 
     def verify(self, known: Collection[str]) -> bool:
-        """Rebuild the base at this position, once more if its digest is not in `known`. Returns whether it changed."""
+        """Rebuild the open round's base, twice if its digest is not in `known`. Returns whether its bits changed."""
         tip, before = self._tip, self.digest
         for _ in range(2):
             rebuilt = self._requests.rebuild_beside(tip.base, tip.position.round)
@@ -134,14 +133,18 @@ class BaseClaims:
         return True
 
     def rebuild(self, until: int | None = None) -> None:
-        """Take the newest base of the leg from the bucket, or its base after round `until`. Errors as of `rebuild`."""
+        """Replace the base by one rebuilt from the bucket: the leg's newest, or that after round `until`.
+
+        Raises as `ReuploadRequests.rebuild` does.
+        """
         self._take(self._requests.rebuild(until), None)
 
     def leave_if_arithmetic_differs(self, commit: Commit, claims: Sequence[BaseClaim], quorum: int) -> None:
-        """Raise `BaseDiverged` if the arithmetic of this machine, not only a bit in its memory, differs from others'.
+        """Raise `BaseDiverged` if this machine's arithmetic differs from others', so that a rebuild does not help.
 
-        Known from the third "wrong_base" within nine rounds, or from a rebuild that starts before the dispute and gives
-        the same claim again. `commit`: names this replica as a "wrong_base". `claims`: of its round.
+        Shown by the third "wrong_base" within nine rounds, or by a rebuild from a snapshot before the disagreement that
+        gives the same digest again. `commit`: lists this replica as "wrong_base". `claims`: all base claims of its
+        round.
         """
         replica_id = self._attempt.replica_id
         own = next((claim for claim in claims if claim.replica_id == replica_id), None)
@@ -160,7 +163,7 @@ class BaseClaims:
         )
 
     def _rebuilt_from_older(self) -> str | None:
-        """Digest of the open round's base, rebuilt from a snapshot older than that base; None if it cannot be."""
+        """Digest of the open round's base, rebuilt from a snapshot of an older base; None if that is impossible."""
         begin, made_in = self._attempt.begin, self._tip.value.base_round
         below = made_in if made_in != begin.from_round else None
         try:
@@ -170,7 +173,7 @@ class BaseClaims:
             return None
 
     def _take(self, tip: Tip, digest: str | None) -> None:
-        """Hold a base that was rebuilt just now. `digest`: its digest, if it was hashed."""
+        """Replace the held base by `tip`, which was rebuilt just now. `digest`: of its base, if it was hashed."""
         self._tip.hold(tip)
         self.rebuilt_after = tip.position.round
         self._digest = digest
@@ -182,7 +185,7 @@ class BaseClaims:
         return self._tip.position.round + 1
 
     def _asked_now(self) -> set[str]:
-        """The claims for which the base of the open round was rebuilt."""
+        """Claims because of which the open round's base was rebuilt already."""
         if self._asked[0] != self._round:
             self._asked = self._round, set()
         return self._asked[1]

@@ -1,8 +1,8 @@
 """`CarriedWork`: work of this replica that no commit averaged, added to its next contribution of the same fragment.
 
-The carry of a fragment is always exactly the payload of the replica's newest contribution of that fragment, if no
-commit averages it: a payload contains what was carried before. So a restarted attempt finds the carry in the bucket,
-and nothing counts twice. The weight of carried work is in `protocol.rounds.carry_weight`.
+A payload contains the work carried into it, so the carried work of a fragment is exactly the payload of the replica's
+newest contribution to it, if no commit averages that. A restarted attempt finds it in the bucket, and nothing counts
+twice. Its weight is `protocol.rounds.carry_weight`.
 """
 
 import logging
@@ -19,7 +19,7 @@ from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.errors import PayloadCorrupt
 from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, Payload
 from diloco_orchestrator.protocol.rounds import carry_weight
-from diloco_orchestrator.replica.rounds.dealing import PayloadShard, everything
+from diloco_orchestrator.replica.rounds.received import PayloadShard, everything
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.store.base import Store
 
@@ -30,7 +30,7 @@ _SHARDS_AT_ONCE = 4  # each is in memory until it is in the cache
 
 
 class CarriedWork:
-    """The carry of one replica in one leg. `late`: "carry" or "drop", the run's setting."""
+    """The unaveraged work that one replica carries in one leg. `late`: the run's setting, "carry" or "drop"."""
 
     def __init__(self, store: Store, fragments: int, late: str, background: Background) -> None:
         self._background = background
@@ -47,7 +47,7 @@ class CarriedWork:
         commit_of: Callable[[int], Commit],
         is_right: Callable[[Contribution], bool],
     ) -> None:
-        """Find the carry that earlier attempts left in the bucket.
+        """Find the unaveraged work of earlier attempts of this replica in the bucket.
 
         Args:
             rounds: closed rounds of this leg, newest first.
@@ -71,12 +71,12 @@ class CarriedWork:
         self._lost = {round_: origins for round_, origins in self._lost.items() if round_ not in listed}
 
     def settle(self, manifest: Contribution, commit: Commit, is_right: Callable[[Contribution], bool]) -> bool:
-        """Update the carry after a round with a contribution of this replica was committed.
+        """Update the carried work of a fragment once a round with a contribution of this replica is committed.
 
-        The carry is cleared if the commit averages the contribution, or if the guard leaves it out: then its work is
-        dropped, and the next manifest lists it. Otherwise the author judges its own work by its
-        own base, whatever the commit answers: right work becomes the carry; wrong work is dropped, and its next
-        manifest lists it. Returns False, leaving the carry as it is, for an abstention or wrong work.
+        If the commit averages the contribution, nothing is carried. If the guard quarantines it, its work is dropped
+        and the next manifest lists it as dropped. Otherwise this replica checks the contribution against its own base,
+        whatever the commit says: if right, it becomes the carried work; if wrong, its own steps are dropped and listed.
+        Returns False, with the carried work unchanged, for an abstention or a wrong base.
         """
         if manifest.kind != "delta":
             return False
@@ -98,17 +98,17 @@ class CarriedWork:
         return True
 
     def drop_all(self, why: str) -> None:
-        """Discard the carry, which can never be averaged, because the leg has stopped. `why` goes into the log."""
+        """Discard all carried work because the leg has stopped and can never average it. `why`: for the log."""
         for manifest in self._carried.values():
             log.warning("%d inner steps of round %d are dropped: %s", _steps(manifest), manifest.round, why)
         self._carried.clear()
 
     def added_to(self, pseudo_gradient: Vector, fragment: int, round_: int) -> "WithCarry":
-        """`pseudo_gradient` and the carry of `fragment`, weighted by its staleness in `round_`.
+        """`pseudo_gradient` plus the carried work of `fragment`, weighted by its staleness in `round_`.
 
-        What is given up is listed: by the run's setting, because its payload cannot be read any more, or because it
-        started from a wrong base. Changes nothing here: adding the same carry again gives the same result. Close what
-        is returned.
+        `dropped` of the result lists work given up: by the setting `late`, because its payload cannot be read, or
+        because it started from a wrong base. Changes no state, so a repeated call gives the same. The caller closes the
+        result.
         """
         lost = tuple(origin for since in sorted(self._lost) for origin in self._lost[since])
         carried = self._carried.get(fragment)
@@ -126,7 +126,7 @@ class CarriedWork:
         return WithCarry(pseudo_gradient, carried.origins, lost, carried.payload, shards, carry_weight(staleness))
 
     def _fetch(self, carried: Contribution, numel: int) -> PayloadCache:
-        """All shards of unaveraged earlier work, by index. Raises `PayloadCorrupt` if one is unusable."""
+        """All payload shards of an unaveraged contribution, by index. Raises `PayloadCorrupt` if one is unusable."""
         assert carried.payload is not None
         if carried.payload.numel != numel:
             raise PayloadCorrupt(f"the carry has {carried.payload.numel} elements, the pseudo-gradient {numel}.")
@@ -144,15 +144,14 @@ class CarriedWork:
 
 
 class WithCarry:
-    """A pseudo-gradient with carried work, as a `Vector`: both are added when it is read.
+    """A pseudo-gradient plus carried work, as a `Vector` that adds them range by range when it is read.
 
     Args:
         carried: origins of the work that is added.
-        dropped: origins of work that is given up: by the run's setting, because it cannot be read any more, or because
-            it started from a wrong base.
+        dropped: origins of work that is given up and that the manifest lists as dropped.
         payload: of the carried work; None if there is none.
-        shards: its verified bytes.
-        weight: its weight.
+        shards: verified bytes of that payload.
+        weight: factor of the carried work.
     """
 
     def __init__(
@@ -186,12 +185,12 @@ class WithCarry:
         return values
 
     def close(self) -> None:
-        """Drop the carry's bytes."""
+        """Free the bytes of the carried payload."""
         self._shards.close()
 
 
 def _name(index: int) -> tuple[str, str]:
-    """The name of a carry's shard in its cache."""
+    """The name in the cache of a shard of carried work."""
     return str(index), ""
 
 

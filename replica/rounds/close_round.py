@@ -1,7 +1,7 @@
-"""`RoundCloser`: ends the open round. Observe, decide, commit, follow.
+"""`RoundCloser`: ends the open round: observe responses, decide, commit, apply the commit.
 
-The decision is made by `protocol.rounds.decide`, its consequences by `protocol.rounds.conclude`; this file acts on
-them. This replica's own contribution is made by `contribute`.
+`protocol.rounds.decide` decides and `protocol.rounds.conclude` derives the consequences; this file carries them out.
+`contribute` makes this replica's own contribution.
 """
 
 import logging
@@ -21,9 +21,8 @@ from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.contribute import Contributor
-from diloco_orchestrator.replica.rounds.dealing import everything
 from diloco_orchestrator.replica.rounds.interface import ClosedRound
-from diloco_orchestrator.replica.rounds.received import ExpectedContribution, ReceivedResponses
+from diloco_orchestrator.replica.rounds.received import ExpectedContribution, ReceivedResponses, everything
 from diloco_orchestrator.replica.rounds.reupload import ReuploadRequests
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.replica.rounds.tip import HeldTip
@@ -38,7 +37,7 @@ _POLL_SELDOM_S = 10.0  # between LIST requests for a later attempt of this repli
 
 
 class RoundCloser:
-    """Ends one round after another. One call at a time, in whatever thread the round is carried out."""
+    """Ends one round after another. Not thread-safe; the calling thread may change between calls."""
 
     def __init__(
         self,
@@ -68,9 +67,9 @@ class RoundCloser:
         self._back: set[int] = set()  # those of them that have answered a later round
 
     def close(self, *, keep_average: bool = False) -> ClosedRound:
-        """Commit the open round or wait for its commit, then take the base after it.
+        """Commit the open round or wait for its commit, then apply it to the base.
 
-        `keep_average`: return the average, which takes the memory of another fragment.
+        `keep_average`: return the averaged pseudo-gradient, at the cost of a fragment's size in memory.
 
         Raises `QuorumLost` without a quorum for `round_timeout_s`, unless a missing replica is being launched,
         `Superseded` if a later attempt of this replica is alive, `Preempted` after a preemption notice, `BaseDiverged`
@@ -99,7 +98,7 @@ class RoundCloser:
         return self._follow(entry, keep_average)
 
     def give_up(self) -> None:
-        """Let `close` raise `Preempted` instead of waiting any longer; called from another thread."""
+        """Make `close`, which another thread is in, raise `Preempted` instead of waiting any longer."""
         self._given_up = True
 
     def committed(self) -> bool:
@@ -114,16 +113,15 @@ class RoundCloser:
     # -- observe and decide --------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Receive and verify the responses to the open round that are new. At most three round trips."""
+        """Fetch and verify new responses to the open round. At most three round trips to the store."""
         expected = self._expected()
         self._received.receive(self._received.unread(expected), expected)
 
     def _observe(self, waited: bool) -> CommitEntry | None:
-        """The open round's commit if it exists. If not, everything that a decision depends on is read.
+        """The open round's commit if it exists. If not, fetch everything that a decision depends on and return None.
 
-        Requests that do not depend on each other are sent together, so that a poll takes one round trip, and two more
-        if there are responses to receive. `waited`: whether this replica has waited in this round; then its claims are
-        polled too, and `Superseded` is raised if a later attempt is alive.
+        Independent requests are sent together: one round trip, and two more for new responses. `waited`: this replica
+        has waited in this round already; then its claims are polled too, and a later live attempt raises `Superseded`.
         """
         attempt, expected = self._attempt, self._expected()
         start = attempt.background.start
@@ -145,7 +143,7 @@ class RoundCloser:
         self._halt = self._attempt.log.halt(self._attempt.begin.leg)
 
     def _decide(self) -> tuple[rounds.Decision, str | None, tuple[Answer, ...]]:
-        """The decision, the claim that a commit would name now, and the answers as it would list them."""
+        """The decision, the base digest that a commit would name now, and the responses as it would list them."""
         claims = self._received.claims()
         shared = shared_claim(claims, self._claims.digest, own_is_rebuilt=self._claims.is_rebuilt)
         answers = judged(self._received.answers(), claims, shared)
@@ -154,7 +152,7 @@ class RoundCloser:
         return decision, shared, answers
 
     def _heal_if_contradicted(self) -> bool:
-        """Once the round is ready, rebuild a base that is not the one most manifests claim. Whether it was rebuilt."""
+        """Once the round is ready, rebuild a base that is not the one most manifests claim. Returns whether it did."""
         claims = self._received.claims()
         if not self._claims.contradicted(claims):
             return False
@@ -176,7 +174,7 @@ class RoundCloser:
         )
 
     def _read_late(self) -> None:
-        """Find out who has a manifest in the last closed round that its commit does not average, and so is alive."""
+        """Find replicas whose manifest came after the last closed round's commit: they are alive."""
         last, replicas = self._tip.last, self._attempt.config.replicas
         decided = last.decided_about() if last else set()
         if last is None or not self._timing.elastic or len(decided) == replicas:
@@ -192,7 +190,7 @@ class RoundCloser:
             self._attempt.check_superseded()
 
     def _read_out(self) -> None:
-        """Find out whom a coordinator launches no more in this leg."""
+        """Find replicas that coordinators launch no more in this leg (`Out` records)."""
         attempt, now, round_ = self._attempt, self._attempt.clock.now(), self._round
         if now - self._out_polled_at < _POLL_SELDOM_S:
             return
@@ -203,8 +201,7 @@ class RoundCloser:
                 log.warning("round %d: nobody waits for replica %d any more: it %s", round_, replica_id, out.reason)
 
     def _is_out(self) -> tuple[int, ...]:
-        """The replicas that are out of the leg. One that answers a later round than that in which its record was read
-        takes part, whoever wrote that record."""
+        """Replicas that coordinators launch no more, except those that have since responded to a later round."""
         round_, now_there = self._round, {answer.replica_id for answer in self._received.answers()}
         for replica_id, since in self._out.items():
             if (replica_id in now_there and round_ > since) or (replica_id in self._late and round_ > since + 1):
@@ -214,10 +211,10 @@ class RoundCloser:
     # -- commit --------------------------------------------------------------------------------------------------
 
     def _commit(self, decision: rounds.Decision, shared: str | None, answers: Sequence[Answer]) -> CommitEntry:
-        """End the round as decided, unless another replica was first, with one small request. Returns its commit.
+        """Create the commit of the open round as decided; returns the round's commit, which may be another replica's.
 
-        The commit fixes the inputs of the outer step. No model arithmetic precedes it, so nothing that a machine
-        computes becomes the base of the others, and a replica that loses the race has lost nothing.
+        A commit fixes the inputs of the outer step, which nobody has computed yet: no machine's arithmetic becomes
+        another's base, and a replica whose commit is not the first has lost no work.
         """
         attempt, opened, position = self._attempt, self._tip.open, self._tip.position
         last, named = self._tip.last, self._received.manifests(decision.named)
@@ -268,9 +265,10 @@ class RoundCloser:
     # -- follow --------------------------------------------------------------------------------------------------
 
     def _follow(self, entry: CommitEntry, keep_average: bool) -> ClosedRound:
-        """Take the outer step that a commit fixes, from a base that agrees with the commit's claim, or leave.
+        """Apply a commit: rebuild a base that contradicts its claim, take its outer step, and open the next round.
 
-        A commit that contradicts the log or the manifests it names is void: it averages nobody and stops nothing.
+        Skips to a newer snapshot if one is far ahead or if payloads are gone. A void commit averages nobody and stops
+        nothing. Raises as `close` does.
         """
         run_log = self._attempt.log
         entry = run_log.followed(entry, self._tip.value.last, self._received.by_digest())
@@ -307,7 +305,8 @@ class RoundCloser:
         return self._tip.step(entry, contributions, self._received.shard, keep_average=keep_average)
 
     def _skip_to_newer_snapshot(self, commit: Commit) -> None:
-        """Continue from a snapshot after `commit`: because it is far ahead, or a payload of that round was deleted.
+        """Replace the base by one rebuilt from a snapshot after `commit`, which is far ahead or whose payloads were
+        deleted.
 
         Raises `PayloadCorrupt` if there is no such snapshot: then the payload was deleted by hand.
         """
@@ -335,6 +334,7 @@ class RoundCloser:
             healed=self._healed,
             average=average,
             contribution=self._contributor.own,
+            received=self._received.manifests(),
         )
         self._late = set()
         self._healed = False

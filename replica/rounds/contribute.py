@@ -1,6 +1,7 @@
-"""`Contributor`: publishes this replica's contribution to the open round, and updates the carry when it is committed.
+"""`Contributor`: publishes this replica's contribution to the open round; afterwards carries work that was not
+averaged.
 
-Writes payload, saved state and manifest, in this order. When a round ends is decided by `close_round`.
+Writes payload, saved state and manifest, in this order. `close_round` ends the round.
 """
 
 import logging
@@ -35,7 +36,7 @@ _NAMED = 3  # parameters that are not finite which an abstention names
 
 
 class Contributor:
-    """Makes the contributions of one replica. `cache`: keeps published payload bytes, to average without a read."""
+    """Makes the contributions of one replica. `cache`: keeps published payload bytes, which averaging then reads."""
 
     def __init__(
         self, attempt: Attempt, tip: HeldTip, claims: BaseClaims, timing: RoundTiming, cache: KeepsPayloads
@@ -52,13 +53,12 @@ class Contributor:
     # -- contributing --------------------------------------------------------------------------------------------
 
     def contribute_delta(self, pseudo_gradient: Vector, fields: ContributionFields) -> Contribution:
-        """Publish a pseudo-gradient, or an abstention if it is not finite. Returns this replica's manifest.
+        """Publish a pseudo-gradient and return this replica's manifest of the open round.
 
-        A buffer that holds NaN makes an abstention, too.
-
-        `pseudo_gradient`: of the open round's fragment, base - local, flat in name order. It is read once; the carry of
-        that fragment is added. If another attempt has created the manifest first, that one is returned. Raises
-        `RoundError` if the run takes no more pseudo-gradients.
+        If the pseudo-gradient is not finite or a buffer holds NaN, the manifest is an abstention. `pseudo_gradient`:
+        base - local of the open round's fragment, flat in name order; it is read once, and carried work of that
+        fragment is added. If another attempt of this replica has created the manifest first, that one is returned.
+        Raises `RoundError` if all outer steps of the run are taken.
         """
         attempt, opened = self._attempt, self._tip.open
         if opened.stopped or opened.final_evaluation:
@@ -104,7 +104,7 @@ class Contributor:
     def announce(self) -> None:
         """Put this replica on the roster of the next round, by an abstention in the round that closed last.
 
-        Does nothing if this replica has a manifest there, or if rounds wait for it anyway.
+        Does nothing if this replica has a manifest in that round, or if the open round waits for it anyway.
         """
         attempt, last, opened = self._attempt, self._tip.last, self._tip.open
         expected = opened.stopped or attempt.replica_id in opened.roster
@@ -116,7 +116,7 @@ class Contributor:
         attempt.writer.create(manifest)
 
     def _create(self, kind: str, fields: ContributionFields, **contents: Any) -> Contribution:
-        """Create the manifest of the open round. Returns the existing one instead, perhaps of another attempt."""
+        """Create this replica's manifest of the open round; returns the existing one, of any attempt, if any."""
         attempt, round_ = self._attempt, self._tip.open.round
         manifest = self._manifest(kind, fields, **contents)
         if attempt.writer.create(manifest) is None:
@@ -184,19 +184,19 @@ class Contributor:
     # -- after a round -------------------------------------------------------------------------------------------
 
     def settle(self, commit: Commit) -> None:
-        """Update the carry after a commit: the contribution of this replica was averaged, or becomes the carry."""
+        """Update carried work after a commit: this replica's contribution was averaged, is carried, or is dropped."""
         manifest = self.own or self.history.of(commit.round)
         if manifest is not None:
             self._carry.settle(manifest, commit, self._claims.is_right)
 
     def open_round(self) -> None:
-        """Reset for a new open round, to which nothing is contributed yet. After the stop, drop the carry."""
+        """Reset for a new open round without a contribution yet. After the run's stop, drop carried work."""
         self.own = None
         if self._tip.open.stopped:
             self._carry.drop_all("the run has stopped")
 
     def recover(self) -> None:
-        """Restore from the bucket the carry and the train times of the last rounds."""
+        """Restore carried work and the train times of the last rounds from the bucket."""
         closed = self._tip.closed_rounds
         self._carry.recover(closed, self.history.of, self._tip.commit_of, self._claims.is_right)
         self._timing.recover()
@@ -204,7 +204,7 @@ class Contributor:
             self._warn_of_work_that_its_leg_left()
 
     def _warn_of_work_that_its_leg_left(self) -> None:
-        """Log a warning for work of an earlier leg that was to be carried: a new leg never averages it."""
+        """Warn if this replica's last contribution, of an earlier leg, was not averaged: no new leg averages it."""
         newest = self.history.newest()
         if newest is None or newest.kind != "delta" or newest.leg == self._attempt.begin.leg:
             return
@@ -215,9 +215,9 @@ class Contributor:
 
 
 def _named_not_finite(vector: Vector, shapes: Mapping[str, torch.Size]) -> str:
-    """The first parameters that hold NaN or infinity, in words; empty if only their encoding is not finite.
+    """A sentence naming the first parameters that hold NaN or infinity; empty if only their encoding is not finite.
 
-    `vector`: of these parameters, flat in this order.
+    `vector`: the values of the parameters in `shapes`, flat in this order.
     """
     found, start = list[str](), 0
     for name, shape in shapes.items():
@@ -231,6 +231,6 @@ def _named_not_finite(vector: Vector, shapes: Mapping[str, torch.Size]) -> str:
 
 
 def _losses_not_finite(fields: ContributionFields) -> str:
-    """Which observed metrics of the round are not finite either, in words; empty if all are."""
+    """A sentence naming the observed metrics of the round that are not finite; empty if all are finite."""
     found = [name for name, metric in sorted(fields.metrics.items()) if metric.sum is None and metric.count]
     return f" Not finite either: {', '.join(found)}." if found else ""

@@ -1,6 +1,6 @@
-"""`ContributionHistory`: this replica's own manifests, whichever attempt wrote them, and the states that they name.
+"""`ContributionHistory`: reads the manifests that any attempt of this replica wrote, and the states that they name.
 
-What a restarted attempt does with them is decided by `replica.training.checkpoint`.
+`replica.training.checkpoint` decides from which of them a restarted attempt continues.
 """
 
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class ContributionHistory:
-    """Reads one replica's manifests."""
+    """Reads the manifests of one replica."""
 
     def __init__(self, attempt: Attempt, tip: HeldTip, claims: BaseClaims) -> None:
         self._attempt = attempt
@@ -37,10 +37,10 @@ class ContributionHistory:
         self._listing: ManifestListing | None = None
 
     def of(self, round_: int) -> Contribution | None:
-        """The manifest of a round; None if it does not exist, cannot be read, or no attempt of this replica wrote it.
+        """This replica's manifest of a round; None if it is missing, unreadable, or not by an attempt of this replica.
 
-        One GET for a round among the last three. Older rounds are listed, many at once, and cost a GET if there
-        is a manifest; none if no other attempt of this replica ever ran.
+        One GET for a round among the last three. Older rounds are listed, many at once, and cost a GET if there is a
+        manifest; no request if no other attempt of this replica ever ran.
         """
         if round_ in self._closed:
             return self._closed[round_]
@@ -77,11 +77,11 @@ class ContributionHistory:
         return self._attempt.replica_id in self._listing.authors(round_)
 
     def of_open_round(self) -> Contribution | None:
-        """The manifest of the open round, as `of`."""
+        """This replica's manifest of the open round; None as in `of`."""
         return self.of(self._tip.position.round + 1)
 
     def newest(self) -> Contribution | None:
-        """The newest manifest, of any leg, that holds this replica's progress; None if there is none."""
+        """This replica's newest manifest of any leg that holds its training progress; None if there is none."""
         for round_ in range(self._tip.position.round + 1, 0, -1):
             manifest = self.of(round_)
             if manifest is not None and manifest.progress is not None:
@@ -91,8 +91,8 @@ class ContributionHistory:
     def newest_delta(self) -> Contribution | None:
         """This replica's latest pseudo-gradient of a round that the newest base descends from, or of the open round.
 
-        Searched in this leg, then in the round whose base the leg began from; rounds that a resume left behind are
-        skipped.
+        Searched in this leg, then in the round whose base the leg resumed from. Rounds after that base, from which no
+        later base descends, are skipped. None if there is none.
         """
         begin = self._attempt.begin
         for round_ in (*range(self._tip.position.round + 1, begin.after_round, -1), begin.from_round):
@@ -102,5 +102,5 @@ class ContributionHistory:
         return None
 
     def read_state(self, manifest: Contribution) -> Iterator[bytes]:
-        """The state that a manifest names, piece by piece. Raises `PayloadCorrupt` if it was deleted or changed."""
+        """The saved state that a manifest names, piece by piece. Raises `PayloadCorrupt` if it is gone or changed."""
         return read_state(self._attempt.store, manifest)

@@ -1,9 +1,9 @@
-"""The first base: replicas that start together agree on one, and one of them uploads it.
+"""The first base: replicas that start together agree on one start record, and one of them uploads the first base.
 
-Each replica says what it would begin with (`Began`), and for good what it has begun with (`Follows`); which start it
-follows is decided in `protocol.first_base`. One whose own values are those of a start goes on at once. No object with a
-name of snapshot 0 or of `start.json` counts by being there first: what holds other bytes is passed over, and the
-next take is written under a name that nobody can foresee. How a base is stored is `snapshots.layout`'s.
+Each replica votes with the start record of its own model (`Began`) and records the one that it adopts for good
+(`Follows`); `protocol.first_base` decides. A replica whose own start record exists adopts it without waiting. An object
+at `start.json` or in snapshot 0 with other bytes than a replica writes there is ignored, and the replica writes its own
+under a random name. `snapshots.layout` stores a base.
 """
 
 import logging
@@ -18,16 +18,18 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.first_base import StartDecision, decide_start
-from diloco_orchestrator.protocol.records import Began, FileInfo, Follows, HeldoutSet, Snapshot, Start
+from diloco_orchestrator.protocol.records import Began, FileInfo, Follows, FrozenTensors, HeldoutSet, Snapshot, Start
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.run_log import complete_takes
 from diloco_orchestrator.snapshots.confirmation import first_take
 from diloco_orchestrator.snapshots.file_plan import Naming, is_side_file, is_tensor_file
+from diloco_orchestrator.snapshots.first_snapshot import first_snapshot
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
     SnapshotFile,
+    check_same_model,
     create_snapshot_record,
     describe,
     existing_files,
@@ -54,15 +56,15 @@ def agree_on_first_base(
     files: ModelFiles,
     heldout: HeldoutSet | None = None,
 ) -> tuple[Entry[Start], FirstBase | None]:
-    """Follow the run's start, or create it with snapshot 0 where there is none.
+    """Adopt the run's start record, or create one together with snapshot 0, the first base, if there is none.
 
-    Returns the start that this replica follows, and the first base if this process holds it; else snapshot 0 does.
+    Returns the adopted start record, and the first base if this process has it in memory, else None.
 
-    Safe to race and to repeat: a process that dies at any line leaves what the next one completes. Replicas that
-    start at the same time with the same values upload at most one file each in vain. One whose values differ from every
-    start that is there waits until more than half of the replicas agree or all have said what they begin with, at most
-    for `timing.startup_timeout_s`. Raises `ModelMismatch` if the run's start is of another model, or no replica begins
-    with the base that `first_base` names, `Preempted` if a preemption notice comes meanwhile.
+    Safe to race and to repeat: after a process died at any line the next one completes what is there. Replicas that
+    start at once with equal models upload at most one file each in vain. A replica whose model differs from every
+    existing start record waits until more than half of the replicas agree or all have voted, at most
+    `timing.startup_timeout_s`. Raises `ModelMismatch` if the run's start record is of another model or no replica has
+    the configured `first_base`, `Preempted` if a preemption notice comes meanwhile.
     """
     starts = attempt.log.starts
     found = starts.chosen()
@@ -73,7 +75,7 @@ def agree_on_first_base(
 
 
 class _Agreement:
-    """One replica's way to the start that it follows."""
+    """One replica's vote on the first base, until it has adopted a start record."""
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class _Agreement:
         self._useless: set[str] = set()  # starts whose base is nowhere, or holds what is no number
 
     def reach(self) -> tuple[Entry[Start], FirstBase | None]:
-        """Wait, write or follow until this replica has begun."""
+        """Vote, then wait, upload or adopt until a start record is adopted. Returns as `agree_on_first_base`."""
         attempt = self._attempt
         began = Began(**attempt.stamp(), **self._who, start_sha256=self._own, key=self._key)
         attempt.writer.create(began)
@@ -141,7 +143,7 @@ class _Agreement:
         )
 
     def _check_first_base(self, waited: bool) -> None:
-        """Raises `ModelMismatch` if this replica may not write its own start and has waited long enough for another."""
+        """Raise `ModelMismatch` if until the timeout no replica had the configured `first_base`, this one included."""
         attempt, named = self._attempt, self._attempt.config.first_base
         if waited and named not in (None, self._start.base_digest):
             raise ModelMismatch(
@@ -151,14 +153,14 @@ class _Agreement:
             )
 
     def _say(self, decision: StartDecision) -> None:
-        """Log a decision about a start of somebody else, once."""
+        """Log, once, that this replica waits for or adopts a start record other than its own model's."""
         if decision.why != self._said and self._starts.offered and decision.sha256 != self._own:
             what = "waiting" if decision.sha256 is None else f"start {decision.sha256[:12]} is followed"
             log.info("this replica's first values are not those of the run's start; %s: %s", what, decision.why)
         self._said = decision.why
 
     def _pause(self) -> None:
-        """Raises `Preempted` if this replica is to leave."""
+        """Sleep until the next poll. Raises `Preempted` after a preemption notice."""
         if self._attempt.should_leave():
             raise Preempted(
                 f"replica {self._attempt.replica_id} got a preemption notice while another one was writing the first "
@@ -169,7 +171,7 @@ class _Agreement:
     # -- following -------------------------------------------------------------------------------------------------
 
     def _follow_own(self, entry: Entry[Start]) -> tuple[Entry[Start], FirstBase | None]:
-        """Begin with this replica's own values: as they are in a take of snapshot 0, written here if there is none."""
+        """Adopt the existing start record of this replica's model; uploads its base if no snapshot 0 holds it."""
         take, base = self._writing.take, self._writing.base
         if take is None:
             found = self._stored(entry)
@@ -179,7 +181,7 @@ class _Agreement:
         return self._begun(entry, take, base)
 
     def _follow_other(self, sha256: str) -> tuple[Entry[Start], FirstBase | None] | None:
-        """Begin with another start, if its base is in snapshot 0 and holds numbers; else None."""
+        """Adopt another model's start record if snapshot 0 holds its base, all finite; else None, and it is ignored."""
         entry = self._starts.entry(sha256)
         assert entry is not None, "a start that is followed is there"
         found = self._stored(entry)
@@ -198,7 +200,7 @@ class _Agreement:
         return entry, FirstBase(base, entry.record.base_digest)
 
     def _stored(self, entry: Entry[Start]) -> tuple[str, Base] | None:
-        """The take of snapshot 0 that holds a start's base and buffers, and that base; None if none does."""
+        """The version of snapshot 0 with a start record's base and buffers, and that base; None if there is none."""
         attempt, start = self._attempt, entry.record
         there = complete_takes(attempt.store).get(0, [])
         named = [take for take in self._starts.takes_of(entry.sha256) if take in there]
@@ -216,7 +218,7 @@ class _Agreement:
         return None
 
     def _create_start(self) -> None:
-        """Create the start: `start.json`, or where that holds another one, the key that this attempt has named."""
+        """Create this model's start record as `start.json`, or, if that holds another, at the key named in the vote."""
         writer = self._attempt.writer
         if writer.create(self._start, keys.START) is None and self._starts.entry(self._own) is None:
             self._starts.refresh()
@@ -232,7 +234,7 @@ def _start_of(
     files: ModelFiles,
     heldout: HeldoutSet | None,
 ) -> Start:
-    """The start with which this replica would begin. Its bytes depend on nothing else: no stamp is in it."""
+    """The start record of this replica's model. It has no time or write id, so equal models give equal bytes."""
     assert files.untrained is not None, "a replica has the live model"
     base = writing.base
     return Start(
@@ -253,7 +255,7 @@ def _start_of(
 
 
 def _buffers_digest(stored: StoredSnapshot, start: Start, buffers: Sequence[str]) -> str | None:
-    """The digest of a stored model's buffers, of which `buffers` are the names in this replica's model."""
+    """The digest of a stored model's buffers. `buffers`: their names in this replica's model."""
     if start.buffers is None or Naming.of(start).is_adapter:
         return start.buffers  # PEFT's files hold no buffers but its own
     rest = stored.model_files(start, {}).rest()
@@ -261,15 +263,15 @@ def _buffers_digest(stored: StoredSnapshot, start: Start, buffers: Sequence[str]
 
 
 def patience_s(replica_id: int, next_size: int) -> float:
-    """Seconds without a new file after which a waiting replica writes the next one itself, of `next_size` bytes."""
+    """Seconds without a new file after which a waiting replica uploads the next one itself. `next_size`: its bytes."""
     return (1 + replica_id % _TURNS) * (_GRACE_S + next_size / _SLOW_LINK)
 
 
 class _FirstSnapshot:
-    """Writes snapshot 0 of this replica's own values. `take`: the one that it has written or completed; else None.
+    """Writes snapshot 0 from this replica's model. `take`: the version it has written or completed, None before.
 
-    Files that hold the same bytes are adopted. The first take in which one holds others is left as it is, and all are
-    written into another.
+    Existing files with equal bytes are kept. If a file of the shared version has other bytes, that version is left as
+    it is, and all files are written into another one.
     """
 
     def __init__(
@@ -297,9 +299,10 @@ class _FirstSnapshot:
         return {each.name: info_of(each.encode()) for each in named}
 
     def existing_on_turn(self) -> set[str] | None:
-        """Files of the first take that exist, of those that this replica would write, if it is to write the next one.
+        """The planned files of the shared version that exist, if it is this replica's turn to write the next one; else
+        None.
 
-        None while another one is writing: a file was added within this replica's patience. One LIST request.
+        None while another replica is uploading: a file was added within `patience_s`. One LIST request.
         """
         now, planned = self._attempt.clock.now(), {each.name for each in self._planned}
         existing = (existing_files(self._attempt.store, 0) | self._lost) & planned
@@ -310,7 +313,7 @@ class _FirstSnapshot:
         return existing if is_turn else None
 
     def write(self, existing: set[str]) -> bool:
-        """Write everything that is missing. False if another replica turns out to be writing a file of the model."""
+        """Write all missing files and the snapshot record. False if another replica just created a model file."""
         for each in self._planned:
             if each.name in self._infos:
                 continue
@@ -330,7 +333,7 @@ class _FirstSnapshot:
         return True
 
     def write_anew(self) -> None:
-        """Write all files into the own take of this replica; where that holds others, under a number unforeseen."""
+        """Write all files into this replica's own version; if that holds other bytes, into one with a random name."""
         unforeseen = str(10**8 + int(self._attempt.stamp.unforeseen(), 16) % (9 * 10**8))
         for take in (keys.own_take(self._attempt.replica_id), unforeseen):
             log.warning("the shared take of snapshot 0 holds other bytes than this replica's: it writes take %s", take)
@@ -339,7 +342,7 @@ class _FirstSnapshot:
                 return
 
     def _wrote(self, take: str) -> bool:
-        """Write what is missing of a take; False if it holds other bytes than this replica's."""
+        """Write the missing files of a version; False if the version holds a file with other bytes."""
         infos = {}
         for each in self._planned:
             data = each.encode()
@@ -356,10 +359,89 @@ class _FirstSnapshot:
         return without_read_back(self._attempt.store).create(keys.snapshot(0, name, take), data)
 
     def _holds(self, take: str, name: str, data: bytes) -> bool:
-        """Whether a file that exists holds these bytes."""
+        """Whether the existing file `name` of a version has the bytes `data`."""
         return self._attempt.store.get(keys.snapshot(0, name, take), 0, len(data) + 1) == data
 
     def _complete(self, take: str, infos: Mapping[str, FileInfo]) -> bool:
-        """Create the record of a take; False if one is there that names other files."""
+        """Create the snapshot record of a version; False if an existing one names other files."""
         ours = Snapshot(**self._attempt.stamp(), round=0, base_digest=self.base.digest(), by=None, files=dict(infos))
         return create_snapshot_record(self._attempt.store, ours, take)
+
+
+# -- whether a replica trains the model of its run --------------------------------------------------------------------
+
+
+def check_start(
+    start: Start,
+    parameters: Mapping[str, torch.Tensor],
+    fragments: Sequence[tuple[str, ...]],
+    heldout: HeldoutSet | None,
+    files: ModelFiles,
+    attempt: Attempt,
+) -> None:
+    """Raise `ModelMismatch` unless a replica trains the run's model, in its fragments, with its adapters and on its
+    frozen tensors, and scores its held-out set.
+    """
+    url = attempt.store.url
+    check_same_model(describe(parameters), start.parameters)
+    if start.fragments != tuple(fragments):
+        raise ModelMismatch(
+            f"this replica synchronises {len(fragments)} fragments of the model, the run in {url} "
+            f"{len(start.fragments)}, or the same number split otherwise. All replicas must agree."
+        )
+    # There are as many: their residuals are parameters, compared above.
+    for mine, pair in zip(files.adapters, start.adapters, strict=True):
+        if mine != pair:
+            raise ModelMismatch(
+                f"this replica's adapter of {mine.weight!r} has the scaling {mine.scaling:g}, the run's in {url} "
+                f"{pair.scaling:g}: its product would be averaged with other ones. Give all replicas the same "
+                "lora_alpha and r."
+            )
+    if heldout != start.heldout:
+        raise ModelMismatch(
+            f"this replica scores {_heldout_words(heldout)}; the run in {url} is judged by "
+            f"{_heldout_words(start.heldout)}. All replicas must pass the same `heldout_items`, `vault_items` and "
+            "`in_loop` to attach, and score by the same function; another set or scorer needs a new run."
+        )
+    _check_untrained(start, files, attempt)
+
+
+def _heldout_words(heldout: HeldoutSet | None) -> str:
+    if heldout is None:
+        return "no held-out set"
+    root, scorer = heldout.root or heldout.digest, heldout.scorer or "unknown"
+    vault = f" and {heldout.vault.items} vault items (sha256 {heldout.vault.digest[:12]})" if heldout.vault else ""
+    return f"{heldout.items} held-out items ({heldout.metric}, root {root[:12]}, scorer {scorer[:12]}){vault}"
+
+
+def _check_untrained(start: Start, files: ModelFiles, attempt: Attempt) -> None:
+    """Raise `ModelMismatch` unless the frozen tensors and the adapter of a replica are the run's.
+
+    Hashes every frozen tensor, once for each model. Where this replica's first buffers differ, those of snapshot 0 are
+    taken.
+    """
+    untrained, naming, url = files.untrained, files.naming, attempt.store.url
+    assert untrained is not None, "a replica has the live model"
+    ours, theirs = untrained.describe_frozen(attempt.background), start.frozen
+    if ours != theirs:
+        raise ModelMismatch(
+            f"replica {attempt.replica_id} has {_frozen_words(ours)}; the run in {url} has {_frozen_words(theirs)}. "
+            "Its base model is another: what is trained on different bases cannot be averaged. Load the same model, in "
+            "the same revision, dtype and quantisation, in every replica, or start a new run."
+        )
+    if Naming.of(start) != naming:
+        raise ModelMismatch(
+            f"the adapter of replica {attempt.replica_id} is stored under other names than that of the run in {url}: "
+            "all replicas must build it alike, with the same version of PEFT."
+        )
+    if untrained.buffers.digest() != start.buffers:
+        log.warning("this replica's first buffers differ from those of snapshot 0; it takes those")
+        rest = first_snapshot(attempt.log).model_files(start, {}).rest()
+        names = naming.by_file(untrained.buffers.first)
+        untrained.buffers.adopt({names[name]: rest.read(name) for name in rest.specs() if name in names})
+
+
+def _frozen_words(frozen: FrozenTensors | None) -> str:
+    if frozen is None:
+        return "no frozen tensor"
+    return f"{frozen.tensors} frozen tensors ({frozen.size / 1e6:.3g} MB, digest {frozen.digest[:15]})"

@@ -1,10 +1,10 @@
-"""`Rounds` and `RunRounds`: what a training loop may ask of the rounds it takes part in, and what they promise it.
+"""`Rounds` and `RunRounds`: the interface between a training loop and the rounds that it takes part in.
 
-`Participant` keeps the promises of both over a bucket. A loop without a session needs `Rounds` only, which
-`MockManager` keeps in memory. All calls come from one thread, the training thread, unless a method says otherwise.
+`Participant` implements both over a bucket, `MockManager` implements `Rounds` in memory. `Rounds` suffices for a loop
+without a session. All calls come from the training thread unless a method says otherwise.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from diloco_orchestrator.snapshots.saved_state import Buffers
 
 @dataclass(frozen=True)
 class ContributionFields:
-    """The training loop's part of a manifest. `in_loop` and `scores` are as published: higher is better."""
+    """The training loop's part of a manifest. `in_loop` and `scores` are oriented so that higher is better."""
 
     steps: int = 0  # inner steps since the replica's last contribution
     tokens: int = 0  # of this round
@@ -38,68 +38,69 @@ class ContributionFields:
 
 @dataclass(frozen=True)
 class ClosedRound:
-    """The result of a round that this replica waited for."""
+    """The outcome of a round that this replica took part in, as `close` returns it."""
 
     applied: bool
     skipped: bool  # whether the base is newer than the round's commit, because payloads were deleted by retention
     average: Mapping[str, torch.Tensor]  # pseudo-gradient by parameter; empty if not kept, not applied or skipped
     healed: bool = False  # whether this replica trained on a wrong base, and has rebuilt it
     contribution: Contribution | None = None  # this replica's, if it contributed; perhaps another attempt's
+    received: Sequence[Contribution] = ()  # all manifests of the round that this replica has read, its own too
 
 
 class Rounds(Protocol):
-    """One round after another: publish, then close. A round is *in flight* from `publish` in the background, or from
-    `close_beside_training`, until `close` has returned or raised."""
+    """One round after another: publish a contribution, then close the round.
+
+    A round is *in flight* from `publish` in the background, or `close_beside_training`, until `close` ends.
+    """
 
     @property
     def open(self) -> OpenRound:
-        """The open round. Costs nothing. Stays the same while the round is in flight: only `close` moves on."""
+        """The open round. No request. Unchanged while a round is in flight: only `close` moves on."""
         ...
 
     @property
     def base(self) -> Base:
-        """The base that the open round starts from. Costs nothing. Not to be read while a round is in flight: closing
-        steps it in place."""
+        """The base that the open round starts from. No request. Not to be read in flight: closing steps it in place."""
         ...
 
     def publish(self, form: Callable[[], Vector], fields: ContributionFields, *, in_background: bool = False) -> None:
         """Contribute to the open round; at most once per round.
 
         `form` is called once, and returns the pseudo-gradient of the open round's fragment, flat, in name order. In the
-        background it is called, and its vector read, at any time until `close` returns, so both must not depend on what
-        training changes meanwhile. If another attempt of this replica has contributed before, its contribution counts.
-        Whoever dies halfway leaves bytes that no manifest names, and nobody reads.
+        background it is called, and its vector read, at any time until `close` returns, so neither may depend on what
+        training changes meanwhile. If another attempt of this replica has contributed already, that contribution
+        counts. A process that dies halfway leaves payload bytes that no manifest names and nobody reads.
         """
         ...
 
     def close_beside_training(self, then: Callable[[], None], *, keep_average: bool = False) -> None:
-        """Begin to close the open round in the background, unless that has begun; then call `then` there.
+        """Begin to close the open round in a background thread, unless begun before; `then` is called there afterwards.
 
-        Safe to repeat: only the first call's arguments count. For a round that this replica has contributed to.
-        `keep_average`: as in `close`, for which it counts then. Raises the background's error, if that has ended with
-        one.
+        This replica must have contributed to the round. Repeated calls do nothing: the first call's arguments count.
+        `keep_average`: as in `close`. Raises the background thread's error once it has failed.
         """
         ...
 
     def close(self, *, keep_average: bool = False) -> ClosedRound:
         """End the open round, or wait for its end; afterwards `base` is the next base, and `open` the next round.
 
-        `keep_average`: return the average, which takes the memory of another fragment. Raises the round's errors
-        (`RoundCloser.close`); a round that was in flight is none any more then, and what was published stays.
+        `keep_average`: return the averaged pseudo-gradient, at the cost of a fragment's size in memory. Raises as
+        `RoundCloser.close` does; the round is then not in flight any more, and what was published stays.
         """
         ...
 
 
 class RunRounds(Rounds, Protocol):
-    """`Rounds` and more needs of a run: rounds that end without this replica, restarts, scores, snapshots, the end.
+    """`Rounds` plus what a supervised run needs: commits without this replica, restarts, scores, snapshots, the end.
 
-    Nothing added here but `publish_scores`, `announce`, `write_snapshot_if_due` and `finish_leg` writes to the bucket,
-    and each is safe to repeat: what exists already stays.
+    Only `publish_scores`, `announce`, `write_snapshot_if_due` and `finish_leg`, of the methods added here, write to the
+    bucket. Each may be repeated: existing objects stay as they are.
     """
 
     @property
     def history(self) -> ContributionHistory:
-        """This replica's own contributions, of whichever attempt. Not to be asked while a round is in flight."""
+        """The manifests of this replica, by any attempt. Not to be used while a round is in flight."""
         ...
 
     @property
@@ -109,13 +110,12 @@ class RunRounds(Rounds, Protocol):
 
     @property
     def own(self) -> Contribution | None:
-        """This replica's contribution to the open round, perhaps of another attempt; None before `publish` has created
-        or found one here."""
+        """This replica's contribution to the open round, by any attempt; None before `publish` made or found it."""
         ...
 
     @property
     def elastic(self) -> bool:
-        """Whether a round may end without this replica, and counts part of its steps. One answer for the whole run."""
+        """Whether rounds may end without this replica and average fewer inner steps of it. Fixed for the whole run."""
         ...
 
     def publish_scores(self, fields: ContributionFields) -> None:
@@ -123,45 +123,50 @@ class RunRounds(Rounds, Protocol):
         ...
 
     def await_published(self) -> None:
-        """Block until what is published in the background is in the bucket; returns at once if nothing is. Raises the
-        errors of publishing."""
+        """Block until the contribution published in the background is in the bucket. Raises errors of publishing."""
         ...
 
     def committed(self, *, if_due: bool = False) -> bool:
         """Whether the open round was committed without waiting for this replica. One GET request.
 
-        `if_due`: without a request and False where a commit is unlikely (`RoundTiming.poll_due`), so that it can be
-        asked between any two inner steps.
+        `if_due`: make no request and return False where a commit is unlikely (`RoundTiming.poll_due`), so that the
+        method can be called between any two inner steps.
         """
         ...
 
     def is_behind(self, steps: int) -> bool:
-        """Whether this replica, after `steps` inner steps, had better contribute them now (`RoundTiming.is_behind`)."""
+        """Whether this replica, after `steps` inner steps, should contribute them now (`RoundTiming.is_behind`)."""
         ...
 
     def announce(self) -> None:
-        """Publish that this replica is back, so that the next round waits for it. Nothing if it does anyway."""
+        """Publish that this replica is back, so that the next round waits for it, unless that one does anyway."""
         ...
 
     def reopen(self, round_: int) -> None:
-        """Make a closed round of this leg the open one, with its base, to continue from there as a restarted attempt.
-        No round is in flight. Raises what a rebuild raises; then nothing has moved."""
+        """Go back to a closed round of this leg and its base, to train it again as a restarted attempt would.
+
+        No round may be in flight. Raises the errors of rebuilding a base; then nothing has changed.
+        """
         ...
 
     def write_snapshot_if_due(self) -> bool:
         """Begin to write the snapshot of the base in the background, if it is due and this replica's turn.
 
-        Returns whether a rebuild before it gave another base, which is `base` then. Errors of writing it are raised by
-        the next `close`. A snapshot that is missing or incomplete costs others a longer rebuild, and nothing else.
+        Returns whether the base was rebuilt first and had other bits; `base` is then the rebuilt one. Write errors are
+        raised by the next `close`. A missing or incomplete snapshot only makes later rebuilds longer.
         """
         ...
 
     def finish_leg(self) -> bool:
-        """After the stop: write the last snapshot and the leg's result, where others do not. Returns as
-        `write_snapshot_if_due`."""
+        """After the stop: write the last snapshot and the leg's result unless others do.
+
+        Returns as `write_snapshot_if_due`.
+        """
         ...
 
     def give_up(self) -> None:
-        """Let a round in flight end where it would wait, because nobody takes its base. Safe to repeat, and without a
-        round in flight."""
+        """Make a round in flight end with an error where it would wait for others, because its result is not needed.
+
+        Safe to repeat, and to call without a round in flight.
+        """
         ...

@@ -1,22 +1,24 @@
-"""`Participant`: one replica's part in the rounds of a run, kept over a bucket. Its promises are those of `RunRounds`.
+"""`Participant`: one replica's part in the rounds of a run, over a bucket. Implements `RunRounds`.
 
 Per round there is at most one `publish` and one `close`. The work is done in `tip`, `base_claims`, `timing`,
-`contribute` and `close_round`. Knows no training loop.
+`contribute` and `close_round`. Depends on no training loop.
 
-**Threads.** All of these objects have one owner at a time. It is the thread that calls the participant, except while a
-round is in flight: from `publish(in_background=True)` or `close_beside_training` until `close` returns, they belong to
-the background, which moves the base, the position, the carry and the times. Meanwhile the caller may use `open`, which
-does not move, and `close_beside_training`, `await_published`, `close`, `give_up` and `leave`. So training never sees a
-round move between two inner steps: only `close` makes the next round the open one.
+**Threads.** All these objects are used by one thread at a time: the one that calls the participant, except while a
+round is in flight. From `publish(in_background=True)` or `close_beside_training` until `close` returns they belong to
+the background thread, which changes base, position in the log, carried work and times. Meanwhile the caller may use
+only `open`, which does not change, `close_beside_training`, `await_published`, `close`, `give_up` and `leave`. So no
+round changes between two inner steps of training: only `close` makes the next round the open one.
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import torch
 
 from diloco_orchestrator.allreduce.vectors import Vector
+from diloco_orchestrator.clock import Background, Clock
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.outer.adapter_products import with_residuals
 from diloco_orchestrator.outer.base import Base
@@ -27,24 +29,74 @@ from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.close_round import RoundCloser
 from diloco_orchestrator.replica.rounds.contribute import Contributor
-from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base
+from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base, check_start
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields
 from diloco_orchestrator.replica.rounds.replica_buffers import ReplicaBuffers
 from diloco_orchestrator.replica.rounds.reupload import ReuploadRequests
-from diloco_orchestrator.replica.rounds.segment_writer import SegmentWriter
-from diloco_orchestrator.replica.rounds.snapshot_writer import SnapshotWriter
-from diloco_orchestrator.replica.rounds.start_check import check_start
+from diloco_orchestrator.replica.rounds.snapshot_writer import SegmentWriter, SnapshotWriter
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.replica.rounds.tip import HeldTip, OpenRound
-from diloco_orchestrator.replica.rounds.transfer import Transfer
 from diloco_orchestrator.snapshots.layout import ModelFiles
+
+
+class Transfer:
+    """Calls `contribute` in the background at once, and behind it what `close` is given.
+
+    Everything that these calls use belongs to the background until `wait` has returned or raised. `round_`: for the
+    log. Errors of either call are kept, and raised with their type by `raise_error` and `wait`.
+    """
+
+    def __init__(self, background: Background, clock: Clock, round_: int, contribute: Callable[[], object]) -> None:
+        self._background = background
+        self._clock = clock
+        self._round = round_
+        self._began_at = self._ended_at = clock.now()
+        self._published = background.start(contribute)
+        self._closed: Future[ClosedRound] | None = None
+
+    def close(self, close: Callable[[], ClosedRound]) -> None:
+        """Begin to call `close` once the contribution is published, unless that has begun. Returns at once."""
+        if self._closed is None:
+            self._closed = self._background.start(lambda: self._close_once_published(close))
+
+    def wait_published(self) -> None:
+        """Block until the contribution is published; do not wait for the round. Raises what publishing raised."""
+        self._published.result()
+
+    def raise_error(self) -> None:
+        """Raise the error with which the background has ended; return at once if there is none."""
+        for each in (self._published, self._closed):
+            if each is not None and each.done():
+                each.result()
+
+    def wait_ended(self) -> None:
+        """Block until nothing is done in the background any more. Raises nothing."""
+        for each in (self._published, self._closed):
+            if each is not None:
+                each.exception()
+
+    def wait(self) -> ClosedRound:
+        """Block until the round is closed, and log for how long that was. Raises the background's error."""
+        assert self._closed is not None, "close was called"
+        began_at = self._clock.now()
+        closed = self._closed.result()
+        waited_s, whole_s = self._clock.now() - began_at, self._ended_at - self._began_at
+        log.info("round %d: waited %.1f s of %.1f s", self._round, min(waited_s, whole_s), whole_s)
+        return closed
+
+    def _close_once_published(self, close: Callable[[], ClosedRound]) -> ClosedRound:
+        self._published.result()
+        closed = close()
+        self._ended_at = self._clock.now()
+        return closed
+
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A round that is carried out in the background, and the position before it."""
+    """A round that is carried out in the background, and which round is open meanwhile."""
 
     open: OpenRound
     transfer: Transfer
@@ -53,7 +105,7 @@ class _InFlight:
 class Participant:
     """Takes part in rounds, one call at a time. `Participant.join` makes one.
 
-    A contribution to a round that was committed meanwhile is published all the same, so that no trained step is lost.
+    A contribution to a round that was committed meanwhile is published too; its work is carried into the next one.
     """
 
     def __init__(self, attempt: Attempt, tip: HeldTip, requests: ReuploadRequests, files: ModelFiles) -> None:
@@ -83,10 +135,10 @@ class Participant:
     ) -> "Participant":
         """Agree on the first base with the other replicas, then rebuild the newest base from the bucket.
 
-        `parameters`: the trainable parameters of this replica's model, any float dtype. `fragments`: their names, in
-        name order. `heldout`: the held-out set that this replica scores; None if it scores nothing. Raises
-        `ModelMismatch` if any of them is not the run's, `ConfigError` if the run averages adapters that are absent, and
-        `BaseDiverged` if the arithmetic of this machine differs from all others'.
+        `parameters`: the trainable parameters of this replica's model, any float dtype. `fragments`: parameter names,
+        each fragment in name order. `heldout`: the held-out set that this replica scores; None if it scores nothing.
+        Raises `ModelMismatch` if one of these differs from the run's, `ConfigError` if the run averages adapters that
+        the model lacks, and `BaseDiverged` if the arithmetic of this machine differs from all others'.
         """
         check_arithmetic()
         if attempt.config.adapters == "exact" and not files.adapters:
@@ -122,18 +174,18 @@ class Participant:
 
     @property
     def own(self) -> Contribution | None:
-        """This replica's manifest of the open round, of whichever attempt came first; None if it has none."""
+        """This replica's manifest of the open round, by whichever attempt came first; None if there is none."""
         return self._contributor.own
 
     @property
     def elastic(self) -> bool:
-        """Whether a round may end without this replica."""
+        """Whether a round may end without this replica, as the run's quorum setting says."""
         return self._timing.elastic
 
     # -- a round -------------------------------------------------------------------------------------------------
 
     def publish(self, form: Callable[[], Vector], fields: ContributionFields, *, in_background: bool = False) -> None:
-        """The promise of `Rounds`. The model's buffers are published too, as they are now."""
+        """Publish a contribution, as `Rounds.publish`. The current buffers of the model are published too."""
         fields = replace(fields, buffers=self.buffers.changed())
         if in_background:
             self._begin(lambda: self._contributor.contribute_delta(form(), fields))
@@ -141,20 +193,20 @@ class Participant:
             self._contributor.contribute_delta(form(), fields)
 
     def close_beside_training(self, then: Callable[[], None] = lambda: None, *, keep_average: bool = False) -> None:
-        """The promise of `Rounds`. Raises the error of publishing, of `close`, or of `then`."""
+        """Close the round in the background, as `Rounds` has it. Raises errors of publishing, `close` and `then`."""
         flight = self._in_flight or self._begin(lambda: None)
         flight.transfer.raise_error()
         flight.transfer.close(lambda: self._close(then, keep_average))
 
     def await_published(self) -> None:
-        """The promise of `RunRounds`."""
+        """Block until the contribution is in the bucket. Raises the errors of publishing."""
         if self._in_flight is not None:
             self._in_flight.transfer.wait_published()
 
     def close(self, *, keep_average: bool = False) -> ClosedRound:
-        """Commit the open round or wait for its commit, and take the base after it. Errors: `RoundCloser.close`.
+        """Commit the open round or wait for its commit, then apply it to the base. Raises as `RoundCloser.close` does.
 
-        The next round's times begin here, when training can take its base.
+        The next round's train time counts from here, where training can use its base.
         """
         self._attempt.pulse.phase = "waiting"
         flight = self._in_flight
@@ -171,14 +223,13 @@ class Participant:
         return closed
 
     def give_up(self) -> None:
-        """Let a round in flight end with `Preempted` where it would wait, because nobody will take its base."""
+        """Make a round in flight end with `Preempted` where it would wait for others: its base is not needed."""
         self._closer.give_up()
 
     def leave(self) -> None:
-        """Give up a round in flight, and block until the background has ended: after the request that it makes now, and
-        the snapshot that it writes.
+        """Give up a round in flight, and block until the background thread has ended its current request and snapshot.
 
-        Called before the interpreter exits, which a thread within a library's code may not survive.
+        Called before the interpreter exits, because a thread inside a library's code may crash the exit.
         """
         self.give_up()
         if self._in_flight is not None:
@@ -204,7 +255,7 @@ class Participant:
     # -- rounds that go on without this replica ------------------------------------------------------------------
 
     def committed(self, *, if_due: bool = False) -> bool:
-        """Whether the open round was committed without waiting for this replica. One GET request, where it is due."""
+        """Whether the open round was committed without waiting for this replica. One GET, with `if_due` if due."""
         asks = not self.open.stopped and (not if_due or self._timing.poll_due())
         return asks and self._closer.committed()
 
@@ -217,7 +268,7 @@ class Participant:
         self._contributor.announce()
 
     def reopen(self, round_: int) -> None:
-        """Rebuild the base and carry from when a closed round of this leg was open, to continue from there."""
+        """Restore base and carried work as they were when a closed round of this leg was open, to train it again."""
         self._claims.rebuild(until=round_ - 1)
         self._attempt.pulse.round = self.open.round
         self._timing.open_round()
@@ -228,16 +279,16 @@ class Participant:
     def write_snapshot_if_due(self) -> bool:
         """Begin to write the last round's snapshot in the background, if it is due and this replica's turn.
 
-        Errors of writing it are raised by the next round's `close`. Returns whether a replay before it gave another
-        base, which this replica holds then.
+        Write errors are raised by the next round's `close`. Returns whether the base was rebuilt first and had other
+        bits; this replica then holds the rebuilt one.
         """
         return self._snapshots.write_if_due()
 
     def finish_leg(self) -> bool:
-        """After the stop: write the last base's snapshot, after a halt by the guard the best one's, and the leg's
-        result, unless they exist.
+        """After the stop: unless they exist, write the last base's snapshot, after a halt by the guard the best one's,
+        and the leg's result.
 
-        Returns whether a replay before it gave another base, which this replica holds then.
+        Returns whether the base was rebuilt first and had other bits; this replica then holds the rebuilt one.
         """
         last = self._tip.value.last
         assert last is not None

@@ -1,15 +1,17 @@
-"""`ReceivedResponses`: the responses to the open round, and the payload shards that this replica has received of them.
+"""`ReceivedResponses`: the responses to the open round and the payload shards that this replica downloaded and
+verified.
 
-Received is what was verified to the last byte, before the decision: nothing else is averaged. Which shards those are is
-said by the dealing; the decision is made by `protocol.rounds.decide`.
+Every byte is verified before the decision; only verified contributions are averaged. `dealing` assigns the shards,
+`protocol.rounds.decide` decides.
 """
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from diloco_orchestrator.allreduce.payload import check_shape
+from diloco_orchestrator.allreduce.payload_cache import Name
 from diloco_orchestrator.allreduce.recent_payloads import RecentPayloads
 from diloco_orchestrator.allreduce.shards import fetch, open_verified
 from diloco_orchestrator.allreduce.threads import one_torch_thread
@@ -22,11 +24,35 @@ from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON, MOST_NORM
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
 from diloco_orchestrator.protocol.weights import weight_of
-from diloco_orchestrator.replica.rounds.dealing import Dealing, PayloadShard
 from diloco_orchestrator.run_log.attempts import Authors
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.reader import read_record
 from diloco_orchestrator.store.base import Store
+
+
+@dataclass(frozen=True)
+class PayloadShard:
+    """One shard of the payload that a manifest names, by index."""
+
+    manifest: Contribution
+    index: int
+
+    @property
+    def name(self) -> Name:
+        """The shard's name in a `PayloadCache`: (key, digest)."""
+        manifest = self.manifest
+        assert manifest.payload is not None
+        key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, self.index)
+        return key, manifest.payload.shards[self.index].digest
+
+
+Dealing = Callable[[Iterable[Contribution]], list[PayloadShard]]
+
+
+def everything(manifests: Iterable[Contribution]) -> list[PayloadShard]:
+    """All shards of all payloads: the assignment of an all-gather, the same for every replica."""
+    return [PayloadShard(m, index) for m in manifests if m.payload for index in range(len(m.payload.shards))]
+
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +62,7 @@ _MEMORY_IN_FLIGHT = 256 * 2**20
 
 @dataclass(frozen=True)
 class ReceivedContribution:
-    """A response found in the bucket. `manifest` is None if it cannot be parsed, or is not by the author it names."""
+    """A response found in the bucket. `manifest`: None if unparsable or not by the attempt that it names."""
 
     answer: Answer
     manifest: Contribution | None
@@ -44,7 +70,7 @@ class ReceivedContribution:
 
 @dataclass(frozen=True)
 class ExpectedContribution:
-    """The properties that a contribution to the open round must have."""
+    """The properties that a contribution to the open round must have: round, leg, fragment, length, codec."""
 
     round: int
     leg: int
@@ -54,9 +80,9 @@ class ExpectedContribution:
 
     @property
     def shards_at_once(self) -> int:
-        """Number of payload shards that may be fetched and verified at once, so that they need no more than 256 MiB.
+        """Number of payload shards to fetch and verify at once, so that they take no more than 256 MiB.
 
-        Verified bytes are in the cache, which takes memory of its own.
+        Verified bytes move to the cache, which has a memory limit of its own.
         """
         shard_bytes = _BYTES_IN_FLIGHT * max(1, min(self.numel, self.config.shard_numel))
         return max(1, min(MOST_PARALLEL, _MEMORY_IN_FLIGHT // shard_bytes))
@@ -66,8 +92,8 @@ class ReceivedResponses:
     """Collects the responses of one round after another. Not thread-safe.
 
     Args:
-        cache: the bytes of shards that were received; this replica's own are put there when they are published.
-        dealing: which shards of contributions are received.
+        cache: verified bytes of payload shards; this replica's own are put there when they are published.
+        dealing: names the payload shards to download, from the manifests.
     """
 
     def __init__(
@@ -82,12 +108,12 @@ class ReceivedResponses:
         self._received: dict[int, ReceivedContribution] = {}
 
     def clear(self) -> None:
-        """Forget all responses, at the end of a round, and the bytes of the round before it."""
+        """Forget all responses at the end of a round, and the cached payload bytes of the round before it."""
         self._received.clear()
         self._cache.end_round(self._background)
 
     def unread(self, expected: ExpectedContribution) -> Mapping[int, str]:
-        """The keys of responses that were not received yet, by replica id. One LIST request."""
+        """The keys of manifests that were not fetched yet, by replica id. One LIST request."""
         found = {}
         for info in self._store.list(keys.contributions(expected.round)):
             parsed = keys.contribution.parse(info.key)
@@ -96,12 +122,10 @@ class ReceivedResponses:
         return found
 
     def receive(self, unread: Mapping[int, str], expected: ExpectedContribution) -> None:
-        """Read and verify responses in two round trips: all their manifests, then the shards that are dealt of them.
+        """Fetch and verify responses in two round trips: all unread manifests, then their assigned payload shards.
 
-        A manifest that is not by the attempt it names is nobody's: unverifiable, and nothing in it counts. The claim of
-        an attempt that was not seen before is read beside the payloads.
-
-        This replica's own payload is not read back.
+        A manifest that is not by the attempt it names counts as unverifiable. Claims of attempts not seen before are
+        fetched together with the payloads. This replica's own payload is not read back.
         """
         calls = [partial(self._read, key, replica_id, expected) for replica_id, key in unread.items()]
         read = in_parallel(self._background, calls)
@@ -137,14 +161,14 @@ class ReceivedResponses:
         return {sha256: manifest for sha256, manifest in found if manifest is not None}
 
     def claims(self) -> list[BaseClaim]:
-        """Base claims of the readable manifests, in replica_id order; an announcement claims nothing."""
+        """Base claims of the readable manifests, in replica_id order, except announcements, which claim no base."""
         return [BaseClaim.of(manifest) for manifest in self.manifests() if manifest.base_digest]
 
     def averaged_by(self, commit: Commit, expected: ExpectedContribution) -> list[tuple[Contribution, int]]:
         """The contributions that a commit averages, each with its weight.
 
-        What was not received is read now, in two round trips. Raises `RecordInvalid` if a manifest is not the one that
-        the commit names, `PayloadCorrupt` for a payload that is damaged, `PayloadGone` for one that was deleted.
+        Those not received yet are fetched now, in two round trips. Raises `RecordInvalid` if a manifest is not the one
+        that the commit names, `PayloadCorrupt` for a payload that is damaged, `PayloadGone` for one that was deleted.
         """
         answers = [answer for answer in commit.answers if answer.averaged]
         manifests = in_parallel(self._background, [partial(self._named, commit.round, answer) for answer in answers])
@@ -153,7 +177,7 @@ class ReceivedResponses:
         return [(manifest, answer.weight) for manifest, answer in zip(manifests, answers, strict=True)]
 
     def _named(self, round_: int, answer: Answer) -> Contribution:
-        """The manifest that a commit names: the one that was received, or read now if that is another one."""
+        """The manifest that a commit names by digest: the received one, or fetched now if that has another digest."""
         received = self._received.get(answer.replica_id)
         if received and received.manifest and received.answer.manifest_sha256 == answer.manifest_sha256:
             return received.manifest
@@ -174,7 +198,7 @@ class ReceivedResponses:
     # -- verifying -----------------------------------------------------------------------------------------------
 
     def _read(self, key: str, replica_id: int, expected: ExpectedContribution) -> ReceivedContribution:
-        """The response at `key`. Its payload is not read yet."""
+        """The response at `key`, with its manifest but not its payload."""
         data = read_record(self._store, key)
         sha256 = sha256_hex(data)
         try:
@@ -190,8 +214,7 @@ class ReceivedResponses:
         )
 
     def _kind(self, manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> tuple[str, str]:
-        """The kind of response that a commit lists for a manifest, if its payload verifies; and why the manifest is
-        no contribution, empty if it is one."""
+        """The kind that a commit lists for a manifest with a verified payload, and why it is no contribution or ""."""
         if not _belongs(manifest, replica_id, expected):
             log.warning("round %d: replica %d's manifest was copied from elsewhere", expected.round, replica_id)
             return "unverifiable", "the manifest was copied from another round, leg or replica"
@@ -203,7 +226,7 @@ class ReceivedResponses:
         return manifest.kind, ""
 
     def _damaged(self, manifests: Sequence[Contribution], expected: ExpectedContribution) -> dict[int, str]:
-        """Faults of payloads whose dealt shards are not what their manifests promise, by replica id.
+        """Errors of payloads of which an assigned shard is not what its manifest declares, by replica id.
 
         Verified bytes are put in the cache.
         """
@@ -219,10 +242,10 @@ class ReceivedResponses:
 
     @one_torch_thread()
     def _verify(self, shard: PayloadShard) -> PayloadCorrupt | None:
-        """Fetch and check a shard and put it in the cache. Returns what is wrong with it.
+        """Fetch a shard, check it and put it in the cache. Returns the error if the check fails.
 
-        A shard that this process published is in the cache, and is not read back: a store that lost it although it
-        answered is found by the others, who cannot read it.
+        A shard that this process published is in the cache and not read back. If the store lost it after confirming the
+        write, the other replicas find out, because they cannot read it.
         """
         name, payload, index = shard.name, shard.manifest.payload, shard.index
         assert payload is not None
@@ -239,8 +262,7 @@ class ReceivedResponses:
 
 
 def _breaks_its_promise(manifest: Contribution, expected: ExpectedContribution) -> str:
-    """Reason why a manifest's payload cannot be averaged, as described; empty if it has the fragment, codec and lengths
-    of the round and a norm for each shard."""
+    """Reason why a payload cannot be averaged: fragment, codec, lengths or norms are not the round's; else ""."""
     payload = manifest.payload
     try:
         if payload is None or manifest.fragment != expected.fragment:
@@ -262,7 +284,7 @@ def _log_not_averaged(manifest: Contribution, error: PayloadCorrupt) -> None:
 
 
 def _belongs(manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> bool:
-    """Whether a manifest names the round, leg and replica of its key; if not, it was copied by hand."""
+    """Whether a manifest names the round, leg and replica that its key does; if not, somebody copied it there."""
     return (manifest.round, manifest.leg, manifest.replica_id) == (expected.round, expected.leg, replica_id)
 
 

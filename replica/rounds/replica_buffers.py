@@ -1,7 +1,7 @@
 """`ReplicaBuffers`: the persistent buffers of one replica's model, such as BatchNorm's running statistics.
 
-A replica trains with its own, published with each contribution; bases are scored with theirs. Which buffers a base has
-is said in `snapshots.buffers`.
+A replica trains with its own buffers and publishes them with each contribution; a base is scored with the buffers that
+`snapshots.buffers` assigns to it.
 """
 
 import logging
@@ -23,7 +23,7 @@ _UNREADABLE = (PayloadCorrupt, RecordInvalid, ObjectMissing)
 
 
 class ReplicaBuffers:
-    """Publishes, restores and shows buffers. Costs nothing, and no request, for a model without persistent ones."""
+    """Publishes, restores and swaps the buffers of the model. No request for a model without persistent ones."""
 
     def __init__(self, attempt: Attempt, tip: HeldTip, history: ContributionHistory, files: ModelFiles) -> None:
         assert files.untrained is not None, "a replica has the live model"
@@ -37,8 +37,11 @@ class ReplicaBuffers:
         return self._live.changed()
 
     def resume(self) -> None:
-        """Set the model's buffers to those of this replica's newest contribution; without one, or if they are gone, to
-        the base's. Safe to repeat."""
+        """Set the model's buffers to those of this replica's newest contribution; if there are none, to those of the
+        base.
+
+        Safe to repeat.
+        """
         if not self._live.first:
             return
         newest = self._history.newest_delta()
@@ -54,7 +57,7 @@ class ReplicaBuffers:
 
     @contextmanager
     def showing_base(self) -> Iterator[None]:
-        """Context in which the model has the base's buffers, its own where those cannot be read; afterwards its own."""
+        """Context in which the model has the base's buffers (its own if those cannot be read); restores its own."""
         of_base = self._of_base() if self._live.first else None
         if of_base is None:
             yield
@@ -67,7 +70,7 @@ class ReplicaBuffers:
             self._live.load(own)
 
     def _of_base(self) -> Mapping[str, torch.Tensor] | None:
-        """None if they cannot be read."""
+        """The buffers of the base that the open round starts from; None if they cannot be read."""
         try:
             return buffers_of_base(self._attempt.log, self._tip.value.base_round)
         except _UNREADABLE as error:

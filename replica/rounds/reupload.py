@@ -1,7 +1,8 @@
-"""`ReuploadRequests`: asks for payloads that a commit averages and that cannot be read, and puts what others ask for.
+"""`ReuploadRequests`: requests payloads that a commit averages but that cannot be read, and uploads what others
+request.
 
-A commit may name bytes that some replica cannot read: the store damaged or lost them after a write that it had
-acknowledged. Whoever took part in that round has verified them, and holds them until the next commit.
+The store may damage or lose bytes after it has confirmed a write. Every replica that took part in the round has
+verified them, and keeps them until the next commit.
 """
 
 import logging
@@ -11,13 +12,14 @@ from typing import TypeVar
 
 from diloco_orchestrator.allreduce.recent_payloads import RecentPayloads
 from diloco_orchestrator.allreduce.shards import PayloadGone
+from diloco_orchestrator.clock import Backoff
 from diloco_orchestrator.errors import PayloadCorrupt, Preempted
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.keys import PayloadKey
 from diloco_orchestrator.protocol.records import By, Contribution, ReuploadRequest
 from diloco_orchestrator.replica.attempt.attempt import Attempt
-from diloco_orchestrator.replica.rounds.dealing import everything
+from diloco_orchestrator.replica.rounds.received import everything
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.rebuild import Comparison, FirstBase, Tip, rebuild, rebuild_beside
@@ -26,11 +28,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _POLL_S = 2.0  # between two LIST requests for what others ask for
+_LONGEST_PAUSE_S = 5.0  # between two polls for a take, by a replica that may wait for as long as a round lasts
 _POLL_CLAIMS_S = 10.0  # between two LIST requests for a later attempt of this replica
 
 
 class ReuploadRequests:
-    """One replica's requests and its answers to others'. `payloads`: what it holds of the open round and the last."""
+    """One replica's re-upload requests and its replies to others'. `payloads`: cached bytes of the last two rounds."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.payloads = RecentPayloads()
@@ -40,23 +43,29 @@ class ReuploadRequests:
     # -- asking --------------------------------------------------------------------------------------------------
 
     def rebuild(self, until: int | None = None, first: FirstBase | None = None) -> Tip:
-        """`rebuild` of this leg's base; payloads that cannot be read are asked for. Errors as of `until_readable`."""
+        """This leg's base, rebuilt after round `until` (default: the newest), with unreadable payloads requested again.
+
+        `first`: the first base, if it is in memory. Raises as `until_readable` does.
+        """
         bases = [first]  # a rebuild steps the first base in place, so that only the first one may use it
         run_log, begin = self._attempt.log, self._attempt.begin
         return self.until_readable(lambda: rebuild(run_log, begin, until, first=bases.pop() if bases else None), until)
 
     def rebuild_beside(self, base: Base, until: int) -> Comparison:
-        """`rebuild_beside` of this leg's base after round `until`, as `rebuild` here."""
+        """Compare `base` with this leg's base rebuilt after round `until`, with unreadable payloads requested again.
+
+        Raises as `until_readable` does.
+        """
         run_log, begin = self._attempt.log, self._attempt.begin
         return self.until_readable(lambda: rebuild_beside(run_log, begin, until, base=base), until)
 
     def until_readable(self, call: Callable[[], T], until: int | None = None) -> T:
         """The result of `call`, repeated while it raises `PayloadCorrupt` for a payload in the bucket.
 
-        The payload is asked for. `call` is repeated whenever there is a new take of it, or a confirmed snapshot of its
-        round or a later one. `until`: the last round whose snapshot is of use to `call`; `PayloadGone` is raised once
-        there is a later one. Raises the error of `call` after `round_timeout_s`, `Preempted` after a preemption
-        notice, and `Superseded` if a later attempt of this replica is alive.
+        Each time the payload's re-upload is requested; `call` is repeated once there is a new version of the payload,
+        or a confirmed snapshot of its round or a later one. `until`: the last round whose snapshot `call` can use; a
+        later one raises `PayloadGone`. Raises the error of `call` after `round_timeout_s`, `Preempted` after a
+        preemption notice, and `Superseded` if a later attempt of this replica is alive.
         """
         clock = self._attempt.clock
         known: dict[str, set[int]] = {}  # takes, by the key of the first one
@@ -74,15 +83,16 @@ class ReuploadRequests:
     def _await(
         self, shard: PayloadKey, known: set[int], error: PayloadCorrupt, until: int | None, deadline: float
     ) -> set[int]:
-        """Block until a shard has other takes than those in `known`, or a snapshot replaces it. Returns its takes."""
+        """Block until a payload shard has versions not in `known`, or a snapshot replaces it. Returns all versions."""
         clock, claims_polled_at = self._attempt.clock, self._attempt.clock.now()
-        while True:
+        poll_s = self._attempt.config.timing.poll_s
+        for pause_s in Backoff(poll_s, max(poll_s, _LONGEST_PAUSE_S)).pauses():
             takes = self._takes(shard)
             if takes - known:
                 return known | takes
-            self._ask(shard, max({1} | takes) + 1, str(error))
+            self._ask(shard, max({1} | takes) + 1, str(error))  # again: the store may have lost the request, too
             self.put_wanted(shard.round)
-            clock.sleep(self._attempt.config.timing.poll_s)
+            clock.sleep(pause_s)
             if self._attempt.should_leave():
                 raise Preempted(f"replica {self._attempt.replica_id} was asked to leave while it waited: {error}")
             if clock.now() >= claims_polled_at + _POLL_CLAIMS_S:
@@ -95,6 +105,7 @@ class ReuploadRequests:
                 raise PayloadGone(f"{error} Snapshot {newest} replaces it.", error.key)
             if clock.now() >= deadline:
                 raise self._given_up(shard, error) from error
+        raise AssertionError("pauses have no end")
 
     def _ask(self, shard: PayloadKey, take: int, reason: str) -> None:
         if take > keys.MAX_TAKES:
@@ -112,7 +123,7 @@ class ReuploadRequests:
         self._attempt.writer.create(want)
 
     def _takes(self, shard: PayloadKey) -> set[int]:
-        """The takes of a shard that exist, readable or not. One LIST request."""
+        """The versions of a payload shard that exist, readable or not. One LIST request."""
         prefix = str(shard.first_take).removesuffix(".bin")
         found = (keys.parse_payload(info.key) for info in self._attempt.store.list(prefix))
         return {each.take for each in found if each is not None and each.first_take == shard.first_take}
@@ -134,16 +145,16 @@ class ReuploadRequests:
     # -- answering -----------------------------------------------------------------------------------------------
 
     def put_wanted_if_due(self, base_round: int) -> None:
-        """Put what others ask for of the round that made the base. One LIST request, at most every two seconds."""
+        """Upload what others request of the round that made the base. One LIST request, at most every two seconds."""
         now = self._attempt.clock.now()
         if base_round and now >= self._polled_at + _POLL_S:
             self._polled_at = now
             self.put_wanted(base_round)
 
     def put_wanted(self, round_: int) -> None:
-        """Put the takes that others ask for of payloads of a round that this replica holds, unless they exist.
+        """Upload the requested versions of payload shards of a round whose bytes this replica has, unless they exist.
 
-        Repeated while the request is there: the store may lose a take, too.
+        Repeated while the request exists, because the store may lose the new version too.
         """
         store = self._attempt.store
         wanted = [keys.parse_want(info.key) for info in store.list(keys.wants(round_))]
@@ -154,9 +165,10 @@ class ReuploadRequests:
                 log.info("round %d: put replica %d's payload again: %s", round_, shard.replica_id, shard)
 
     def check_own(self, manifest: Contribution) -> None:
-        """Read this replica's own payload back, and put what the store damaged or lost as a later take.
+        """Read this replica's own payload back, and upload a new version of each shard that the store damaged or lost.
 
-        Called before a commit that averages this replica alone: nobody else has read the payload, or would ask for it.
+        Called before a commit that averages this replica alone: no other replica has verified or could request the
+        payload. Raises `PayloadCorrupt` after `keys.MAX_TAKES` versions.
         """
         reader = ContributionReader(self._attempt.store)
         for own in everything([manifest]):

@@ -1,6 +1,7 @@
-"""`SnapshotWriter`: writes snapshots of the global model when it is this replica's turn. The first complete one wins.
+"""Writes beside training what any replica could write, when it is this replica's turn: snapshots, segments of the log.
 
-What a snapshot holds is in `snapshots.layout`; which snapshots are deleted is decided by retention.
+The first complete snapshot counts; `snapshots.layout` has its files, retention deletes old ones. `run_log.segments` has
+the content of segments, many commits in one object, so that history costs few requests.
 """
 
 import logging
@@ -9,11 +10,12 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 
-from diloco_orchestrator.errors import ObjectMissing, PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.errors import DilocoError, ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.tip import HeldTip
+from diloco_orchestrator.run_log.segments import TAIL_ROUNDS, write_segments
 from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.default_base import default_base, ensure_default_snapshot
@@ -32,7 +34,7 @@ _PATIENCE_S = 30.0  # waiting time for each replica with a lower id, which may b
 
 
 class SnapshotWriter:
-    """Writes snapshots for one replica. `files`: what a snapshot holds beside the model's tensors."""
+    """Writes snapshots for one replica. `files`: the files that a snapshot has beside the model's tensors."""
 
     def __init__(self, attempt: Attempt, tip: HeldTip, claims: BaseClaims, files: ModelFiles) -> None:
         self._attempt = attempt
@@ -44,10 +46,10 @@ class SnapshotWriter:
     def write_if_due(self) -> bool:
         """Write the last round's snapshot if one is due and this replica has the lowest id of those averaged.
 
-        A replica that was averaged alone, or that finds the snapshot before unconfirmed, has nobody to contradict it:
-        it rebuilds the base first. Returns whether that gave another base, which this replica holds then. The files are
-        written in the background: call `wait` before the base is stepped in place. A snapshot that cannot be written is
-        a warning, and the run goes on without it.
+        If it was averaged alone, or the snapshot before is unconfirmed, no other replica has confirmed its base: the
+        base is rebuilt from the bucket first. Returns whether that changed its bits; this replica then holds the
+        rebuilt base. Files are written in the background: call `wait` before the base is stepped in place. A failure is
+        a warning; the run goes on.
         """
         self.wait()
         commit = self._tip.last
@@ -63,7 +65,7 @@ class SnapshotWriter:
         return healed
 
     def wait(self) -> None:
-        """Block until no snapshot is being written. Raises the error with which that ended."""
+        """Block until no snapshot is being written. Raises the error of the last write."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -74,11 +76,12 @@ class SnapshotWriter:
             self._writing.exception()
 
     def write_last(self) -> bool:
-        """After the stop: write the last base's snapshot unless it appears within 30 s per replica with a lower id.
+        """After the stop: write the last base's snapshot unless it appears within 30 s per responding replica with a
+        lower id.
 
-        Unless others claimed the same base in the last round, which did not change it, it is rebuilt first. The files
-        are read back: nobody claims this base any more. Returns whether the rebuild gave another base, which this
-        replica holds then.
+        The base is rebuilt first unless the last round left it unchanged and several replicas claimed it. The files are
+        read back, because no later commit confirms this base. Returns whether the rebuild changed its bits; this
+        replica then holds the rebuilt base.
         """
         commit = self._tip.last
         assert commit is not None
@@ -95,8 +98,9 @@ class SnapshotWriter:
         return healed
 
     def write_default(self) -> None:
-        """After a halt by the guard: write the best base's snapshot, rebuilt, unless it appears within 30 s per replica
-        with a lower id. If that fails, the coordinator writes it, or whoever resumes from it.
+        """After a halt by the guard: rebuild the best base and write its snapshot, unless one appears within 30 s per
+        responding replica with a lower id. If that fails, the coordinator writes it, or the process that resumes from
+        it.
         """
         commit, run_log = self._tip.last, self._attempt.log
         assert commit is not None
@@ -113,7 +117,7 @@ class SnapshotWriter:
         return not earlier or snapshots.take_of(earlier[-1]) is not None
 
     def _rebuild(self) -> bool:
-        """Rebuild the base from an older confirmed snapshot. Whether the base changed by it."""
+        """Rebuild the base from an older confirmed snapshot. Returns whether its bits changed; False if it failed."""
         try:
             return self._claims.verify({self._claims.hash()})
         except (PayloadCorrupt, RecordInvalid) as error:
@@ -128,18 +132,18 @@ class SnapshotWriter:
             pause = min(1.5 * pause, self._attempt.config.timing.poll_s)
 
     def _exists(self, made_in: int, digest: str) -> bool:
-        """Whether there is a complete snapshot that says to hold a base, confirmed or not."""
+        """Whether a complete snapshot of round `made_in` declares a base with `digest`, confirmed or not."""
         return digest in ConfirmedSnapshots(self._attempt.log).said_digests(made_in)
 
     def _write_beside_training(self, tip: Tip, digest: str | None) -> None:
-        """Write a base. `digest`: of its rebuild, which the base must have still; None: as the base is now."""
+        """Write a snapshot of `tip`. `digest`: of the rebuilt base, which must be unchanged; None: hash it now."""
         with _going_on_without(tip.base_round):
             self._write(tip, digest or tip.digest)
 
     def _write(self, tip: Tip, digest: str) -> str | None:
-        """Write the snapshot of a base. Returns its take; None if the base changed bits while it was written.
+        """Write the snapshot of a base. Returns its version; None if bits of the base changed meanwhile.
 
-        Raises `RecordInvalid` if other files are in every take that this replica may write.
+        Raises `RecordInvalid` if every version that this replica may write holds other files.
         """
         attempt = self._attempt
         take = write_snapshot(
@@ -162,7 +166,7 @@ class SnapshotWriter:
             return files
 
     def _with_side_files_of_run(self) -> ModelFiles:
-        """The files with the run's own ones without tensors, where those of this machine's libraries are others."""
+        """The files of a snapshot, with the run's own tensor-free files if this machine's libraries write others."""
         start = self._attempt.log.start()
         assert start is not None, "a replica that writes snapshots has followed a commit"
         named = start.record.first_files
@@ -195,8 +199,49 @@ class SnapshotWriter:
 
 @contextmanager
 def _going_on_without(round_: int) -> Iterator[None]:
-    """A snapshot that cannot be written is no reason to end a replica: every base can be rebuilt from payloads."""
+    """Context that logs `RecordInvalid` instead of raising it: every base can be rebuilt from payloads."""
     try:
         yield
     except RecordInvalid as error:
         log.warning("the run goes on without snapshot %d: %s", round_, error)
+
+
+# -- segments of the log ----------------------------------------------------------------------------------------------
+
+
+class SegmentWriter:
+    """Writes log segments for one replica.
+
+    After every tenth round the averaged replica with the lowest id writes all missing ones, so that ten rounds later
+    another replica replaces one that died. It lists the segments unless it wrote the last ones itself.
+    """
+
+    def __init__(self, attempt: Attempt, tip: HeldTip) -> None:
+        self._attempt = attempt
+        self._tip = tip
+        self._complete_until = 0  # this replica knows that all segments of rounds up to it exist
+        self._writing: Future[None] | None = None
+
+    def write_if_due(self) -> None:
+        """Start to write the missing segments if it is this replica's turn. Returns at once."""
+        commit = self._tip.last
+        if commit is None or commit.round % TAIL_ROUNDS:
+            return
+        averaged = [a.replica_id for a in commit.answers if a.averaged]
+        if min(averaged, default=None) != self._attempt.replica_id:
+            return
+        if self._writing is None or self._writing.done():
+            self._writing = self._attempt.background.start(lambda: self._write(commit.round))
+
+    def wait(self) -> None:
+        """Block until no segment is being written."""
+        if self._writing is not None:
+            self._writing.result()
+
+    def _write(self, newest_round: int) -> None:
+        try:
+            knows = self._complete_until if self._complete_until >= newest_round - TAIL_ROUNDS else 0
+            write_segments(self._attempt.store, self._attempt.log.commit, newest_round, knows)
+            self._complete_until = newest_round
+        except DilocoError as error:  # a segment only saves requests; ten rounds later it is tried again
+            log.warning("no segment of the log is written this time: %s", error)

@@ -1,4 +1,4 @@
-"""`check_start`: whether a replica trains the model of the run that it joins, and scores its held-out set."""
+"""`check_start`: check that a replica has the model and the held-out set that the run's start record names."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,8 @@ def check_start(
     files: ModelFiles,
     attempt: Attempt,
 ) -> None:
-    """Raise `ModelMismatch` unless a replica trains the run's model, in its fragments, with its adapters and on its
-    frozen tensors, and scores its held-out set.
+    """Raise `ModelMismatch` unless a replica has the parameters, fragments, adapters, frozen tensors and held-out set
+    of the run.
     """
     url = attempt.store.url
     check_same_model(describe(parameters), start.parameters)
@@ -59,10 +59,10 @@ def _heldout_words(heldout: HeldoutSet | None) -> str:
 
 
 def _check_untrained(start: Start, files: ModelFiles, attempt: Attempt) -> None:
-    """Raise `ModelMismatch` unless the frozen tensors and the adapter of a replica are the run's.
+    """Raise `ModelMismatch` unless a replica's frozen tensors and adapter names are the run's.
 
-    Hashes every frozen tensor, once for each model. Where this replica's first buffers differ, those of snapshot 0 are
-    taken.
+    Hashes every frozen tensor, once per model. If this model's first buffers differ, they are replaced by those of
+    snapshot 0.
     """
     untrained, naming, url = files.untrained, files.naming, attempt.store.url
     assert untrained is not None, "a replica has the live model"

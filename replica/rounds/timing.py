@@ -1,6 +1,6 @@
 """`RoundTiming`: times of the open round on this replica's clock: when to poll for its commit, and whether it is late.
 
-The rules are in `protocol.straggler` and `protocol.rounds`; this class holds the times that they need.
+The rules are in `protocol.straggler` and `protocol.rounds`; this class holds their inputs.
 """
 
 import logging
@@ -24,7 +24,7 @@ _ROUNDS_READ = 3  # rounds that a restarted attempt reads to learn how long a ro
 
 
 class RoundTiming:
-    """Times of the open round and of the rounds before it. All in seconds on this replica's clock."""
+    """Times of the open round and of the rounds before it, in seconds on this replica's monotonic clock."""
 
     def __init__(self, attempt: Attempt, tip: HeldTip) -> None:
         self.policy = rounds.Policy.of(attempt.config)
@@ -43,15 +43,15 @@ class RoundTiming:
         self._first_opened = {self._tip.open.round: self._opened_at, **kept}
 
     def start_waiting(self) -> None:
-        """Mark the end of this replica's training in the round: from now on `round_timeout_s` counts."""
+        """Mark the end of this replica's training in the round, from which `round_timeout_s` counts."""
         self._waiting_since = self._first_waiting_since = self._now()
 
     def waits_on(self, missing: Iterable[int]) -> bool:
         """Whether to wait for a quorum for `round_timeout_s` more, because a missing replica is being launched.
 
-        That is so while its newest attempt has an intent and no claim: the provider is down or has no machine, or its
-        coordinator has gone, which leaves the same records. A process that ended now would be launched again only to
-        wait. At most for `retry.unavailable_for_s`, after which a coordinator stops trying, too. Two LIST requests for
+        True while the replica's newest attempt has an intent and no claim: the provider is down or has no machine, or
+        the coordinator is gone, which leaves the same records. A process that gave up now would be relaunched only to
+        wait again. False after `retry.unavailable_for_s`, when a coordinator stops trying too. Two LIST requests for
         each replica.
         """
         config, records = self._attempt.config, AttemptRecords(self._attempt.store)
@@ -67,9 +67,7 @@ class RoundTiming:
         return bool(launching)
 
     def without_outages(self, poll: Callable[[bool], T], waited: bool) -> T:
-        """The result of `poll(waited)`. Its time does not count as waiting for the others if it is an outage of the
-        store, in which nobody could publish.
-        """
+        """The result of `poll(waited)`. Time that `poll` spends in an outage of the store does not count as waiting."""
         began = self._now()
         found = poll(waited)
         if (took_s := self._now() - began) > _OUTAGE_S:
@@ -83,13 +81,13 @@ class RoundTiming:
             self._times.record([manifest], None if opened_at is None else self._now() - opened_at)
 
     def recover(self) -> None:
-        """Take the train times of the last closed rounds from their commits, which hold no late contributions."""
+        """Load the train times of the last closed rounds from their commits, which have no late contributions."""
         for round_ in self._tip.closed_rounds[:_ROUNDS_READ]:
             self._times.record_answers(round_, self._tip.commit_of(round_).answers)
 
     @property
     def elastic(self) -> bool:
-        """Whether a round may end without this replica."""
+        """Whether a round may end without this replica, as the run's quorum setting says."""
         return not self.policy.strict and self.policy.replicas > 1
 
     @property
@@ -103,9 +101,9 @@ class RoundTiming:
         return None if first else self._times.deadline()
 
     def poll_due(self) -> bool:
-        """Whether to spend a request now on checking whether the open round has a commit. True counts as that poll.
+        """Whether to spend a request now to check for the open round's commit. True counts as that poll.
 
-        False before 90 % of the straggler deadline for a replica on the roster, because the others wait for it until
+        False until 90 % of the straggler deadline for a replica on the roster, because the others wait for it until
         then, and within `timing.poll_s` of the last poll.
         """
         now = self._now()
@@ -125,8 +123,8 @@ class RoundTiming:
     def is_behind(self, steps: int) -> bool:
         """Whether this replica, after `steps` inner steps of the round, should publish a partial contribution now.
 
-        True if at its speed it would miss the deadline with the whole round, and its next step would end after the
-        median. A partial contribution that is averaged is worth more than a whole one that is late every time.
+        True if at its speed the whole round would miss the deadline, and its next step would end after the median. A
+        partial contribution that is averaged is worth more than a whole one that is late every time.
         """
         deadline, elapsed, whole = self.deadline(), self.train_s, self._attempt.config.round_steps
         if not self.elastic or deadline is None or not 0 < steps < whole:
@@ -135,9 +133,9 @@ class RoundTiming:
         return step_s * whole > deadline.deadline_s and elapsed + step_s > deadline.median_s
 
     def view(self, answers: Sequence[Answer], out: Sequence[int] = ()) -> rounds.View:
-        """The open round in the form that `rounds.decide` takes. Records when a quorum was first seen.
+        """The open round as input of `rounds.decide`. Records when a quorum was first seen.
 
-        `out`: replicas that are out of the leg.
+        `out`: replicas that are launched no more in this leg.
         """
         if self._quorum_since is None and sum(map(rounds.contributes, answers)) >= self.policy.quorum:
             self._quorum_since = self._now()

@@ -1,7 +1,6 @@
-"""`HeldTip`: the newest base that this replica has followed, its place in the commit log, and the round open there.
+"""`HeldTip`: the newest base that this replica has computed, its position in the commit log, and the round open there.
 
-Moves by commits. Which digest the base has, and whether it is the right one, is judged in `base_claims`; when a round
-ends is decided elsewhere.
+It advances by commits. `base_claims` checks the digest of the base; `close_round` ends rounds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from diloco_orchestrator.snapshots.rebuild import Tip
 
 @dataclass(frozen=True)
 class OpenRound:
-    """The position of the log that a training loop goes by: of the round that it takes part in."""
+    """The open round as a training loop sees it, with the position in the commit log before it."""
 
     round: int  # its number
     fragment: int  # index of the fragment that it synchronises
@@ -38,8 +37,10 @@ class OpenRound:
 
 
 class HeldTip:
-    """A `Tip` that follows the log. `tip`: where it begins; `fragments`: the names of each fragment's parameters, for a
-    run that has no start yet."""
+    """A base in memory and its position in the log, which advance commit by commit.
+
+    `tip`: where to begin. `fragments`: parameter names of each fragment, for a run without start record yet.
+    """
 
     def __init__(self, attempt: Attempt, tip: Tip, fragments: Sequence[tuple[str, ...]]) -> None:
         start = attempt.log.start()
@@ -61,7 +62,7 @@ class HeldTip:
 
     @property
     def last(self) -> Commit | None:
-        """The last commit of this leg that was followed; None before the first."""
+        """The last commit of this leg that was applied or skipped; None before the first."""
         return self.value.last.commit if self.value.last else None
 
     @property
@@ -85,7 +86,7 @@ class HeldTip:
 
     @property
     def closed_rounds(self) -> range:
-        """Rounds of this leg that were followed, newest first."""
+        """Rounds of this leg whose commits were applied or skipped, newest first."""
         return range(self.position.round, self._attempt.begin.after_round, -1)
 
     def commit_of(self, round_: int) -> Commit:
@@ -95,7 +96,7 @@ class HeldTip:
         return entry.commit
 
     def made_before(self, round_: int) -> int:
-        """The round that made the base from which a round of this leg started."""
+        """The round whose outer step made the base that `round_`, of this leg, started from."""
         begin = self._attempt.begin
         earlier = range(round_ - 1, begin.after_round, -1)
         return next((each for each in earlier if self.commit_of(each).applied), begin.from_round)
@@ -110,7 +111,7 @@ class HeldTip:
         *,
         keep_average: bool,
     ) -> Mapping[str, torch.Tensor]:
-        """Take the outer step that a commit fixes, in place. Returns the average, by parameter, if it is kept.
+        """Take the outer step of a commit in place. Returns the average by parameter name, empty unless `keep_average`.
 
         `contributions`: (manifest, weight) each. `read_shard`: (manifest, shard index) -> verified bytes. Raises
         `PayloadCorrupt` for a contribution without a usable payload, `PayloadGone` if a payload was deleted; the base
@@ -130,12 +131,12 @@ class HeldTip:
         return average
 
     def skip(self, entry: CommitEntry) -> None:
-        """Follow a commit that is not applied: the base stays."""
+        """Advance by a commit without an outer step: the base stays."""
         self.value = replace(self.value, position=entry.position, last=entry)
         self.disagreeing = ()
 
     def hold(self, tip: Tip) -> None:
-        """Hold another base, or the same one after its values have changed."""
+        """Replace the base and position, also after values of the same base have changed."""
         self.value = tip
         self.disagreeing = ()
         self._version += 1

@@ -222,11 +222,34 @@ def digests(checked: Checked) -> Finding:
     return passed(name, f"{checked.replicas} replicas begin each of {checked.rounds} rounds with equal models")
 
 
+def saved(checked: Checked) -> Finding:
+    """The optimizers' state, saved and loaded again, has the same dtypes and bits."""
+    name, notes = "saved", checked.first.notes
+    if notes.state_lost:
+        return failed(
+            name,
+            f"saved and loaded again, {len(notes.state_lost)} parts of the optimizer's state are others: "
+            f"{_names(notes.state_lost)}",
+            "a restarted replica, and an audit, would train otherwise from there. Let load_state_dict set exactly what "
+            "state_dict returned, in the same dtypes.",
+        )
+    if not notes.state_tensors:
+        return absent(
+            name,
+            "the optimizer has no state",
+            "true of SGD without momentum; another optimizer must keep its moments in optimizer.state, or in a "
+            "state_dict of its own.",
+        )
+    return passed(name, f"the optimizer's state of {notes.state_tensors} tensors is the same once saved and loaded")
+
+
 def resumed(checked: Checked) -> Finding:
     """Killed and started again, a replica ends with the bits of the undisturbed run."""
     name = "resumed"
     if not checked.repeatable:
         return absent(name, _NOT_REPEATABLE)
+    if checked.first.notes.state_lost:
+        return absent(name, "the optimizer's state is lost")
     for place in ("inside a round", "at a round's end"):
         killed, after = checked.seen[f"killed {place}"], checked.seen[f"resumed {place}"]
         if not killed.was_killed:
@@ -327,6 +350,7 @@ ROWS: tuple[Row, ...] = (
     plain,
     kept,
     digests,
+    saved,
     resumed,
     evaluation,
     planted,

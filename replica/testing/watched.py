@@ -22,8 +22,9 @@ from diloco_orchestrator.protocol.digests import BulkHasher
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.context import ReplicaContext, ReplicaSession
 from diloco_orchestrator.replica.training import rng
-from diloco_orchestrator.replica.training.inner_optimizers import NeverStepped
+from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers, NeverStepped
 from diloco_orchestrator.replica.training.position import DataCursor
+from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
 
 PATIENCE = 256  # batches without a step of the attached optimizer: more micro-batches than anybody accumulates
 _COMPILED = "_orig_mod."  # in the names of a model that torch has compiled
@@ -57,6 +58,8 @@ class Notes:
     frozen: int = 0  # parameters
     frozen_moved: list[str] = field(default_factory=list)
     at_round: list[str] = field(default_factory=list)  # digests of the model at each round's first step
+    state_tensors: int = 0  # of the optimizers
+    state_lost: list[str] = field(default_factory=list)  # parts that are others after the state was saved and loaded
     last_item: str | None = None  # hash of the last training item that was compared, as hex digits
     hooked: bool = False  # it gave a function to `on_round`
     error: str | None = None  # traceback; plain only
@@ -82,7 +85,7 @@ class Watcher:
         self.before_step: Callable[[], None] = lambda: None  # called before every step of an optimizer
         self._round_steps = round_steps
         self._idle = 0  # batches since the last step
-        self._counts: list[int] = []  # steps of each optimizer
+        self._optimizers: InnerOptimizers | None = None
         self._model: torch.nn.Module | None = None
         self._first: Tensors = {}
         self._frozen: dict[str, str] = {}
@@ -96,13 +99,11 @@ class Watcher:
         self._first = self.parameters()
         self._frozen = {name: digest_of({name: value}) for name, value in _named(model, trainable=False)}
         self.notes.trainable, self.notes.frozen = len(self._first), len(self._frozen)
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        self._counts = [0] * len(optimizers)
-        for index, each in enumerate(optimizers):
-            each.register_step_pre_hook(lambda *_: self._before_step())
-            each.register_step_post_hook(lambda *_, index=index: self._after_step(index))
+        self._optimizers = InnerOptimizers(optimizer)
+        self._optimizers.watch(self._before_step, self._after_step)
         # An optimizer that is not attached may step the model before.
-        register_optimizer_step_pre_hook(lambda other, *_: None if other in optimizers else self._before_other())
+        attached = self._optimizers.all
+        register_optimizer_step_pre_hook(lambda other, *_: None if other in attached else self._before_other())
 
     def parameters(self) -> Tensors:
         """Copies of the trainable parameters that the model has now, on the CPU."""
@@ -118,6 +119,16 @@ class Watcher:
         self._idle += 1
         if self._idle > PATIENCE:
             raise NeverStepped(f"{PATIENCE} batches and not one step of the attached optimizer.")
+
+    def note_state(self) -> None:
+        """Save and load the optimizers' state, as for a restarted attempt, and note what it loses. At the end only."""
+        assert self._optimizers is not None
+        saved = b"".join(pack(self._optimizers.state_dict()))
+        self._optimizers.load_state_dict(unpack([saved], "the optimizer's state"))
+        before = dict(_leaves(unpack([saved], "the optimizer's state")))
+        after = dict(_leaves(self._optimizers.state_dict()))
+        self.notes.state_tensors = sum(isinstance(each, torch.Tensor) for each in before.values())
+        self.notes.state_lost = [name for name in before | after if not _is_same(before.get(name), after.get(name))]
 
     def hooked(self) -> None:
         self.notes.hooked = True
@@ -148,12 +159,30 @@ class Watcher:
         if self.notes.steps == len(self.notes.at_round) * self._round_steps:
             self.notes.at_round.append(digest_of(self.parameters()))
 
-    def _after_step(self, index: int) -> None:
-        self._counts[index] += 1
-        if min(self._counts) > self.notes.steps:
-            self.notes.steps, self._idle = min(self._counts), 0
-            if self.notes.steps == self.watch.killed_after:
-                os.kill(os.getpid(), signal.SIGKILL)
+    def _after_step(self) -> None:
+        self.notes.steps, self._idle = self.notes.steps + 1, 0
+        if self.notes.steps == self.watch.killed_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors and scalars of a nested state, by their places in it."""
+    match tree:
+        case dict():
+            for key, value in tree.items():
+                yield from _leaves(value, f"{name}[{key!r}]")
+        case list() | tuple():
+            for index, value in enumerate(tree):
+                yield from _leaves(value, f"{name}[{index}]")
+        case _:
+            yield name, tree
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        same = one.dtype == other.dtype and one.shape == other.shape
+        return same and digest_of({"": one}) == digest_of({"": other})
+    return type(one) is type(other) and bool(one == other)
 
 
 def _named(model: torch.nn.Module, *, trainable: bool) -> list[tuple[str, torch.Tensor]]:
@@ -198,6 +227,8 @@ class WatchedContext(ReplicaContext):
     def end(self) -> None:
         """Write what was seen. In every case, also after an error."""
         if self.session is not None:
+            if self.session.stopped:
+                self.watcher.note_state()
             if (items := self.session._evidence.items) is not None and items.last is not None:
                 self.watcher.notes.last_item = items.last.hex()
             self.watcher.keep("base", dict(self.session._training._rounds.base.parameters))

@@ -19,7 +19,7 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields, Rounds
 from diloco_orchestrator.replica.training.fp32_shadow import views_of
 from diloco_orchestrator.replica.training.fragments import FragmentView, SyncSchedule, split_fragments
-from diloco_orchestrator.replica.training.inner_optimizers import was_skipped
+from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.snapshots.layout import ModelFiles
 from diloco_orchestrator.snapshots.model_tensors import trainable
 
@@ -46,7 +46,7 @@ class DiLoCoLoop:
         self._rounds = rounds
         self._fields = fields
         self._inner_optimizer = inner_optimizer
-        self._hook: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
         self.load_base()
 
     # -- a round -------------------------------------------------------------------------------------------------
@@ -164,19 +164,14 @@ class DiLoCoLoop:
 
     def __enter__(self) -> Self:
         if self._inner_optimizer is not None:
-            self._hook = self._inner_optimizer.register_step_post_hook(self._after_optimizer_step)
+            self._hooks = InnerOptimizers(self._inner_optimizer).watch(lambda: None, self.after_inner_step)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-
-    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not was_skipped(optimizer):
-            self.after_inner_step()
+        for hook in self._hooks:
+            hook.remove()
 
 
 # -- a loop without a coordinator --------------------------------------------------------------------------------------

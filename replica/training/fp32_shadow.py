@@ -186,6 +186,13 @@ def check_whole(name: str, parameter: torch.nn.Parameter) -> None:
         raise ConfigError(
             f"the model's parameter {name!r} is on the meta device and has no values: load the model before ctx.attach."
         )
+    if parameter.is_complex():
+        raise ConfigError(
+            f"the model's parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}: what is averaged are "
+            "fp32 numbers, and its imaginary part would be lost. Hold real and imaginary part in one real parameter of "
+            "shape (…, 2), nn.Parameter(torch.view_as_real(weight)), and use torch.view_as_complex(parameter) in "
+            "forward."
+        )
     if hasattr(parameter, "placements") or "FlatParameter" in (kind.__name__, type(parameter).__name__):
         raise ConfigError(
             f"the model's parameter {name!r} is sharded ({kind.__name__}, as of FSDP): a replica's parameters must be "

@@ -3,102 +3,207 @@
 Almost always one optimizer. Its state is saved in `checkpoint`, its learning rates in `small_state`.
 """
 
+import logging
+import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.replica.training.tensor_tree import check_packable
+
+log = logging.getLogger(__name__)
 
 _SEVERAL = "optimizers"
 
 
 class InnerOptimizers:
-    """The optimizers that were given to `attach`. Raises `ConfigError` for anything else than optimizers of torch."""
+    """The optimizers that were given to `attach`, without the wrappers of Lightning and accelerate.
+
+    Raises `ConfigError` for anything else than optimizers of torch, and for one that steps another optimizer inside it
+    whose state its own `state_dict` does not hold.
+    """
 
     def __init__(self, given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
-        self._all = [given] if isinstance(given, torch.optim.Optimizer) else list(given)
-        for each in self._all:
+        self.all = [_unwrapped(each) for each in (given if isinstance(given, Sequence) else [given])]
+        for each in self.all:
             if not isinstance(each, torch.optim.Optimizer):
                 raise ConfigError(
                     f"attach got a {type(each).__name__} as optimizer: give it a torch.optim.Optimizer, or a list of "
                     "those that the loop steps."
                 )
-        if not self._all:
+        if not self.all:
             raise ConfigError("attach got an empty list of optimizers: nothing would count the inner steps.")
+        for each in self.all:
+            self._check_saves_inner(each)
+
+    def _check_saves_inner(self, optimizer: torch.optim.Optimizer) -> None:
+        for name, inner in _inside(optimizer) if _saves_as_torch(optimizer) else ():
+            if inner.state is not optimizer.state and all(inner is not each for each in self.all):
+                outer, kind = type(optimizer).__name__, type(inner).__name__
+                raise ConfigError(
+                    f"the optimizer {outer} holds another one, {name} ({kind}), and its state_dict is torch's, which "
+                    f"saves nothing of that: a restarted replica would lose the state of {kind}. Attach both, as in "
+                    f"attach(model, [optimizer, optimizer.{name}]), or give {outer} a state_dict and load_state_dict "
+                    "that hold both states."
+                )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all, in the order given."""
-        return [group for each in self._all for group in each.param_groups]
+        return [group for each in self.all for group in each.param_groups]
 
     @property
     def names(self) -> str:
         """Their classes, for people."""
-        return ", ".join(type(each).__name__ for each in self._all)
+        return ", ".join(type(each).__name__ for each in self.all)
 
     def parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def zero_grad(self) -> None:
-        for each in self._all:
+        for each in self.all:
             each.zero_grad()
 
-    def watch(self, before: Callable[[], None], after: Callable[[], None]) -> list[RemovableHandle]:
+    def watch(self, before: Callable[[], object], after: Callable[[], object]) -> list[RemovableHandle]:
         """Call `before` ahead of every step of any optimizer, and `after` once each one has stepped.
 
-        A step that a GradScaler skips, because a gradient is not finite, is none.
+        A step that a GradScaler skips, because a gradient is not finite, is none. Nor is one that another step of the
+        same optimizer calls: torch runs the hooks again in a subclass's `super().step()`, if anybody has made an
+        optimizer of the parent class.
         """
         stepped: set[int] = set()
+        running: dict[int, FrameType] = {}  # the outermost step of an optimizer, until it returns
 
-        def on_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            step = sys._getframe(1)
+            if not _is_called_by(step, running.get(id(optimizer))):  # an earlier one has raised, or there is none
+                running[id(optimizer)] = step
+                before()
+
+        def end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if running.get(id(optimizer)) is not sys._getframe(1):
+                return
+            del running[id(optimizer)]
             if was_skipped(optimizer):
                 return
             stepped.add(id(optimizer))
-            if len(stepped) == len(self._all):
+            if len(stepped) == len(self.all):
                 stepped.clear()
                 after()
 
-        return [
-            handle
-            for each in self._all
-            for handle in (
-                each.register_step_pre_hook(lambda *_: before()),
-                each.register_step_post_hook(on_step),
-            )
-        ]
+        hooked = [(each.register_step_pre_hook(begin), each.register_step_post_hook(end)) for each in self.all]
+        return [handle for pair in hooked for handle in pair]
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the only optimizer as it saves it, or of several as a list."""
-        states = [each.state_dict() for each in self._all]
+        states = [each.state_dict() for each in self.all]
         return states[0] if len(states) == 1 else {_SEVERAL: states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned. Raises `ConfigError` if the number of optimizers was another."""
         states = state.get(_SEVERAL, [state])
-        if len(states) != len(self._all):
+        if len(states) != len(self.all):
             raise ConfigError(
-                f"this attempt attaches {len(self._all)} optimizers, and the saved state of this replica holds "
+                f"this attempt attaches {len(self.all)} optimizers, and the saved state of this replica holds "
                 f"{len(states)}: give attach the same ones in every attempt."
             )
-        for each, saved in zip(self._all, states, strict=True):
+        for each, saved in zip(self.all, states, strict=True):
             each.load_state_dict(dict(saved))
+            if _saves_as_torch(each):
+                _restore_dtypes(each, saved)
+
+    def check_state(self) -> None:
+        """After the first step: log a warning for an optimizer that has no state, where its class usually has some.
+
+        Raises `ConfigError` for a state that cannot be saved.
+        """
+        for each in self.all:
+            state = each.state_dict()
+            check_packable(state, f"the state of the optimizer {type(each).__name__}")
+            if not state.get("state") and not _is_plain_sgd(each):
+                log.warning(
+                    "the optimizer %s has no state after its first step, so that none is saved. If it keeps moments "
+                    "elsewhere than in optimizer.state, a restarted replica loses them: give it a state_dict and "
+                    "load_state_dict that hold them.",
+                    type(each).__name__,
+                )
 
     def clear(self) -> None:
         """Drop all state."""
-        for each in self._all:
+        for each in self.all:
             each.state.clear()
 
     def clear_not_finite(self) -> int:
         """Drop the state of every parameter whose state is not finite. Returns how many there were."""
-        poisoned = [(each.state, p) for each in self._all for p in each.state if not _all_finite(each.state[p])]
+        poisoned = [(each.state, p) for each in self.all for p in each.state if not _all_finite(each.state[p])]
         for state, parameter in poisoned:
             del state[parameter]
         return len(poisoned)
+
+
+def _unwrapped(given: Any) -> Any:
+    """The optimizer behind those of Lightning and accelerate, which share its state and replace it when they load."""
+    inner = getattr(given, "optimizer", None)
+    while isinstance(inner, torch.optim.Optimizer) and inner.state is given.state:
+        given, inner = inner, getattr(inner, "optimizer", None)
+    return given
+
+
+def _inside(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """The optimizers that another one holds, by the expression behind its name."""
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            yield name, value
+        elif isinstance(value, list | tuple):
+            inner = ((f"{name}[{i}]", each) for i, each in enumerate(value))
+            yield from ((name, each) for name, each in inner if isinstance(each, torch.optim.Optimizer))
+
+
+def _saves_as_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `state_dict` is torch's own, so that it holds `optimizer.state` and nothing else."""
+    return type(optimizer).state_dict is torch.optim.Optimizer.state_dict
+
+
+def _is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in optimizer.param_groups)
+
+
+def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Give loaded state the dtypes and bits that were saved, where `load_state_dict` has cast it.
+
+    torch casts every state tensor of a floating-point parameter to the dtype of the parameter, and so rounds the fp32
+    moments of a bf16 model.
+    """
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        if number in saved["state"]:
+            optimizer.state[parameter] = _as_saved(optimizer.state[parameter], saved["state"][number])
+
+
+def _as_saved(loaded: Any, saved: Any) -> Any:
+    match loaded, saved:
+        case torch.Tensor(), torch.Tensor() if loaded.dtype != saved.dtype:
+            return saved.to(loaded.device, copy=True)
+        case dict(), dict():
+            return {key: _as_saved(value, saved[key]) if key in saved else value for key, value in loaded.items()}
+        case (list(), list()) | (tuple(), tuple()) if len(loaded) == len(saved):
+            return type(loaded)(map(_as_saved, loaded, saved))
+    return loaded
+
+
+def _is_called_by(frame: FrameType, caller: FrameType | None) -> bool:
+    found = frame.f_back if caller is not None else None
+    while found is not None and found is not caller:
+        found = found.f_back
+    return found is not None
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
@@ -140,15 +245,15 @@ class StepWatch:
         self._batches = 0
         self._dropped = 0
         self._gradient: weakref.ref[torch.Tensor] | None = None  # the one that was there after the last batch
-        self._has_stepped = False
+        self.has_stepped = False  # in this attempt
 
     def stepped(self) -> None:
         """Count a step: from now on nothing is watched."""
-        self._has_stepped, self._gradient = True, None
+        self.has_stepped, self._gradient = True, None
 
     def batch_done(self) -> None:
         """Count a batch. Raises `NeverStepped` after too many without a step."""
-        if self._has_stepped:
+        if self.has_stepped:
             return
         self._batches += 1
         # Accumulation adds to the same tensor; zero_grad without a step leaves another one, or none.

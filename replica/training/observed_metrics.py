@@ -2,6 +2,7 @@
 
 import logging
 import math
+import operator
 from collections.abc import Mapping
 
 from diloco_orchestrator.errors import ConfigError
@@ -51,7 +52,16 @@ class ObservedMetrics:
         self.add(checked_extra(extra, len(known - extra.keys())), 0)
 
     def add(self, values: Mapping[str, float | None], tokens: int) -> None:
-        """Add the values of one inner step; None means not measured. Raises `ConfigError` for a negative count."""
+        """Add the values of one inner step; None means not measured.
+
+        `tokens`: a whole number, of numpy or in a tensor too. Raises `ConfigError` for anything else, and below 0.
+        """
+        try:
+            tokens = operator.index(tokens)
+        except TypeError:
+            raise ConfigError(
+                f"observe(tokens={tokens!r}): a count of tokens is one whole number, such as batch.numel()."
+            ) from None
         if tokens < 0:
             raise ConfigError(f"observe(tokens={tokens}): a count cannot be negative.")
         for name, value in values.items():

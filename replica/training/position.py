@@ -4,14 +4,15 @@ A position goes into every manifest as `Progress`, from which the next attempt c
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import JsonValue
 
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.protocol.records import Progress
+from diloco_orchestrator.protocol.records import Contribution, Progress
 from diloco_orchestrator.replica.training import rng
+from diloco_orchestrator.replica.training.dealt_order import ORDER, DealtOrder
 from diloco_orchestrator.replica.training.observed_metrics import ObservedMetrics
 
 
@@ -91,9 +92,14 @@ class DataCursor:
 
 
 class TrainingPosition:
-    """The position of one attempt. `fresh_seed`: of the random generators of a replica that has no manifest yet."""
+    """The position of one attempt.
 
-    def __init__(self, metrics: ObservedMetrics, fresh_seed: int) -> None:
+    `fresh_seed`: of the random generators of a replica that has no manifest yet. `dealt`: the order of batches that
+    replicas deal among themselves, if they do.
+    """
+
+    def __init__(self, metrics: ObservedMetrics, fresh_seed: int, dealt: Callable[[], DealtOrder | None]) -> None:
+        self._dealt = dealt
         self._metrics = metrics
         self._fresh_seed = fresh_seed
         self._cursor: DataCursor | None = None  # None in a loop that takes its batches elsewhere
@@ -122,10 +128,20 @@ class TrainingPosition:
             stateful=stateful,
         )
 
+    def compare_order(self, replica_id: int, manifests: Iterable[Contribution]) -> None:
+        """Compare the order of the training data with that of other replicas, if batches are dealt among them.
+
+        Raises `ConfigError` for another one, as `DealtOrder.compare`.
+        """
+        if (order := self._dealt()) is not None:
+            order.compare(replica_id, manifests)
+
     def _cursor_position(self) -> dict[str, JsonValue]:
         if self._cursor is not None:
             return self._cursor.position()
-        return dict(self._resumed.cursor) if self._resumed else {}
+        kept = self._resumed.cursor if self._resumed else {}
+        order = self._dealt()
+        return {**kept, ORDER: order.state()} if order else {name: kept[name] for name in kept if name != ORDER}
 
     def _seek(self) -> None:
         if self._resumed is None:

@@ -10,7 +10,7 @@ import random
 import struct
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -34,20 +34,61 @@ def seed_all(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
+class Generators:
+    """The states of all generators at one time, as they are in memory."""
+
+    def __init__(self) -> None:
+        self._python, self._cpu, self._numpy = random.getstate(), torch.get_rng_state(), sys.modules.get("numpy")
+        self._gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        self._of_numpy = self._numpy.random.get_state() if self._numpy else None
+
+    def restore(self) -> None:
+        """Let all generators go on from these states."""
+        random.setstate(self._python)
+        torch.set_rng_state(self._cpu)
+        torch.cuda.set_rng_state_all(self._gpus)
+        if self._numpy:
+            self._numpy.random.set_state(self._of_numpy)
+
+
 @contextmanager
 def kept() -> Iterator[None]:
     """Context after which all generators go on as if nothing had been drawn in it."""
-    python, on_cpu, numpy = random.getstate(), torch.get_rng_state(), sys.modules.get("numpy")
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    of_numpy = numpy.random.get_state() if numpy else None
+    states = Generators()
     try:
         yield
     finally:
-        random.setstate(python)
-        torch.set_rng_state(on_cpu)
-        torch.cuda.set_rng_state_all(on_gpus)
-        if numpy:
-            numpy.random.set_state(of_numpy)
+        states.restore()
+
+
+class Apart:
+    """Random numbers of their own for what is drawn in `drawing`, beside those of training, which stay as they are."""
+
+    def __init__(self) -> None:
+        self._states: Generators | None = None
+        self._is_drawing = False
+
+    def begin(self, seed: Callable[[], None]) -> None:
+        """Begin a sequence with the states that `seed` sets."""
+        with kept():
+            seed()
+            self._states = Generators()
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Context in which the process's generators go on with this sequence. May be nested."""
+        if self._is_drawing:
+            yield
+            return
+        assert self._states is not None, "begin comes first"
+        with kept():
+            self._states.restore()
+            self._is_drawing = True
+            try:
+                yield
+            finally:
+                self._is_drawing = False
+                self._states = Generators()
 
 
 def capture(generator: torch.Generator | None = None) -> dict[str, Any]:

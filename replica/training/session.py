@@ -7,6 +7,7 @@ session as `replica.context.ReplicaSession`.
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from diloco_orchestrator.errors import Preempted
@@ -15,6 +16,7 @@ from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields, RunRounds
 from diloco_orchestrator.replica.training.attached_model import ModelParts
 from diloco_orchestrator.replica.training.checkpoint import Checkpoint, ResumePoint, SavedState, resume_point
+from diloco_orchestrator.replica.training.dealt_order import dealt_in
 from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop
 from diloco_orchestrator.replica.training.guard_evidence import GuardEvidence
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, ShownBase
@@ -51,7 +53,8 @@ class TrainingSession:
         self._hooks = optimizers.watch(self._process_steps, self._count_step)
         self._watch = StepWatch(optimizers)
         self._unprocessed = 0  # inner steps that the loop has not counted yet
-        self._position = TrainingPosition(self.metrics, attempt.config.seed + 1 + attempt.replica_id)
+        seed = attempt.config.seed + 1 + attempt.replica_id
+        self._position = TrainingPosition(self.metrics, seed, partial(dealt_in, stateful))
         self.hooks = RoundHooks(attempt, rounds, SIGN[in_loop])
         self._going = False  # between `begin` and the end
         self._has_contributed = False  # this attempt, to any round
@@ -132,6 +135,8 @@ class TrainingSession:
         if not self._going:
             return
         self._unprocessed += 1
+        if not self._watch.has_stepped and self._attempt.config.saves_state != "none":
+            self._optimizers.check_state()
         self._watch.stepped()
         self.metrics.count_step()
         self._attempt.pulse.inner_step = self._loop.inner_step + self._unprocessed
@@ -142,7 +147,7 @@ class TrainingSession:
             self._unprocessed -= 1
             closed = self._loop.after_inner_step()
             if closed is not None:
-                outcome = _outcome(closed)
+                outcome = self._outcome(closed)
                 del closed  # it holds the average, which is as large as the model
                 self._settle(*outcome)
                 self._open_round()
@@ -185,7 +190,7 @@ class TrainingSession:
             self._open_round()
         elif self._rounds.is_behind(trained):
             log.info("round %d: too slow for a whole round, contributing %d inner steps", round_, trained)
-            self._settle(*_outcome(self._loop.synchronise()))
+            self._settle(*self._outcome(self._loop.synchronise()))
             self._open_round()
 
     def _cut(self) -> None:
@@ -193,10 +198,18 @@ class TrainingSession:
         and take the base after it. The work is carried into the next contribution.
         """
         while True:
-            self._settle(*_outcome(self._loop.synchronise()))
+            self._settle(*self._outcome(self._loop.synchronise()))
             self._write_snapshot_if_due()
             if not self._rounds.committed():
                 return
+
+    def _outcome(self, closed: ClosedRound) -> tuple[Contribution | None, bool]:
+        """A session's part of a closed round, without the average.
+
+        Raises `ConfigError` if replicas that deal batches among themselves draw them in other orders.
+        """
+        self._position.compare_order(self._attempt.replica_id, closed.received)
+        return closed.contribution, closed.healed
 
     def _settle(self, contribution: Contribution | None, healed: bool) -> None:
         """After a round: continue from its manifest if another attempt wrote that; go back after an abstention, to
@@ -299,8 +312,3 @@ class TrainingSession:
         if rounds.own is None or rounds.own.attempt != attempt.number:
             raise Preempted(notice + "they are not published, the next attempt takes them again.")
         raise Preempted(notice + f"they are published as they are ({rounds.own.kind}).")
-
-
-def _outcome(closed: ClosedRound) -> tuple[Contribution | None, bool]:
-    """A session's part of a closed round, without the average."""
-    return closed.contribution, closed.healed

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from diloco_orchestrator.errors import RecordInvalid
+from diloco_orchestrator.errors import ConfigError, RecordInvalid
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
 
@@ -21,6 +21,24 @@ log = logging.getLogger(__name__)
 
 LIMIT = 64 * 2**10  # bytes of one object's packed state, uncompressed
 _GROUPS, _OBJECTS = "groups", "stateful"
+
+
+def check_stateful(given: Any) -> Mapping[str, Any]:
+    """The argument `stateful` of `attach`. Raises `ConfigError` unless it names objects with both methods."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"stateful is a {type(given).__name__}: it must map names to objects, as in "
+            'attach(stateful={"schedule": schedule}), so that a restarted replica finds each one again.'
+        )
+    for name, each in given.items():
+        missing = [method for method in ("state_dict", "load_state_dict") if not callable(getattr(each, method, None))]
+        if missing or not isinstance(name, str):
+            what = f"a {type(each).__name__} without {' and '.join(missing)}" if missing else "named by no text"
+            raise ConfigError(
+                f"stateful[{name!r}] is {what}: each object needs a text as its name, state_dict and load_state_dict. "
+                "Give it those methods, or hold its values in a small object that has them."
+            )
+    return given
 
 
 class SmallState:

@@ -23,10 +23,15 @@ def pack(tree: Any) -> Buffers:
 
     Raises `ConfigError` for anything else, naming its place in the tree.
     """
-    tensors: list[torch.Tensor] = []
-    shape = json.dumps(_encode(tree, tensors, "state"), separators=(",", ":"))
-    named = {f"{index:06d}": tensor for index, tensor in enumerate(tensors)}
+    found: list[tuple[str, torch.Tensor]] = []
+    shape = json.dumps(_encode(tree, found, "state"), separators=(",", ":"))
+    named = {f"{index:06d}": _copied(tensor, path) for index, (path, tensor) in enumerate(found)}
     return buffers(named, metadata={_TREE: shape})
+
+
+def check_packable(tree: Any, where: str) -> None:
+    """Raise `ConfigError` for a state that `pack` cannot encode. Copies nothing. `where`: names the state in errors."""
+    _encode(tree, [], where)
 
 
 def unpack(pieces: Iterable[bytes], where: str) -> Any:
@@ -41,10 +46,16 @@ def unpack(pieces: Iterable[bytes], where: str) -> Any:
         raise RecordInvalid(f"{where} is no state of a replica ({error}): was it put there by hand?") from None
 
 
-def _encode(value: Any, tensors: list[torch.Tensor], path: str) -> Any:
+def _encode(value: Any, tensors: list[tuple[str, torch.Tensor]], path: str) -> Any:
+    """The structure of a tree as JSON; its tensors are appended to `tensors`, each with its place in the tree."""
     match value:
         case torch.Tensor():
-            tensors.append(_copied(value.detach(), path))
+            if type(value.detach()) is not torch.Tensor or value.layout != torch.strided or value.is_quantized:
+                raise ConfigError(
+                    f"{path} is a {type(value).__name__} of layout {value.layout}: only plain, dense tensors are saved "
+                    "with their bits. Choose an optimizer, or a state_dict, that keeps its state in those."
+                )
+            tensors.append((path, value.detach()))
             return {"tensor": f"{len(tensors) - 1:06d}"}
         case dict():
             return {"dict": [[_scalar(k, path), _encode(v, tensors, f"{path}[{k!r}]")] for k, v in value.items()]}

@@ -18,7 +18,7 @@ import pytest
 from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.code_archive.bootstrap import has_expired
 from executors import process_contract
-from executors.program_text import program_text
+from executors.remote_base import program_text
 
 PROGRAM = program_text(bootstrap)
 SIGNATURE = "X-Amz-Signature=0123456789abcdef"

@@ -27,7 +27,7 @@ from diloco_orchestrator.run_log.launched_here import remember
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import open_store
-from diloco_orchestrator.supervision.coordinator import Coordinator
+from diloco_orchestrator.supervision.coordinator import Coordinator, Means
 from executors import EKSExecutor, HFJobsExecutor, MixedExecutor, ModalExecutor, RemoteExecutor
 from executors.contract import LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus
 from executors.kubernetes_jobs import KubernetesExecutor
@@ -299,7 +299,7 @@ def test_kubernetes_says_which_image_a_pod_runs_and_the_log_repeats_it(tmp_path:
     fleet = Fleet(replicas=1, timing=BY_HAND)
     scripted = ScriptedExecutor()
     scripted.states[0, 1] = ReplicaStatus(ReplicaState.RUNNING, image=f"docker.io/library/python@{HASH}")
-    coordinator = Coordinator(fleet.store, scripted, ManualClock(), STAMP)
+    coordinator = Coordinator(RunReader(fleet.store), Means(scripted, ManualClock(), STAMP))
     with caplog.at_level("INFO"):
         for _ in range(3):
             coordinator.step()

@@ -3,8 +3,7 @@
 import subprocess
 from pathlib import Path
 
-from diloco_orchestrator.code_archive.pack import folder_of
-from diloco_orchestrator.code_archive.source import source_of
+from diloco_orchestrator.code_archive.pack import folder_of, source_of
 
 
 def git(folder: Path, *words: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 from diloco_orchestrator.code_archive import bootstrap
 from executors import process_bootstrap
 from executors.process_contract import EXIT_LINE, parse_exit_line
-from executors.program_text import program_text
+from executors.remote_base import program_text
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = [process_bootstrap, bootstrap]

@@ -11,7 +11,7 @@ from loopback_modal import STATUS, LoopbackModal
 from scripted import STAMP, Scene
 
 from diloco_orchestrator.inspection.status import RunReader
-from diloco_orchestrator.supervision.coordinator import Coordinator
+from diloco_orchestrator.supervision.coordinator import Coordinator, Means
 from executors.contract import ReplicaState, ReplicaStatus, ServerlessExecutor, Unavailable
 from executors.hf_jobs import HFJobsExecutor
 from executors.hf_objects import Job, status_of
@@ -112,7 +112,7 @@ def test_what_a_provider_says_of_a_launch_that_it_refuses_is_in_the_status_until
 def test_a_providers_words_are_recorded_without_the_secrets_that_it_was_sent():
     scene = Scene(retry={"max_errors": 1, "backoff_s": 1.0})
     secrets = {"WANDB_API_KEY": "0123456789abcdef-of-the-user"}
-    coordinator = Coordinator(scene.fleet.store, scene.executor, scene.clock, STAMP, secrets=secrets)
+    coordinator = Coordinator(RunReader(scene.fleet.store), Means(scene.executor, scene.clock, STAMP, secrets=secrets))
     scene.steps(coordinator, 1.0)
     said = f"cannot start with WANDB_API_KEY={secrets['WANDB_API_KEY']}"
     scene.executor.states[0, 1] = ReplicaStatus(ReplicaState.FAILED, "image", message=said)

@@ -13,15 +13,18 @@ from simulation_plan import calm
 from diloco_orchestrator.errors import ConfigError, ObjectMissing
 from diloco_orchestrator.inspection.audit import audit
 from diloco_orchestrator.inspection.audit.auditor import Auditor, state_bytes
-from diloco_orchestrator.inspection.audit.draw import (
+from diloco_orchestrator.inspection.audit.findings import (
+    Audit,
+    Outcome,
+    RangeFinding,
     TrainingRange,
+    bound_of,
     caught_probability,
     drawn,
     fraction_caught,
+    judged,
     ranges_of,
 )
-from diloco_orchestrator.inspection.audit.findings import Audit, Outcome, RangeFinding
-from diloco_orchestrator.inspection.audit.judgement import bound_of, judged
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.replica.training.tensor_tree import pack
@@ -31,7 +34,7 @@ from diloco_orchestrator.run_log.point_in_time_view import PointInTimeView
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
-from replica.attempt.machine_facts import differences, hardware_here, versions_here
+from replica.attempt.attempt import differences, hardware_here, versions_here
 from replica.process.range_record import RangeRecord
 from replica.process.rerun_result import RerunResult
 

@@ -20,8 +20,13 @@ from simulation_plan import plan_of
 from diloco_orchestrator import LocalProcessExecutor, attach, launch
 from diloco_orchestrator import audit as audit_run
 from diloco_orchestrator.inspection.audit.auditor import Auditor
-from diloco_orchestrator.inspection.audit.draw import TrainingRange, caught_probability, drawn
-from diloco_orchestrator.inspection.audit.findings import Outcome, RangeFinding
+from diloco_orchestrator.inspection.audit.findings import (
+    Outcome,
+    RangeFinding,
+    TrainingRange,
+    caught_probability,
+    drawn,
+)
 from diloco_orchestrator.store.open_store import open_store
 
 pytestmark = pytest.mark.slow

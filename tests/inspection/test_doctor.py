@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from diloco_orchestrator.clock import ManualClock
-from diloco_orchestrator.inspection import machine_checks
-from diloco_orchestrator.inspection.machine_checks import gpu_finding
+from diloco_orchestrator.inspection import doctor
+from diloco_orchestrator.inspection.doctor import gpu_finding
 from diloco_orchestrator.launching.trial_replica import clock_finding, examine_over_there
 from executors import HFJobsExecutor
 
@@ -22,10 +22,10 @@ def test_a_gpu_is_wanted_where_it_is_paid_for():
 
 def test_a_torch_that_sees_no_gpu_is_a_failure_where_there_is_one():
     pytest.importorskip("torch")
-    found = machine_checks._torch(has_gpu=True, wanted=False)
+    found = doctor._torch(has_gpu=True, wanted=False)
     if "sees no GPU" in found.detail:
         assert not found.ok and "built for the CUDA version" in found.todo
-    assert machine_checks._torch(has_gpu=False, wanted=False).ok
+    assert doctor._torch(has_gpu=False, wanted=False).ok
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_an_image_by_tag_is_named(image: str, named: bool, tmp_path: Path):
 
 
 def test_a_little_memory_is_not_enough(tmp_path: Path):
-    assert machine_checks._memory(16 * 2**30).ok
-    little = machine_checks._memory(2**30)
+    assert doctor._memory(16 * 2**30).ok
+    little = doctor._memory(2**30)
     assert not little.ok and "memory=" in little.todo
-    assert "num_workers=0" in machine_checks._shared_memory(str(tmp_path / "absent")).todo
+    assert "num_workers=0" in doctor._shared_memory(str(tmp_path / "absent")).todo

@@ -24,7 +24,7 @@ from decided_runs import (
 from in_one_process import SmallRun
 from tiny_workloads import heldout, mlp
 
-from diloco_orchestrator.inspection.influence_rows import Influence, InfluenceRow
+from diloco_orchestrator.inspection.report import Influence, InfluenceRow
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.whatif.influence import influence_of
 from diloco_orchestrator.inspection.whatif.models import BaseScorer, ModelWriter

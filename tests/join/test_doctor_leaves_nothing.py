@@ -8,8 +8,7 @@ from uuid import uuid4
 import pytest
 
 from diloco_orchestrator.clock import ManualClock
-from diloco_orchestrator.inspection.doctor import examine_executor
-from diloco_orchestrator.inspection.machine_checks import Finding
+from diloco_orchestrator.inspection.doctor import Finding, examine_executor
 from diloco_orchestrator.join.executor import JoinExecutor
 from diloco_orchestrator.launching.trial_replica import examine_over_there
 from diloco_orchestrator.protocol import keys

@@ -145,6 +145,9 @@ def renamed(ctx: Any) -> None: ...
 
 renamed, original = make(), renamed
 
+made_by_exec: dict[str, Any] = {}
+exec("def train(ctx): ...", made_by_exec)
+
 
 def test_a_function_is_named_as_replicas_import_it():
     assert entrypoint_of(top_level) == entrypoint_of(shadowed) == f"{__name__}:top_level"
@@ -157,11 +160,12 @@ def test_a_function_is_named_as_replicas_import_it():
         (lambda ctx: None, "a lambda .*Define it with `def` at the top level"),
         (make(), "defined inside another function.*args="),
         (original, "another object than the function that was passed"),
+        (made_by_exec["train"], "of no imported module, as functions made by exec are.*Put its source into a file"),
         (Holder().method, "not a function"),
         (Holder, "not a function"),
         (print, "not a function"),
     ],
-    ids=["lambda", "closure", "rebound", "method", "class", "builtin"],
+    ids=["lambda", "closure", "rebound", "exec", "method", "class", "builtin"],
 )
 def test_what_no_other_process_can_import_is_refused_with_the_remedy(function, words):
     with pytest.raises(ConfigError, match=words):

@@ -26,6 +26,7 @@ MOOT = {
     "steps": {"completes", *NOTHING_ENDED},
     "completes": {"steps", *NOTHING_ENDED},
     "repeatable": {"plain", "kept", "resumed", "evaluation"},
+    "saved": {"resumed"},
 }
 
 
@@ -34,7 +35,7 @@ MOOT = {
 PARAMETERS = {"w": torch.ones(3)}
 HALF = {"w": torch.full((3,), 0.5)}
 FIRST = Seen(
-    Notes(attached=True, scores=True, compares=True, steps=12, trainable=1, frozen=1, last_item="00"),
+    Notes(attached=True, scores=True, compares=True, steps=12, trainable=1, frozen=1, state_tensors=2, last_item="00"),
     code=0,
     digests=("a", "b", "c", "d"),
     base=PARAMETERS,
@@ -107,7 +108,12 @@ def test_where_training_is_not_repeatable_rows_that_compare_bits_do_not_apply():
 def test_a_function_that_has_nothing_to_check_is_not_failed_for_it():
     bare = replace(FIRST, notes=Notes(attached=True, steps=12, trainable=1))
     without = checked(first=bare)
-    assert outcomes(without) == dict.fromkeys(("evaluation", "planted", "frozen"), "not applicable")
+    assert outcomes(without) == dict.fromkeys(("saved", "evaluation", "planted", "frozen"), "not applicable")
+
+
+def test_a_state_that_is_lost_fails_its_row_and_leaves_nothing_to_resume():
+    found = outcomes(checked(first=replace(FIRST, notes=replace(FIRST.notes, state_lost=["[0]['exp_avg']"]))))
+    assert found == {"saved": "failed", "resumed": "not applicable"}
 
 
 def test_a_report_is_a_table_with_what_to_do():

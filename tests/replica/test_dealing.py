@@ -6,8 +6,7 @@ from protocol_fleet import Fleet, answer
 from diloco_orchestrator.allreduce.recent_payloads import RecentPayloads
 from diloco_orchestrator.clock import NoBackground
 from diloco_orchestrator.protocol import keys
-from replica.rounds.dealing import PayloadShard, everything
-from replica.rounds.received import ExpectedContribution, ReceivedResponses
+from replica.rounds.received import ExpectedContribution, PayloadShard, ReceivedResponses, everything
 
 
 def but_of_two(manifests):

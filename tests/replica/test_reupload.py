@@ -53,7 +53,7 @@ def damaged(fleet: Fleet, key: str) -> None:
 
 def committed(replicas: int = 2, clock: ManualClock | None = None, **settings: Any) -> tuple[Fleet, list[Participant]]:
     """A fleet whose last replica has committed round 1; the others have answered, and received nothing yet."""
-    fleet = Fleet(replicas=replicas, timing=BY_HAND, **settings)
+    fleet = Fleet(replicas=replicas, **{"timing": BY_HAND, **settings})
     clock = clock or ManualClock()
     participants = [fleet.join(i, clock=clock) for i in range(replicas)]
     for i, each in enumerate(participants):
@@ -145,6 +145,17 @@ def test_if_nobody_holds_the_bytes_the_error_names_them_and_comes_after_the_roun
     assert 20.0 <= clock.now() - began < 25.0
     with pytest.raises(PayloadCorrupt, match="No running replica has put it again"):
         fleet.join(0, clock=clock)
+
+
+def test_who_waits_a_quarter_of_an_hour_for_a_payload_polls_a_few_times_a_minute():
+    clock = Meanwhile()
+    fleet, (one, _) = committed(clock=clock, timing={**BY_HAND, "round_timeout_s": 900.0})
+    damaged(fleet, keys.payload(1, 1, 1, 0))
+    polls: list[float] = []
+    clock.do = lambda: polls.append(clock.now())
+    with pytest.raises(PayloadCorrupt, match="within 900 s"):
+        one.close()
+    assert 900.0 / 5.0 <= len(polls) < 900.0 / 5.0 + 10
 
 
 def test_a_snapshot_replaces_what_nobody_can_put_again():

@@ -15,8 +15,7 @@ from diloco_orchestrator.protocol.records import Halt, Out
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from replica.rounds.interface import ClosedRound
-from replica.rounds.participant import Participant
-from replica.rounds.transfer import Transfer
+from replica.rounds.participant import Participant, Transfer
 
 CLOSED = ClosedRound(applied=True, skipped=False, average={})
 

@@ -14,10 +14,13 @@ from torch.utils.data import DataLoader
 
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Contribution, Progress
 from diloco_orchestrator.replica.interop.loader_stream import LoaderStream
 from diloco_orchestrator.replica.interop.reward_taps import RewardTap, take, tap
 from diloco_orchestrator.replica.interop.trainer_settings import adapt_trainer, check_trainer, rollout_steps
 from diloco_orchestrator.replica.training import rng
+from diloco_orchestrator.replica.training.dealt_order import ORDER
 
 
 class Endless(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
@@ -68,6 +71,141 @@ def test_a_restart_after_any_batch_goes_on_with_the_next(kind: str, replicas: in
         second.load_state_dict(state)
         rng.restore(chance)
         assert head + draw(second, 12 - taken) == straight, f"after {taken} batches"
+
+
+def items_of(stream: LoaderStream, count: int) -> list[int]:
+    """The items of `count` batches."""
+    return [item for batch, _ in draw(stream, count) for item in torch.as_tensor(batch).flatten().tolist()]
+
+
+class Buffered(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """A stream that is shuffled through a buffer, as those of `datasets` are."""
+
+    def __iter__(self) -> Iterator[int]:
+        waiting = list(range(24))
+        while waiting:
+            yield waiting.pop(random.randrange(min(5, len(waiting))))
+
+
+def weighted() -> DataLoader[int]:
+    sampler = torch.utils.data.WeightedRandomSampler([1.0] * 24, 24, replacement=False)
+    return DataLoader(range(24), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+
+
+ORDERS: dict[str, Any] = {
+    "shuffle=True": lambda: DataLoader(range(24), batch_size=2, shuffle=True),  # type: ignore[arg-type]
+    "weighted": weighted,
+    "workers": lambda: DataLoader(range(24), batch_size=2, shuffle=True, num_workers=1),  # type: ignore[arg-type]
+    "stream": lambda: DataLoader(Buffered(), batch_size=2),
+}
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_replicas_with_random_numbers_of_their_own_train_no_item_twice_in_an_epoch(kind: str):
+    epochs: list[list[int]] = [[], [], []]
+    for replica_id in (0, 1):
+        rng.seed_all(100 + replica_id)  # as a replica's are when training begins
+        stream = LoaderStream(ORDERS[kind](), replica_id, 2)
+        for epoch in epochs:
+            epoch += items_of(stream, 6)
+    assert all(sorted(epoch) == list(range(24)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_a_dataset_that_is_not_dealt_is_shuffled_by_each_replica_for_itself():
+    orders = [items_of(LoaderStream(ORDERS["shuffle=True"](), 0, 1, seed=seed), 12) for seed in (1, 2)]
+    assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
+
+
+def said(stream: LoaderStream, replica_id: int, cursor: Any = None) -> Contribution:
+    """A manifest of a replica whose position is the stream's, or `cursor`."""
+    assert stream.dealt is not None
+    cursor = {ORDER: stream.dealt.state()} if cursor is None else cursor
+    return Contribution(
+        **Stamp("said", lambda: 0.0)(),
+        round=1,
+        leg=1,
+        replica_id=replica_id,
+        attempt=1,
+        kind="scores",
+        base_digest="",
+        snapshot_round=0,
+        rebuilt_after=0,
+        progress=Progress(cursor=cursor, rng={}, inner_steps=1, tokens=0),
+    )
+
+
+def seeded(seed: int, count: int = 24, batch_size: int = 2) -> DataLoader[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return DataLoader(range(count), batch_size=batch_size, shuffle=True, generator=generator)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda odd: seeded(42 + odd), id="a generator seeded by replica"),
+        pytest.param(lambda odd: seeded(42, batch_size=2 + odd), id="another batch size"),
+        pytest.param(lambda odd: DataLoader(Endless() if odd else Buffered(), batch_size=2), id="another stream"),
+    ],
+)
+def test_another_order_is_refused_by_both_of_two_replicas_and_by_the_odd_one_of_three(make: Any, caplog: Any):
+    streams = [LoaderStream(make(replica_id == 1), replica_id, 3) for replica_id in range(3)]
+    for stream in streams:
+        next(stream)
+    manifests = [said(stream, i) for i, stream in enumerate(streams)]
+    for mine, others in ((0, manifests[:2]), (1, manifests[:2]), (1, manifests)):
+        with pytest.raises(ConfigError, match=f"replica {mine} draws another order of its training data.*shard=False"):
+            streams[mine].dealt.compare(mine, others)  # type: ignore[union-attr]
+    streams[2].dealt.compare(2, [manifests[0], manifests[2]])  # type: ignore[union-attr]
+    assert not caplog.records
+    streams[0].dealt.compare(0, manifests)  # type: ignore[union-attr]
+    assert "which the others do not either" in caplog.text
+
+
+def test_orders_are_compared_within_an_epoch_and_with_whatever_a_manifest_holds():
+    one, other = LoaderStream(seeded(1, 4), 0, 2), LoaderStream(seeded(2, 4), 1, 2)
+    next(one), next(one), next(other)  # one is in its second epoch
+    strange = [{}, {ORDER: 3}, {ORDER: {"epoch": 1}}, {ORDER: {"epoch": 0, "batches": []}}]
+    assert one.dealt is not None
+    one.dealt.compare(0, [said(other, 1), *(said(other, 1, cursor) for cursor in strange)])
+
+
+def test_an_order_that_comes_out_otherwise_after_a_restart_is_refused():
+    first, again = (LoaderStream([[i + late] for i in range(6)], 0, 2) for late in (0, 1))
+    next(first)
+    again.load_state_dict(first.state_dict())
+    with pytest.raises(ConfigError, match="batch 1 of epoch 0 is another than the earlier attempt of this"):
+        next(again)
+
+
+# Of replica 1 of 2, after batches 6 and 7 of a shuffled epoch of 8, as an earlier version wrote it.
+OLD_STATE: dict[str, Any] = {
+    "epoch": 0,
+    "taken": 2,
+    "before": 0,
+    "chance": {
+        "process": {
+            "seed": 5,
+            "random": "sR5QbQB42u3BAQ0AAADCoPdPbQ43oAAAuDYJ0QAB",
+            "torch": "flHOhgB42u3BMQEAAADCoPVPbQ0PoAAAAACAVwMTwAAB",
+            "numpy": "IL30jAB42u3BAQ0AAADCoPdPbQ43oAAAeDYJ0AAB",
+        },
+        "generators": [],
+    },
+}
+
+
+def test_a_run_of_an_earlier_version_ends_its_epoch_in_the_order_that_it_has_and_says_so(caplog: Any):
+    loader = DataLoader(range(8), batch_size=1, shuffle=True)  # type: ignore[arg-type]
+    stream = LoaderStream(loader, 1, 2)
+    stream.load_state_dict(OLD_STATE)
+    assert "Epoch 0 goes on in the order that it has" in caplog.text
+    assert items_of(stream, 1) == [3] and stream.dealt is None
+    again = LoaderStream(loader, 1, 2)
+    again.load_state_dict(stream.state_dict())
+    assert items_of(again, 1) == [0]
+    items_of(again, 1)
+    assert again.dealt is not None and "chance" not in again.state_dict()
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 5])

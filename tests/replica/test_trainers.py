@@ -31,6 +31,7 @@ from diloco_orchestrator import (
     KLProbe,
     LocalProcessExecutor,
     ReplicaCallback,
+    RunFailed,
     RunReader,
     WorkloadEndedEarly,
     launch,
@@ -126,6 +127,31 @@ def test_killed_by_the_system_the_run_ends_with_the_undisturbed_model(tmp_path: 
         assert reader.attempts.all_numbers()[1] == ([1, 2] if killed else [1])
         models.append(reader.store.get(keys.snapshot(3, "model.safetensors")))
     assert models[0] == models[1]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in tiny.ORDERS if kind != "seeded by replica"])
+def test_replicas_share_no_item_of_an_epoch_and_one_that_is_killed_changes_no_bit(kind: str, tmp_path: Path):
+    """Six steps of two replicas, two items each, are an epoch of 24; then three of the next one."""
+    models = []
+    for name, killed in (("undisturbed", {}), ("killed", {"killed_after": 4})):
+        result, reader = launched(
+            tmp_path, "train_dealt", name, args={"kind": kind, **killed}, sync_every=3, guard={"rule": "off"}
+        )
+        assert result.status == "completed"
+        assert reader.attempts.all_numbers()[1] == ([1, 2] if killed else [1])
+        models.append(reader.store.get(keys.snapshot(3, "model.safetensors")))
+        epoch = [set((tmp_path / name / f"items-{i}.txt").read_text().split()[:12]) for i in (0, 1)]
+        if not killed:
+            assert epoch[0] | epoch[1] == {str(i) for i in range(24)} and not epoch[0] & epoch[1]
+    assert models[0] == models[1]
+
+
+def test_orders_that_are_seeded_by_replica_are_refused_with_the_setting(tmp_path: Path):
+    with pytest.raises(RunFailed) as failed:
+        launched(tmp_path, "train_dealt", args={"kind": "seeded by replica"}, sync_every=3, guard={"rule": "off"})
+    assert "draws another order of its training data than replica" in str(failed.value)
+    assert "seeds (TrainingArguments: seed, data_seed) the same" in str(failed.value)
+    assert [c.applied for c in RunReader(open_store(str(tmp_path / "run" / "bucket"))).commits()] == [True, False]
 
 
 def test_only_adapters_travel_and_the_base_model_stays(tmp_path: Path):

@@ -1,7 +1,8 @@
 """Plays many seeds on all cores: `make simulate SEEDS=100000`, or one with its log: `make simulate SEED=7`.
 
 With `WIDE=1` the runs have more replicas, settings and faults, with `FLIPS=1` they are those in which bits flip in
-memory.
+memory; `--kind all` plays every kind in turn. Each line printed names the seeds that were played, so an interrupted
+call goes on with `--first`.
 """
 
 import argparse
@@ -10,55 +11,101 @@ import logging
 import multiprocessing
 import sys
 import time
-from functools import partial
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from simulation import simulate, simulate_flips, simulate_wide
-from simulation_store import InvariantBroken
 
-KINDS = {"plain": simulate, "wide": simulate_wide, "flips": simulate_flips}
+KINDS = {"plain": simulate, "flips": simulate_flips, "wide": simulate_wide}
+MOST_TOGETHER = 50  # seeds that one process plays for one line of output
 
 
-def play(kind: str, seed: int) -> str:
-    """Empty, or what was broken."""
-    try:
-        KINDS[kind](seed)
-    except InvariantBroken as broken:
-        return str(broken)
-    return ""
+@dataclass(frozen=True)
+class Seeds:
+    """Seeds of one kind that a process plays one after the other."""
+
+    kind: str
+    seeds: range
+    failures: Path | None  # a file to which each failure is appended at once
+
+    def play(self) -> "Played":
+        broken, began = 0, time.process_time()
+        for seed in self.seeds:
+            try:
+                KINDS[self.kind](seed)
+            except Exception as error:
+                broken += 1
+                self._tell(seed, error)
+        return Played(self, broken, time.process_time() - began)
+
+    def _tell(self, seed: int, error: Exception) -> None:
+        print(f"{self.kind} {seed}: {error}", flush=True)
+        if self.failures is not None:
+            with self.failures.open("a") as file:
+                file.write(f"== {self.kind} {seed}\n{''.join(traceback.format_exception(error))}\n")
+
+
+@dataclass(frozen=True)
+class Played:
+    """What came of `seeds`, and the CPU time that they took."""
+
+    of: Seeds
+    broken: int
+    cpu_s: float
+
+
+def play(seeds: Seeds) -> Played:
+    return seeds.play()
 
 
 def set_up() -> None:
     """Prepare a process that plays many seeds."""
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
+    simulate(1)  # imports what is imported late
+    gc.collect()
     gc.freeze()  # what is imported stays
     gc.set_threshold(20_000, 20, 50)
 
 
+def shares(kinds: list[str], first: int, count: int, together: int, failures: Path | None) -> Iterator[Seeds]:
+    """All seeds, a few of each kind in turn."""
+    for begin in range(first, first + count, together):
+        for kind in kinds:
+            yield Seeds(kind, range(begin, min(begin + together, first + count)), failures)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=1000)
+    parser.add_argument("--seeds", type=int, default=1000, help="of each kind")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--kind", choices=KINDS, default="plain")
+    parser.add_argument("--kind", choices=(*KINDS, "all"), default="plain")
     parser.add_argument("--processes", type=int, help="by default one for each core")
+    parser.add_argument("--failures", type=Path, help="a file to which failures are appended, with their tracebacks")
     given = parser.parse_args()
     if given.seed is not None:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         played = KINDS[given.kind](given.seed)
         print(f"{played.plan}\n{played.events} calls, {played.time.now:.0f} s of virtual time: every invariant held")
         return 0
-    began, broken = time.monotonic(), 0
-    with multiprocessing.get_context("spawn").Pool(given.processes, set_up) as pool:
-        for words in pool.imap_unordered(
-            partial(play, given.kind), range(given.first, given.first + given.seeds), chunksize=8
-        ):
-            if words:
-                broken += 1
-                print(words, flush=True)
-    seconds = time.monotonic() - began
-    print(f"{given.seeds} seeds in {seconds:.0f} s, {given.seeds / seconds:.1f} seeds/s, {broken} broke an invariant")
+    began, done, broken = time.monotonic(), 0, 0
+    kinds = list(KINDS) if given.kind == "all" else [given.kind]
+    processes = given.processes or multiprocessing.cpu_count()
+    together = max(1, min(MOST_TOGETHER, given.seeds // processes))
+    with multiprocessing.get_context("spawn").Pool(processes, set_up) as pool:
+        for each in pool.imap(play, shares(kinds, given.first, given.seeds, together, given.failures)):
+            count, seconds = len(each.of.seeds), time.monotonic() - began
+            done, broken = done + count, broken + each.broken
+            print(
+                f"{each.of.kind} {each.of.seeds[0]} to {each.of.seeds[-1]}: {each.broken} broke an invariant, "
+                f"{each.cpu_s / count:.3f} CPU-s a seed; {done} seeds in {seconds:.0f} s, {done / seconds:.1f} seeds/s",
+                flush=True,
+            )
+    print(f"{done} seeds in {time.monotonic() - began:.0f} s, {broken} broke an invariant")
     return 1 if broken else 0
 
 

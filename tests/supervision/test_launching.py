@@ -9,13 +9,14 @@ from scripted import STAMP, Scene
 from diloco_orchestrator.clock import ManualClock, NoBackground
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError, StoreDenied
+from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Exit, reason_of
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.supervision.attempt_types import GivenUp
-from diloco_orchestrator.supervision.coordinator import Coordinator
+from diloco_orchestrator.supervision.coordinator import Coordinator, Means
 from diloco_orchestrator.supervision.launch_request import LaunchRequests
 from executors.contract import ExecutorDenied, ExecutorError, NoCapacity, ReplicaState, ReplicaStatus
 from replica.process.run_attempt import LeavingNotice
@@ -49,7 +50,7 @@ class Slow(Scene):
         self.background = Later()
 
     def coordinator(self) -> Coordinator:
-        return Coordinator(self.fleet.store, self.executor, self.clock, STAMP, background=self.background)
+        return Coordinator(RunReader(self.fleet.store), Means(self.executor, self.clock, STAMP), self.background)
 
 
 def test_a_launch_that_takes_minutes_holds_nobody_up():
@@ -114,7 +115,8 @@ def test_a_providers_words_are_recorded_without_the_secrets_that_it_was_sent():
     words = "env LICENCE='blue-blue-blue' and 'hf_" + "aB3" * 12 + "' are too long"
     scene.executor.refuse_launch[0, 1] = ExecutorError(words)
     coordinator = Coordinator(
-        scene.fleet.store, scene.executor, scene.clock, STAMP, secrets={"LICENCE": "blue-blue-blue"}
+        RunReader(scene.fleet.store),
+        Means(scene.executor, scene.clock, STAMP, secrets={"LICENCE": "blue-blue-blue"}),
     )
     scene.steps(coordinator, 3.0)
     intent = coordinator.reader.attempts.intent(0, 2)

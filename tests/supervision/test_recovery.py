@@ -16,6 +16,7 @@ from attempt_histories import ENDS, UNKNOWN, History, Post, Provider, Spectator,
 from scripted import STAMP
 
 from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Cancel, Exit, Handle, Intent
 from diloco_orchestrator.supervision import attempt as attempt_machine
@@ -33,7 +34,7 @@ from diloco_orchestrator.supervision.attempt_types import (
     State,
     Unreachable,
 )
-from diloco_orchestrator.supervision.coordinator import Coordinator
+from diloco_orchestrator.supervision.coordinator import Coordinator, Means
 from executors.contract import (
     ReplicaHandle,
     ReplicaState,
@@ -61,7 +62,7 @@ def compare(history: History, post: Post, compared: Counter[str]) -> None:
     assert post.coordinator is not None
     store = Watched(history.bucket, writes=False)
     spectator: Any = Spectator(post.provider)
-    new = Coordinator(store, spectator, ManualClock(history.clock.now()), STAMP)
+    new = Coordinator(RunReader(store), Means(spectator, ManualClock(history.clock.now()), STAMP))
     for live, other in zip(post.coordinator._fleet.views, new._fleet.views, strict=True):
         about = {key for key in store.seen if key.startswith(keys.attempts(live.replica_id))}
         if {key for key in about - post.store.seen if not key.endswith("heartbeat.json")}:
@@ -184,7 +185,7 @@ def attempts_of_an_older_version(**records: Any) -> ReplicaView:
         cancel = Cancel(**STAMP(), replica_id=0, attempt=1, reason=records["cancel"])
         bucket.create(keys.cancel(0, 1), cancel.to_bytes())
     provider.states[0, 1] = records.get("status", ReplicaStatus(ReplicaState.RUNNING))
-    coordinator = Coordinator(Watched(bucket, writes=False), provider, ManualClock(), STAMP)
+    coordinator = Coordinator(RunReader(Watched(bucket, writes=False)), Means(provider, ManualClock(), STAMP))
     assert provider.cancelled == []  # what was replaced is not called any more
     return coordinator._fleet.views[0]
 

@@ -13,12 +13,13 @@ from scripted import STAMP, ScriptedExecutor
 
 from diloco_orchestrator.clock import ManualClock, NoBackground
 from diloco_orchestrator.config import make_config
+from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Exit, Heartbeat
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.store.memory import MemoryStore
-from diloco_orchestrator.supervision.coordinator import Coordinator
+from diloco_orchestrator.supervision.coordinator import Coordinator, Means
 from executors.contract import (
     ExecutorDenied,
     ExecutorError,
@@ -225,11 +226,9 @@ class History:
         post.background = type(post.background)()
         denied, post.provider.denied = post.provider.denied, None
         post.coordinator = Coordinator(
-            post.store,
-            post.provider,
-            self.clock,
-            STAMP,
-            background=post.background,  # type: ignore[arg-type]
+            RunReader(post.store),
+            Means(post.provider, self.clock, STAMP),
+            post.background,  # type: ignore[arg-type]
         )
         post.provider.denied = denied
 

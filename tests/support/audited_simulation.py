@@ -12,9 +12,7 @@ from simulation_plan import Plan
 from tiny_workloads import batch_of
 
 from diloco_orchestrator.clock import NoBackground
-from diloco_orchestrator.inspection.audit.draw import TrainingRange, ranges_of
-from diloco_orchestrator.inspection.audit.findings import Outcome
-from diloco_orchestrator.inspection.audit.judgement import bound_of, judged
+from diloco_orchestrator.inspection.audit.findings import Outcome, TrainingRange, bound_of, judged, ranges_of
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
 from replica.context import ReplicaContext

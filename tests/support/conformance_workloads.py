@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from own_optimizers import Shifting
 
 from diloco_orchestrator import HeldoutItemInTraining, ReplicaContext
 
@@ -73,7 +74,7 @@ def train(ctx: ReplicaContext) -> None:
     stepped = list(held.body.parameters())
     if fault == "kept":  # attach refuses an optimizer of copies alone
         stepped[1:] = [parameter.detach().clone() for parameter in stepped[1:]]
-    optimizer = torch.optim.AdamW(stepped, lr=1e-3)
+    optimizer = (Shifting if fault == "saved" else torch.optim.AdamW)(stepped, lr=1e-3)
     other = torch.optim.AdamW(model.body.parameters(), lr=1e-3)
 
     def heldout(model: torch.nn.Module, items: Any) -> list[float]:

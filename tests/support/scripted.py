@@ -8,13 +8,14 @@ from typing import Any
 from protocol_fleet import Fleet, play, together
 
 from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Exit
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.retrying import RetryingStore
-from diloco_orchestrator.supervision.coordinator import Coordinator
+from diloco_orchestrator.supervision.coordinator import Coordinator, Means
 from executors.contract import ExecutorError, LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus
 
 STAMP = Stamp("test", lambda: 0.0)
@@ -115,7 +116,7 @@ class Scene:
 
     def coordinator(self) -> Coordinator:
         store = RetryingStore(self.engine, self.clock, random.Random(0))
-        return Coordinator(store, self.executor, self.clock, STAMP)
+        return Coordinator(RunReader(store), Means(self.executor, self.clock, STAMP))
 
     def steps(self, coordinator: Coordinator, seconds: float, every: float = 1.0) -> bool:
         """Look every second; whether the leg is over at the end."""

@@ -26,6 +26,7 @@ from virtual_time import Killed, Process, VirtualBackground, VirtualClock, Virtu
 
 from diloco_orchestrator.config import RunConfig, make_config
 from diloco_orchestrator.errors import ConfigError, DilocoError, ModelMismatch
+from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import EXIT_SUPERSEDED
 from diloco_orchestrator.protocol.record_format import Stamp
@@ -35,7 +36,7 @@ from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import LASTING
 from diloco_orchestrator.store.retrying import RetryingStore
-from diloco_orchestrator.supervision.coordinator import Coordinator
+from diloco_orchestrator.supervision.coordinator import Coordinator, Means
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
 from executors.contract import (
     ExecutorError,
@@ -293,7 +294,9 @@ class Simulation:
         """A user's terminal: attaches again when the connection to the bucket was lost."""
         while True:
             try:
-                coordinator = Coordinator(self.network(clock), SimExecutor(self), clock, self.stamp(clock))
+                coordinator = Coordinator(
+                    RunReader(self.network(clock)), Means(SimExecutor(self), clock, self.stamp(clock))
+                )
                 while not coordinator.step():
                     clock.sleep(1.0)
                 return

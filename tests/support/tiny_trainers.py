@@ -1,6 +1,7 @@
 """Trainers of transformers and TRL over tiny models made from a config: nothing is downloaded."""
 
 import os
+import random
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch.utils.data import DataLoader, WeightedRandomSampler
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -193,6 +195,68 @@ def train(ctx: Any) -> None:
     if step and ctx.replica_id == 1 and not (folder / "killed").exists():
         trainer.add_callback(KillsItself(step, folder / "killed"))
     train_as_replica(trainer, ctx, heldout=heldout, heldout_items=list(range(ITEMS)))
+
+
+class Marked(Rows):
+    """Sentences that begin with a word of their own."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = torch.tensor([3 + index, *sentence(index, 7)])
+        return {"input_ids": ids, "labels": ids}
+
+
+class Shuffled(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """The same as a stream, in an order drawn from Python's random numbers."""
+
+    def __iter__(self) -> Any:
+        rows = Marked(WORDS)
+        return (rows[index] for index in random.sample(range(WORDS), WORDS))
+
+
+class Remembers(Trainer):
+    """A Trainer that writes down the items of every step, and may have a loader of its own."""
+
+    trained: Path
+    own_loader: Any = None
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+        with self.trained.open("a") as file:
+            file.write("".join(f"{first - 3}\n" for first in inputs["input_ids"][:, 0].tolist()))
+        return super().compute_loss(model, inputs, *args, **named)
+
+    def get_train_dataloader(self) -> Any:
+        return self.own_loader or super().get_train_dataloader()
+
+
+UNSEEDED = {"accelerator_config": {"use_seedable_sampler": False}}
+ORDERS: dict[str, dict[str, Any]] = {  # settings of the trainer, beside its dataset
+    "seedable": {},
+    "unseeded": UNSEEDED,
+    "by length": {"train_sampling_strategy": "group_by_length"},
+    "own loader": {},
+    "weighted": {},
+    "stream": {"max_steps": 1},
+    "seeded by replica": {},
+}
+
+
+def train_dealt(ctx: Any) -> None:
+    """An entrypoint: 24 items, dealt in an order of `args["kind"]`. Replica 1 kills itself once."""
+    from diloco_orchestrator import train_as_replica
+
+    kind, folder = ctx.args["kind"], Path(ctx.args["folder"])
+    changes = {**ORDERS[kind], **({"seed": 42 + ctx.replica_id} if kind == "seeded by replica" else {})}
+    rows = Shuffled() if kind == "stream" else Marked(WORDS)
+    trainer = Remembers(llama(), TrainingArguments(**settings(folder / "trainer", **changes)), train_dataset=rows)
+    trainer.trained = folder / f"items-{ctx.replica_id}.txt"
+    if kind == "own loader":
+        trainer.own_loader = DataLoader(rows, batch_size=2, shuffle=True)
+    if kind == "weighted":
+        sampler = WeightedRandomSampler([1.0 + i for i in range(WORDS)], WORDS, replacement=False)
+        trainer.own_loader = DataLoader(rows, batch_size=2, sampler=sampler)
+    if ctx.replica_id == 1 and (step := ctx.args.get("killed_after")) and not (folder / "killed").exists():
+        trainer.add_callback(KillsItself(step, folder / "killed"))
+    train_as_replica(trainer, ctx)
 
 
 class KillsItself(TrainerCallback):

@@ -1,1 +1,1 @@
-"""The channels of `SequentialGuard`: each judges one way in which a run goes wrong, by numbers alone."""
+"""The statistics ("channels") of `SequentialGuard`: each detects one way in which a run goes wrong."""

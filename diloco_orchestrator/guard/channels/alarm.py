@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class AlarmKind(StrEnum):
-    """Kinds of alarms by what they say of the held-out score, and so by what the vault set can say to them."""
+    """The claim of an alarm about the held-out score, which decides whether the confirmation set can check it."""
 
     CERTAIN = "certain"  # nothing: the alarm is of other numbers
     FALL = "fall"  # that the score fell

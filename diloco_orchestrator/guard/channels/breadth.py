@@ -1,8 +1,9 @@
-"""`Breadth`: whether a fall of the held-out score is seen on most of its shares, or on a few whose word may be a lie.
+"""`Breadth`: whether a fall of the held-out score is visible on most of its shares, or on a few that may be
+misreported.
 
-A share that is reported too low from some round on adds up to a fall of the mean, however little it is off in each
-round. So each share's part of a fall is added up beside the statistic, and a statistic counts only as far as it remains
-without the quarter of the shares that fell most.
+A share that is reported too low from some round on pulls the mean down, however little per round. So each share's part
+of a fall is summed beside the statistic, and the statistic counts only as far as it remains without the quarter of the
+shares that fell most.
 """
 
 from collections.abc import Mapping
@@ -29,12 +30,12 @@ class Breadth(Remembered):
     now: dict[str, float] = field(default_factory=dict, init=False)  # this round's distances from the mean
 
     def begin_round(self, gains: Mapping[str, float]) -> None:
-        """Take a round's gain of each share that was scored; none if they are not known."""
+        """Set the round's gain of each scored share; empty if unknown."""
         mean = added([gains[share] for share in sorted(gains)]) / len(gains) if gains else 0.0
         self.now = {share: gains[share] - mean for share in sorted(gains)}
 
     def add(self, index: int, *, zero: bool) -> None:
-        """Add the round to the parts in a statistic; `zero`: the statistic is zero after it, so that parts restart."""
+        """Add the round to the parts in statistic `index`. `zero`: the statistic is zero now, so parts restart."""
         parts = self.parts[index]
         if zero:
             parts.clear()
@@ -43,11 +44,11 @@ class Breadth(Remembered):
             parts[share] = parts.get(share, 0.0) - (distance - self.usual.get(share, distance))
 
     def dismiss(self) -> None:
-        """Start all parts anew."""
+        """Restart all parts at zero."""
         self.parts = [{} for _ in self.parts]
 
     def is_broad(self, index: int, statistic: float, sigma: float, threshold: float) -> bool:
-        """Whether enough of a statistic above `threshold` remains without the shares that carry most of it."""
+        """Whether a statistic stays above `threshold` without the quarter of the shares that carries most of it."""
         parts = sorted(self.parts[index].values())
         few = len(parts) // _LIARS
         if not few or not sigma > 0:
@@ -64,7 +65,7 @@ class Breadth(Remembered):
         return sorted(int(share) for share in sorted(parts, key=lambda s: -parts[s])[: len(parts) // _LIARS])
 
     def learn(self, *, calm: bool) -> None:
-        """Learn how far each share is from the mean. `calm`: no statistic says that the score falls."""
+        """Update each share's usual distance from the mean. `calm`: no statistic indicates a falling score."""
         self.count += 1
         weight = max(1 / self.count, 1 / _MEMORY)
         for share, distance in self.now.items():

@@ -1,9 +1,8 @@
-"""`EarlyCollapse` and `NewLow`: scores before and after a fall, compared with each other while noise is not known.
+"""`EarlyCollapse` and `NewLow`: detect a fall by comparing scores before and after it, without a noise estimate.
 
-The other statistics need the long-run noise, which takes some 30 rounds to measure; a collapse in these rounds is
-itself part of what they measure, and a climb right before one counts as noise. But exchangeable scores fall apart into
-two groups that are further from each other than each is wide only by a rare chance, whatever their noise is. Only
-`+ - * /` and comparisons, so that every machine gets the same bits.
+The other statistics need the long-run noise, which takes some 30 rounds to measure; a collapse in these rounds would be
+part of the estimate. But exchangeable scores split into two groups that are further apart than each is wide only by a
+rare chance, whatever their noise is. Only `+ - * /` and comparisons, so that every machine gets the same bits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +32,7 @@ NEEDS = 4.0  # times their own range by which they lie below
 
 @dataclass(frozen=True)
 class Fall:
-    """Two groups of rounds, all scores of the later one below all of the earlier one."""
+    """A split of rounds into two groups, all scores of the later one below all scores of the earlier one."""
 
     best: int  # round of the best model before the later group
     since: int  # round of the later group's first model
@@ -44,7 +43,7 @@ class Fall:
 
     @property
     def share(self) -> float:
-        """The ratio as a share of the one that is needed."""
+        """The fall's ratio as a share of the ratio that halts."""
         return self.ratio / self.needs
 
     @property
@@ -62,19 +61,19 @@ class EarlyCollapse(Remembered):
     rows: list[list[Any]] | None = field(default_factory=list)  # model and its training metric; None: no longer judged
 
     def learn(self, model: int, trained: float | None) -> None:
-        """Learn the next model. One without a training metric starts the rows anew."""
+        """Add the next model. `trained` None (no training metric) restarts the rows."""
         if self.rows is not None:
             self.rows = [] if trained is None else [*self.rows, [model, trained]]
 
     def stop(self) -> None:
-        """Judge no more: the other statistics know the noise now, or the fall was no fall."""
+        """End the check: the other statistics know the noise by now, or the fall was dismissed."""
         self.rows = None
 
     def fall(self, scores: Sequence[float]) -> Fall | None:
-        """The fall up to the last model that halts, else the one that comes nearest to it; None if there is none.
+        """The fall up to the last model that halts, else the one closest to it; None if there is none.
 
-        Of several that halt, the one with the fewest rounds between its groups, then the last one: there it fell.
-        `scores`: held-out, of the last 32 models or of all, oldest first.
+        If several halt, the one with the fewest rounds between its groups, then the last. `scores`: held-out, of the
+        last 32 models or of all, oldest first.
         """
         nearest: Fall | None = None
         for fall in self._falls(scores):
@@ -127,10 +126,9 @@ class EarlyCollapse(Remembered):
 
 @dataclass
 class NewLow(Remembered):
-    """A held-out score that has left every score before it behind for ten rounds, whatever it did before.
+    """A held-out score that stays below every earlier score of the run for ten rounds.
 
-    Scores that all lie below every score of the run so far, the first one included, need no noise to be known: their
-    distance is compared with their own range. State: 21 numbers.
+    Such scores need no noise estimate: their distance is compared with the earlier scores' range. State: 21 numbers.
     """
 
     models: list[int] = field(default_factory=list)  # the last ones, 14 at most
@@ -139,7 +137,7 @@ class NewLow(Remembered):
     step: float | None = None  # smallest change between two rounds: scores can be no closer than that
 
     def learn(self, model: int, scores: Sequence[float]) -> None:
-        """Learn the next model. `scores`: held-out, of the last 15 models at least or of all, oldest first."""
+        """Add the next model. `scores`: held-out, of at least the last 15 models or of all, oldest first."""
         if self.before is not None:
             change = abs(scores[-1] - scores[-2])
             if change and (self.step is None or change < self.step):
@@ -158,11 +156,11 @@ class NewLow(Remembered):
         self.before = [rounds + 1, changes + (score != last), min(low, score), high, best, score]
 
     def fall(self, scores: Sequence[float], gained: float) -> Fall | None:
-        """The last ten scores, if they are below all before; None if not, or if they say nothing.
+        """The fall to the last ten scores if they are below all before; None if not, or if they prove nothing.
 
-        They say nothing if they recover, if the scores before changed in fewer than half of the rounds (one score that
-        is given again for ten rounds looks like a level), or if training gained much more than was lost. `scores`: as
-        in `learn`, with the last model's. `gained`: by the training metric since the first model.
+        They prove nothing if they recover, if the scores before changed in fewer than half of the rounds (a score that
+        is repeated looks like a level), or if training gained much more than was lost. `scores`: as in `learn`,
+        including the last model's. `gained`: by the training metric since the first model.
         """
         if self.before is None or len(self.models) < SINCE or self.step is None:
             return None
@@ -198,7 +196,7 @@ class NewLow(Remembered):
 
 @dataclass(frozen=True)
 class _Group:
-    """Values of consecutive rounds."""
+    """Range, largest rise and number of the scores of consecutive rounds."""
 
     low: float
     high: float
@@ -214,7 +212,7 @@ _Groups = tuple[_Group, _Group]  # before a fall, and since
 
 
 def _groups_since(values: Sequence[float]) -> list[_Group]:
-    """For each value, the group of it and all later ones."""
+    """For each index, the group of the value there and all later ones."""
     groups: list[_Group] = []
     for index in range(len(values) - 1, -1, -1):
         value = values[index]
@@ -228,23 +226,23 @@ def _groups_since(values: Sequence[float]) -> list[_Group]:
 
 
 def _distance(groups: _Groups) -> float:
-    """Distance of all values since below all values before; negative if they are not."""
+    """Distance between the lowest value before and the highest value since; negative if they overlap."""
     return groups[0].low - groups[1].high
 
 
 def _width(groups: _Groups) -> float:
-    """The range of values without a collapse: their range before, or their largest rise since, if that is larger.
+    """The range that values have without a collapse: the range before or the largest rise since, if that is larger.
 
-    A fall that goes on is no noise, so that only a rise counts. One value before has no range: then that since counts.
+    A continuing fall is no noise, so only rises count. A single value before has no range; then the range since counts.
     """
     before, since = groups
     return max(before.range, since.rise) if before.range > 0 else since.range
 
 
 def _compared(held: _Groups, lost: _Groups, rounds: int) -> tuple[float, float, bool] | None:
-    """(ratio, ratio that halts, whether training gained) of a fall between two groups; None if it is none.
+    """(ratio, ratio that halts, whether training gained) of a fall between two groups; None if they overlap.
 
-    `lost`: of the negated training metric. `rounds`: since the fall.
+    `held`: of the held-out score; `lost`: of the negated training metric. `rounds`: since the fall.
     """
     distance, width, steps = _distance(held), _width(held), held[0].steps
     varies = steps + held[1].steps >= STEPS or (steps >= 2 and rounds >= CONSTANT)

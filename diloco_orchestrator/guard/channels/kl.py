@@ -1,4 +1,4 @@
-"""`KLChannel`: judges the drift from the run's start: its level against a budget, and a rise that outruns its past."""
+"""`KLChannel`: compares the KL drift from the run's start with a budget, and detects an unusually fast rise of it."""
 
 import math
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ _AHEAD = 2.0  # windows
 
 @dataclass
 class KLChannel(Remembered):
-    """Drift in nats per token, round after round. State: 12 numbers."""
+    """KL drift in nats per token, round after round. State: 12 numbers."""
 
     last: list[float] = field(default_factory=list)  # 8 values, oldest first
     count: int = 0
@@ -22,7 +22,7 @@ class KLChannel(Remembered):
     clean: int | None = None  # the last model whose mean drift was within half of the budget; None if there was none
 
     def judge(self, kl: float, model: int, budget: float, warm_up: int) -> str:
-        """Learn the drift of a model; returns what is wrong with it, empty if nothing is."""
+        """Add the drift of the next model; returns the reason for an alarm, empty if there is none."""
         if len(self.last) >= 2:
             bend = (kl - self.last[-1]) - (self.last[-1] - self.last[-2])
             self.square += (bend * bend / 6 - self.square) / (self.count - 1)

@@ -1,4 +1,4 @@
-"""`Remembered`: a channel's memory between rounds as JSON, and the sums that all machines compute alike."""
+"""`Remembered`: base class of the guard's statistics, which stores their state as JSON; and a reproducible sum."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -7,18 +7,18 @@ from typing import Any, Self
 
 @dataclass
 class Remembered:
-    """A channel whose state is the list of its fields; fields with init=False are of one round and are not kept.
+    """A statistic whose state is the list of its fields; fields with init=False belong to one round and are not stored.
 
-    The order and the form of the fields are part of the rule: another one needs a new rule's name.
+    Order and form of the fields are part of the rule: to change them takes a new rule name.
     """
 
     def state(self) -> Any:
-        """The kept numbers, as JSON. It shares its lists with the channel."""
+        """The stored fields as JSON. It shares its lists with this object."""
         return [getattr(self, each.name) for each in fields(self) if each.init]
 
     @classmethod
     def restore(cls, state: Any) -> Self:
-        """The channel as it was when `state` was taken. It changes the lists in `state`."""
+        """The object with the fields in `state`, whose lists it will change."""
         return cls(*state)
 
 

@@ -1,6 +1,6 @@
 """`Auditor`: has the ranges of one run trained again, each in a process of its own, and judges what comes out.
 
-The process is `replica.process.rerun_range`; which ranges are drawn is decided in `draw`.
+The process is `replica.process.rerun_range`; which ranges are drawn is decided in `findings`.
 """
 
 import importlib.metadata
@@ -21,9 +21,14 @@ from diloco_orchestrator.clock import Clock, SystemClock
 from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.code_archive.entrypoint import check_importable
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, RecordInvalid
-from diloco_orchestrator.inspection.audit.draw import TrainingRange, ranges_of
-from diloco_orchestrator.inspection.audit.findings import Outcome, RangeFinding
-from diloco_orchestrator.inspection.audit.judgement import bound_of, judged
+from diloco_orchestrator.inspection.audit.findings import (
+    Outcome,
+    RangeFinding,
+    TrainingRange,
+    bound_of,
+    judged,
+    ranges_of,
+)
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.process import ENV_RANK, ENV_STORAGE_OPTIONS, ENV_WORLD_SIZE

@@ -1,11 +1,79 @@
-"""The findings of an audit: one for each range that was drawn, and what they say together."""
+"""The rules of an audit: which ranges are drawn, how a re-run is judged, and what the findings say together. Pure.
 
-from collections.abc import Mapping
+A *range* is one replica's training in one round. Those that can be drawn are all whose inner steps an outer step
+contains, as the commits say, so that the list follows from the log alone. On a machine of the replica's hardware class
+every bit of a re-run must be equal; on another one sums are rounded in another order, and distances are compared with a
+bound.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from math import comb
 from typing import Any
 
-from diloco_orchestrator.inspection.audit.draw import TrainingRange, caught_probability, fraction_caught
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.head import Head
+from diloco_orchestrator.protocol.records import Commit
+from diloco_orchestrator.replica.process.rerun_result import RerunResult
+
+
+@dataclass(frozen=True, order=True)
+class TrainingRange:
+    """One replica's training in one round."""
+
+    round: int
+    replica_id: int
+    manifest_sha256: str | None = None  # of its manifest, as its round's commit names it; None: it came late
+
+    def __str__(self) -> str:
+        return f"round {self.round}, replica {self.replica_id}"
+
+
+def ranges_of(commits: Iterable[Commit]) -> list[TrainingRange]:
+    """The ranges whose inner steps an outer step contains, in the order of rounds and replicas.
+
+    Carried work counts once a later contribution with it was averaged. Commits that were not applied add none: their
+    contributions moved no base, or are carried.
+    """
+    named: dict[tuple[int, int], str] = {}
+    moved: set[tuple[int, int]] = set()
+    for commit in commits:
+        for answer in commit.answers:
+            named[commit.round, answer.replica_id] = answer.manifest_sha256
+            if commit.applied and answer.averaged:
+                moved |= {(origin.round, answer.replica_id) for origin in answer.origins}
+    return [TrainingRange(*each, named.get(each)) for each in sorted(moved)]
+
+
+def drawn(ranges: Sequence[TrainingRange], draw: int, seed: int, head: Head) -> list[TrainingRange]:
+    """`draw` different ranges (all, if there are fewer), each as probable as any other, in the order of the draw.
+
+    A function of seed and head alone: the ranges come in the order of the sha256 of `<seed>:<head>:<round>:
+    <replica>`. Who wrote the run knew no later seed, and a log that is cut or continued has another head.
+    """
+
+    def place(range_: TrainingRange) -> str:
+        return sha256_hex(f"{seed}:{head}:{range_.round}:{range_.replica_id}".encode())
+
+    return sorted(ranges, key=place)[:draw]
+
+
+def caught_probability(ranges: int, dishonest: int, draw: int) -> float:
+    """The probability that at least one of `dishonest` ranges is among `draw` of all `ranges`.
+
+    Without replacement, 1 - C(ranges - dishonest, draw) / C(ranges, draw): never below 1 - (1 - f)^draw with
+    f = dishonest / ranges.
+    """
+    draw = min(draw, ranges)
+    return 1.0 - comb(ranges - dishonest, draw) / comb(ranges, draw) if ranges else 0.0
+
+
+def fraction_caught(ranges: int, draw: int, probability: float = 0.95) -> int | None:
+    """The fewest dishonest ranges of which one is drawn with at least this probability; None if none suffice."""
+    enough = (each for each in range(1, ranges + 1) if caught_probability(ranges, each, draw) >= probability)
+    return next(enough, None)
+
 
 _CONFIDENT = 0.95
 
@@ -100,3 +168,74 @@ class Audit:
             },
             "findings": [each.to_json() for each in self.findings],
         }
+
+
+# What must be equal on every machine, because no rounding is in it; `replica.process.range_comparison` names them.
+_EXACT = frozenset(("base", "steps", "dropped work", "tokens", "cursor", "counters", "items"))
+_PLACE = frozenset(("cursor", "counters", "random state"))  # where training ended, beside what it computed
+_SHARE = 0.25  # of one inner step's share of the pseudo-gradient
+_NOISES = 4.0  # a distance so many times that of two re-runs from each other is no noise
+
+
+def bound_of(round_steps: int) -> float:
+    """The largest relative distance of a payload, or of a tensor of the state, that counts as rounding.
+
+    A pseudo-gradient is the sum of H steps. To leave out one of them changes it by 1/H of its norm where all steps
+    point the same way, and by more where they do not; the bound is a quarter of that. Rounding alone stays far below
+    (docs/audit.md has measured distances).
+    """
+    return _SHARE / round_steps
+
+
+def judged(
+    found: RerunResult,
+    bound: float,
+    again: RerunResult | None = None,
+    *,
+    partial: bool = False,
+    after_cut: bool = False,
+) -> tuple[Outcome, str]:
+    """The outcome of a range, and why in words.
+
+    Args:
+        found: the re-run.
+        bound: see `bound_of`.
+        again: a second re-run, made where the first one differs on a machine of the same hardware class.
+        partial: whether the range has fewer steps than a round: its author was cut or left between two batches.
+        after_cut: whether that is so of the contribution that the range follows.
+    """
+    if found.lost:
+        return Outcome.DIFFERS, found.lost
+    if found.not_auditable:
+        return Outcome.NOT_AUDITABLE, found.not_auditable
+    differing = set(found.differing)
+    if partial and found.micro_batches:
+        differing -= _PLACE  # the cut fell between two batches of one step, of which the record has no number
+    if not differing:
+        return Outcome.EQUAL, ""
+    if after_cut and found.micro_batches:
+        return Outcome.NOT_AUDITABLE, (
+            "the round before was cut, perhaps between two batches of one step: gradients in memory are in no record"
+        )
+    words = f"{', '.join(each for each in found.differing if each in differing)} differ"
+    if differing & _EXACT:
+        return Outcome.DIFFERS, words
+    distance = max(found.distance or 0.0, found.state_distance or 0.0)
+    if found.other_class:
+        return _by_distance(distance, bound, differing, f"another hardware class ({'; '.join(found.other_class)})")
+    if again is None or again.payload == found.payload:
+        return Outcome.DIFFERS, words
+    noise = again.noise or 0.0
+    why = f"training is not deterministic here (two re-runs are {noise:.2g} apart)"
+    outcome, why = _by_distance(distance, bound, differing, why)
+    if outcome is Outcome.DIFFERS and distance <= _NOISES * noise:
+        return Outcome.NOT_AUDITABLE, f"{why}, which is more than the bound tolerates"
+    return outcome, why
+
+
+def _by_distance(distance: float, bound: float, differing: set[str], why: str) -> tuple[Outcome, str]:
+    if "payload" not in differing and "state" not in differing:
+        return Outcome.WITHIN_BOUND, why
+    if distance <= bound:
+        return Outcome.WITHIN_BOUND, why
+    return Outcome.DIFFERS, f"{why}; a distance of {distance:.2g} is above {bound:.2g}"

@@ -13,26 +13,27 @@ from typing import Any
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, ObjectMissing
 from diloco_orchestrator.inspection.verify.bases import BaseDeriver
-from diloco_orchestrator.inspection.verify.claims import check_claims
 from diloco_orchestrator.inspection.verify.findings import (
     Differs,
     Verification,
     check_canonical,
     equal,
+    fetch,
     needed,
     optional,
+    parse,
 )
-from diloco_orchestrator.inspection.verify.guard import check_conclusion
+from diloco_orchestrator.inspection.verify.guard import check_claims, check_conclusion
 from diloco_orchestrator.inspection.verify.inventory import NamedByTheLog, take_stock
-from diloco_orchestrator.inspection.verify.probe import check_probe
 from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys, rounds
-from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.head import Head
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Probe, Start
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
+from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 
@@ -335,3 +336,14 @@ class _Verifier:
             self._outer_steps[commit.round] = commit.outer_step
             self._guards[commit.round] = commit.guard
             self._made_in[commit.round] = commit.leg
+
+
+def check_probe(store: Store, start: Start) -> None:
+    """Raise `Differs` if `probe.json` or `probe.safetensors` was changed. A run without a `KLProbe` has neither."""
+    data = read_optional(store, keys.KL_RECORD)
+    if data is None:
+        return
+    record = parse(Probe, keys.KL_RECORD, data)
+    equal(keys.KL_RECORD, "base_digest", record.base_digest, start.base_digest, keys.START)
+    reference = fetch(store, keys.KL_REFERENCE, f"{keys.KL_RECORD} names it")
+    equal(keys.KL_REFERENCE, "digest", bulk_digest(reference), record.digest, keys.KL_RECORD)

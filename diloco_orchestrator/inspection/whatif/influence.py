@@ -16,7 +16,7 @@ from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.allreduce.vectors import BLOCK
 from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.config import OuterConfig, RunConfig
-from diloco_orchestrator.inspection.influence_rows import Influence, InfluenceRow
+from diloco_orchestrator.inspection.report import Influence, InfluenceRow
 from diloco_orchestrator.inspection.whatif.decision import OtherDecision
 from diloco_orchestrator.inspection.whatif.models import BaseScorer
 from diloco_orchestrator.inspection.whatif.replay import all_lines, distance, has_payloads, squared_distance
