@@ -15,7 +15,7 @@ from diloco_orchestrator.guard import (
     HeldOutGuard,
     SequentialGuard,
 )
-from diloco_orchestrator.guard.channels import breadth, early, falls, hacking_gap, noise
+from diloco_orchestrator.guard.channels import early, falls, hacking_gap, noise, outliers
 
 Rounds = NDArray[np.int64]  # the round of a halt by run, 0 if there was none
 CHANNELS = ("", "sudden", "fall", "gap", "early collapse", "new low")
@@ -49,47 +49,6 @@ class Halts:
         new = (self.rounds == 0) & where
         self.rounds = np.where(new, round_, self.rounds)
         self.channels = np.where(new, channel, self.channels)
-
-
-class Breadth:
-    """Twin of `guard.channels.breadth.Breadth`. `gains`: (rounds, shares, runs), NaN where a share is missing."""
-
-    def __init__(self, gains: Array | None) -> None:
-        self.gains = gains
-        if gains is not None:
-            self.usual = np.full(gains.shape[1:], np.nan)
-            self.parts = [np.full(gains.shape[1:], np.nan) for _ in falls.CUSUMS]
-
-    def begin_round(self, t: int) -> None:
-        if self.gains is not None:
-            self.now = self.gains[t] - np.nanmean(self.gains[t], axis=0)
-
-    def broad(self, index: int, statistic: Array, sigma: Array, threshold: float) -> NDArray[np.bool_]:
-        if self.gains is None:
-            return np.ones(statistic.shape, bool)
-        usual = np.where(np.isnan(self.usual), self.now, self.usual)
-        parts = self.parts[index]
-        more = np.where(np.isnan(self.now), parts, np.nan_to_num(parts) - (self.now - usual))
-        self.parts[index] = np.where(statistic == 0, np.nan, more)
-        known = (~np.isnan(self.parts[index])).sum(axis=0)
-        few, ordered = known // breadth._LIARS, np.sort(self.parts[index], axis=0)  # missing ones come last
-        place = np.arange(len(ordered))[:, None]
-        highest = np.where((place >= known - few) & (place < known), ordered, 0.0).sum(axis=0)
-        rest = np.where((place >= few) & (place < known - few), ordered, 0.0).sum(axis=0)
-        next_lowest = np.take_along_axis(ordered, np.minimum(few, len(ordered) - 1)[None], axis=0)[0]
-        among = np.maximum(known - few, 1) * np.where(sigma > 0, sigma, 1.0)
-        lowest = statistic - highest / among
-        extremes = statistic + (rest + few * next_lowest) / among
-        enough = (lowest > breadth._WITHOUT_LOWEST * threshold) | (extremes > breadth._WITHOUT_EXTREMES * threshold)
-        found: NDArray[np.bool_] = enough | (few == 0) | ~(sigma > 0)
-        return found
-
-    def learn(self, count: int, calm: NDArray[np.bool_]) -> None:
-        if self.gains is None:
-            return
-        nearer = self.usual + max(1 / count, 1 / breadth._MEMORY) * (self.now - self.usual)
-        known = np.where(calm & ~np.isnan(self.now), nearer, self.usual)
-        self.usual = np.where(np.isnan(self.usual), self.now, known)
 
 
 class _Groups:
@@ -255,12 +214,12 @@ class _Falls:
         self.limits = [threshold / falls._DEFAULT * limit for _, _, limit in falls.CUSUMS]
 
     def judge(
-        self, value: Array, noise: _Noise, best: _Level, weight: Array | float, shares: "Breadth"
+        self, value: Array, noise: _Noise, best: _Level, weight: Array | float, lost: Array | float
     ) -> NDArray[np.bool_]:
         level, sigma, scores = best.level(noise), noise.sigma(), [*noise.last, value][-falls._WITHIN - 3 :]
         known = (sigma > 0) & np.isfinite(level)
         unit, level = np.where(known, sigma, 1.0), np.where(known, level, 0.0)
-        below = (level - value) / unit
+        below = (level - value - lost) / unit
         rise = (_mean(scores, 2) - _mean(scores[:-2], 2)) / unit
         now, fours = _mean(scores, 4), range(min(falls._WITHIN, len(scores) - 3))
         lowest = np.min([_mean(scores[: len(scores) - ago], 4) for ago in fours], axis=0)
@@ -275,9 +234,37 @@ class _Falls:
             if index == 1:
                 total = np.where(rise > -falls._SINKS, np.minimum(total, limit), total)
             self.sums[index] = np.where(known, total, self.sums[index])
-            broad = shares.broad(index, self.sums[index], sigma, limit)
-            halts |= known & broad & (self.sums[index] > limit)
+            halts |= known & (self.sums[index] > limit)
         return halts
+
+
+class _Shares:
+    """Twin of `guard.channels.outliers.FallingShares`. `gains`: (rounds, shares, runs), NaN where one is missing."""
+
+    def __init__(self, gains: Array | None) -> None:
+        self.gains = gains
+        if gains is not None:
+            self.usual, self.drift = np.full(gains.shape[1:], np.nan), np.zeros(gains.shape[1:])
+            self.spread = np.zeros(gains.shape[2])
+
+    def judge(self, t: int) -> Array | float:
+        if self.gains is None:
+            return 0.0
+        there = ~np.isnan(self.gains[t])
+        number = there.sum(axis=0)
+        distance = self.gains[t] - np.nansum(self.gains[t], axis=0) / number
+        known = np.where(np.isnan(self.usual), distance, self.usual)
+        above, new = distance - known, outliers._NEW
+        middle = np.nanmedian(np.abs(above), axis=0)
+        self.spread = self.spread + max(1 / (t + 1), new) * (middle - self.spread)
+        self.drift = np.where(there, (1 - new) * self.drift + new * np.where(there, above, 0.0), self.drift)
+        order = np.argsort(np.where(there, self.drift, np.inf), axis=0, kind="stable")
+        rank = np.argsort(order, axis=0, kind="stable")
+        fallen = there & (rank < number // outliers._LIARS) & (self.drift < -outliers._DRIFTED * self.spread)
+        learnt = known + max(1 / (t + 1), 1 / outliers._MEMORY) * above
+        self.usual = np.where(there & ~fallen, learnt, self.usual)
+        found: Array = np.where(fallen, np.maximum(0.0, -above), 0.0).sum(axis=0) / (number - fallen.sum(axis=0))
+        return found
 
 
 class _Gap:
@@ -336,20 +323,19 @@ def sequential(
     rounds, runs = heldout.shape
     halts, first = Halts(np.zeros(runs, int), np.zeros(runs, int)), None if in_loop is None else in_loop[0]
     own, apart, best, gap = _Noise(runs), _Noise(runs), _Level(runs), _Gap(runs)
-    sums, shares, lows = _Falls(runs, guard.threshold), Breadth(gains), NewLow(heldout - heldout[0])
+    sums, shares, lows = _Falls(runs, guard.threshold), _Shares(gains), NewLow(heldout - heldout[0])
     for t in range(rounds):
         held = heldout[t] - heldout[0]
         trained = None if in_loop is None else in_loop[t] - first
-        shares.begin_round(t)
+        lost = shares.judge(t)
         if t >= falls.FIRST_JUDGED:
-            halts.at(t + 1, sums.judge(held, own, best, 1.0 if weight is None else weight[t], shares), 2)
+            halts.at(t + 1, sums.judge(held, own, best, 1.0 if weight is None else weight[t], lost), 2)
         if trained is not None and guard.gap_sigmas is not None and t >= hacking_gap.FIRST_JUDGED:
             wrong = gap.judge(held, trained, heldout[t], apart, guard)
             halts.at(t + 1, wrong & (t + 1 >= guard.min_steps), 3)
         if trained is not None and t < early.ROUNDS:
             halts.at(t + 1, collapsed(heldout[: t + 1] - heldout[0], in_loop[: t + 1] - first), 4)  # type: ignore[index]
         halts.at(t + 1, lows.halts(t, np.zeros(runs) if trained is None else trained), 5)
-        shares.learn(t + 1, sums.sums[0] == 0)
         own.add(held)
         best.learn(own)
         if trained is not None and guard.gap_sigmas is not None:

@@ -6,7 +6,7 @@ Kept as the rule that the default one is compared with; golden digests, not this
 from dataclasses import dataclass, field
 
 import numpy as np
-from guard_rules import Breadth, Halts, NewLow, Rounds, collapsed
+from guard_rules import Halts, NewLow, Rounds, collapsed
 from guard_trajectories import Array
 from numpy.typing import NDArray
 
@@ -119,6 +119,47 @@ class _LevelV1:
         return filled
 
 
+class _Breadth:
+    """Twin of `guard.sequential_v1.Breadth`. `gains`: (rounds, shares, runs), NaN where a share is missing."""
+
+    def __init__(self, gains: Array | None) -> None:
+        self.gains = gains
+        if gains is not None:
+            self.usual = np.full(gains.shape[1:], np.nan)
+            self.parts = [np.full(gains.shape[1:], np.nan) for _ in v1.CUSUMS]
+
+    def begin_round(self, t: int) -> None:
+        if self.gains is not None:
+            self.now = self.gains[t] - np.nanmean(self.gains[t], axis=0)
+
+    def broad(self, index: int, statistic: Array, sigma: Array, threshold: float) -> NDArray[np.bool_]:
+        if self.gains is None:
+            return np.ones(statistic.shape, bool)
+        usual = np.where(np.isnan(self.usual), self.now, self.usual)
+        parts = self.parts[index]
+        more = np.where(np.isnan(self.now), parts, np.nan_to_num(parts) - (self.now - usual))
+        self.parts[index] = np.where(statistic == 0, np.nan, more)
+        known = (~np.isnan(self.parts[index])).sum(axis=0)
+        few, ordered = known // v1._LIARS, np.sort(self.parts[index], axis=0)  # missing ones come last
+        place = np.arange(len(ordered))[:, None]
+        highest = np.where((place >= known - few) & (place < known), ordered, 0.0).sum(axis=0)
+        rest = np.where((place >= few) & (place < known - few), ordered, 0.0).sum(axis=0)
+        next_lowest = np.take_along_axis(ordered, np.minimum(few, len(ordered) - 1)[None], axis=0)[0]
+        among = np.maximum(known - few, 1) * np.where(sigma > 0, sigma, 1.0)
+        lowest = statistic - highest / among
+        extremes = statistic + (rest + few * next_lowest) / among
+        enough = (lowest > v1._WITHOUT_LOWEST * threshold) | (extremes > v1._WITHOUT_EXTREMES * threshold)
+        found: NDArray[np.bool_] = enough | (few == 0) | ~(sigma > 0)
+        return found
+
+    def learn(self, count: int, calm: NDArray[np.bool_]) -> None:
+        if self.gains is None:
+            return
+        nearer = self.usual + max(1 / count, 1 / v1._BREADTH_MEMORY) * (self.now - self.usual)
+        known = np.where(calm & ~np.isnan(self.now), nearer, self.usual)
+        self.usual = np.where(np.isnan(self.usual), self.now, known)
+
+
 def sequential_v1(
     heldout: Array,
     in_loop: Array,
@@ -135,7 +176,7 @@ def sequential_v1(
     held_level, trained_level, trained_sum = zero, zero, zero
     last_trained, largest, strikes = zero, zero, np.zeros(runs, int)
     quartet, best_quartet = zero, np.full(runs, -np.inf)
-    shares, lows = Breadth(gains), NewLow(heldout - heldout[0])
+    shares, lows = _Breadth(gains), NewLow(heldout - heldout[0])
     for t in range(rounds):
         held, trained = heldout[t] - heldout[0], in_loop[t] - in_loop[0]
         w = 1.0 if weight is None else weight[t]

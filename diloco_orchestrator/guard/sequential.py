@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Self
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
-from diloco_orchestrator.guard.channels.falls import CUSUMS
 from diloco_orchestrator.guard.channels.hacking_gap import FIRST_JUDGED as FIRST_GAP
 from diloco_orchestrator.guard.channels.kl import KLChannel
 from diloco_orchestrator.guard.channels.metrics import MetricChannels
@@ -26,8 +25,9 @@ from diloco_orchestrator.protocol.verdict import Statistic, Verdict, VerdictKind
 
 _NONFINITE_ROUNDS = 2  # in a row
 _QUORUM = 0.5  # share of the held-out items that a round needs, as `guard.fold` has it; part of the settings' digest
-# By simulation, the reference of a run of some hundred rounds lies this far below the level that was reached.
-_REFERENCE_SIGMAS = 0.35
+# Sigmas of a lasting drop that is noticed at last, and more of them times the rounds of delay, at the default
+# threshold: found by simulation, within a tenth from 8 to 60 rounds.
+_NOTICED, _FASTER = 0.73, 13.4
 _NOTICED_WITHIN = 15  # rounds, for `GuardConfig.notice_drop`
 
 
@@ -230,7 +230,7 @@ class SequentialGuard(GuardRule):
             "folded": folded,
             "value": value,
             "in_loop": in_loop,
-            "warning": run.metrics.falls.narrow if folded else "",
+            "warning": run.metrics.narrow if folded else "",
             "statistics": self._statistics(run),
         }
 
@@ -313,8 +313,8 @@ def items_needed(
 ) -> int:
     """Held-out items with which `SequentialGuard` halts about `rounds` rounds after the score fell by `drop` for good.
 
-    Each round adds (drop / sigma - slack - reference) sigmas to the statistic, which halts at `threshold`; sigma of a
-    score of n items is `item_sd` * sqrt((1 + a) / (1 - a) / n).
+    The drop must be .73 + 13.4 / rounds sigmas, as simulations of the rule say; sigma of a score of n items is
+    `item_sd` * sqrt((1 + a) / (1 - a) / n).
 
     Args:
         drop: in the metric's unit.
@@ -330,7 +330,6 @@ def items_needed(
             f"drop={drop!r}, item_sd={item_sd!r}, rounds={rounds!r}, autocorrelation={autocorrelation!r}, "
             f"threshold={threshold!r}: all must be > 0, rounds >= 1 and autocorrelation in [0, 1)."
         )
-    slack, _, limit = CUSUMS[0]
-    sigmas = slack + limit * threshold / 10 / rounds + _REFERENCE_SIGMAS
+    sigmas = _NOTICED + _FASTER * (threshold / 10) / rounds
     long_run = item_sd * item_sd * (1 + autocorrelation) / (1 - autocorrelation)
     return math.ceil(long_run * (sigmas / drop) ** 2)

@@ -12,9 +12,8 @@ from typing import Any, ClassVar, Self
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
-from diloco_orchestrator.guard.channels.breadth import Breadth
 from diloco_orchestrator.guard.channels.early import ADVICE, ROUNDS, EarlyCollapse, NewLow
-from diloco_orchestrator.guard.channels.remembered import Remembered
+from diloco_orchestrator.guard.channels.remembered import Remembered, added
 from diloco_orchestrator.guard.sequential import SequentialGuard
 from diloco_orchestrator.protocol.records import HeldoutSet
 
@@ -184,6 +183,72 @@ class BestLevel(Remembered):
         """The best short block's mean minus the first one's."""
         best = self.best[0]
         return 0.0 if best is None or self.first is None else best - self.first
+
+
+# Breadth: whether a fall is seen on most of the shares, or on a few whose word may be a lie.
+_BREADTH_MEMORY = 32  # rounds over which a share's usual distance from the mean is known
+_LIARS = 4  # one share of so many may be wrong
+# Shares of the threshold that must remain without the shares that fell most. The first is enough for honest shares. By
+# simulation it makes shares that rise on purpose hide a slow fall for more than twice as long; so with them counted
+# as the next lowest, a larger rest is enough as well.
+_WITHOUT_LOWEST = 0.85
+_WITHOUT_EXTREMES = 2.2
+
+
+@dataclass
+class Breadth(Remembered):
+    """Each share's part in each of two statistics. State: 1 number per share, and 1 per share and statistic."""
+
+    count: int = 0  # rounds learnt
+    usual: dict[str, float] = field(default_factory=dict)  # by share: distance from the mean, in the metric's unit
+    parts: list[dict[str, float]] = field(default_factory=lambda: [{}, {}])  # by share: fell more than the mean
+    now: dict[str, float] = field(default_factory=dict, init=False)  # this round's distances from the mean
+
+    def begin_round(self, gains: Mapping[str, float]) -> None:
+        """Set the round's gain of each scored share; empty if unknown."""
+        mean = added([gains[share] for share in sorted(gains)]) / len(gains) if gains else 0.0
+        self.now = {share: gains[share] - mean for share in sorted(gains)}
+
+    def add(self, index: int, *, zero: bool) -> None:
+        """Add the round to the parts in statistic `index`. `zero`: the statistic is zero now, so parts restart."""
+        parts = self.parts[index]
+        if zero:
+            parts.clear()
+            return
+        for share, distance in self.now.items():
+            parts[share] = parts.get(share, 0.0) - (distance - self.usual.get(share, distance))
+
+    def dismiss(self) -> None:
+        """Restart all parts at zero."""
+        self.parts = [{} for _ in self.parts]
+
+    def is_broad(self, index: int, statistic: float, sigma: float, threshold: float) -> bool:
+        """Whether a statistic stays above `threshold` without the quarter of the shares that carries most of it."""
+        parts = sorted(self.parts[index].values())
+        few = len(parts) // _LIARS
+        if not few or not sigma > 0:
+            return True
+        rest = parts[few:-few]
+        among = (len(parts) - few) * sigma
+        lowest = statistic - added(parts[-few:]) / among
+        extremes = statistic + (added(rest) + few * rest[0]) / among
+        return lowest > _WITHOUT_LOWEST * threshold or extremes > _WITHOUT_EXTREMES * threshold
+
+    def most(self, index: int) -> list[int]:
+        """The quarter of the shares that carries most of a statistic."""
+        parts = self.parts[index]
+        return sorted(int(share) for share in sorted(parts, key=lambda s: -parts[s])[: len(parts) // _LIARS])
+
+    def learn(self, *, calm: bool) -> None:
+        """Update each share's usual distance from the mean. `calm`: no statistic indicates a falling score."""
+        self.count += 1
+        weight = max(1 / self.count, 1 / _BREADTH_MEMORY)
+        for share, distance in self.now.items():
+            usual = self.usual.get(share)
+            if usual is None:
+                self.usual[share] = distance
+            elif calm:
+                self.usual[share] = usual + weight * (distance - usual)
 
 
 @dataclass
@@ -458,6 +523,11 @@ class MetricChannels:
     def sigma(self) -> float:
         """The long-run standard deviation of the held-out score. Before the first score: 0.0."""
         return self.noise.sigma(self.noise.last[-1]) if self.noise.last else 0.0
+
+    @property
+    def narrow(self) -> str:
+        """A fall that does not count in this round; empty if there is none."""
+        return self.falls.narrow
 
     @property
     def best_model(self) -> None:

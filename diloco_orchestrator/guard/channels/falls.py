@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
-from diloco_orchestrator.guard.channels.breadth import Breadth
 from diloco_orchestrator.guard.channels.early import ADVICE
 from diloco_orchestrator.guard.channels.noise import KEPT, Noise
 from diloco_orchestrator.guard.channels.remembered import Remembered, added
@@ -77,7 +76,6 @@ class Falls(Remembered):
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
     zero: list[int] = field(default_factory=lambda: [0, 0])  # the last models at which they were zero
     top: list[Any] | None = None  # highest score, and its model
-    narrow: str = field(default="", init=False)  # a fall that does not count in this round: few shares carry it
 
     def begin(self, model: int) -> None:
         """Start both sums anew from this model."""
@@ -85,7 +83,7 @@ class Falls(Remembered):
 
     def learn(self, model: int, score: float) -> None:
         """Learn the score of a model that was judged."""
-        if self.top is None or score > self.top[0]:
+        if self.top is None or score >= self.top[0]:
             self.top = [score, model]
 
     def judge(
@@ -96,17 +94,18 @@ class Falls(Remembered):
         best: BestLevel,
         weight: float,
         threshold: float,
-        breadth: Breadth,
+        lost: float,
         origin: float,
     ) -> list[Alarm]:
         """Judge the next model. `scores`: the last ones and its own; `noise` and `best` do not know that one yet.
 
-        `weight`: share of the held-out items that were scored. `origin`: added to the scores in sentences.
+        `weight`: share of the held-out items that were scored. `lost`: by shares whose fall does not count.
+        `origin`: added to the scores in sentences.
         """
-        level, sigma, alarms, self.narrow = best.level(noise), noise.sigma(), [], ""
+        level, sigma, alarms = best.level(noise), noise.sigma(), []
         if level is None or not sigma > 0:
             return []
-        below = (level[0] - scores[-1]) / sigma
+        below = (level[0] - scores[-1] - lost) / sigma
         rise = (_mean(scores, 2) - _mean(scores[:-2], 2)) / sigma
         recovers = rise > _RISES or _heals(scores, level[0], sigma)
         for index, (slack, most, at_default) in enumerate(CUSUMS):
@@ -117,15 +116,8 @@ class Falls(Remembered):
             if index == 1 and rise > -_SINKS:
                 total = min(total, limit)
             self.sums[index] = total
-            breadth.add(index, zero=total == 0.0)
             if total == 0.0:
                 self.zero[index] = model
-            elif total > limit and not breadth.is_broad(index, total, sigma, limit):
-                self.narrow = (
-                    f"the held-out score falls since round {self.zero[index]} on a few shares alone "
-                    f"({', '.join(map(str, breadth.most(index)))}), which does not halt: look at the replicas that "
-                    "score them"
-                )
             elif total > limit:
                 alarms.append(self._alarm(index, total, limit, scores, level, sigma, origin))
         return alarms

@@ -3,17 +3,17 @@
 All statistics are in units of the measured noise, so that a metric times 100 gives the same verdicts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from diloco_orchestrator.guard.channels.alarm import Alarm
-from diloco_orchestrator.guard.channels.breadth import Breadth
 from diloco_orchestrator.guard.channels.early import ROUNDS, EarlyCollapse, NewLow
 from diloco_orchestrator.guard.channels.falls import CUSUMS, FIRST_JUDGED, BestLevel, Falls
 from diloco_orchestrator.guard.channels.hacking_gap import FIRST_JUDGED as FIRST_GAP
 from diloco_orchestrator.guard.channels.hacking_gap import HackingGap
 from diloco_orchestrator.guard.channels.noise import Noise
+from diloco_orchestrator.guard.channels.outliers import FallingShares
 from diloco_orchestrator.guard.channels.remembered import Remembered
 
 
@@ -31,7 +31,8 @@ class MetricChannels:
     gap: HackingGap = field(default_factory=HackingGap)
     early: EarlyCollapse = field(default_factory=EarlyCollapse)
     new_low: NewLow = field(default_factory=NewLow)
-    breadth: Breadth = field(default_factory=Breadth)
+    shares: FallingShares = field(default_factory=FallingShares)
+    narrow: str = field(default="", init=False)  # shares whose fall does not count in this round
 
     def judge(
         self,
@@ -54,13 +55,14 @@ class MetricChannels:
             self.gap.begin(model)
         held = self._since_the_first(0, heldout)
         trained = None if in_loop is None else self._since_the_first(1, in_loop)
-        self.breadth.begin_round(gains)
+        fallen, lost = self.shares.judge(gains)
+        self.narrow = _narrow(fallen)
         at_once: list[Alarm] = []
         slow: list[Alarm] = []
         if self.count >= FIRST_JUDGED:
             scores = [*self.noise.last, held]
-            sums = weight, threshold, self.breadth, heldout - held
-            at_once = self.falls.judge(model, scores, self.noise, self.best, *sums)
+            counted = weight, threshold, lost, heldout - held
+            at_once = self.falls.judge(model, scores, self.noise, self.best, *counted)
         if self.count >= FIRST_GAP and trained is not None and tolerance is not None:
             slow = self.gap.judge(model, held, trained, heldout, self.gap_noise, tolerance, threshold)
         self._learn(model, held, trained)
@@ -70,7 +72,6 @@ class MetricChannels:
     def dismiss(self, model: int) -> None:
         """Start the statistics anew from this model, because what they added up was no fall; noise and levels stay."""
         self.falls.begin(model)
-        self.breadth.dismiss()
         self.gap.begin(model)
         self.early.stop()
         self.new_low = NewLow()
@@ -86,7 +87,6 @@ class MetricChannels:
         self.early.learn(model, trained)
         if self.count > ROUNDS:
             self.early.stop()
-        self.breadth.learn(calm=self.falls.sums[0] == 0.0)
         self.falls.learn(model, held)
         self.noise.add(held)
         self.new_low.learn(model, self.noise.last)
@@ -138,14 +138,23 @@ class MetricChannels:
 
     def state(self) -> dict[str, Any]:
         """The fields by name, as JSON. It shares its lists with the channels."""
-        parts = {each.name: getattr(self, each.name) for each in fields(self)}
+        parts = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
         return {name: part.state() if isinstance(part, Remembered) else part for name, part in parts.items()}
 
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> Self:
         """The channels as they were when `state` was taken. They change its lists."""
         made = cls()
-        for each in fields(cls):
+        for each in [each for each in fields(cls) if each.init]:
             part, kept = getattr(made, each.name), state[each.name]
             setattr(made, each.name, part.restore(kept) if isinstance(part, Remembered) else kept)
         return made
+
+
+def _narrow(fallen: Sequence[int]) -> str:
+    if not fallen:
+        return ""
+    return (
+        f"the held-out score falls on a few shares alone ({', '.join(map(str, fallen))}), which does not halt: look at "
+        "the replicas that score them"
+    )
