@@ -83,8 +83,10 @@ class GuardRule(ABC):
 
     @classmethod
     def outlook(cls, state: Mapping[str, Any] | None, config: GuardConfig) -> str:
-        """What the rule can judge after `state`, for readers: rounds that it still needs, or the smallest fall that it
-        would notice soon, in the metric's unit. Empty if it says nothing of that."""
+        """A sentence for readers about what the rule can judge after `state`. Empty if it has none.
+
+        It says how many rounds the rule still needs, or the score below which it would halt soon.
+        """
         return ""
 
     @classmethod

@@ -102,5 +102,5 @@ def test_what_the_rule_can_judge_is_said_before_it_can_and_after():
         words = SequentialGuard.outlook(state, config)
         if t < 8:
             assert words.startswith(f"needs {8 - t} more round")
-    found = re.fullmatch(r"would halt within 15 rounds below (\S+) \(noise (\S+)\)", words)
+    found = re.fullmatch(r"would halt within 15 rounds at a held-out score below (\S+) \(noise (\S+)\)", words)
     assert found and 0.46 < float(found[1]) < 0.5 and 0.008 < float(found[2]) < 0.02

@@ -1,7 +1,7 @@
 """`HackingGap`: a training reward that gains while the held-out reward does not improve.
 
-Of rewards only. A training loss that falls while the held-out loss stands still is memorisation, which every long
-training shows, and the held-out score says itself when it hurts (`Falls`).
+Only rewards are judged. A training loss that falls while the held-out loss does not change is memorisation, which every
+long training shows; `Falls` sees when the held-out score becomes worse.
 """
 
 import math

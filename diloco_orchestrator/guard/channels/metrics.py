@@ -125,16 +125,17 @@ class MetricChannels:
         return 0.0 if held is None or trained is None else (in_loop - trained) - (heldout - held)
 
     def outlook(self, threshold: float) -> str:
-        """What can be judged by now: rounds that are missing, or the fall that would halt within 15 rounds."""
+        """Words about what can be judged by now: rounds that are missing, or the score that halts within 15."""
         if self.count < FIRST_JUDGED:
             missing = FIRST_JUDGED - self.count
             return f"needs {missing} more round{'s' if missing > 1 else ''} to know the noise of the held-out score"
         level, sigma = self.best.level(self.noise), self.noise.sigma()
         if level is None or not sigma > 0:
-            return "the held-out score has not varied yet, so that its noise is not known"
+            return "waits for a held-out score that varies, to know its noise"
         slack, _, limit = CUSUMS[0]
         seen = level[0] - (slack + threshold / 10 * limit / 15) * sigma
-        return f"would halt within 15 rounds below {seen + (self.origin[0] or 0.0):.4g} (noise {sigma:.2g})"
+        score = f"{seen + (self.origin[0] or 0.0):.4g}"
+        return f"would halt within 15 rounds at a held-out score below {score} (noise {sigma:.2g})"
 
     def state(self) -> dict[str, Any]:
         """The fields by name, as JSON. It shares its lists with the channels."""

@@ -101,7 +101,7 @@ class Noise(Remembered):
 
 
 def _without_line(values: Sequence[float]) -> list[float]:
-    """What is left of values without their least-squares line."""
+    """Distances of values from their least-squares line."""
     count = len(values)
     mean = added(values) / count
     places = [index - (count - 1) / 2 for index in range(count)]

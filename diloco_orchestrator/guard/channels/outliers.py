@@ -22,7 +22,7 @@ _DRIFTED, _NAMED = 0.9, 1.7
 
 @dataclass
 class FallingShares(Remembered):
-    """How each share drifts beside the others. State: 2 numbers per share, and 2."""
+    """Drifts of shares beside the others. State: 2 numbers per share, and 2."""
 
     count: int = 0  # rounds learnt
     spread: float = 0.0  # median distance of a share from its usual one in a round
