@@ -1,7 +1,7 @@
 # Targets of the benchmarks; the Makefile above includes it, so all are called from there: `make bench-sync`, `make chaos`.
 
-.PHONY: chaos chaos-table soak soak-table transfer large-model requests bench bench-sync bench-link bench-overlap bench-latency bench-memory \
-	bench-busy bench-history bench-startup bench-heldout_split bench-guard bench-guard-runs bench-gpu bench-quality
+.PHONY: chaos chaos-table soak soak-table transfer large-model requests requests-live bench bench-sync bench-link bench-overlap bench-latency bench-memory \
+	bench-busy bench-history bench-startup bench-heldout_split bench-heldout_leaks bench-guard bench-guard-runs bench-gpu bench-quality
 
 # What faults cost: `make chaos MINUTES=10 RATE=15` as often as wished (RATE=0 for the undisturbed twin), then the table.
 MINUTES := 10
@@ -35,6 +35,11 @@ transfer: venv
 requests: venv
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/count_requests.py $(SOURCES)
 
+# Store requests of a run while it goes on, launcher and screen included, beside `diloco plan`: some five minutes, or
+# `make requests-live OPTIONS="--round-s 1200 --rounds 2"`.
+requests-live: venv
+	PYTHONPATH=tests/support $(BIN)/python benchmarks/live_requests.py $(OPTIONS)
+
 # The tables and pictures of docs/performance.md, each in one command, on a quiet machine; `make bench` takes all of
 # them. `make bench-sync SOURCES="--source OLD --source ."` measures two checkouts in turn; `OPTIONS=` passes others.
 bench: bench-sync bench-link bench-overlap bench-latency bench-memory bench-busy bench-history bench-startup bench-heldout_split
@@ -53,6 +58,10 @@ bench-guard-runs: venv
 # Cut off, it goes on where it was.
 bench-quality: venv
 	PYTHONPATH=.:tests/support $(BIN)/python benchmarks/quality.py --docs $(OPTIONS)
+
+# Which held-out texts leak with an edit, and which unrelated ones a split excludes: the tables of docs/heldout.md.
+bench-heldout_leaks: venv
+	PYTHONPATH=.:tests/support $(BIN)/python benchmarks/heldout_leaks.py --docs $(OPTIONS)
 
 bench-gpu: venv
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/gpu_overlap.py --docs $(SOURCES) $(OPTIONS)

@@ -17,13 +17,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import boto3
 from s3_server import S3Server, running_server
@@ -77,9 +78,10 @@ class Request:
     """One HTTP request, as the server was asked it."""
 
     kind: str  # GET, LIST, CREATE (PUT if absent), PUT, HEAD, DELETE
-    key: str  # below the run's folder; of a LIST the prefix is left out
+    key: str  # below the run's folder; of a LIST its prefix
     status: int
     reply_bytes: int
+    at: float  # seconds on this process's monotonic clock, when the server had replied
 
 
 class Tally:
@@ -174,10 +176,10 @@ def _request(method: str, target: str, only_if_absent: bool, status: int, data: 
     key = unquote(split.path).removeprefix(f"/{BUCKET}").removeprefix(f"/{RUN}/")
     kind = method
     if method == "GET" and "list-type" in split.query:
-        kind = "LIST"
+        kind, key = "LIST", parse_qs(split.query).get("prefix", [""])[0].removeprefix(f"{RUN}/")
     elif method == "PUT" and only_if_absent:
         kind = "CREATE"
-    return Request(kind, key, status, len(data))
+    return Request(kind, key, status, len(data), time.monotonic())
 
 
 @contextmanager

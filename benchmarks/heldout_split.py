@@ -5,7 +5,7 @@
 One process with one thread trains a small transformer on texts; a token is taken to be four characters. Each
 repetition alternates steps and comparisons of the same batches, so that both see the same machine. The held-out
 manifest has `--heldout` items. The second table splits `--items` texts of 2,000 characters, with and without the
-search for near-duplicates (without, if datasketch is not installed).
+search for near-duplicates.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -124,9 +123,7 @@ def divide(count: int) -> list[dict[str, Any]]:
     from diloco_orchestrator.split.split import HeldoutSplit, SplitItem
 
     items = [SplitItem(str(index), text) for index, text in enumerate(texts(count, 2_000, seed=0))]
-    rules = {"equal items only": HeldoutSplit()}
-    if find_spec("datasketch"):
-        rules["near-duplicates too"] = HeldoutSplit(near_duplicates=0.5)
+    rules = {"equal items only": HeldoutSplit(), "near-duplicates too": HeldoutSplit(near_duplicates=0.5)}
     return [
         {
             "what": "split",

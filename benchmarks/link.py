@@ -29,9 +29,10 @@ from shaped_proxy import ShapedLink, links_before
 from svg_chart import Bar, Group, bars
 from sync import one_sync
 
+from diloco_orchestrator.codecs.table import CODECS, get_codec
+
 GOAL = 1.25  # x the limit
 ROUND_TRIPS = 7
-BYTES_OF = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def measure(given: argparse.Namespace, sources: Sequence[Source], results: Resul
     replicas, parameters = given.replicas, round(given.million * 1e6)
     rates = Rates(given.up * 1e6 / 8, given.down * 1e6 / 8, given.rtt / 1000)
     for codec in given.codecs:
-        limit_s = rates.limit_s(numel_of(parameters) * BYTES_OF[codec], replicas)
+        limit_s = rates.limit_s(get_codec(codec).encoded_size(numel_of(parameters)), replicas)
         with running_fast_s3() as server, links_before(server.url, replicas) as links, fleets() as start:
             environ = [server.environ(link.url) for link in links]
             common = {"replicas": replicas, "parameters": parameters, "codec": codec}
@@ -144,7 +145,7 @@ def home_link_parser(doc: str | None) -> argparse.ArgumentParser:
 def main() -> None:
     parser = home_link_parser(__doc__)
     parser.add_argument("--million", type=float, default=25, help="parameters; default 25")
-    parser.add_argument("--codecs", nargs="+", choices=list(BYTES_OF), default=["fp32", "bf16"])
+    parser.add_argument("--codecs", nargs="+", choices=list(CODECS), default=list(CODECS))
     run("link", parser, measure, table, picture)
 
 

@@ -1,5 +1,6 @@
 """A training function that leaves most of the machine idle: the pace of an inner step is a setting, not the CPU's."""
 
+import random
 import time
 from typing import Any
 
@@ -7,7 +8,10 @@ import torch
 
 
 def train(ctx: Any) -> None:
-    """Fit a small network to a fixed linear map; `args["step_s"]` is how long an inner step takes."""
+    """Fit a small network to a fixed linear map; `args["step_s"]` is how long an inner step takes, on average.
+
+    `args["spread"]`: the share by which the time of a step differs from the average, at most.
+    """
     torch.set_num_threads(1)
     truth = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) / 8
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
@@ -15,6 +19,7 @@ def train(ctx: Any) -> None:
     batches = [
         torch.randn(16, 64, generator=torch.Generator().manual_seed(ctx.replica_id * 100 + i)) for i in range(50)
     ]
+    pace = random.Random(ctx.replica_id)
     with ctx.attach(model, optimizer, heldout=_score, heldout_items=list(range(32))) as replica:
         for x in replica.batches(batches):
             began = time.monotonic()
@@ -23,7 +28,8 @@ def train(ctx: Any) -> None:
             loss.backward()
             optimizer.step()
             replica.observe(loss=loss.item(), tokens=len(x))
-            time.sleep(max(0.0, ctx.args["step_s"] - (time.monotonic() - began)))
+            step_s = ctx.args["step_s"] * (1 + ctx.args.get("spread", 0.0) * pace.uniform(-1, 1))
+            time.sleep(max(0.0, step_s - (time.monotonic() - began)))
 
 
 def _score(model: torch.nn.Module, items: list[int]) -> list[float]:

@@ -45,7 +45,7 @@ PARTS = (
         "3 fragments, delay 5, alpha .5",
         settings={"fragments": 3, "fragment_sync_delay": 5, "fragment_update_alpha": 0.5},
     ),
-    Arm("bf16 payloads", settings={"codec": "bf16"}),
+    *(Arm(f"{codec} payloads", settings={"codec": codec}) for codec in ("bf16", "int8", "int4")),
 )
 TROUBLE = (
     Arm("one replica three times slower", slow=3.0),

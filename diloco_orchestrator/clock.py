@@ -34,7 +34,7 @@ class Clock(Protocol):
         ...
 
     def wall_time(self) -> float:
-        """Seconds since 1970, for people who read records. The protocol never compares them or waits by them."""
+        """Seconds since 1970, for people who read records. The protocol neither compares them nor waits by them."""
         ...
 
 
@@ -42,7 +42,7 @@ class Periodic(Protocol):
     """Handle of a repeated background call."""
 
     def stop(self) -> None:
-        """Stop calling. Returns once a call under way has ended. Safe to call twice, and from within the call."""
+        """Stop calling. Returns once a running call has ended. Safe to call twice, and from within the call."""
         ...
 
 
@@ -56,7 +56,7 @@ class Background(Protocol):
     def every(self, interval_s: float, call: Callable[[], None]) -> Periodic:
         """Call `call` at once and again after every `interval_s` seconds until stopped.
 
-        `call` must handle its own errors: nobody else sees them.
+        `call` must handle its own errors, because nothing reports them.
         """
         ...
 
@@ -167,10 +167,10 @@ class NoBackground:
 
 
 def in_parallel(background: Background, calls: Sequence[Callable[[], T]], most: int = MOST_PARALLEL) -> list[T]:
-    """Results of `calls`, in their order. Up to `most` of them run at the same time, one of these in this thread.
+    """Results of `calls`, in their order. Up to `most` run at the same time, one of them in this thread.
 
-    After an error, or an interrupt of this thread, no further call begins. Raises the first error in the order of
-    `calls`, which is the same one whatever the timing, once every call that had begun has ended.
+    After an error, or an interrupt of this thread, no further call begins. Once all running calls have ended, the first
+    error in the order of `calls` is raised, which is independent of timing.
     """
     waiting = deque(enumerate(calls))
     results: dict[int, T] = {}

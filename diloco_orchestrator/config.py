@@ -55,18 +55,26 @@ class OuterConfig(Tree):
 
 
 class TimingConfig(Tree):
-    """Waits. All are measured on each process's own clock."""
+    """Timeouts and intervals, each measured on the process's own clock."""
 
     round_timeout_s: float = Field(
         default=1800.0, gt=0, description="s without quorum, and without a launch under way, until QuorumLost is raised"
     )
     startup_timeout_s: float = Field(default=1800.0, gt=0, description="s that a leg's first round waits for everybody")
-    poll_s: float = Field(default=1.0, gt=0, description="longest pause in s between two polls of the bucket")
-    heartbeat_s: float = Field(default=10.0, gt=0, description="s between heartbeats; each one is a PUT")
+    poll_s: float = Field(
+        default=1.0,
+        gt=0,
+        description="longest pause in s between two polls of a waiting replica; above 50 of it, a fiftieth of a round",
+    )
+    heartbeat_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="least s between heartbeats, each a PUT; one and a half rounds, at most hung_after_s / 3",
+    )
 
 
 class RetryConfig(Tree):
-    """Relaunching of replicas that ended before the run did."""
+    """Budgets for relaunching replicas that ended before the run did."""
 
     max_errors: int = Field(default=3, ge=0, description="relaunches of one replica after errors")
     max_preemptions: int = Field(default=100, ge=0, description="relaunches of one replica after preemptions")
@@ -80,7 +88,7 @@ class RetryConfig(Tree):
 
 
 class RetentionConfig(Tree):
-    """Which objects are deleted from the bucket while the run goes on. Commits and manifests always stay."""
+    """Objects that are deleted from the bucket while the run goes on. Commits and manifests always stay."""
 
     payloads: Literal["all", "needed"] = Field(
         default="all",
@@ -100,7 +108,7 @@ class RetentionConfig(Tree):
 
 
 class OnHaltConfig(Tree):
-    """The leg that begins by itself after a halt by the guard, from the best base by held-out score."""
+    """Automatic resume: the leg that begins after a halt by the guard, from the base with the best held-out score."""
 
     change: dict[str, JsonValue] = Field(
         default_factory=dict, description='settings of the new leg, {"outer.lr": 0.5}; those of `outer` and `args`'
@@ -355,7 +363,7 @@ class RunConfig(Tree):
         return self
 
     def _check_aggregate(self) -> None:
-        """Raise `ConfigError` for an aggregate other than the mean that this run cannot have."""
+        """Raise `ConfigError` if the aggregate is not supported with this run's other settings."""
         if self.aggregate == "mean":
             return
         if self.replicas < _FEWEST_TRIMMED:
@@ -391,20 +399,20 @@ class RunConfig(Tree):
 
     @property
     def clips_above(self) -> float:
-        """Above how many times the median norm is clipped: `clip_factor`, or the least for this aggregate."""
+        """The multiple of the median norm above which norms are clipped: `clip_factor`, or the aggregate's default."""
         return self.clip_factor or (1.25 if self.aggregate == "agreeing_mean" else 2.0)
 
     @property
     def clips_by_history(self) -> bool:
         """Whether a contribution's norm is limited by the norms of earlier rounds.
 
-        Not with a fixed `clip_factor`, nor "agreeing_mean", which drops the least agreeing quarter.
+        Not with a fixed `clip_factor`, nor with "agreeing_mean", which leaves out the least agreeing quarter instead.
         """
         return self.clip != "off" and self.clip_factor is None and self.aggregate != "agreeing_mean"
 
     @property
     def too_few_to_fold(self) -> str:
-        """Reason why most alarms of the kill-switch cannot fire in a run of so few rounds; empty if they can."""
+        """Reason why most alarms of the guard cannot fire in a run of so few rounds; empty if they can."""
         if self.guard.rule not in ("sequential", "heldout") or self.rounds >= self.guard.min_steps:
             return ""
         return (
@@ -526,7 +534,7 @@ class RunSettings(TypedDict, total=False):
 def make_config(values: Mapping[str, Any]) -> RunConfig:
     """The validated configuration.
 
-    Raises `ConfigError`, which names the field, what is wrong with it and, for an unknown name, the nearest known one.
+    Raises `ConfigError` naming the field, its error and, for an unknown name, the nearest known one.
     """
     try:
         config = RunConfig.model_validate(dict(values))
@@ -537,7 +545,7 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
 
 
 def _check_no_credentials(config: RunConfig) -> None:
-    """Raise `ConfigError` for a credential among settings. A run of others that holds one can still be read."""
+    """Raise `ConfigError` for a credential among the settings of a new run; existing runs can still be read."""
     by_shape = [f"env.{name}" for name, value in sorted(config.env.items()) if has_token_shape(value)]
     names = ["env.<a name that is a credential>" for name in config.env if has_token_shape(name)]
     track = ["track"] if has_token_shape(config.track or "") else []
@@ -558,10 +566,11 @@ def check_track(track: str | None) -> None:
 
 
 def config_of_leg(config: RunConfig, change: Mapping[str, JsonValue], *, guard: bool = False) -> RunConfig:
-    """The configuration of a leg in which some settings have other values than in run.json.
+    """The configuration of a leg that changes some settings of run.json.
 
-    `change`: by name, {"outer.lr": 0.5}. A leg may change its outer optimizer, values of `args` that the run has, and
-    with `guard` the guard's settings. Raises `ConfigError` naming the nearest of these, or what is wrong with a value.
+    `change`: setting -> value, {"outer.lr": 0.5}. A leg may change its outer optimizer, values of `args` that the run
+    has, and with `guard` the guard's settings. Raises `ConfigError` naming the nearest of these, or the error in a
+    value.
     """
     names = [f"outer.{name}" for name in OuterConfig.model_fields] + [f"args.{name}" for name in sorted(config.args)]
     names += [f"guard.{name}" for name in GuardConfig.model_fields] if guard else []
@@ -586,7 +595,7 @@ def config_of_leg(config: RunConfig, change: Mapping[str, JsonValue], *, guard: 
 def changed(config: BaseModel, change: Mapping[str, JsonValue]) -> dict[str, Any]:
     """The configuration as nested dicts, with the values of `change`, {"outer.lr": 0.5}, in place of its own.
 
-    Not validated yet. A name whose parents are not in the configuration is kept, for the validation to refuse.
+    Not validated. A name without a parent in the configuration is kept, so that validation refuses it.
     """
     tree = config.model_dump(mode="json")
     for path, value in change.items():

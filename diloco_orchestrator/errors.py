@@ -1,22 +1,5 @@
 """Every error type that a caller may want to tell apart, and the nearest known name for a misspelt one.
 
-    DilocoError
-        ConfigError (ValueError)      an invalid setting, option or argument; nothing was started
-        RunFolderTaken                the new run's folder holds a run
-        NoSuchRun                     the folder holds no run
-        RunFailed                     the run ended without completing and without a verdict
-        RunNotFinished                the run goes on, so that it has no result
-        RecordInvalid                 an object is not the record that its key names
-            RecordTooNew              a newer version of this package wrote it
-            RecordTooOld              an older version wrote it, in a format that this one does not read
-        StoreError                    the object store answered with an error
-            ObjectMissing  StoreUnavailable  StoreDenied  StoreFull
-        SpoolFailed                   a temporary file for what does not fit into memory could not be written
-            BudgetTooSmall            the memory that this process may use does not hold one shard
-        RoundError                    a round could not be finished as planned
-            PayloadCorrupt  RoundReused  AllReduceTimeout (TimeoutError)  QuorumLost  BaseDiverged  ModelMismatch
-            FirstBaseOutvoted  Superseded  Preempted  WorkloadEndedEarly
-
 Executors have a tree of their own (`executors.contract.ExecutorError`), and a guard that fired raises
 `CollapseStopError`. A new type exists only where a caller acts differently on it. Messages have three parts: what
 happened, to which object, and what the reader can do now.
@@ -74,8 +57,10 @@ class ObjectMissing(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """A transient fault (network, throttling, a server's 5xx): the same call may succeed later. The request may
-    have taken effect all the same."""
+    """A transient fault (network, throttling, a server's 5xx): the same call may succeed later.
+
+    The request may have taken effect all the same.
+    """
 
 
 class StoreDenied(StoreError):
@@ -90,14 +75,14 @@ class StoreFull(StoreError):
 
 
 class SpoolFailed(DilocoError):
-    """No temporary file could be made for what does not fit into memory: the disk is full, or not to be written to.
+    """A temporary file for data that does not fit into memory could not be written: disk full, or not writable.
 
-    Not permanent: a relaunch may get another machine, or find space again.
+    Not permanent: a relaunch may get another machine, or find free space.
     """
 
 
 class BudgetTooSmall(SpoolFailed, ConfigError):
-    """The memory that this process may use does not hold one shard of the run, so that files are no help. Permanent."""
+    """The memory budget of this process is smaller than one shard of the run, so that files do not help. Permanent."""
 
 
 # -- rounds -----------------------------------------------------------------------------------------------------------
@@ -108,9 +93,9 @@ class RoundError(DilocoError):
 
 
 class PayloadCorrupt(RoundError):
-    """Payload bytes do not match the digest, shape, codec or finiteness that their manifest promises.
+    """Payload bytes do not match the digest, shape, codec or finiteness in their manifest.
 
-    `key`: of the object, where its bytes are not those of the digest or it does not exist; else empty.
+    `key`: of the object if its bytes have another digest or it does not exist; else empty.
     """
 
     def __init__(self, message: str, key: str = "") -> None:
@@ -123,7 +108,7 @@ class RoundReused(RoundError):
 
 
 class AllReduceTimeout(RoundError, TimeoutError):
-    """Peers did not publish in time; `missing` holds their ranks."""
+    """Some ranks did not publish in time; `missing` holds them."""
 
     def __init__(self, message: str, missing: Iterable[int]) -> None:
         super().__init__(message)
@@ -139,7 +124,7 @@ class QuorumLost(RoundError):
 
 
 class BaseDiverged(RoundError):
-    """This replica's arithmetic gives other bits than the commits name. Permanent: the replica is not relaunched."""
+    """This machine's arithmetic gives other bits than most replicas'. Permanent: the replica is not relaunched."""
 
 
 class ModelMismatch(RoundError):
@@ -147,7 +132,7 @@ class ModelMismatch(RoundError):
 
 
 class FirstBaseOutvoted(RoundError):
-    """More than half of the replicas began with another base than this one. Its next attempt begins with theirs."""
+    """More than half of the replicas adopted another first base than this one. The next attempt adopts theirs."""
 
 
 class HeldoutItemInTraining(RoundError):
@@ -159,11 +144,11 @@ class HeldoutItemInTraining(RoundError):
 
 
 class Superseded(RoundError):
-    """A newer attempt of the same replica is alive; this one must leave."""
+    """A later attempt of the same replica is alive, so this process must exit."""
 
 
 class Preempted(RoundError):
-    """The process received SIGTERM, or its time limit is near; what it had finished is published."""
+    """The process received SIGTERM, or its time limit is near; its finished work is published."""
 
 
 class WorkloadEndedEarly(RoundError):

@@ -51,20 +51,22 @@ def registered_names(group: str) -> list[str]:
     return sorted({each.name for each in entry_points(group=group)})
 
 
-def registered(kind: str, group: str, name: str) -> tuple[Any, str]:
-    """The object that a package registers under a name, and words for it: "command 'tides' of package y (y.cli:tides)".
+def registered(kind: str, group: str, name: str, taken: bool = False) -> tuple[Any, str]:
+    """The object that a package registers under a name, and a description: "command 'tides' of package y
+    (y.cli:tides)".
 
-    `kind`: of the object in words, such as "command". `group`: of the entry points. Raises `LookupError` if nobody
-    registers the name, and ValueError if more than one package does, or for one that does not load.
+    `kind`: what the object is, such as "command". `group`: of the entry points. Raises `LookupError` if no package
+    registers the name, and ValueError if more than one does (`taken`: we do too) or if it does not load.
     """
     from importlib.metadata import entry_points
 
     found = list(entry_points(group=group, name=name))
     if not found:
         raise LookupError(name)
-    if len(found) > 1:
+    owners = [*(["diloco-orchestrator"] if taken else []), *map(_package_of, found)]
+    if len(owners) > 1:
         raise ValueError(
-            f"{kind} {name!r} is registered by {' and '.join(sorted(map(_package_of, found)))}, so that nobody can "
+            f"{kind} {name!r} is registered by {' and '.join(sorted(owners))}, so that nobody can "
             "tell which one is meant. Uninstall all but one."
         )
     where = f"{kind} {name!r} of package {_package_of(found[0])} ({found[0].value})"
@@ -104,7 +106,7 @@ class _ShortNames(MetaPathFinder, Loader):
 
 
 def give_short_name(name: str) -> None:
-    """Register `name` as a second name of our package. Its `__init__` calls this when imported by its short name."""
+    """Register `name` as a second name of our package. The package's `__init__` calls this if imported by that name."""
     if not any(isinstance(finder, _ShortNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, _ShortNames())
     sys.modules[name] = importlib.import_module(_long(name))

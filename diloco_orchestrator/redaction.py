@@ -95,14 +95,14 @@ def secret_settings(values: Mapping[str, Any], path: str) -> list[str]:
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    """The objects of a value: the value itself, or those of a list."""
+    """The JSON objects in a value: the value itself, or the items of a list."""
     if isinstance(value, Mapping):
         return [value]
     return [below for each in value for below in _mappings(each)] if isinstance(value, list | tuple) else []
 
 
 def _texts(value: Any) -> list[str]:
-    """The strings of a value without names of their own: the value itself, or those of a list."""
+    """The strings in a value that have no name: the value itself, or the items of a list."""
     if isinstance(value, str):
         return [value]
     return [text for each in value for text in _texts(each)] if isinstance(value, list | tuple) else []
@@ -111,9 +111,9 @@ def _texts(value: Any) -> list[str]:
 def redact(text: str, environ: Mapping[str, str]) -> str:
     """`text` with credentials replaced by the names of their variables.
 
-    Credentials are the values in `environ` whose name looks secret or is listed in `DILOCO_SECRET_NAMES`, in every form
-    that `_forms` makes of them; tokens of known kinds; the user information in URLs; the signatures of signed URLs. A
-    listed value of 4 to 7 characters is replaced as a word of its own; a shorter one is kept, as it occurs by chance.
+    Credentials are: values in `environ` whose name looks secret or is in `DILOCO_SECRET_NAMES`, in every encoding of
+    `_forms`; tokens of known kinds; the user information in URLs; the signatures of signed URLs. A listed value of 4 to
+    7 characters is replaced only as a whole word; shorter ones are kept, because they occur by chance.
     """
     listed = environ.get(ENV_SECRET_NAMES, "").split(",")
     names: dict[str, str] = {}  # variable's name by form of its value
@@ -158,9 +158,9 @@ def _collect(node: Mapping[str, Any], found: list[tuple[str, str]]) -> None:
 
 
 def _without_short_lines(text: str, secret: str, instead: str) -> str:
-    """`text` without the short lines of a secret of several lines that follow the line before them at once.
+    """`text` without the short lines of a multi-line secret that directly follow its line before.
 
-    The last line of a key may have three characters; alone they occur by chance.
+    The last line of a key may have three characters, which occur by chance elsewhere.
     """
     lines = [line.strip() for line in secret.splitlines() if line.strip()]
     for before, line in pairwise(lines):
@@ -171,7 +171,7 @@ def _without_short_lines(text: str, secret: str, instead: str) -> str:
 
 
 def _forms(value: str) -> Iterator[str]:
-    """The forms in which a secret may be printed: as it is, in encodings, and each long line of several by itself."""
+    """The forms in which a secret may be printed: as it is, encoded, and each long line of a multi-line one."""
     lines = [line.strip() for line in value.splitlines()] if "\n" in value else []
     secrets = [value] if len(value) <= _LONGEST else []
     secrets += [line for line in lines if len(line) >= 2 * _WHOLE and not line.startswith("-----")]
@@ -184,7 +184,7 @@ def _forms(value: str) -> Iterator[str]:
 
 
 def _encoded(secret: str) -> Iterator[str]:
-    """A secret in encodings, as parts of larger texts that are encoded as a whole."""
+    """Encodings of a secret as they appear inside larger encoded texts."""
     escaped = json.dumps(secret)[1:-1]
     yield from (escaped, json.dumps(secret, ensure_ascii=False)[1:-1], json.dumps(escaped)[1:-1], repr(secret)[1:-1])
     yield from (shlex.quote(secret).removeprefix("'").removesuffix("'"), secret.replace('"', '\\"'))

@@ -41,8 +41,8 @@ def train(ctx: ReplicaContext) -> None:
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=16, sampler=order)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, ctx.total_steps)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    inner = accelerator.unwrap_model(model), optimizer.optimizer  # without accelerate's wrappers
-    with ctx.attach(*inner, stateful={"schedule": schedule, "order": order}) as replica:
+    plain, objects = accelerator.unwrap_model(model), {"schedule": schedule, "order": order}
+    with ctx.attach(plain, optimizer, stateful=objects) as replica:
         going = True
         while going:
             for (batch,) in loader:

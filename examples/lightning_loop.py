@@ -53,7 +53,7 @@ class Replica(lightning.Callback):
         self.session: ReplicaSession | None = None
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        self.session = self.ctx.attach(module, trainer.optimizers[0], stateful={"order": self.order}).__enter__()
+        self.session = self.ctx.attach(module, module.optimizers(), stateful={"order": self.order}).__enter__()
 
     def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
         assert self.session is not None

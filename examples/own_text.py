@@ -1,6 +1,6 @@
 """The demo's language model on a folder of your own text, by `launch` instead of `diloco demo --text`.
 
-python examples/own_text.py FOLDER STORE
+python examples/own_text.py FOLDER STORE        # 200 kB of text at least, in two files or more
 """
 
 import sys

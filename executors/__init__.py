@@ -1,6 +1,6 @@
-"""Executors launch replicas on machines. Imports nothing else of the project.
+"""Executors launch replicas on machines of some provider. Imports nothing else of the project.
 
-Classes load at first use; the names are listed in `__init__.pyi`.
+Classes load at first use; `__init__.pyi` lists their names.
 """
 
 import importlib

@@ -1,7 +1,7 @@
-"""Meanings of providers' answers that are none: failures, replies of another form, and silence.
+"""Errors for provider calls that gave no proper result: failures, malformed replies, and no reply at all.
 
-Knows no SDK: each adapter translates its own errors, by a table of `Failure` where the provider answers in words or
-HTTP statuses. What is retried, and for how long, is decided by whoever calls.
+Independent of any SDK: each adapter translates its own errors, through a table of `Failure` where the provider reports
+text or HTTP statuses. Callers decide what is retried, and for how long.
 """
 
 import queue
@@ -22,7 +22,7 @@ TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522
 
 
 class Failure(NamedTuple):
-    """A row of a provider's table: a failure whose message has one of `parts`, and one of `statuses`, is `error`."""
+    """A row of a provider's error table: a failure with one of `parts` and one of `statuses` raises `error`."""
 
     error: type[ExecutorError]
     parts: Sequence[str]  # empty: any message
@@ -33,9 +33,9 @@ class Failure(NamedTuple):
 def error_of(
     what: str, said: str, failures: Sequence[Failure], status: int = 0, headers: Mapping[str, str] | None = None
 ) -> ExecutorError:
-    """The error for a failure, by the first row that fits it; an `ExecutorError` without a row.
+    """The error for a failure, by the first matching row of `failures`; an `ExecutorError` if none matches.
 
-    `what`: the action, for the message. `said`: what the provider said. `status`, `headers`: of an HTTP answer.
+    `what`: the action, for the message. `said`: the provider's message. `status`, `headers`: of an HTTP reply.
     """
     words = "; ".join(line.strip() for line in said.splitlines() if line.strip()) or "no message"
     for row in failures:
@@ -48,8 +48,8 @@ def error_of(
 def retry_after_s(headers: Mapping[str, str] | None) -> float | None:
     """The seconds that a `Retry-After` header asks to wait, at least 0 (RFC 9110 section 10.2.3).
 
-    A date counts from the `Date` header, so that no clock but the server's matters. None without the header, or with
-    one that is neither seconds nor a date.
+    A date is relative to the `Date` header, so that only the server's clock matters. None without the header, or if it
+    is neither seconds nor a date.
     """
     found = {name.lower(): value for name, value in (headers or {}).items()}
     value = found.get("retry-after", "").strip()
@@ -71,15 +71,15 @@ _ADVICE = "Something between here and the provider may have answered (a proxy, a
 
 
 def odd_reply(what: str, form: str, reply: Any) -> Unavailable:
-    """The error for a reply that is not `form`, such as "a job". `what`: the action, for the message.
+    """The error for a malformed reply. `form`: what was expected, such as "a job". `what`: the action, for the message.
 
-    It shows names of the reply's fields and no value, because a reply may hold secrets.
+    The message has names of the reply's fields and no value, because a reply may hold secrets.
     """
     return Unavailable(f"{what}: the answer is {_shape(reply)}, not {form}. {_ADVICE}")
 
 
 def unreadable(what: str, error: Exception) -> Unavailable:
-    """The error for a reply in which an SDK does not find what it reads; `error`: its own."""
+    """The error for a reply in which an SDK misses a field. `error`: the SDK's. `what`: the failed action."""
     words = f"{type(error).__name__}: {str(error)[:200]}"
     return Unavailable(f"{what}: the SDK cannot read the answer ({words}). {_ADVICE}")
 
@@ -103,11 +103,11 @@ def _shape(reply: Any) -> str:
 
 
 def answer_within(limit_s: float, what: str, call: Callable[[], T]) -> T:
-    """The result of `call`, which runs in a thread of its own; what it raises is raised here.
+    """The result of `call`, which runs in a thread of its own; its errors are raised here.
 
-    Raises `Unavailable` after `limit_s` seconds without a result. The call cannot be ended: its thread stays until it
-    returns, and does not keep the process alive. So a caller must be able to make the call again, whatever the first
-    one did. `what`: the action, for the error.
+    Raises `Unavailable` after `limit_s` seconds without a result. The call cannot be cancelled: its thread, which does
+    not keep the process alive, stays until it returns. So the caller must be able to repeat the call, whatever the
+    first one did. `what`: the action, for the error.
     """
     answers: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 
@@ -132,10 +132,10 @@ def answer_within(limit_s: float, what: str, call: Callable[[], T]) -> T:
 
 
 def items_while(is_there: Callable[[], bool], silence_s: float, items: Iterable[T]) -> Iterator[T]:
-    """The items of an iterable that may block for ever; they are read in a thread of its own.
+    """The items of an iterable that may block for ever, read in a thread of its own.
 
-    After every `silence_s` seconds without an item `is_there` is called. The items end when it returns False and the
-    next `silence_s` bring none; what it raises is raised here.
+    After every `silence_s` seconds without an item `is_there` is called. The items end once it returned False and the
+    next `silence_s` brought none; its errors are raised here.
     """
     found: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
     abandoned = threading.Event()

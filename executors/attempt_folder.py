@@ -1,4 +1,4 @@
-"""`AttemptFolder`: all files of one attempt, so that its handle is valid in any process that sees them.
+"""`AttemptFolder`: the files of one attempt on a file system, from which any process can poll the attempt.
 
     lock            held during a launch
     handle.json     written atomically once the process runs
@@ -6,9 +6,9 @@
     code            exit code, written by the process's parent if that is alive to reap it
     ending.json     why the process was signalled to end, and when it will be killed
 
-No other user of this machine can read, write, or have prepared them: a folder where everybody may write, such as /tmp,
-can be made beforehand by somebody else, with links and files in it that are then truncated, appended to or believed.
-Starts and signals no process: that is left to `local_process` and `slurm_jobs`.
+No other user of this machine can read, write, or prepare them. In a folder where everybody may write, such as /tmp,
+somebody else could create them beforehand, with links to files that are then overwritten, or with false content.
+`local_process` and `slurm_jobs` start and signal processes.
 """
 
 import fcntl
@@ -38,7 +38,7 @@ _OTHERS_WRITE = 0o022
 
 @dataclass(frozen=True)
 class Ending:
-    """A cancel or a time limit has signalled the process to end."""
+    """A record that a cancel or a time limit has signalled the process to end."""
 
     state: ReplicaState  # of the attempt once it has ended: CANCELLED or TIMED_OUT
     patience_ends: float  # wall-clock time (seconds since 1970) after which the process is killed
@@ -67,7 +67,7 @@ class AttemptFolder:
         return os.fdopen(open_private(self.output, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
 
     def handle(self) -> ReplicaHandle | None:
-        """The recorded handle, or None if no launch has started the process."""
+        """The recorded handle; None if no launch has started the process."""
         try:
             descriptor = open_private(self.path / "handle.json", os.O_RDONLY)
         except FileNotFoundError:
@@ -92,7 +92,7 @@ class AttemptFolder:
         self._write("code", str(code))
 
     def ended_status(self) -> ReplicaStatus:
-        """The status of an attempt whose process does not exist any more."""
+        """The status of an attempt whose process is gone."""
         code, ending = self._exit_code(), self.ending()
         if ending is not None and code != EXIT_DONE:
             reason = "user" if ending.state is ReplicaState.CANCELLED else "deadline"
@@ -106,7 +106,7 @@ class AttemptFolder:
         return ReplicaStatus(state, reason, code, "gone", "" if code == EXIT_DONE else f"exit code {code}")
 
     def _exit_code(self) -> int | None:
-        """The exit code that the parent recorded, else the one in the process's own exit line; None without either."""
+        """The exit code that the parent recorded, else the one in the process's exit line; None if there is neither."""
         if (self.path / "code").exists():
             return int((self.path / "code").read_text())
         fields = parse_exit_line(self.tail(5)[0])
@@ -164,9 +164,9 @@ def state_folder(environ: Mapping[str, str]) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that only this user can enter, with the folders above it.
+    """Create a folder, and its parents, that only this user can enter.
 
-    Raises `ExecutorError` if it exists and is another user's, a link, or one that others may write to.
+    Raises `ExecutorError` if it exists and belongs to another user, is a link, or is writable for others.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def make_private(folder: Path) -> None:
 
 
 def open_private(path: Path, flags: int) -> int:
-    """A descriptor of a file of this user, made with mode 600 if `flags` ask for it. No link is followed.
+    """A file descriptor of a file of this user, created with mode 600 if `flags` say so. No link is followed.
 
     Raises `ExecutorError` for a link or the file of another user.
     """

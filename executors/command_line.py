@@ -1,6 +1,6 @@
-"""`CommandLine`: runs a provider's command line tools, and sorts their failures into errors of executors by a table.
+"""`CommandLine`: runs a provider's command line tools and maps their failures to executor errors by a table.
 
-Knows no provider: the table, and what the tools print, are those of each executor.
+Independent of any provider: each executor has its own table and parses its tools' output.
 """
 
 import os
@@ -41,11 +41,11 @@ class CommandLine:
         secrets: Mapping[str, str] | None = None,
         known: Sequence[str] = (),
     ) -> str:
-        """The tool's output; also if it fails with a message that has one of the parts in `known`.
+        """The tool's standard output; also if it fails with a message that has one of the parts in `known`.
 
         `what`: the action, for errors; by default the command's first words. `given`: the tool's standard input.
-        `secrets`: variables over the environment. Raises `MissingSdk` without the program, `Unavailable` if it gives no
-        answer for a minute, else what the table says.
+        `secrets`: variables over the environment. Raises `MissingSdk` without the program, `Unavailable` if it does not
+        finish within a minute, else the error of the matching row.
         """
         command = self._command(arguments)
         what = what or " ".join([*self._words[:1], arguments[0]])
@@ -68,9 +68,9 @@ class CommandLine:
         raise error_of(what, said, self._failures)
 
     def lines(self, *arguments: str) -> Iterator[str]:
-        """Lines of standard output and error, as the tool prints them. The tool ends when the caller stops reading.
+        """Lines of standard output and error, as the tool prints them. The tool is ended when the caller stops reading.
 
-        Raises as `run` does if the tool fails; its message is then the last line.
+        Raises as `run` does if the tool fails; the message is then its last line.
         """
         with subprocess.Popen(
             self._command(arguments),

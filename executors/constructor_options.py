@@ -1,6 +1,6 @@
-"""Describes an executor's constructor as options: which of its arguments a command line or a record can express.
+"""Describes an executor's constructor as options: its arguments that a command line or a record can express.
 
-The registry makes executors from options; the command line shows them. Knows no executor by name.
+The registry makes executors from options; the command line shows them. Works for any executor class.
 """
 
 import inspect
@@ -28,7 +28,7 @@ class Option:
 
 
 def options_of(cls: type) -> list[Option]:
-    """The constructor's arguments that text can express; those that take objects or credentials are left out."""
+    """The constructor's arguments that text can express, without those that take objects or credentials."""
     explained = _explained_arguments(cls)
     found = []
     for home, parameter in _parameters(cls).values():
@@ -67,7 +67,7 @@ def plain_options(given: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def withheld(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the arguments of a constructor (its `locals()`) that no record may hold.
+    """Names of the arguments of a constructor (its `locals()`) whose values must not be recorded.
 
     These are objects, values of secrets, and environments with variables whose names look secret.
     """
@@ -140,7 +140,7 @@ def _annotation(cls: type, parameter: inspect.Parameter) -> Any:
 
 
 def _kind(annotation: Any) -> type | None:
-    """The type to which text on a command line is converted for an annotation; None if text cannot express it."""
+    """The type to which command line text is converted for an annotation; None if text cannot express it."""
     if get_origin(annotation) in (Union, types.UnionType):
         kinds = [kind for arg in get_args(annotation) if arg is not type(None) and (kind := _kind(arg)) is not None]
         return next((kind for kind in (tuple, str, float) if kind in kinds), kinds[0] if kinds else None)
@@ -150,7 +150,7 @@ def _kind(annotation: Any) -> type | None:
 
 
 def _explained_arguments(cls: type) -> dict[str, str]:
-    """The lines of the docstrings' `Args:` blocks, by argument; a class's own win over those of its base."""
+    """The lines of the docstrings' `Args:` blocks, by argument; a class overrides its base."""
     found: dict[str, str] = {}
     for home in reversed(_homes(cls)):
         _, _, block = (inspect.getdoc(home) or "").partition("Args:\n")

@@ -1,6 +1,6 @@
-"""The executor contract: launch attempts of replicas on some machines, poll them, collect how they ended.
+"""The executor interface: launch attempts of replicas on some machines, poll them, collect their results.
 
-Knows no provider, and nothing of a run's bucket. An executor reports only what its provider reports.
+Independent of providers and of a run's bucket. An executor reports only what its provider reports.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -67,7 +67,7 @@ class CollectTimeout(ExecutorError, TimeoutError):
 
 
 class ReplicaState(StrEnum):
-    """State of an attempt as its provider reports it. UNKNOWN: no answer, on which callers must not act."""
+    """State of an attempt as its provider reports it. UNKNOWN: no report, on which callers must not act."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -110,7 +110,7 @@ class LaunchRequest:
     images: Mapping[str, str] = field(default_factory=dict)  # digests ("sha256:…") of container images by name
 
     def pinned(self, image: str) -> str:
-        """The image to send where the executor's option names `image`: by its digest in `images`, if it has one there.
+        """The image to send for the executor's option `image`: with its digest from `images`, if it has one there.
 
         Without its tag: container runtimes differ about references with both, and some refuse them (cri-o/cri-o#8603).
         """
@@ -171,7 +171,7 @@ class ReplicaStatus:
 
 @dataclass(frozen=True)
 class ReplicaResult:
-    """The end of an attempt that `launch_replicas` launched. `value`: what the entrypoint returned, as JSON."""
+    """The end of an attempt that `launch_replicas` launched. `value`: the entrypoint's return value, as JSON."""
 
     handle: ReplicaHandle
     status: ReplicaStatus
@@ -266,7 +266,7 @@ class ServerlessExecutor(Protocol):
 
 @runtime_checkable
 class PricesMachines(Protocol):
-    """An executor that knows prices of machines."""
+    """An executor that reports prices of its machines."""
 
     def hourly_usd(self, request: LaunchRequest) -> float | None:
         """US dollars an hour for the machine of this request, or None if its price is not known."""
@@ -275,7 +275,7 @@ class PricesMachines(Protocol):
 
 @dataclass(frozen=True)
 class Identity:
-    """Means by which replicas identify themselves to a bucket, beside their request's env and secrets."""
+    """The means by which replicas get credentials for a bucket other than their request's env and secrets."""
 
     variables: frozenset[str] = frozenset()  # names of environment variables that the executor itself sets
     source: str = ""  # what else may give credentials, such as "service account 'trainer'"; empty: nothing does
@@ -285,7 +285,7 @@ class Identity:
 
 @runtime_checkable
 class IdentifiesReplicas(Protocol):
-    """An executor that knows which credentials its replicas have of their own."""
+    """An executor that reports which credentials its replicas have of their own."""
 
     def identity(self) -> Identity:
         """The identity of every replica that this executor launches."""
@@ -313,7 +313,7 @@ class Composite(Protocol):
 
 @runtime_checkable
 class ExplainsPrices(Protocol):
-    """An executor that can say where its price is from."""
+    """An executor that reports a machine's price together with its source."""
 
     def price(self, request: LaunchRequest) -> Price | None:
         """The price of the machine of this request and its source, or None if it is not known."""
@@ -322,10 +322,10 @@ class ExplainsPrices(Protocol):
 
 @runtime_checkable
 class ChecksMachines(Protocol):
-    """An executor whose provider lists the machines that it has."""
+    """An executor whose provider lists its kinds of machines."""
 
     def check_machine(self) -> None:
-        """Raise ValueError, naming the nearest, if the provider has no machine of the kind that was asked for.
+        """Raise ValueError, naming the nearest, if the provider has no machine of the configured kind.
 
         Does nothing if the list cannot be read now.
         """
@@ -334,7 +334,7 @@ class ChecksMachines(Protocol):
 
 @runtime_checkable
 class UsesRunStore(Protocol):
-    """An executor that reaches its machines through the run's own folder."""
+    """An executor that reaches its machines through the run's own folder in the bucket."""
 
     def use_store(self, url: str, storage_options: Mapping[str, Any]) -> None:
         """Use the folder of the run at `url`, opened with `storage_options`. Called before any other method."""
@@ -349,18 +349,18 @@ def give_store(executor: ServerlessExecutor, url: str, storage_options: Mapping[
 
 @runtime_checkable
 class KeepsRecords(Protocol):
-    """An executor that leaves records of its attempts where others find them, such as in the run's own folder."""
+    """An executor that leaves records of its attempts where other processes find them, such as in the run's folder."""
 
     def forget(self, run_id: str) -> None:
         """Delete all records of the run's attempts. Safe to call twice; call it once they have ended.
 
-        An attempt that still runs is ended by it, and its machine writes nothing more. Raises `ExecutorError`.
+        A running attempt is ended by it, and its machine writes nothing more. Raises `ExecutorError`.
         """
         ...
 
 
 def forget_run(executor: ServerlessExecutor, run_id: str) -> None:
-    """Delete what the executor keeps of a run's attempts; does nothing for one that keeps nothing."""
+    """Delete the executor's records of a run's attempts, if it keeps any."""
     if isinstance(executor, KeepsRecords):
         executor.forget(run_id)
 
@@ -384,13 +384,13 @@ def in_order(handles: Iterable[ReplicaHandle]) -> list[ReplicaHandle]:
 
 
 def hourly_usd(executor: ServerlessExecutor, request: LaunchRequest) -> float | None:
-    """US dollars an hour for the machine of this request, or None if the executor does not know it."""
+    """US dollars an hour for the machine of this request, or None if the executor does not report it."""
     found = price_of(executor, request)
     return None if found is None else found.hourly_usd
 
 
 def price_of(executor: ServerlessExecutor, request: LaunchRequest) -> Price | None:
-    """The price of the machine of this request and where it is from, or None if the executor does not know it."""
+    """The price of the machine of this request, with its source, or None if the executor does not report it."""
     part = part_of(executor, request.replica_id)
     if isinstance(part, ExplainsPrices):
         return part.price(request)

@@ -1,6 +1,6 @@
-"""`EKSExecutor`: replicas as Jobs of an EKS cluster, with a login by AWS credentials, without the aws command.
+"""`EKSExecutor`: replicas as Jobs of an EKS cluster, logged in by AWS credentials without the aws command.
 
-Everything but the login is in `kubernetes_jobs`.
+`kubernetes_jobs` has everything but the login.
 """
 
 import base64
@@ -71,7 +71,7 @@ class EKSExecutor(KubernetesExecutor):
         return {"cluster": self._cluster, "region": self._region, "context": self._context}
 
     def _listed_price(self) -> Price | None:
-        """A replica's share of an instance: AWS's spot price now, else the on-demand price of the table."""
+        """The price of a replica's share of an instance: AWS's spot price, else the table's on-demand price."""
         kind = self._pod.instance_type
         if kind is None:
             return None
@@ -84,7 +84,7 @@ class EKSExecutor(KubernetesExecutor):
         return None if listed is None else Price(listed.hourly_usd / share, listed.source)
 
     def _spot_price(self, kind: str) -> Price | None:
-        """The highest spot price of the region's zones, asked for every ten minutes; None if AWS gives none."""
+        """The highest spot price over the region's zones, cached for ten minutes; None if AWS reports none."""
         now = self._clock.now()
         if self._spot_read_at is None or now - self._spot_read_at > _SPOT_PRICE_S:
             self._spot_read_at = now
@@ -124,7 +124,7 @@ class EKSExecutor(KubernetesExecutor):
 
 
 def newest_spot_price(session: "Session", kind: str, wall_time: float) -> Price | None:
-    """The highest of an instance type's spot prices in the session's region at a time; None if AWS gives none."""
+    """The highest spot price of an instance type over the session's region at a time; None if AWS reports none."""
     from botocore.config import Config  # type: ignore[import-untyped]
     from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
     from botocore.parsers import ResponseParserError  # type: ignore[import-untyped]
@@ -144,7 +144,7 @@ def newest_spot_price(session: "Session", kind: str, wall_time: float) -> Price 
 
 
 def token_maker(session: "Session", cluster: str) -> Callable[[], str]:
-    """A function that makes tokens for EKS: presigned AWS requests that identify us, which EKS sends to AWS.
+    """A function that makes EKS login tokens: presigned AWS requests that identify us, which EKS sends to AWS.
 
     A token lasts 15 minutes. This function and the one it returns raise `ExecutorDenied` if there are no AWS
     credentials.

@@ -1,6 +1,6 @@
 """Calls of the Hugging Face Jobs API: endpoint, namespace, token, and translation of the SDK's errors.
 
-Knows no attempt: labels and the meaning of a job's stage are in `hf_objects`, the order of calls is in `hf_jobs`.
+`hf_objects` has the labels and the meaning of a job's stage, `hf_jobs` the order of calls.
 """
 
 import json
@@ -32,7 +32,7 @@ _SILENCE_S = 150.0  # of a followed log, after which the job is polled; the SDK 
 
 
 class _Gone(ExecutorError):
-    """The service has no such job. Never leaves this file."""
+    """The service has no such job. Used only within this file."""
 
 
 _SAYS = "Hugging Face says {said!r} (HTTP {status})."
@@ -61,7 +61,7 @@ class HFJobsApi:
     """Calls to one endpoint with one token. `namespace` None: the token's own user, fetched once.
 
     Every call raises `ExecutorDenied` for refused credentials or requests, `Unavailable` while the service is down,
-    overloaded or out of reach, `ExecutorError` for other failures.
+    overloaded or unreachable, `ExecutorError` for other failures.
     """
 
     def __init__(self, endpoint: str | None, token: str | None, namespace: str | None) -> None:
@@ -100,7 +100,7 @@ class HFJobsApi:
     def hardware(self) -> dict[str, float | None] | None:
         """US dollars an hour by name of hardware, read once; None if the list cannot be read now.
 
-        The price is None in a unit that we do not know.
+        The price is None if its unit is unknown to us.
         """
         with self._lock:
             if self._hardware is None:
@@ -123,8 +123,8 @@ class HFJobsApi:
     def find(self, labels: Mapping[str, str], namespace: str | None = None) -> list[Job]:
         """All jobs with these labels, ended ones included. `namespace` None: this object's own.
 
-        `[]` by somebody else in the service's place counts as no jobs, as nothing in it says whose it is. A launch then
-        asks for a job, whose reply is checked; a poll asks for each job that the listing lacks.
+        An empty list that a proxy returns in the service's place counts as no jobs, because nothing distinguishes it. A
+        launch then creates a job, whose reply is checked; a poll requests each job that the listing lacks.
         """
         url: str | None = f"{self.endpoint}/api/jobs/{namespace or self.namespace}"
         params: dict[str, Any] | None = {"label": [f"{name}={value}" for name, value in labels.items()]}
@@ -142,8 +142,8 @@ class HFJobsApi:
     def cancel(self, job_id: str, namespace: str) -> bool:
         """End a job. Returns False if the service has none of this id.
 
-        The SDK's own `cancel_job` reads no answer, so that the page of a proxy would count as one. Another answer than
-        the job is confirmed by asking for the job.
+        The SDK's own `cancel_job` reads no reply, so that a proxy's page would count as success. A reply other than the
+        job is confirmed by requesting the job.
         """
         what = f"cancelling job {job_id}"
         url = f"{self.endpoint}/api/jobs/{namespace}/{job_id}"
@@ -186,7 +186,7 @@ class HFJobsApi:
             return
 
     def _check_log(self, job_id: str, namespace: str, what: str) -> None:
-        """Raise `Unavailable` if the answer for a log is no stream of events: the SDK finds no line in it."""
+        """Raise `Unavailable` if the reply to a log request is no stream of events, in which the SDK finds no line."""
         url = f"{self.endpoint}/api/jobs/{namespace}/{job_id}/logs"
         headers = _sdk().utils.build_hf_headers(token=self._token)
         session = _sdk().utils.get_session()
@@ -249,7 +249,7 @@ def _sdk() -> ModuleType:
 
 @contextmanager
 def _readable(what: str) -> Iterator[None]:
-    """Context for calls of the SDK, which reads fields of the answer as if they were always there."""
+    """Context for calls of the SDK, which assumes that every field of a reply exists: turns its errors into ours."""
     try:
         yield
     except (AttributeError, KeyError, TypeError) as error:
@@ -260,7 +260,7 @@ def _readable(what: str) -> Iterator[None]:
 def _errors_of(what: str, launching: bool = False) -> Iterator[None]:
     """Context that translates errors of the SDK. `what`: the action, for messages.
 
-    `launching`: a 404 is no missing job.
+    `launching`: whether a 404 means something other than a missing job.
     """
     http_error = _sdk().errors.HfHubHTTPError
     try:

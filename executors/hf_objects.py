@@ -1,6 +1,6 @@
-"""Hugging Face Jobs as plain data: the arguments of a job for an attempt, and the status that a job's reply reports.
+"""Hugging Face Jobs as plain data: the arguments of a job for an attempt, and the status of a job from its reply.
 
-Makes no calls: they are in `hf_api`.
+`hf_api` makes the calls.
 """
 
 import math
@@ -32,7 +32,7 @@ class JobStage(TypedDict):
 
 
 class Job(TypedDict):
-    """A job as the service describes it; fields that we do not read are left out."""
+    """A job as the service describes it; unused fields are left out."""
 
     id: str
     createdAt: str
@@ -47,7 +47,7 @@ class Job(TypedDict):
 
 @dataclass(frozen=True)
 class JobOptions:
-    """The user's wishes for each replica's job."""
+    """The user's settings for each replica's job."""
 
     hardware: str
     image: str
@@ -58,7 +58,7 @@ class JobOptions:
 
 
 def job_arguments(request: LaunchRequest, options: JobOptions) -> dict[str, Any]:
-    """The arguments of the SDK's `run_job` for an attempt. The request's env, secrets and time limit win."""
+    """The arguments of the SDK's `run_job` for an attempt. The request's env, secrets and limit take precedence."""
     limit_s = options.timeout_s if request.timeout_s is None else seconds_of(request.timeout_s)
     return {
         "image": request.pinned(options.image),
@@ -73,7 +73,7 @@ def job_arguments(request: LaunchRequest, options: JobOptions) -> dict[str, Any]
 
 
 def volumes_of(given: Sequence[str]) -> list[dict[str, Any]]:
-    """Volumes in the form of the command line of `hf` as the arguments of the SDK's `Volume`.
+    """Volumes in the command line form of `hf` as the arguments of the SDK's `Volume`.
 
     Raises ValueError for another form, or two volumes at one path.
     """
@@ -121,7 +121,7 @@ def hourly_usd_of(hardware: Mapping[str, Any]) -> float | None:
 
 
 def job_of(reply: Any, what: str) -> Job:
-    """A job as the service sent it. Raises `Unavailable` for a reply that is none. `what`: the action, for errors."""
+    """A job in a reply. Raises `Unavailable` if the reply is none. `what`: the action, for errors."""
     status = reply.get("status") if isinstance(reply, dict) else None
     if not (
         isinstance(status, dict)
@@ -138,14 +138,14 @@ def job_of(reply: Any, what: str) -> Job:
 
 
 def jobs_of(reply: Any, what: str) -> list[Job]:
-    """A page of a listing. Raises `Unavailable` for a reply that is none."""
+    """The jobs on a page of a listing. Raises `Unavailable` for another reply. `what`: the action, for errors."""
     if not isinstance(reply, list):
         raise odd_reply(what, "a list of jobs", reply)
     return [job_of(each, what) for each in reply]
 
 
 def hardware_of(reply: Any, what: str) -> dict[str, float | None]:
-    """US dollars an hour by name of hardware, None in an unknown unit. Raises `Unavailable` for a reply without any."""
+    """US dollars an hour by name of hardware, None in an unknown unit. Raises `Unavailable` if the reply lists none."""
     if not (isinstance(reply, list) and reply and all(isinstance(each, dict) and "name" in each for each in reply)):
         raise odd_reply(what, "a list of hardware", reply)
     return {str(each["name"]): hourly_usd_of(each) for each in reply}
@@ -190,9 +190,9 @@ def status_of(job: Job, exit_code: int | None = None) -> ReplicaStatus:
 
 
 def _ran_to_its_limit(job: Job) -> bool:
-    """Whether the job ran as long as its limit, by the service's clock.
+    """Whether the job ran as long as its time limit, by the service's clock.
 
-    Less a second or 1 % of the limit also counts: the service does not document when its timer starts.
+    With a tolerance of a second or 1 %, because the service does not document when its timer starts.
     """
     limit, started, finished = (job.get("labels") or {}).get(LABEL_TIMEOUT), job.get("startedAt"), job.get("finishedAt")
     if not (limit and started and finished):
@@ -202,5 +202,5 @@ def _ran_to_its_limit(job: Job) -> bool:
 
 
 def kept(jobs: Sequence[Job]) -> Job:
-    """The oldest of an attempt's jobs: the one that all launchers keep if they raced."""
+    """The oldest of an attempt's jobs, the one that all racing launchers keep."""
     return min(jobs, key=lambda job: (datetime.fromisoformat(job["createdAt"]), job["id"]))

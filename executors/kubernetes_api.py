@@ -1,6 +1,6 @@
 """Calls of the Kubernetes API: connection, replies as plain data, translation of HTTP statuses and network errors.
 
-Knows nothing about attempts; `kubernetes_jobs` does.
+`kubernetes_jobs` maps attempts to objects.
 """
 
 import json
@@ -57,9 +57,9 @@ class KubernetesApi:
     """Calls to one cluster, connected to at the first call.
 
     `login` makes the SDK's configuration and may raise `ExecutorDenied`; `needed_by` names the executor in the error
-    about a missing SDK. A call that is answered 401 logs in again, which reads tokens and files anew, and is made once
-    more. Every call raises `ExecutorDenied` for refused or invalid requests, `NoCapacity` for an exceeded quota,
-    `Unavailable` while the API server is down, overloaded or out of reach, or for a reply that is not the API's,
+    about a missing SDK. After a 401 the login is repeated, which reads tokens and files anew, and the call once more.
+    Every call raises `ExecutorDenied` for refused or invalid requests, `NoCapacity` for an exceeded quota,
+    `Unavailable` while the API server is down, overloaded or unreachable or for a reply that is not the API's,
     `ExecutorError` for other failures.
     """
 
@@ -99,8 +99,8 @@ class KubernetesApi:
     def log_lines(self, pod: str, namespace: str, follow: bool, tail: int | None) -> Iterator[str]:
         """Lines of a pod's log, each with its time in front; none before the pod's start or without its node.
 
-        Raises `Unavailable` for an answer in which no line has a time: a node's error, or another's page. Beside lines
-        that have one, such lines are left out.
+        Raises `Unavailable` for a reply in which no line has a time: a node's error, or a proxy's page. Among lines
+        with a time, lines without one are left out.
         """
         stream = self._send(
             "read_namespaced_pod_log",
@@ -162,7 +162,7 @@ class KubernetesApi:
             raise _unreachable(about, error) from None
 
     def _connected(self, instead_of: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-        """The SDK's parts of the API, after a new login if `instead_of` are those at hand."""
+        """The SDK's parts of the API, after a new login if `instead_of` are the current ones."""
         with self._connecting:
             if self._apis is None or self._apis is instead_of:
                 try:
@@ -184,14 +184,13 @@ class KubernetesApi:
 
 
 def _kind_of(verb: str) -> str:
-    """The kind that a call answers with: "JobList" for list_namespaced_job."""
+    """The kind of object that a call returns: "JobList" for list_namespaced_job."""
     action, _, kind = verb.partition("_namespaced_")
     return "Status" if action == "delete" else _KINDS[kind] + ("List" if action == "list" else "")
 
 
 def login_by_kubeconfig(kubeconfig: str | None, context: str | None, other_ways: str = "") -> "Configuration":
-    """The client configuration of a kubeconfig, by default the usual one; without any, that of the pod this process
-    runs in.
+    """The client configuration of a kubeconfig, by default the usual one; without any, that of this process's pod.
 
     Raises `ExecutorDenied` if there is none; `other_ways` ends its advice.
     """
@@ -242,7 +241,7 @@ def _unreachable(about: str, error: Exception) -> Unavailable:
 
 
 def _refusal(about: str, error: "ApiException") -> ExecutorError:
-    """The `ExecutorError` for an answer of the API that is an error."""
+    """The `ExecutorError` for an error status of the API server."""
     try:
         words = str(json.loads(error.body or "")["message"])
     except (TypeError, ValueError, KeyError):

@@ -1,8 +1,8 @@
 """Replicas as Jobs of a Kubernetes cluster: one `batch/v1` Job per attempt, named after it.
 
-Knows no cloud: `eks_jobs` logs in to EKS. Objects and their meaning are in `kubernetes_objects`, calls in
-`kubernetes_api`. Rights that it needs: create, get, list, patch and delete Jobs, list and patch Pods, read their logs,
-create Secrets; and, to say why a pod is refused, list Events.
+Independent of any cloud: `eks_jobs` logs in to EKS. `kubernetes_objects` has the objects as data, `kubernetes_api` the
+calls. Required rights: create, get, list, patch and delete Jobs, list and patch Pods, read their logs, create Secrets;
+and to explain why a pod is refused, list Events.
 
 An attempt is ended by the deadline of its pod, at its time limit and when it is cancelled, because everything else that
 stops a Job (suspending it, the Job's deadline, deleting it) deletes the pod and its log.
@@ -173,11 +173,11 @@ class KubernetesExecutor(RemoteExecutor):
         return self.handle_of(run_id, meta.get("labels"), f"{meta['namespace']}/{meta['name']}", native)
 
     def _where(self) -> dict[str, str | None]:
-        """The cluster and context as a handle records them."""
+        """The cluster and context as a handle stores them."""
         return {"cluster": None, "region": None, "context": self._context}
 
     def identity(self) -> Identity:
-        """A service account may have a role (IRSA, Pod Identity), which no API of the cluster shows."""
+        """The credentials of the pods. A service account may have a role (IRSA, Pod Identity), which no API shows."""
         return identity_of(self._pod)
 
     # -- polling -------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class KubernetesExecutor(RemoteExecutor):
         return [found[handle.native["uid"]] for handle in handles]
 
     def _of_fleet(self, uids: Sequence[str], namespace: str, chosen: str) -> dict[str, ReplicaStatus]:
-        """Statuses by the uid of the Job. `chosen`: selects Jobs and pods by their labels."""
+        """Statuses by the uid of the Job. `chosen`: label selector of Jobs and pods."""
         pods = newest_by_owner(self._api.items("pod", namespace, chosen))
         if all(runs(pods.get(uid)) for uid in uids):
             running = ReplicaStatus(ReplicaState.RUNNING, native_state="Running")
@@ -282,7 +282,7 @@ class KubernetesExecutor(RemoteExecutor):
         self._cancelled.add(handle.native["uid"])  # rather than its name, which a later Job may have
 
     def _undo(self, name: str) -> None:
-        """Delete a Job that was just created, and its pod, if the API server lets us."""
+        """Delete a Job that was just created, and its pod, if the API server allows it."""
         options = {"propagationPolicy": "Background"}
         with suppress(ExecutorError):
             self._api.call("delete_namespaced_job", f"Job {name}", name, self._namespace, body=options, answers=(404,))

@@ -1,6 +1,6 @@
-"""Kubernetes objects of an attempt as plain data: its Job and Secret, and the status that a Job and its pod report.
+"""Kubernetes objects of an attempt as plain data: its Job and Secret, and the status from a Job and its pod.
 
-Makes no calls: they are in `kubernetes_api`.
+`kubernetes_api` makes the calls.
 """
 
 import math
@@ -56,7 +56,7 @@ _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
 
 @dataclass(frozen=True)
 class PodOptions:
-    """The user's wishes for each replica's pod. Raises ValueError for a size that Kubernetes cannot parse."""
+    """The user's settings for each replica's pod. Raises ValueError for a size that Kubernetes cannot parse."""
 
     image: str
     gpu: int = 0
@@ -81,7 +81,7 @@ class PodOptions:
         return {key: str(size) for key, size in given.items() if size is not None}
 
     def resources(self) -> dict[str, dict[str, str]]:
-        """Requests and limits of the container. CPU has no limit, so that a replica may use what is idle."""
+        """Requests and limits of the container. CPU has no limit, so that a replica may use idle cores."""
         sizes = self._sizes()
         limits = {key: sizes[key] for key in ("memory",) if key in sizes} | ({GPU: str(self.gpu)} if self.gpu else {})
         return {**({"requests": sizes} if sizes else {}), **({"limits": limits} if limits else {})}
@@ -176,7 +176,7 @@ def _pinned(container: Mapping[str, Any], request: LaunchRequest) -> dict[str, A
 
 
 def identity_of(options: PodOptions) -> Identity:
-    """The means by which a pod logs in to the bucket, as far as its template and service account show."""
+    """The means by which a pod gets credentials for the bucket, as far as its template and service account show."""
     advice = "service_account=… of one with a role for the bucket (IRSA, Pod Identity; else the nodes' role)"
     account = options.service_account or (options.template.get("spec") or {}).get("serviceAccountName")
     container = container_of(options.template)
@@ -224,10 +224,10 @@ def selector(handle: ReplicaHandle) -> str:
 
 
 def object_of(reply: Any, kind: str, what: str) -> dict[str, Any]:
-    """An object, or a list of objects, as the API server sent it. `kind`: such as "Job" or "JobList"; "Status" for the
-    answer to a deletion, which may be the object itself.
+    """An object, or a list of objects, in a reply of the API server. Raises `Unavailable` for a reply of another form.
 
-    Raises `Unavailable` for a reply of another form. `what`: the action, for errors.
+    `kind`: such as "Job" or "JobList"; "Status" for the reply to a deletion, which may be the object itself. `what`:
+    the action, for errors.
     """
     fits = isinstance(reply, dict) and (reply.get("kind") == kind or (kind == "Status" and reply.get("kind") in _PARTS))
     if fits and kind.endswith("List"):
@@ -278,7 +278,7 @@ _DISRUPTED = ("Evicted", "NodeLost", "NodeShutdown", "Preempting", "Shutdown", "
 def status_of(job: Mapping[str, Any], pod: Mapping[str, Any] | None, refused: str = "") -> ReplicaStatus:
     """The status of an attempt, from its Job and its newest pod (None if it has none).
 
-    `refused`: why the API server refused the pod, of `refusals`.
+    `refused`: the reason from `refusals` why the API server refused the pod, or "".
     """
     end = condition(job, "Complete", "Failed")
     if end is not None and end["type"] == "Complete":
@@ -308,7 +308,7 @@ def status_of(job: Mapping[str, Any], pod: Mapping[str, Any] | None, refused: st
 def refusals(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Reasons why the API server last refused a Job's pod, by the Job's uid. `events`: of the reason FAILED_CREATE.
 
-    The Job controller goes on trying, since a quota is freed and a missing service account made.
+    The Job controller keeps trying, because a quota may be freed or a missing service account created.
     """
     in_order = sorted(events, key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime") or ""))
     words = ((each["involvedObject"].get("uid"), str(each.get("message") or "")) for each in in_order)
@@ -316,7 +316,7 @@ def refusals(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def waits_for_pod(job: Mapping[str, Any], pod: Mapping[str, Any] | None) -> bool:
-    """Whether a Job that has not ended and waits for no queue has no pod, which something may refuse."""
+    """Whether a Job that has not ended and waits for no queue has no pod, perhaps because creation is refused."""
     return pod is None and not job["spec"].get("suspend") and condition(job, "Complete", "Failed") is None
 
 
@@ -340,7 +340,7 @@ def _waiting_status(pod: Mapping[str, Any]) -> ReplicaStatus:
 
 
 def _failed_status(end: Mapping[str, Any], pod: Mapping[str, Any] | None) -> ReplicaStatus:
-    """The status of a failed Job. The Job's reason decides for deadlines and disruptions, else the pod's does."""
+    """The status of a failed Job: by the Job's reason for deadlines and disruptions, else by the pod's."""
     why = str(end.get("reason", ""))
     about = (pod or {}).get("status", {})
     ended = container_state(pod or {}, "terminated")
@@ -371,13 +371,13 @@ def condition(item: Mapping[str, Any], *types: str, status: str = "True") -> Map
 
 
 def container_state(pod: Mapping[str, Any], state: str) -> Mapping[str, Any]:
-    """Details of a pod's one container if it is in `state` ("waiting", "terminated"), else empty."""
+    """Details of a pod's only container if it is in `state` ("waiting", "terminated"), else empty."""
     containers = pod.get("status", {}).get("containerStatuses") or [{}]
     return (containers[0].get("state") or {}).get(state) or {}
 
 
 def image_of(pod: Mapping[str, Any]) -> str:
-    """The image of a pod's one container, with its digest, as its node says; empty if it does not (yet) say one."""
+    """The image of a pod's only container, with its digest, as its node reports it; empty before that."""
     containers = pod.get("status", {}).get("containerStatuses") or [{}]
     image = containers[0].get("imageID") or ""
     return image if _IMAGE_ID.fullmatch(image) else ""
@@ -389,9 +389,9 @@ def _signal_or_code(code: int | None) -> int | None:
 
 
 def newest_by_owner(pods: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The newest pod of each Job, by the Job's uid. `pods`: as the API lists them.
+    """The newest pod of each Job, by the Job's uid. `pods`: in the API's form.
 
-    Times are whole seconds: of two pods of one second, the one that is being deleted is the older.
+    Times are whole seconds: if two pods have the same, the one being deleted is the older.
     """
 
     def age(pod: Mapping[str, Any]) -> tuple[str, bool]:

@@ -25,8 +25,8 @@ def read_template(given: str | Path | Mapping[str, Any] | None) -> dict[str, Any
     """A pod template as a dict: `{"metadata": …, "spec": …}`; empty for None.
 
     `given`: that dict, or a YAML file with it, or with a whole Pod or PodTemplate. Raises ValueError for a file that
-    cannot be read, an unknown field, naming the nearest, a value of another type, what the executor sets itself, or a
-    literal that looks secret. Raises `MissingSdk` without the Kubernetes client.
+    cannot be read, an unknown field (naming the nearest), a value of another type, a field that the executor sets
+    itself, or a literal that looks secret. Raises `MissingSdk` without the Kubernetes client.
     """
     if given is None:
         return {}
@@ -59,7 +59,7 @@ def read_template(given: str | Path | Mapping[str, Any] | None) -> dict[str, Any
 
 
 def container_of(template: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A template's one container; empty for a template without one."""
+    """A template's only container; empty for a template without one."""
     containers = (template.get("spec") or {}).get("containers") or [{}]
     container: Mapping[str, Any] = containers[0]
     return container
@@ -144,10 +144,10 @@ def _check_model(value: Any, kind: str, path: str) -> None:
 
 
 def merged(template: Any, ours: Any, path: str = "pod_template") -> Any:
-    """`ours` with what the template adds. Raises ValueError for a value of the template that differs from ours.
+    """`ours` plus the additions of `template`. Raises ValueError for a value of the template that differs from ours.
 
-    Mappings are merged by name; lists are joined, the template's items first, but for items of the same name or path.
-    Alternatives of a required node affinity are combined, so that a node has to match both.
+    Mappings are merged by name; lists are concatenated, the template's items first, except items of the same name or
+    path. Alternatives of a required node affinity are combined, so that a node has to match both.
     """
     if template is None or template == ours:
         return ours
@@ -174,7 +174,7 @@ def _joined(template: Sequence[Any], ours: Sequence[Any], path: str) -> list[Any
 
 
 def _both(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Node selector terms, of which one has to match, for nodes that match one of `first` and one of `second`."""
+    """Alternative node selector terms that match a node if one of `first` and one of `second` match it."""
     if not first or not second:
         return [dict(each) for each in first or second]
     return [_and(one, other) for one in first for other in second]

@@ -1,7 +1,6 @@
 """Replicas as processes of this machine: they outlive their launcher, and any process of the host can poll them.
 
-The files of an attempt are in `attempt_folder`. Linux only: /proc distinguishes a process from a later one with its
-pid.
+`attempt_folder` has the files of an attempt. Linux only: /proc distinguishes a process from a later one with its pid.
 """
 
 import logging
@@ -99,7 +98,7 @@ class LocalProcessExecutor(RemoteExecutor):
         }
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
-        """Start the attempt, or adopt its process if the attempt was launched before, even if no handle was written."""
+        """Start the attempt, or adopt its process if it was launched before, even if no handle was written."""
         folder = self._folder(request)
         for each in (self._directory, folder.path.parent.parent, folder.path.parent):
             make_private(each)
@@ -234,9 +233,10 @@ def _argv(command: Sequence[str]) -> list[str]:
 
 
 def _environment(request: LaunchRequest, folder: AttemptFolder, gpu: Mapping[str, str]) -> dict[str, str]:
-    """The child's environment: this process's, its `sys.path`, a fixed thread count, a GPU, then what the request sets.
+    """The child's environment: this process's, its `sys.path`, a fixed thread count, a GPU, then the request's
+    variables.
 
-    Settings of the allocator are those of this process, where it has any.
+    The allocator's settings are this process's, if it has any.
     """
     ours = str(Path(__file__).absolute().parents[2])
     users = [str(Path(entry or ".").resolve()) for entry in sys.path]
@@ -256,21 +256,18 @@ def _environment(request: LaunchRequest, folder: AttemptFolder, gpu: Mapping[str
 
 
 def _threads(request: LaunchRequest) -> dict[str, str]:
-    """OMP_NUM_THREADS for a replica: its share of the cores, whatever the load.
-
-    It is fixed because some sums round differently with another number of threads.
-    """
+    """OMP_NUM_THREADS for a replica: its share of the cores. Fixed, because rounding of sums depends on it."""
     threads = max(1, len(os.sched_getaffinity(0)) // _replicas(request))
     return {"OMP_NUM_THREADS": request.env.get("OMP_NUM_THREADS", str(threads))}
 
 
 def _memory(request: LaunchRequest) -> dict[str, str]:
-    """DILOCO_MEMORY_MIB for a replica: its share of this machine, which all replicas are on."""
+    """DILOCO_MEMORY_MIB for a replica: its share of this machine's memory, on which all replicas run."""
     return {ENV_MEMORY: os.environ.get(ENV_MEMORY, str(memory_share(_replicas(request))))}
 
 
 def _replicas(request: LaunchRequest) -> int:
-    """The number of replicas of the run, which all are on this machine."""
+    """The number of replicas of the run, all of which are on this machine."""
     return int(request.env.get(ENV_WORLD_SIZE, "1"))
 
 

@@ -1,4 +1,4 @@
-"""Facts about the machine, or the container, that this process runs on: its memory, GPUs and processes.
+"""Facts about the machine, or the container, of this process: its memory, GPUs and processes.
 
 Standard library only: a launcher must not import torch, and must not open the GPUs that its replicas need.
 """
@@ -21,7 +21,7 @@ _PROC = Path("/proc")
 
 
 def machine_memory() -> int:
-    """Bytes of memory that the machine has, or that the container may use if that is less."""
+    """Bytes of memory of the machine, or the container's limit if that is less."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in map(Path, _CGROUP_LIMITS):
         if path.is_file() and (limit := path.read_text().strip()).isdecimal():
@@ -30,9 +30,9 @@ def machine_memory() -> int:
 
 
 def memory_share(replicas: int) -> int:
-    """MiB that each of `replicas` on this machine may hold by default, beside the user's training.
+    """MiB that each of `replicas` on this machine may use by default, beside the user's training.
 
-    Together they get half of the memory: training has its model, gradients and optimizer in the other half.
+    Together they get half of the memory: the user's model, gradients and optimizer use the other half.
     """
     return machine_memory() // 2 // replicas // 2**20
 
@@ -43,7 +43,7 @@ def memory_share(replicas: int) -> int:
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
     """The GPUs that a process with this environment may use; empty if there is none.
 
-    Those that `CUDA_VISIBLE_DEVICES` names, else all that `nvidia-smi` lists. Where a GPU is divided (MIG), its parts.
+    Those in `CUDA_VISIBLE_DEVICES`, else all that `nvidia-smi` lists. If a GPU is partitioned (MIG), its parts.
     """
     given = environ.get(VISIBLE)
     if given is not None:
@@ -61,7 +61,7 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def listed_gpus(listing: str) -> tuple[str, ...]:
-    """The UUIDs in the output of `nvidia-smi -L`, which name the same GPU in every order of devices."""
+    """The UUIDs in the output of `nvidia-smi -L`, which identify a GPU in every order of devices."""
     found: list[str] = []
     divided: str | None = None  # the GPU whose parts follow
     for match in filter(None, map(_LISTED.fullmatch, listing.splitlines())):
@@ -74,12 +74,12 @@ def listed_gpus(listing: str) -> tuple[str, ...]:
 
 
 def gpu_of(replica_id: int, gpus: Sequence[str]) -> dict[str, str]:
-    """The environment variable that shows a replica its GPU: number `replica_id` modulo their number."""
+    """The environment variable that gives a replica its GPU: number `replica_id` modulo the number of GPUs."""
     return {VISIBLE: gpus[replica_id % len(gpus)]} if gpus else {}
 
 
 def sharing_words(replicas: int, gpus: Sequence[str]) -> str | None:
-    """The warning about several replicas on one GPU; None if each has one of its own, or there is none."""
+    """The warning that several replicas share a GPU; None if each has its own, or there is none."""
     if not gpus or replicas <= len(gpus):
         return None
     most = -(-replicas // len(gpus))
@@ -120,7 +120,7 @@ class ProcessId:
 
 
 def boot_id() -> str:
-    """The kernel's random id of the current boot of this machine, which every reboot changes."""
+    """The kernel's random id of the current boot of this machine."""
     return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
 
 

@@ -53,11 +53,11 @@ class MixedExecutor(RemoteExecutor):
         return self.part(handle.replica_id).poll(handle)
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """`statuses`, errors included: each executor has already turned what passes by itself into UNKNOWN."""
+        """`statuses` with its errors: each part has already turned transient ones into UNKNOWN."""
         return self.statuses(handles)
 
     def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """Statuses by one `poll_many` of each executor; all UNKNOWN for an executor that refuses our credentials."""
+        """Statuses by one `poll_many` per part; all UNKNOWN for a part whose provider refuses our credentials."""
         found: dict[tuple[int, int], ReplicaStatus] = {}
         for executor in self._executors:
             theirs = [handle for handle in handles if self.part(handle.replica_id) is executor]

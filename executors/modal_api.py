@@ -1,7 +1,6 @@
-"""Calls of Modal's SDK: one App and what its Sandboxes are made of, errors, private methods, pieces of output as lines.
+"""Calls of Modal's SDK for one App: images, Sandboxes, mounts, errors, private methods, and output as lines.
 
-The SDK is loaded at first use. Arguments as data are in `modal_objects`; what an attempt is, is left to
-`modal_sandboxes`.
+The SDK is loaded at first use. `modal_objects` has arguments as data, `modal_sandboxes` maps attempts to Sandboxes.
 """
 
 import os
@@ -42,7 +41,7 @@ _LOG_OVERLAP = timedelta(seconds=5)  # entries may arrive out of order
 
 
 class Entry(NamedTuple):
-    """A piece of a Sandbox's output: a line, or a part of one."""
+    """A piece of a Sandbox's output: a line, or a part of a line."""
 
     timestamp: datetime
     source: str  # stdout or stderr
@@ -62,7 +61,7 @@ def sdk() -> ModuleType:
 def errors_of(what: str) -> Iterator[None]:
     """Context that translates errors of Modal's SDK into `ExecutorError`s. `what`: the action, for messages.
 
-    A ConflictError, which means that its object's state has changed meanwhile, passes as an outage does.
+    A ConflictError, which means that its object's state has changed meanwhile, counts as transient.
     """
     errors = sdk().exception
     import grpclib.exceptions  # a dependency of the SDK, as protobuf is
@@ -91,9 +90,9 @@ def errors_of(what: str) -> Iterator[None]:
 
 
 def log_in_again() -> bool:
-    """Read Modal's configuration file again, and forget the client of the process: the next call logs in anew.
+    """Read Modal's configuration file again, and drop the process's client, so that the next call logs in anew.
 
-    The SDK reads the file once, as it is imported. Returns False with an SDK whose private names are others.
+    The SDK reads the file only once, at import. Returns False with an SDK whose private names differ.
     """
     sdk()
     import modal.config
@@ -110,8 +109,8 @@ def log_in_again() -> bool:
 
 
 class ModalApp:
-    """Calls about one App, which is made if it does not exist. Errors are the SDK's own, or `Unavailable` if it does
-    not answer in time: no call holds the lock for longer.
+    """Calls about one App, which is created if it does not exist. Errors are the SDK's own, or `Unavailable` if a call
+    does not return in time, so that no call holds the lock for longer.
 
     `client`: None for that of the environment's credentials.
     """
@@ -126,7 +125,7 @@ class ModalApp:
         self._without_room: set[str] = set()  # GPU types that Modal had none of when last asked
 
     def log_in_again(self) -> bool:
-        """Log in anew with what the configuration says now. False if the client is the user's own object."""
+        """Log in anew with the current configuration. False if the client is the user's own object."""
         if self._client is not None:
             return False
         with self._lock:  # what was made with the old client goes on using it
@@ -149,9 +148,9 @@ class ModalApp:
             return self._app
 
     def _built_image(self, name: str | None) -> "Image":
-        """The container image. Modal builds it for the first caller; those in other threads wait until it is built.
+        """The container image, built by Modal for the first caller; other threads wait until it is built.
 
-        `name`: of a Sandbox's arguments, in which a digest may stand for the tag.
+        `name`: from a Sandbox's arguments; it may have a digest in place of its tag.
         """
         modal, app = sdk(), self._looked_up()
         with self._lock:
@@ -189,14 +188,14 @@ class ModalApp:
         return found
 
     def live(self, run_id: str, app_id: str | None) -> "Iterator[Sandbox]":
-        """The Sandboxes of a run that have not ended, one request a page. `app_id`: of `app_id()`."""
+        """The Sandboxes of a run that have not ended, one request a page. `app_id`: the result of `app_id()`."""
         yield from sdk().Sandbox.list(app_id=app_id, tags={LABEL_RUN: run_label(run_id)}, client=self._client)
 
     def create(self, arguments: Mapping[str, Any], secrets: Mapping[str, str]) -> "Sandbox":
-        """A new Sandbox on the first GPU type of `arguments` that Modal has a machine of.
+        """A new Sandbox on the first GPU type of `arguments` for which Modal has a machine.
 
-        Types that it had none of when last asked come last. Raises the SDK's ResourceExhaustedError if it has none of
-        any. `secrets`: values of the request's secrets.
+        Types without a machine at the last try come last. Raises the SDK's ResourceExhaustedError if no type has one.
+        `secrets`: values of the request's secrets.
         """
         modal = sdk()
         wanted: list[str | None] = list(arguments["gpu"]) or [None]
@@ -235,7 +234,7 @@ class ModalApp:
         return created
 
     def _mounted(self, mount: Any) -> Any:
-        """The SDK's object for a mount. A Volume that does not exist is an error: it would be empty."""
+        """The SDK's object for a mount. A Volume that does not exist is an error, because it would be empty."""
         modal = sdk()
         if not isinstance(mount, Mount):
             return mount
@@ -248,10 +247,10 @@ class ModalApp:
 
 
 def end_of(sandbox: "Sandbox") -> tuple[str, str]:
-    """The end of a Sandbox, as `GenericResult.GenericStatus` without its prefix, and Modal's words about it.
+    """The end of a Sandbox, as `GenericResult.GenericStatus` without its prefix, and Modal's message about it.
 
-    `RUNNING` if it has not ended. The SDK's public methods return only an exit code, and that of an image that did not
-    start is 0. A private method returns the status; with an SDK version that lacks the method, the exit code decides.
+    `RUNNING` if it has not ended. The SDK's public methods return only an exit code, which is 0 for an image that did
+    not start. A private method returns the status; with an SDK version without it, the exit code decides.
     """
     try:
         result = sandbox._get_metadata().result
@@ -276,8 +275,7 @@ def has_machine(sandbox: "Sandbox") -> bool:
 
 
 def entries_of(sandbox: "Sandbox", newest: datetime | None, tail: int | None) -> Sequence[Entry]:
-    """Output entries that Modal has kept, without Modal's own: the last ones, or those after `newest` and 5 s before
-    it.
+    """Output entries that Modal has kept, without Modal's own: the last ones, or from 5 s before `newest` on.
 
     `tail`: number of lines wanted, if `newest` is None.
     """
@@ -294,7 +292,7 @@ def entries_of(sandbox: "Sandbox", newest: datetime | None, tail: int | None) ->
 
 
 class OutputLines:
-    """Joins output entries of successive fetches to lines. A fetch may repeat entries of the fetch before it."""
+    """Joins output entries of successive fetches to lines. A fetch may repeat entries of the one before."""
 
     def __init__(self) -> None:
         self._shown: Counter[Entry] = Counter()

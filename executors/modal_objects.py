@@ -1,6 +1,6 @@
-"""Modal Sandboxes as plain data: the arguments of a Sandbox for an attempt, and the status that its end reports.
+"""Modal Sandboxes as plain data: the arguments of a Sandbox for an attempt, and the status from its end.
 
-Makes no calls: they are in `modal_sandboxes`.
+`modal_sandboxes` makes the calls.
 """
 
 import math
@@ -24,7 +24,7 @@ _GPU = re.compile(r"[A-Za-z][\w.-]*[!+]?(:[1-9]\d*)?")  # H100! is no better one
 
 @dataclass(frozen=True)
 class SandboxOptions:
-    """The user's wishes for each replica's Sandbox. Raises ValueError for values that Modal would refuse."""
+    """The user's settings for each replica's Sandbox. Raises ValueError for values that Modal would refuse."""
 
     app: str
     environment: str | None  # of the App, of named Secrets and of named Volumes; None: the profile's
@@ -69,7 +69,7 @@ class Mount:
 
 
 def mounts_of(given: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """`ModalExecutor(volumes=…)` by path: a `Mount` for names and arguments, the SDK's objects as they are.
+    """Mounts by path, from `ModalExecutor(volumes=…)`: a `Mount` for names and arguments, SDK objects unchanged.
 
     Raises ValueError for a path that is not absolute, a text without "=", or an unknown argument of a bucket's mount.
     """
@@ -171,9 +171,9 @@ _BY_CODE = {  # State by exit code, for SUCCESS and FAILURE: the process ended b
 
 
 def status_of(end: str, code: int | None, said: str = "") -> ReplicaStatus:
-    """The status of a Sandbox. `end`, `said`: as `modal_api.end_of` returns them; `code`: None while it runs.
+    """The status of a Sandbox. `end`, `said`: the result of `modal_api.end_of`; `code`: exit code, None while it runs.
 
-    Modal writes the code 0 for a process that never started, so that 0 counts as one only where the process ended.
+    Modal reports the code 0 for a process that never started, so 0 counts only if the process ended.
     """
     words = f": {' '.join(said.split())[:_WORDS]}" if said.strip() else ""
     if end in ("SUCCESS", "FAILURE") and code is not None:

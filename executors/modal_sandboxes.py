@@ -151,7 +151,7 @@ class ModalExecutor(RemoteExecutor):
         return self._handle(request.run_id, request.replica_id, request.attempt, sandbox)
 
     def _ask(self, what: str, call: Callable[[], T]) -> T:
-        """The result of calls to Modal, its errors translated; after a new login if Modal refuses the credentials."""
+        """The result of `call`, with errors translated; repeated after a new login if credentials are refused."""
         with errors_of(what):
             try:
                 return call()
@@ -171,7 +171,7 @@ class ModalExecutor(RemoteExecutor):
         return replace(handle, native=native)
 
     def identity(self) -> Identity:
-        """Named Secrets may hold any credentials; the identity token needs a role of AWS that trusts Modal."""
+        """The credentials of Sandboxes: named Secrets, or an identity token for an AWS role that trusts Modal."""
         advice = "oidc=True with env={'AWS_ROLE_ARN': …} of a role that trusts Modal, or secrets=[…] of Modal Secrets"
         if self._options.secrets:
             return Identity(source=f"Modal Secrets {', '.join(self._options.secrets)}", advice=advice)
@@ -186,7 +186,7 @@ class ModalExecutor(RemoteExecutor):
     # -- polling -------------------------------------------------------------------------------------------------
 
     def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """Statuses by one listing per run, of live Sandboxes; those that it lacks are polled alone, at once."""
+        """Statuses by one listing of live Sandboxes per run; Sandboxes not in it are polled one by one, in parallel."""
         if len(handles) == 1:
             what = f"polling Sandbox {handles[0].native_id}"
             return [self._ask(what, lambda: answer_within(CALL_S, what, lambda: self._status(handles[0])))]
@@ -219,7 +219,7 @@ class ModalExecutor(RemoteExecutor):
         return ReplicaStatus(ReplicaState.PENDING, "", None, RUNNING, "waits for a machine")
 
     def _listed(self, handles: Sequence[ReplicaHandle], app_id: str | None) -> dict[str, ReplicaStatus]:
-        """Statuses by Sandbox id of those that Modal lists as live. No further page is read once all were seen."""
+        """Statuses by Sandbox id of those that Modal lists as live. Stops paging once all were found."""
         wanted = {handle.native_id: handle for handle in handles}
         found: dict[str, ReplicaStatus] = {}
         for run_id in sorted({handle.run_id for handle in handles}):
@@ -293,7 +293,7 @@ class ModalExecutor(RemoteExecutor):
         if sandbox is None or sandbox.returncode is not None:
             return
         self._cancelled.add(handle.native_id)
-        with suppress(modal.exception.Error):  # without the tag only this object knows of the cancel
+        with suppress(modal.exception.Error):  # without the tag only this object would have a note of the cancel
             sandbox.set_tags({**sandbox.get_tags(), TAG_CANCELLED: "user"})
         with suppress(modal.exception.NotFoundError):
             sandbox.terminate()

@@ -1,6 +1,6 @@
 """Checks of names that people type: the nearest known name for a misspelt one, and the form of an entrypoint.
 
-Standard library only. Error types belong to callers: functions here return text or raise plain ValueError.
+Standard library only. Functions return text or raise plain ValueError; callers raise their own error types.
 """
 
 import difflib
@@ -36,7 +36,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def words_of(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """One word, several or none as a tuple."""
+    """The words of `given`, which is one word, several or None, as a tuple."""
     return () if given is None else (given,) if isinstance(given, str) else tuple(given)
 
 

@@ -1,8 +1,8 @@
 """Prices of machines in US dollars an hour: dated tables, for providers that report none or cannot be reached.
 
-A table names the provider's own page or file that its prices were compared with; what none was at hand for is shown as
-unconfirmed. Whoever pays less or more, by contract or in another region, passes `hourly_usd=` to the executor. Spot
-prices change by the hour and are in no table: `eks_jobs` asks AWS for them.
+A table names the provider's page or file that its prices were checked against; prices without such a source are shown
+as unconfirmed. Users with other prices, by contract or in another region, pass `hourly_usd=` to the executor. Spot
+prices change by the hour and are in no table: `eks_jobs` requests them from AWS.
 """
 
 import math
@@ -160,8 +160,8 @@ EC2 = PriceTable(
 def modal_price(gpus: Sequence[str], cpu: float | None, memory_mib: int | None, regions: Sequence[str]) -> Price | None:
     """The price of a Modal Sandbox: of its dearest GPU type, its cores, its memory, times the region's factor.
 
-    None if a type is not in the table. Cores and memory are those asked for, and at least those that a replica uses;
-    what it uses beyond, Modal bills too, and nobody knows it here.
+    None if a type is not in the table. Cores and memory are the requested ones, at least those that a replica uses;
+    Modal bills use beyond the request too, which is not predicted here.
     """
     names = [gpu.rstrip("!").partition(":")[0].upper() for gpu in gpus]
     if any(name not in MODAL.usd for name in names):

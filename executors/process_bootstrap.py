@@ -1,6 +1,6 @@
 """The process that `launch_replicas` starts: calls the entrypoint and prints its result or error.
 
-Travels as text (`program_text`), so it needs nothing but the standard library. Reads the environment that
+Sent as source text (`program_text`), so it needs only the standard library. Reads the environment that
 `function_launch` sets. The last line of output is the exit line, which any executor finds in its provider's log.
 """
 

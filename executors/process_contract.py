@@ -41,9 +41,9 @@ EXIT_LINE = "DILOCO_EXIT "  # begins the last line of output; JSON follows
 
 @contextmanager
 def unpacked_code() -> Iterator[None]:
-    """Removes the folder that the code was unpacked into, if there is one, when the block ends.
+    """Context that removes the folder into which the code was unpacked, if there is one, at its end.
 
-    The variable that names the folder is taken out of the environment at once: a child process must not remove it.
+    The variable that names the folder is removed from the environment at once, so that no child removes the folder.
     """
     folder = os.environ.pop(ENV_CODE_FOLDER, None)
     try:

@@ -6,13 +6,13 @@ Makes executors from a command line's options or a record's. The options of a co
 
 import importlib
 from collections.abc import Mapping, Sequence
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
 from diloco_orchestrator.executors.constructor_options import Option, check_arguments, options_of
 from diloco_orchestrator.executors.contract import ExecutorError, Recreatable, ServerlessExecutor
 from diloco_orchestrator.executors.mixed import MixedExecutor
 from diloco_orchestrator.executors.names import unknown_name
+from diloco_orchestrator.import_names import registered, registered_names
 
 ENTRY_POINTS = "diloco_orchestrator.executors"
 OURS = {
@@ -24,12 +24,11 @@ OURS = {
     "modal": "diloco_orchestrator.executors.modal_sandboxes:ModalExecutor",
     "slurm": "diloco_orchestrator.executors.slurm_jobs:SlurmExecutor",
 }
-_OUR_PACKAGE = "diloco-orchestrator"
 
 
 def executor_names() -> list[str]:
     """Names of all registered executors, whether or not their SDKs are installed."""
-    return sorted({*OURS, *(each.name for each in entry_points(group=ENTRY_POINTS))})
+    return sorted({*OURS, *registered_names(ENTRY_POINTS)})
 
 
 def executor_class(name: str) -> type:
@@ -38,36 +37,17 @@ def executor_class(name: str) -> type:
     Raises ValueError if no package or more than one registers the name, or if the registered object is not an executor
     class of that name.
     """
-    theirs = list(entry_points(group=ENTRY_POINTS, name=name))
-    if name in OURS and not theirs:
+    try:
+        found, where = registered("executor", ENTRY_POINTS, name, taken=name in OURS)
+    except LookupError:
+        if name not in OURS:
+            raise ValueError(unknown_name("executor", name, executor_names())) from None
         module, _, symbol = OURS[name].partition(":")
         ours: type = getattr(importlib.import_module(module), symbol)
         return ours
-    if not theirs:
-        raise ValueError(unknown_name("executor", name, executor_names()))
-    owners = [*([_OUR_PACKAGE] if name in OURS else []), *map(_package_of, theirs)]
-    if len(owners) > 1:
-        raise ValueError(
-            f"executor {name!r} is registered by {' and '.join(sorted(owners))}, so that nobody can tell which one is "
-            "meant. Uninstall all but one, or make the executor in Python."
-        )
-    return _loaded(theirs[0])
-
-
-def _package_of(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else entry.value
-
-
-def _loaded(entry: EntryPoint) -> type:
-    where = f"executor {entry.name!r} of package {_package_of(entry)} ({entry.value})"
-    try:
-        found = entry.load()
-    except Exception as error:  # the other package's code runs here, and may raise anything
-        words = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{where} does not load: {words}. Repair that package, or name another executor.") from error
     if not isinstance(found, type) or not all(hasattr(found, each) for each in ("launch", "poll", "shares_machine")):
         raise ValueError(f"{where} is no executor class. The package has to register a `ServerlessExecutor`.")
-    if getattr(found, "name", None) != entry.name:
+    if getattr(found, "name", None) != name:
         raise ValueError(
             f"{where} calls itself {getattr(found, 'name', None)!r}, and that is what handles record. The package has "
             "to register it under its own name."
@@ -93,9 +73,9 @@ def make_executor(name: str, options: Mapping[str, Any]) -> ServerlessExecutor:
 
 
 def executor_of(given: object) -> ServerlessExecutor:
-    """The executor that a caller passed, or a new one with default options of the name that it passed.
+    """The executor that a caller passed, or a new one with default options if it passed a name.
 
-    Raises ValueError for an unknown name, one whose options cannot all be left out, and anything else.
+    Raises ValueError for an unknown name, one with required options, and anything else.
     """
     if isinstance(given, str):
         try:
@@ -116,9 +96,9 @@ def executor_of(given: object) -> ServerlessExecutor:
 
 
 def spec_of(executor: ServerlessExecutor) -> dict[str, Any] | None:
-    """Name and options as `run.json` holds them, from which `recreate` makes an equal executor in another process.
+    """Name and options as `run.json` stores them, from which `recreate` makes an equal executor in another process.
 
-    For an executor with arguments that no record may hold, their names; then `recreate` raises an error with these.
+    For an executor with arguments that must not be recorded, their names; `recreate` then raises an error naming them.
     None for an executor whose class is not registered.
     """
     if isinstance(executor, MixedExecutor):

@@ -87,7 +87,7 @@ class RemoteExecutor:
     def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
         """The status of each attempt, in the order of `handles`, of which there is at least one.
 
-        May raise `ExecutorError`: `poll` and `poll_many` turn what passes by itself into UNKNOWN.
+        May raise `ExecutorError`: `poll` and `poll_many` turn transient ones into UNKNOWN.
         """
 
     @abstractmethod
@@ -150,7 +150,7 @@ class RemoteExecutor:
         return self.poll_many([handle])[0]
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """`statuses`; all UNKNOWN while the provider does not answer."""
+        """The statuses; all UNKNOWN while the provider does not respond."""
         try:
             return self.statuses(handles) if handles else []
         except (ExecutorDenied, MissingSdk):
@@ -172,7 +172,7 @@ class RemoteExecutor:
         return ReplicaHandle(self.name, run_id, *who, native_id, native or {})
 
     def tries(self, what: str, patience_s: float = 60.0) -> Iterator[None]:
-        """Passes of a loop that returns from within, with pauses between them: a provider needs a moment.
+        """Iterations of a retry loop that its body leaves by returning, with pauses between them.
 
         Raises `Unavailable` after `patience_s`. `what`: what is waited for, such as "the Job to be listed".
         """
@@ -238,7 +238,7 @@ def _function_requests(
     """The requests that call `entrypoint(**entrypoint_args)` in `n_replicas` processes, as replicas 0 to n-1, attempt
     1.
 
-    The arguments travel as JSON in the environment, as do the Python files of the small folder `code`. Raises
+    The arguments are sent as JSON in the environment, with the Python files of the small folder `code`. Raises
     ValueError for an entrypoint of another form, arguments that JSON cannot hold, or a folder that is too large.
     """
     if n_replicas < 1:
@@ -291,7 +291,7 @@ def _failure_text(result: ReplicaResult) -> str:
 
 
 def limited(command: Sequence[str], timeout_s: float | None) -> list[str]:
-    """A command with a request's own time limit, kept by coreutils' `timeout`.
+    """A command under a request's own time limit, enforced by coreutils' `timeout`.
 
     --foreground: signals reach the replica alone, as they do without `timeout`.
     """
@@ -305,8 +305,8 @@ def ended_status(
 ) -> ReplicaStatus:
     """The status of an attempt whose process ended with `code`; negative, or 128 and more: killed by a signal.
 
-    `timed`: it ran under coreutils' `timeout`. `oom`: it took more memory than it may. A replica that had finished is
-    a success even if it was cancelled.
+    `timed`: it ran under coreutils' `timeout`. `oom`: it exceeded its memory limit. A replica that had finished is a
+    success even if it was cancelled.
     """
     message = "" if code == EXIT_DONE else f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     if cancelled and code != EXIT_DONE:
@@ -323,7 +323,7 @@ def ended_status(
 
 
 def env_within(request: LaunchRequest, limit_s: float) -> dict[str, str]:
-    """The request's environment, and the seconds after which the replica leaves by itself.
+    """The request's environment, plus the number of seconds after which the replica leaves by itself.
 
     That is some minutes before the provider ends the attempt at `limit_s` without a notice.
     """
@@ -343,7 +343,7 @@ def run_label(run_id: str) -> str:
 
 
 def run_selector(run_id: str) -> str:
-    """ "label=value", by which a run's attempts are selected among everything that the provider lists."""
+    """The label selector "label=value" for a run's attempts among everything that the provider lists."""
     return f"{LABEL_RUN}={run_label(run_id)}"
 
 

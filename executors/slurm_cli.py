@@ -1,6 +1,6 @@
-"""Slurm's command line tools: which are run, what their errors mean, and the tables that they print.
+"""Slurm's command line tools: how they are called, what their errors mean, and parsing of the tables they print.
 
-Which job is whose, and what its state means, is in `slurm_objects`.
+`slurm_objects` maps jobs to attempts and states.
 """
 
 import os
@@ -92,11 +92,11 @@ class SlurmCli:
         self._cluster = ""
 
     def submit(self, arguments: Sequence[str], script: str) -> str:
-        """Submit a batch script, and return the job's id. The script goes through stdin, so it is in no file."""
+        """Submit a batch script, and return the job's id. The script is passed by stdin, so no file holds it."""
         return job_id_of(self._tools.run("sbatch", *arguments, what="submitting a job", given=script))
 
     def jobs(self, users: Sequence[str]) -> dict[str, Job]:
-        """The jobs of these users that the controller knows, by id: waiting, running, or ended within MinJobAge."""
+        """The jobs of these users that the controller lists, by id: waiting, running, or ended within MinJobAge."""
         words = ["squeue", "--noheader", "--states=all", f"--user={','.join(users)}", f"--Format={SQUEUE_FORMAT}"]
         return queued_jobs(self._tools.run(*words, what="listing jobs"))
 
@@ -121,7 +121,7 @@ class SlurmCli:
             raise odd_reply(what, "scancel's, which is none", said)
 
     def cluster(self) -> str:
-        """The cluster's name, asked for once."""
+        """The cluster's name; cached."""
         if not self._cluster:
             said = self._tools.run("scontrol", "show", "config", what="asking for the cluster's name")
             self._cluster = cluster_of(said)
@@ -129,10 +129,10 @@ class SlurmCli:
 
 
 def submit_environment(environ: Mapping[str, str], conf: str | None) -> dict[str, str]:
-    """The environment of Slurm's tools: this process's, without variables that set options of theirs.
+    """The environment for Slurm's tools: this process's, without variables that set options of the tools.
 
-    SBATCH_EXPORT=ALL, or SQUEUE_FORMAT, would otherwise change what is sent and printed. Options that a site sets for
-    all of its users belong in the executor's.
+    SBATCH_EXPORT=ALL, or SQUEUE_FORMAT, would otherwise change what is sent and printed. A site's options for all of
+    its users must be passed to the executor instead.
     """
     kept = {name: value for name, value in environ.items() if not name.startswith(("SBATCH_", "SQUEUE_", "SACCT_"))}
     return {**kept, "SLURM_TIME_FORMAT": "standard", **({"SLURM_CONF": conf} if conf else {})}

@@ -170,7 +170,7 @@ class SlurmExecutor(RemoteExecutor):
     def _named(self, name: str) -> list[str]:
         """Ids of this user's jobs of this name, the oldest first.
 
-        Without those that sbatch refused: Slurm lists some of them for a while, as failed for their constraints.
+        Without jobs that sbatch refused, some of which Slurm lists for a while as failed for their constraints.
         """
         jobs = self._cli.jobs([this_user()]).values()
         return sorted((job.id for job in jobs if job.name == name and job.reason != REFUSED), key=int)
@@ -188,7 +188,7 @@ class SlurmExecutor(RemoteExecutor):
     # -- polling -------------------------------------------------------------------------------------------------
 
     def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """Statuses by one squeue, and one sacct for jobs that the controller has forgotten."""
+        """Statuses by one squeue, and one sacct for jobs that the controller no longer lists."""
         jobs = self._cli.jobs(sorted({handle.native["user"] for handle in handles}))
         gone = [handle.native_id for handle in handles if not _is_job_of(handle, jobs.get(handle.native_id))]
         jobs |= self._cli.ended_jobs(gone)
@@ -206,7 +206,7 @@ class SlurmExecutor(RemoteExecutor):
         return status
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """Cancel the job, waiting or running; every process sees CANCELLED, also once Slurm has forgotten the job."""
+        """Cancel the job, waiting or running; every process then sees CANCELLED, also once Slurm has dropped it."""
         folder = AttemptFolder(Path(handle.native["dir"]))
         job = self._cli.jobs([handle.native["user"]]).get(handle.native_id)
         if job is None or not _is_job_of(handle, job) or status_of(job, timed=False).state.ended:
@@ -221,7 +221,7 @@ class SlurmExecutor(RemoteExecutor):
         return folder.logs(follow, tail, lambda: self.poll(handle).state.ended, lambda: self._clock.sleep(_FOLLOW_S))
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
-        """Handles of this user's jobs with the run's name; of jobs that the controller has forgotten, from folders."""
+        """Handles of this user's jobs with the run's name; of jobs no longer listed, from the attempts' folders."""
         cluster, user = self._cli.cluster(), this_user()
         pattern = re.compile(rf"dl-{re.escape(run_label(run_id))}-r(\d+)-a(\d+)")
         found: dict[tuple[int, int], ReplicaHandle] = {}
@@ -245,12 +245,12 @@ class SlurmExecutor(RemoteExecutor):
 
 
 def _is_job_of(handle: ReplicaHandle, job: Job | None) -> bool:
-    """Whether a job of this id is the attempt's: a controller that lost its state gives ids out again."""
+    """Whether a job of this id is the attempt's, because a controller that lost its state reuses ids."""
     return job is not None and job.name == attempt_name(handle)
 
 
 def _forgotten(handle: ReplicaHandle) -> ReplicaStatus:
-    """The status of an attempt whose job neither controller nor accounting know, from what is in its folder."""
+    """The status, from the files in its folder, of an attempt whose job neither controller nor accounting list."""
     folder = AttemptFolder(Path(handle.native["dir"]))
     if folder.ending() is not None:
         return ReplicaStatus(ReplicaState.CANCELLED, "user", None, "gone", "cancelled; Slurm no longer knows the job")

@@ -1,6 +1,6 @@
 """Slurm's input and output as plain data: the batch script of an attempt, sbatch's arguments, states of jobs.
 
-Runs nothing: the tools are called in `slurm_cli`.
+`slurm_cli` runs the tools.
 """
 
 import math
@@ -62,7 +62,7 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """A replica's request of a node. Raises ValueError for a size that Slurm cannot read."""
+    """The resources of a node that a replica requests. Raises ValueError for a size that Slurm cannot read."""
 
     gpu: int | str | None = None
     cpu: int | None = None
@@ -81,7 +81,7 @@ class Machine:
             seconds_of(self.time_limit)
 
     def arguments(self) -> list[str]:
-        """Options of sbatch."""
+        """The resources as options of sbatch."""
         gpu = None if self.gpu in (None, 0, "0") else "gpu:1" if self.gpu in (1, "1") else f"gpu:{self.gpu}:1"
         given = {"gres": gpu, "cpus-per-task": self.cpu, "mem": self.memory}
         return [f"--{name}={value}" for name, value in given.items() if value is not None]
@@ -89,7 +89,7 @@ class Machine:
     def limit_s(self, request: LaunchRequest) -> float | None:
         """Seconds after which Slurm ends an attempt; None: the partition's limit.
 
-        A request's own limit is kept to the second by the batch script; Slurm counts in minutes and comes after it.
+        The batch script enforces a request's own limit to the second; Slurm's, in minutes, comes after it.
         """
         limits = [] if self.time_limit is None else [seconds_of(self.time_limit)]
         if request.timeout_s is not None:
@@ -139,10 +139,10 @@ def sbatch_arguments(
     notice_s: int,
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """sbatch's arguments for an attempt; the script goes to its stdin. They hold no secret.
+    """sbatch's arguments for an attempt, without secrets; the script goes to its stdin.
 
-    `places`: partition, account, qos, constraint. `extra`: the user's; they come first, so that ours win. They are
-    arguments rather than #SBATCH lines, which variables of the environment would override.
+    `places`: partition, account, qos, constraint. `extra`: the user's; they come first, so that ours override them.
+    Arguments rather than #SBATCH lines, which variables of the environment would override.
     """
     limit_s = machine.limit_s(request)
     return [
@@ -222,7 +222,7 @@ def job_id_of(said: str) -> str:
 
 
 def cluster_of(config: str) -> str:
-    """The cluster's name in what `scontrol show config` printed. Raises `Unavailable` if that is something else."""
+    """The cluster's name in the output of `scontrol show config`. Raises `Unavailable` for other output."""
     named = [line.partition("=")[2].strip() for line in config.splitlines() if line.startswith("ClusterName")]
     if not named or not named[0]:
         raise odd_reply("asking for the cluster's name", "Slurm's configuration", config)
@@ -232,7 +232,8 @@ def cluster_of(config: str) -> str:
 def queued_jobs(table: str) -> dict[str, Job]:
     """The jobs that squeue printed in `SQUEUE_FORMAT`, by id.
 
-    A job of another form is left out: it is not ours. Raises `Unavailable` for a line that is no job, or half of one.
+    A job with a name of another form is not ours and left out. Raises `Unavailable` for a line that is no job, or half
+    of one.
     """
     found: dict[str, Job] = {}
     for line in _rows(table, _QUEUED, "squeue"):
@@ -244,7 +245,7 @@ def queued_jobs(table: str) -> dict[str, Job]:
 
 
 def accounted_jobs(table: str) -> dict[str, Job]:
-    """The jobs that sacct printed with `SACCT_FIELDS`, by id; of a job that ran several times, its last time.
+    """The jobs that sacct printed with `SACCT_FIELDS`, by id; for a job that ran several times, its last run.
 
     Raises `Unavailable` for a line that is no job, or half of one.
     """
@@ -300,7 +301,7 @@ _STATES: Mapping[str, tuple[ReplicaState, str]] = {
 
 
 def status_of(job: Job, timed: bool) -> ReplicaStatus:
-    """The status of an attempt from its job. `timed`: the batch script keeps the request's own time limit."""
+    """The status of an attempt from its job. `timed`: the batch script enforces the request's own time limit."""
     if job.restarts and job.state not in ("CANCELLED", "COMPLETING"):
         words = "Slurm put the job back into the queue; it will not run the attempt again"
         return ReplicaStatus(ReplicaState.PREEMPTED, "lost", None, job.state, words)

@@ -204,7 +204,7 @@ class ReplicaSession:
 
     @property
     def is_unheard(self) -> bool:
-        """Whether the loop has neither stepped nor called `batches` or `step`, so that it hears of no notice."""
+        """Whether the loop has neither stepped nor called `batches` or `step`, and so polls no preemption notice."""
         return self._entered and not self._asks and self._training.metrics.inner_steps == 0
 
     @property
@@ -253,7 +253,7 @@ class ReplicaSession:
         return self._evidence.items is not None
 
     def checked(self, batch: Batch) -> Batch:
-        """The batch, once its items are compared with the held-out ones, as `batches` does. For loops with `step`.
+        """The batch, after comparing its items with the held-out ones, as `batches` does. For loops with `step`.
 
         Call it before training on the batch. Raises `HeldoutItemInTraining` for a held-out item, `ConfigError` if
         `attach` got no manifest and no items_of.
@@ -275,10 +275,10 @@ class ReplicaSession:
         return self._evidence.items
 
     def on_round(self, function: RoundFn) -> None:
-        """Call `function(view)` after each commit that this replica follows, in order, before the next batch.
+        """Call `function(view)` after each commit that this replica applies, in order, before the next batch.
 
-        With the newest commit at once, if there is one: so a restarted attempt sees that one again. What the function
-        raises ends the attempt. Objects that it changes belong into `stateful`.
+        Also at once with the newest commit, if there is one, so that a restarted attempt repeats that one. An error of
+        the function ends the attempt. Put objects that it changes into `stateful`.
         """
         self._training.hooks.add(function)
 
@@ -294,10 +294,10 @@ class ReplicaSession:
     ) -> bool:
         """For loops that take their batches elsewhere: call it after each optimizer step. False: leave the loop.
 
-        Reports the metrics as `observe` does and closes the round if it is complete, so that the parameters are others
-        afterwards; step learning-rate schedules before. The position in the data is saved and restored for objects in
-        `stateful` only. Raises `ConfigError` outside the `with` block and in a loop over `batches`, and a round's
-        errors, such as `QuorumLost`.
+        Reports the metrics as `observe` does and closes the round if it is complete, which changes the parameters; step
+        learning-rate schedules before. The position in the data is saved and restored for objects in `stateful` only.
+        Raises `ConfigError` outside the `with` block and in a loop over `batches`, and a round's errors, such as
+        `QuorumLost`.
         """
         self._check_entered()
         if self._iterated:

@@ -34,7 +34,7 @@ class ObjectStoreAllReduce:
     Args:
         timeout_s: how long `allreduce` waits for the other ranks.
         storage_options: credentials and endpoint as s3fs spells them.
-        codec: "fp32" or "bf16", the encoding in the bucket.
+        codec: the encoding in the bucket, as of a run's setting `codec`.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ import threading
 from typing import IO, Protocol
 
 from diloco_orchestrator.allreduce.shards import mapped
-from diloco_orchestrator.allreduce.spool import Lease, budget, reserve, spool_file
+from diloco_orchestrator.allreduce.spool import Allocation, budget, reserve, spool_file
 
 # Three shards: beside the average, the base and its momenta it keeps the peak of a sync of 125 M parameters below 3.5
 # times their fp32 size.
@@ -43,7 +43,7 @@ class PayloadCache:
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
         self._lock = threading.Lock()
         self._limit = self._room = memory_bytes
-        self._memory: dict[Name, tuple[bytes, Lease]] = {}
+        self._memory: dict[Name, tuple[bytes, Allocation]] = {}
         self._places: dict[Name, tuple[int, int]] = {}  # offset, size in the file
         self._opened: dict[Name, tuple[IO[bytes], int]] = {}  # a file of the store, its size
         self._file: IO[bytes] | None = None
@@ -54,10 +54,10 @@ class PayloadCache:
         with self._lock:
             if self._has(name):
                 return
-            lease = budget().take(len(data)) if len(data) <= self._room else None
-            if lease is not None:
+            allocation = budget().take(len(data)) if len(data) <= self._room else None
+            if allocation is not None:
                 self._room -= len(data)
-                self._memory[name] = data, lease
+                self._memory[name] = data, allocation
                 return
             if self._file is None:
                 self._file = spool_file(len(data), name[0])

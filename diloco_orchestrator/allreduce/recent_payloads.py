@@ -29,7 +29,7 @@ class RecentPayloads:
         self._moving: Future[None] | None = None
 
     def put(self, name: Name, data: bytes) -> None:
-        """Keep bytes of the open round under `name`, unless the name is there."""
+        """Keep payload bytes of the open round under `name`, unless the name is there."""
         self._open.put(name, data)
 
     def put_file(self, name: Name, file: IO[bytes], size: int) -> None:
@@ -37,7 +37,7 @@ class RecentPayloads:
         self._open.put_file(name, file, size)
 
     def get(self, name: Name) -> bytes | memoryview | None:
-        """Bytes of the open round; None if there are none under `name`."""
+        """The payload bytes of the open round kept under `name`; None if there are none."""
         return self._open.get(name)
 
     def __contains__(self, name: Name) -> bool:

@@ -34,7 +34,7 @@ PATIENCE_S = 60.0
 _MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
-class Lease:
+class Allocation:
     """A number of bytes taken from a memory budget, given back when this object is deleted."""
 
     def __init__(self, budget: "MemoryBudget", nbytes: int) -> None:
@@ -55,15 +55,15 @@ class MemoryBudget:
         self.limit = limit
         self.where = where
         self._used = 0
-        self._lock = threading.RLock()  # a lease may end in a garbage collection that begins while it is held
+        self._lock = threading.RLock()  # an allocation may end in a garbage collection that begins while it is held
 
-    def take(self, nbytes: int) -> Lease | None:
-        """A lease of `nbytes`; None if fewer bytes of the budget are left."""
+    def take(self, nbytes: int) -> Allocation | None:
+        """An allocation of `nbytes`; None if fewer bytes of the budget are left."""
         with self._lock:
             if self._used + nbytes > self.limit:
                 return None
             self._used += nbytes
-        return Lease(self, nbytes)
+        return Allocation(self, nbytes)
 
     def give_back(self, nbytes: int) -> None:
         with self._lock:
@@ -99,9 +99,9 @@ def held(numel: int, what: str, dtype: torch.dtype = torch.float32) -> torch.Ten
 def _held(nbytes: int, what: str) -> torch.Tensor:
     if nbytes < _SMALL:
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-    if (lease := budget().take(nbytes)) is not None:
+    if (allocation := budget().take(nbytes)) is not None:
         memory = _Memory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.lease = lease
+        memory.allocation = allocation
         return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping as long as any view of the tensor lives
     with spool_file(nbytes, what) as file, _spooling(nbytes, what):
         reserve(file, 0, nbytes, what)
@@ -110,9 +110,9 @@ def _held(nbytes: int, what: str) -> torch.Tensor:
 
 
 class _Memory(mmap.mmap):
-    """An anonymous memory map that keeps its lease of the budget."""
+    """An anonymous memory map that keeps its allocation from the budget."""
 
-    lease: Lease
+    allocation: Allocation
 
 
 def check_fits(nbytes: int, what: str) -> None:

@@ -1,1 +1,1 @@
-"""The `diloco` command line: one file per group of commands, and what they print."""
+"""The `diloco` command line: one file per group of commands, and their output."""

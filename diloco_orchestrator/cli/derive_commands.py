@@ -148,7 +148,7 @@ class _AuditTable:
         self._silent = silent
 
     def begin(self, drawn: "Audit") -> None:
-        """Print what the draw is made from."""
+        """Print head, seed and number of ranges of the draw."""
         if self._silent:
             return
         echo(f"log up to {drawn.head}, {drawn.ranges} ranges; the draw: --seed {drawn.seed}")

@@ -1,6 +1,6 @@
 """`--executor` and the options of the executors that it names; values of `--secret` and `--parameters`.
 
-Which executors exist, and which options they have, is in `executors.registry`.
+`executors.registry` has the executors and their options.
 """
 
 import os
@@ -27,8 +27,8 @@ def named(args: Sequence[str]) -> list[str]:
 
 
 def executor_options(specs: Sequence[str], taken: Collection[str]) -> list[click.Parameter]:
-    """click's parameter for `--executor`, and those of the executors in `specs` ("NAME[:COUNT]"), except flags in
-    `taken`.
+    """click's parameters for `--executor` and the options of the executors in `specs` ("NAME[:COUNT]"), except `taken`
+    flags.
 
     In a mixed fleet, options that several executors have get a prefix: `--modal-gpu A100 --eks-gpu 1`. Raises
     `ConfigError` for an executor that is unknown or does not load.

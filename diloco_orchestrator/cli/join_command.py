@@ -1,4 +1,4 @@
-"""`diloco join`: this machine takes replicas of a run, with nothing but the bucket between it and the launcher."""
+"""`diloco join`: this machine runs replicas of a run, connected to the launcher by the bucket alone."""
 
 import os
 import platform
@@ -78,9 +78,9 @@ def join(
 
 
 def only_own_offers(store: "Store") -> Callable[["Offer"], str]:
-    """Says of each offer why it is not what this user launched; empty if its command, environment and code are that.
+    """A function that returns why an offer is not what this user launched; "" if command, environment and code are.
 
-    Raises `ConfigError` unless this user launched the run here, as it is now: run.json says what is offered.
+    Raises `ConfigError` unless this user launched the run here and run.json, from which offers follow, is unchanged.
     """
     from diloco_orchestrator.errors import ConfigError, NoSuchRun
     from diloco_orchestrator.protocol import keys
@@ -103,7 +103,7 @@ def only_own_offers(store: "Store") -> Callable[["Offer"], str]:
     run = run_log.run
 
     def launched(offer: "Offer", settings: str) -> tuple[str, list[str], dict[str, str], str]:
-        """Contents of an offer of this run, in a leg with these settings."""
+        """The contents that an offer of this run must have in a leg with these settings."""
         pinned, secrets = Launched(run_log.run_sha256, settings), dict.fromkeys(run.secret_names, "")
         requests = LaunchRequests(run, pinned, store.url, secrets=secrets)
         command, env = requests.program(offer.replica_id, offer.attempt, shares_machine=False)

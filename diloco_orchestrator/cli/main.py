@@ -45,11 +45,15 @@ OURS = {
 class Commands(click.Group):
     """Our commands, and those of other packages by their entry points, each imported when it is asked for.
 
-    No package can take one of our names. A command that does not load fails when it is called; the others work.
+    No package can take one of our names: the list of commands names those that tried, on stderr. A command that does
+    not load fails when it is called; the others work.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*OURS, *registered_names(ENTRY_POINTS)})
+        theirs = registered_names(ENTRY_POINTS)
+        for name in OURS.keys() & theirs:
+            echo(f"a package registers a command {name!r}, which is not used: diloco has one of that name", err=True)
+        return sorted({*OURS, *theirs})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in OURS:
@@ -75,7 +79,7 @@ class Commands(click.Group):
 
 
 def _broken(name: str, why: str) -> click.Command:
-    """A command that takes any arguments and raises `ConfigError`, in place of one that cannot be had."""
+    """A command that accepts any arguments and raises `ConfigError`, in place of one that does not load."""
 
     def refuse() -> NoReturn:
         from diloco_orchestrator.errors import ConfigError

@@ -1,4 +1,4 @@
-"""Follows a run to its end for commands that launch or watch one: display, summary, exit code."""
+"""Shows a run to its end, for commands that launch or watch one: display, summary, exit code."""
 
 import json
 from collections.abc import Callable
@@ -15,9 +15,11 @@ from diloco_orchestrator.guard import CollapseStopError
 from diloco_orchestrator.inspection.explain import why_still
 from diloco_orchestrator.inspection.status import RunReader, RunStatus
 from diloco_orchestrator.launching.run import Run, RunResult
+from diloco_orchestrator.run_log.seen_store import SeenStore
+from diloco_orchestrator.store.base import Store
 
 _EXIT_OF_STATE = {"completed": EXIT_COMPLETED, "failed": EXIT_FAILED, "halted": EXIT_HALTED}
-_POLL_S = 1.0
+_POLL_S = 1.0  # between two polls; most of them cost no request
 
 
 def follow(
@@ -27,7 +29,7 @@ def follow(
     on_status: Callable[[RunStatus], None] | None = None,
     summarise: Callable[[RunResult, Console], None] | None = None,
 ) -> int:
-    """Follow the run that `start` launches or attaches to, show it until it ends, and return the exit code.
+    """Show the run that `start` launches or attaches to until it ends, and return the exit code.
 
     With `as_json` stdout gets one JSON object at the end and everything else goes to stderr. `on_status` is called with
     every status that was read; `summarise` prints the last lines. Raises `RunFailed`.
@@ -55,18 +57,22 @@ def follow(
     return EXIT_COMPLETED if result.status == "completed" else EXIT_HALTED
 
 
-def watch_until_stopped(reader: RunReader, *, as_json: bool) -> int:
+def watch_until_stopped(store: Store, *, as_json: bool) -> int:
     """Show a run, reading only, until its newest leg has stopped; returns the exit code."""
     console, clock, said = Console(stderr=as_json), SystemClock(), False
+    seen = SeenStore.of(store, clock)
+    reader = RunReader(seen)
     with display_for(console) as display:
         while (status := reader.status()).state in ("starting", "running"):
+            seen.follow(reader.log)
             display.update(status)
             still = why_still(status, clock.wall_time())
             if still and not said:
                 say(console, "\n".join([*still, f"To go on: diloco attach {quote(status.url)}"]))
             said = bool(still)
             clock.sleep(_POLL_S)
-        display.update(status)
+        seen.forget()
+        display.update(status := reader.status())
     say(console, f"{status.state}: {status.reason}")
     if as_json:
         click.echo(json.dumps(status.to_json()))
@@ -77,7 +83,7 @@ def _watch(run: Run, console: Console, on_status: Callable[[RunStatus], None] | 
     with display_for(console, supervises=True) as display:
 
         def show() -> None:
-            status = run.status()
+            status = run.status(as_seen=True)
             display.update(status)
             if on_status is not None:
                 on_status(status)
@@ -94,5 +100,5 @@ def _summarise(result: RunResult, console: Console) -> None:
 
 
 def say(console: Console, *parts: Any) -> None:
-    """Print one line without markup, which breaks only at the terminal's edge."""
+    """Print one line without markup, wrapped only by the terminal."""
     console.print(*parts, highlight=False, markup=False, soft_wrap=True)

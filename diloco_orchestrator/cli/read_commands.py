@@ -18,6 +18,7 @@ from diloco_orchestrator.cli.shared import (
     say,
     score_option,
     shown,
+    store_of,
     trust_option,
     url_argument,
 )
@@ -72,7 +73,7 @@ def watch(url: str, as_json: bool) -> int:
     """Follow the run in URL until it stops. Reads only: Ctrl-C leaves the run alone."""
     from diloco_orchestrator.cli.progress import watch_until_stopped
 
-    return watch_until_stopped(reader_of(url), as_json=as_json)
+    return watch_until_stopped(store_of(url), as_json=as_json)
 
 
 @click.command()
@@ -236,5 +237,5 @@ def _follow(reader: "RunReader", replica: int | None, tail: int | None, trust_bu
 
 
 def _prefix(line: "LogLine") -> str:
-    """Replica and attempt of a line, in the replica's colour; click leaves colours out where there is no terminal."""
+    """Replica and attempt of a line, in the replica's colour; click drops colours if there is no terminal."""
     return click.style(f"{line.replica_id}.{line.attempt} |", fg=_COLOURS[line.replica_id % len(_COLOURS)])

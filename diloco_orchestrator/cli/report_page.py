@@ -1,7 +1,7 @@
 """One self-contained HTML page about a run: curves, guard, participation, attempts, why it stopped.
 
-Pure: renders what `RunReader` read as one string. No script and nothing loaded from elsewhere, so the page can be
-mailed, and is readable on a phone.
+Pure: renders a `Report` as one string. No script and no external resource, so that the page can be mailed; readable on
+a phone.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,7 +70,7 @@ def _summary(report: Report) -> str:
 
 
 def _code(facts: RunFacts) -> str:
-    """The git commit and the archive of what ran, and our own version."""
+    """HTML about the code that ran: git commit, archive digest, and the version of this package."""
     commit, changes, _ = facts.source.partition("+changes")
     parts = [f"commit {commit[:12]}{' with uncommitted changes' if changes else ''}"] if facts.source else []
     parts += [f"archive {facts.code_sha256[:12]}"] if facts.code_sha256 else []
@@ -112,7 +112,7 @@ def _losses(rows: Sequence[RoundRow]) -> str:
 
 
 def _by_replica(report: Report) -> str:
-    """A curve per replica; empty for one replica, whose curve is that of the run."""
+    """A curve per replica; empty for a single replica, whose curve is the run's."""
     if report.config.replicas == 1:
         return ""
     return chart(
@@ -180,7 +180,7 @@ _INFLUENCE: Sequence[tuple[str, str, Callable[[InfluenceRow], float | None]]] = 
 
 
 def _influence(influence: Influence | None) -> str:
-    """A curve per replica of each quantity that was measured, and a table of their means."""
+    """A curve per replica of each measured quantity, and a table of their means."""
     if influence is None:
         return ""
     by_replica: dict[int, list[InfluenceRow]] = {}
@@ -211,7 +211,7 @@ def _attempts(attempts: Sequence[AttemptRow]) -> str:
 
 
 def _lived(attempt: AttemptRow) -> str:
-    """From the start of an attempt to its end on its own machine's clock; "-" if either is unknown."""
+    """The lifetime of an attempt on its own machine's clock, as text; "-" if its start or end is unknown."""
     if attempt.began_at is None or attempt.ended_at is None:
         return "-"
     return duration(attempt.ended_at - attempt.began_at)
@@ -242,7 +242,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """A cell of a table; one with a sentence is wide enough to read on a phone."""
+    """A table cell; one with a sentence gets a width readable on a phone."""
     return f"<td{' class=words' if len(text) > _LONG_CELL else ''}>{escape(text)}</td>"
 
 

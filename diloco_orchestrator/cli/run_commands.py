@@ -138,7 +138,7 @@ def plan_(
 
 
 def _given_to_launch(given: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for `launch` from the parsed options of `run` or `plan`. Takes its entries out of `given`."""
+    """Keyword arguments for `launch` from the parsed options of `run` or `plan`, which are removed from `given`."""
     from diloco_orchestrator.cli.executor_options import secrets_of, take_fleet, with_count
     from diloco_orchestrator.cli.setting_options import merged, nested, read_toml
 

@@ -23,7 +23,7 @@ SECTIONS = ("Settings that most runs choose", "Settings", "Settings for experts"
 
 
 class SettingOption(click.Option):
-    """The option of a setting. `section`: of the help, in which it is listed."""
+    """The option of a setting. `section`: of the help text in which it is listed."""
 
     section = ""
 
@@ -44,7 +44,7 @@ def write_options(command: click.Command, ctx: click.Context, formatter: click.H
 
 
 def setting_options(part: str = "") -> list[click.Parameter]:
-    """click's parameters `--replicas`, …, `--outer-lr`, …; only those of `part`, if it is given.
+    """click's parameters `--replicas`, …, `--outer-lr`, …; with `part` only the settings of that part.
 
     Values stay text: `make_config` validates them.
     """
@@ -53,14 +53,14 @@ def setting_options(part: str = "") -> list[click.Parameter]:
 
 
 def take_part(part: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The options of one part that were given, by field. Takes all of that part out of `given`."""
+    """The given options of one part, by field. Removes all options of that part from `given`."""
     taken = {name: given.pop(name) for name in list(given) if name.startswith(f"{part}{_JOIN}")}
     found: dict[str, Any] = nested(taken).get(part, {})
     return found
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that were given, as the nested dict that `make_config` takes: `outer__lr` becomes `outer.lr`."""
+    """The given options as the nested dict that `make_config` takes: `outer__lr` becomes `outer.lr`."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         if value is None:
@@ -88,7 +88,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Two settings trees as one: `above` wins over `below`, and nested dicts are merged field by field."""
+    """Two settings trees as one: values of `above` override `below`, nested dicts are merged field by field."""
     result = dict(below)
     for name, value in above.items():
         mine = result.get(name)

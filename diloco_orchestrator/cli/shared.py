@@ -1,7 +1,7 @@
 """Common parts of the commands: exit codes, options and their parsing, the reader of a URL, output as text or JSON.
 
-Whoever may write to the bucket chooses the reasons, host names and log lines that a reader sees: all text is printed so
-that it can neither move the terminal's cursor nor change its colours.
+Whoever can write to the bucket chooses the reasons, host names and log lines that a reader sees, so all text is printed
+without characters that move the terminal's cursor or change its colours.
 """
 
 import json
@@ -57,7 +57,7 @@ class ExecutorCommand(click.Command):
 
 
 def store_of(url: str) -> "Store":
-    """The store at `url`, which must exist. Until a request succeeds, retries end after 10 s: wrong URLs fail fast."""
+    """The store at `url`, which must exist. Until a request succeeds, retries end after 10 s, for wrong URLs."""
     from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
     return open_store(absolute_url(url), retry=INTERACTIVE, must_exist=True)
@@ -145,14 +145,15 @@ _MOVES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 
 def shown(text: str) -> str:
-    """`text` with a visible character in place of each that would move the terminal's cursor, change its colours or
-    reorder the line. Tabs and newlines stay.
+    """`text` with a visible character in place of each that would control the terminal or reorder the line.
+
+    Tabs and newlines stay.
     """
     return _MOVES.sub(lambda found: chr(0x2400 + ord(found[0])) if ord(found[0]) < 32 else "\ufffd", text)
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Print text as `shown` returns it."""
+    """Print `shown(text)`."""
     click.echo(shown(text), err=err)
 
 

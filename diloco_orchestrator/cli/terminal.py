@@ -1,6 +1,6 @@
-"""Shows a run on a terminal while it goes on: a live panel, or one plain line per round where there is no terminal.
+"""Shows a run on a terminal while it goes on: a live panel, or without a terminal one plain line per round.
 
-Draws the statuses that `RunReader` read; knows no store and no executor.
+Draws the statuses that `RunReader` read; uses no store and no executor.
 """
 
 import logging
@@ -30,7 +30,7 @@ _SHOWN_UNREADABLE = 3
 
 
 class Console(rich.console.Console):
-    """rich's console without markup and highlighting in strings, whose text is printed as `shown` returns it."""
+    """rich's console without markup and highlighting in strings, which prints text through `shown`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, "highlight": False, "emoji": False, **options})
@@ -75,7 +75,7 @@ def log_to(console: Console) -> None:
 
 
 class LivePanel:
-    """Progress, the replicas and the newest rounds, redrawn in place. What it showed last stays on the screen."""
+    """Progress, the replicas and the newest rounds, redrawn in place. The last drawing stays on the screen."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -102,10 +102,10 @@ _SUMMARY_LINES = 15  # that commands print under the panel once the run has ende
 
 
 def fitted(status: RunStatus, console: Console, height: int) -> RenderableType:
-    """A run on a screen of `height` lines: headline, all replicas, then the newest rounds and the guard as they fit.
+    """A run on a screen of `height` lines: headline, all replicas, then as many rounds and guard lines as fit.
 
-    The guard has its table where that leaves half of the lines below the replicas to rounds, else one line for the
-    statistic nearest to its threshold. A fleet that does not fit is shown by its unusual replicas and a count of the
+    The guard gets a table if that leaves half of the lines below the replicas to rounds, else one line for the
+    statistic closest to its threshold. A fleet that does not fit is shown by its unusual replicas and a count of the
     others.
     """
     head = _headline(status)
@@ -132,14 +132,15 @@ def fitted(status: RunStatus, console: Console, height: int) -> RenderableType:
 
 
 def _lines(console: Console, part: RenderableType) -> int:
-    """Number of lines that a part takes on this console."""
+    """Number of lines that `part` takes on this console."""
     return len(console.render_lines(part, pad=False))
 
 
 class PlainLines:
-    """One line per round, one when attempts fail, and one when replicas begin another attempt; both say why.
+    """Prints one line per round, one when attempts fail, and one when replicas begin another attempt; both with
+    reasons.
 
-    `with_attempts`: whether to print the latter two, of which each is one line for all replicas with the same words.
+    `with_attempts`: whether to print the latter two, each one line for all replicas with the same text.
     """
 
     def __init__(self, console: Console, with_attempts: bool = True) -> None:
@@ -197,7 +198,7 @@ def round_line(row: RoundRow, outer_steps: int) -> str:
 def overview(status: RunStatus, rounds: int, still: Sequence[str] = ()) -> RenderableType:
     """A run's state, its replicas, the guard and its newest `rounds` rounds, whatever the height of the screen.
 
-    `still`: sentences that say that nobody works on the run (`inspection.explain`), if nobody does.
+    `still`: sentences saying that no process works on the run (`inspection.explain`), or empty.
     """
     parts: list[RenderableType] = [_headline(status, still)]
     if status.replicas:
@@ -228,7 +229,7 @@ def _headline(status: RunStatus, still: Sequence[str] = ()) -> RenderableType:
 
 
 def _of_leg(status: RunStatus) -> list[str]:
-    """Differences of the newest leg, one line each: an overridden guard, settings, the model after a halt."""
+    """Peculiarities of the newest leg, one line each: an overridden guard, settings, the model after a halt."""
     changed = ", ".join(f"{name}={value}" for name, value in status.settings.items())
     lines = [f"leg {status.leg}: the guard began anew: {status.override_guard}"] if status.override_guard else []
     lines += [f"leg {status.leg} has other settings: {changed}"] if changed else []
@@ -236,7 +237,7 @@ def _of_leg(status: RunStatus) -> list[str]:
 
 
 def _passed_over(status: RunStatus) -> list[str]:
-    """The first objects that nobody could read, one line each, and how many there are beside them."""
+    """The first objects that were ignored as unreadable, one line each, and the number of the others."""
     found = status.unreadable
     more = [f"passed over: {len(found) - _SHOWN_UNREADABLE} more"] if len(found) > _SHOWN_UNREADABLE else []
     return [f"passed over: {words}" for words in found[:_SHOWN_UNREADABLE]] + more
@@ -270,7 +271,7 @@ def _metric(status: RunStatus) -> str:
 
 
 def _nearest(statistics: Sequence[Statistic]) -> RenderableType:
-    """One line about the guard: the statistic that is nearest to its threshold."""
+    """One line about the guard: the statistic closest to its threshold."""
     near = max(statistics, key=lambda each: each.share)
     if near.share <= 0:
         return Text("guard: no statistic is above 0", style="dim")
@@ -292,7 +293,7 @@ _USUAL = ("starting", "training", "scoring", "waiting", "snapshot")
 
 
 def _replicas_table(replicas: list[ReplicaRow], metric: str, most: int | None = None) -> Table:
-    """A row for each replica; of more than `most` those in unusual states first, and one row that counts the rest."""
+    """A row for each replica; if more than `most`, those in unusual states first, and a row that counts the rest."""
     shown, rest = replicas, list[ReplicaRow]()
     if most is not None and len(replicas) > most:
         unusual_first = sorted(replicas, key=lambda replica: (replica.state in _USUAL, replica.replica_id))

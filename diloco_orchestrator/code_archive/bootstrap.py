@@ -95,7 +95,7 @@ def fetch(url: str) -> bytes:
 
 
 def has_expired(url: str, now: float) -> bool:
-    """Whether a presigned URL says itself that its time is over. `now`: seconds since 1970."""
+    """Whether a presigned URL has expired, by its own parameters. `now`: seconds since 1970."""
     told = dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(url).query))
     try:
         signed = datetime.datetime.strptime(told["X-Amz-Date"], "%Y%m%dT%H%M%SZ").replace(tzinfo=datetime.UTC)
@@ -123,14 +123,14 @@ def unpack(archive: bytes, sha256: str, folder: Path) -> None:
 def missing(requirements: list[dict[str, str]]) -> list[str]:
     """Requirements to install: those in `requirements` that are absent here or pinned to another version.
 
-    Returned as pip spells them. `requirements`: name, spec, pin and perhaps a marker each, as the archive's details
-    hold them. One whose marker does not hold here is not wanted.
+    Returned in pip's syntax. `requirements`: name, spec, pin and perhaps a marker each, from the archive's details. One
+    whose marker is false here is skipped.
     """
     return [each["spec"] for each in requirements if applies(each) and not _is_there(each)]
 
 
 def applies(requirement: dict[str, str]) -> bool:
-    """Whether the marker of a requirement holds here; True for one without a marker, or where nothing can read it."""
+    """Whether a requirement's marker is true here; True without a marker, or if no library can evaluate it."""
     if not requirement.get("marker"):
         return True
     for parser in ("packaging.markers", "pip._vendor.packaging.markers"):
@@ -184,12 +184,12 @@ def install_hashed(details: dict[str, Any], folder: Path) -> None:
 
 
 def install_made(details: dict[str, Any], folder: Path) -> None:
-    """Install what the image lacks from the list with hashes that the launch made by itself.
+    """Install packages that the image lacks from the list with hashes that the launch made by itself.
 
-    First only packages that are absent here, or that the user pinned to another version: what the image brings stays,
-    as pip takes an installed package in any version that the others accept. If pip finds no such way, it gets all that
-    the lacking packages depend on, in the versions of the list. Nothing is installed without a hash, or built here,
-    because what a build needs has no hashes. Raises `Stopped` if pip fails twice, or the list lacks a package.
+    First only packages that are absent here, or that the user pinned to another version: the image's packages stay,
+    because pip accepts an installed package in any version that the others allow. If pip finds no solution, it gets all
+    dependencies of the lacking packages too, in the versions of the list. Nothing is installed without a hash, or built
+    here, because build dependencies have no hashes. Raises `Stopped` if pip fails twice, or the list lacks a package.
     """
     lacking = [each for each in (*details["requirements"], *details["asked"]) if applies(each) and not _is_there(each)]
     if not lacking:
@@ -216,9 +216,9 @@ def install_made(details: dict[str, Any], folder: Path) -> None:
 
 
 def needed(details: dict[str, Any], lacking: set[str], keep: bool) -> list[int]:
-    """Indexes of the listed packages that `lacking` and their dependencies are, without end.
+    """Indexes of the listed packages in `lacking` and of all their direct and indirect dependencies.
 
-    `keep`: packages that are here in any version, and their dependencies, are left out, unless they are in `lacking`.
+    `keep`: leave out packages that are installed here in any version, and their dependencies, unless in `lacking`.
     """
     found: set[str] = set(lacking)
     listed = [
@@ -232,7 +232,7 @@ def needed(details: dict[str, Any], lacking: set[str], keep: bool) -> list[int]:
 
 
 def canonical(name: str) -> str:
-    """A distribution's name as all its spellings have it: the normalised form of the packaging specifications."""
+    """A distribution's normalised name, as defined by the packaging specifications."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -249,8 +249,7 @@ def _pip(arguments: list[str]) -> bool:
 
 
 def web_identity(environ: dict[str, str], folder: Path) -> dict[str, str]:
-    """Variables for AWS's SDKs, which read a web identity token from a file, while Modal passes the token in a
-    variable.
+    """Variables for AWS's SDKs to read a web identity token from a file; Modal passes the token in a variable.
 
     Writes that file into `folder`. Empty if there is no Modal token, no role, or a token file already.
     """

@@ -1,7 +1,7 @@
-"""The digest that a registry has for the tag of a container image, asked by the OCI Distribution API.
+"""Looks up the digest that a registry has for the tag of a container image, by the OCI Distribution API.
 
 One HEAD of the manifest, with the token that the registry asks for. A multi-platform image has the digest of its index,
-so that each machine gets the image of its own platform. Only `diloco lock` asks; nothing is downloaded.
+so that each machine gets the image of its own platform. Used by `diloco lock` only; nothing is downloaded.
 """
 
 import base64
@@ -42,7 +42,7 @@ _PARAMETER = re.compile(r'([A-Za-z]+)\s*=\s*"([^"]*)"')
 
 @dataclass(frozen=True)
 class Reference:
-    """The name of a container image, taken apart as Docker does: `python` is docker.io/library/python:latest."""
+    """The parts of a container image's name, by Docker's rules: `python` is docker.io/library/python:latest."""
 
     registry: str
     repository: str
@@ -50,7 +50,7 @@ class Reference:
 
     @classmethod
     def parse(cls, image: str) -> "Reference":
-        """Raises `ConfigError` for a name that has a digest already, or that is none."""
+        """The parts of `image`. Raises `ConfigError` for an invalid name or one with a digest."""
         if "@" in image:
             raise ConfigError(f"image {image!r} names a digest itself, and no tag of it can move. Leave it out.")
         first, slash, rest = image.partition("/")
@@ -77,7 +77,7 @@ class Reference:
 
 
 def digests_of(images: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Digests of images by name, by `digest_of` of each. `environ`: names the folder of Docker's client."""
+    """Digests of images by name, through `digest_of`. `environ`: names the folder of Docker's client."""
     folder = Path(environ["DOCKER_CONFIG"]) if environ.get("DOCKER_CONFIG") else Path.home() / ".docker"
     return {image: digest_of(image, docker_config=folder / "config.json") for image in sorted(set(images))}
 
@@ -87,11 +87,11 @@ def digest_of(image: str, *, docker_config: Path | None = None, limit_s: float =
 
     Args:
         image: name with a tag; without one it is "latest".
-        docker_config: file in which `docker login` left credentials, used where the registry asks for some.
-        limit_s: seconds after which it is given up.
+        docker_config: file in which `docker login` left credentials, used if the registry asks for some.
+        limit_s: timeout in seconds.
 
-    Raises `ConfigError` for a name that the registry does not have or show, credentials that it refuses and answers
-    that are not of the API; `Unavailable` for a registry that does not answer.
+    Raises `ConfigError` for a name that the registry does not have or show, refused credentials, and malformed replies;
+    `Unavailable` for a registry that does not respond.
     """
     reference = Reference.parse(image)
     asked = _Lookup(image, reference, docker_config)
@@ -109,6 +109,8 @@ def digest_of(image: str, *, docker_config: Path | None = None, limit_s: float =
 
 @dataclass(frozen=True)
 class _Answer:
+    """An HTTP reply of a registry or of its token service."""
+
     url: str
     status: int
     headers: Message
@@ -117,7 +119,7 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Lookup:
-    """One question. Authorizations are sent to the registry's own host, and to the one of its tokens."""
+    """One lookup. Credentials are sent to the registry's own host and its token service only."""
 
     image: str
     reference: Reference
@@ -166,9 +168,10 @@ class _Lookup:
         raise Unavailable(f"{words} Try again later.")
 
     def _manifest(self, method: str, url: str, authorization: str) -> _Answer:
-        """The answer behind at most `_MOST_REDIRECTS` redirects, each to https or to the same host as it was.
+        """The registry's reply to a manifest request, after at most `_MOST_REDIRECTS` redirects, to https or the same
+        origin.
 
-        The authorization is left out for another host.
+        No credentials are sent to another host.
         """
         origin = _host(url)
         for _ in range(_MOST_REDIRECTS + 1):
@@ -198,7 +201,7 @@ class _Lookup:
         raise self._error(f"asks for credentials. {self._advice()}")
 
     def _token(self, challenge: Mapping[str, str], login: str) -> str:
-        """A token to read the repository, and nothing else, whatever scope the registry asks for."""
+        """A token to read the repository only, whatever scope the registry asks for."""
         realm = challenge.get("realm", "")
         at_home = _host(realm) == _host(self.reference.origin)
         if urlsplit(realm).scheme != "https" and not at_home:
@@ -237,7 +240,7 @@ class _Lookup:
 
 
 def _login(reference: Reference, docker_config: Path | None) -> str:
-    """User and password in base64 that `docker login` left for the registry; empty if it left none in the file."""
+    """User and password in base64 that `docker login` stored for the registry; empty if it stored none in the file."""
     if docker_config is None or not docker_config.is_file():
         return ""
     try:
@@ -260,7 +263,7 @@ def _login(reference: Reference, docker_config: Path | None) -> str:
 
 
 class _AsItCame(urllib.request.HTTPErrorProcessor):
-    """Returns every answer: no redirect is followed, and no status raises."""
+    """Returns every HTTP reply: no redirect is followed, and no status raises."""
 
     def http_response(self, request: Any, response: Any) -> Any:
         return response
@@ -269,7 +272,7 @@ class _AsItCame(urllib.request.HTTPErrorProcessor):
 
 
 def _ask(method: str, url: str, headers: Mapping[str, str]) -> _Answer:
-    """One request. `url` is of http or https. A proxy that the environment names is used, but not for this machine."""
+    """Send one http or https request. Uses the environment's proxy, except for this machine."""
     own = _is_loopback(urlsplit(url).netloc)
     opener = urllib.request.build_opener(_AsItCame, *([urllib.request.ProxyHandler({})] if own else []))
     request = urllib.request.Request(url, method=method, headers=dict(headers))
@@ -287,7 +290,7 @@ def _host(url: str) -> tuple[str, str]:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a host, which may have a port, is this machine by its name."""
+    """Whether a host, with or without port, is this machine by its name."""
     name = urlsplit(f"//{host}").hostname or ""
     try:
         return name == "localhost" or ipaddress.ip_address(name).is_loopback

@@ -69,12 +69,12 @@ class Archive:
     note: str = ""  # where the hashes are from, or why there are none
 
     def words(self) -> str:
-        """One line for the log: digest, number of files, sizes."""
+        """A line for the log: digest, number of files, sizes."""
         size, packed = sum(self.users.values()) / 1024, len(self.data) / 1024
         return f"code {self.sha256[:12]}: {len(self.users)} files of {size:.1f} KiB; {packed:.0f} KiB packed, with ours"
 
     def package_words(self) -> str:
-        """One line: which packages replicas check by hash, and which they do not."""
+        """A line for the log: which packages replicas check by hash, and which they do not."""
         named, note = ", ".join(self.unhashed), f" ({self.note})" if self.note else ""
         if not self.hashed:
             return (
@@ -139,7 +139,7 @@ def pack_ours(extras: Sequence[str] = (), requirements: Requirements | None = No
 
 
 def _list_files(details: dict[str, Any], requirements: Requirements | None) -> dict[str, bytes]:
-    """The archive's files about packages. Completes `details` by what `requirements` says."""
+    """The archive's files that list packages. Adds the contents of `requirements` to `details`."""
     files = {}
     if requirements is not None:
         files[bootstrap.REQUIREMENTS] = requirements.text.encode()
@@ -166,7 +166,7 @@ def _code_of(code: CodeBundle | str | Path | None, entrypoint: str) -> CodeBundl
 
 
 def lock_file_of(code: CodeBundle | str | Path | None, entrypoint: str) -> Path | None:
-    """The file `LOCK_NAME` that lies in the folder of the code to be sent, or beside its module or package.
+    """The file `LOCK_NAME` in the folder of the code to be sent, or beside its module or package.
 
     None if there is none. Raises `ConfigError` as `pack` does if no code is found.
     """
@@ -179,7 +179,7 @@ def lock_file_of(code: CodeBundle | str | Path | None, entrypoint: str) -> Path 
 
 
 def folder_of(code: CodeBundle | str | Path | None, entrypoint: str) -> Path:
-    """The folder that holds the code to be launched; the current one where there is no file of it."""
+    """The folder of the code to be launched; the current folder if no file of that code is found."""
     try:
         paths = _code_of(code, entrypoint).paths
     except ConfigError:
@@ -189,7 +189,7 @@ def folder_of(code: CodeBundle | str | Path | None, entrypoint: str) -> Path:
 
 
 def needed_there(extras: Sequence[str], users: Sequence[str] = ()) -> list[Requirement]:
-    """The requirements of a replica: our dependencies, those of the given extras, and `users`, as pip spells them."""
+    """The requirements of a replica: our dependencies, those of the given extras, and `users`, in pip's syntax."""
     ours = importlib.metadata.requires(_DISTRIBUTION) or []
     return [each for text in (*ours, *users) if _applies(each := package_of(text), extras)]
 
@@ -254,7 +254,7 @@ def _not_ignored(folder: Path, rules: list[tuple[Path, GitIgnoreSpec]]) -> Itera
 
 
 def _check_inside(path: Path, folder: Path) -> None:
-    """Raise `ConfigError` for a file that is outside of the folder to be sent, by a link in it or on the way to it."""
+    """Raise `ConfigError` for a file that a link places outside of the folder to be sent."""
     target = path.resolve()
     if not target.is_relative_to(folder):
         raise ConfigError(
@@ -306,7 +306,7 @@ def _check_secrets(users: Mapping[str, Path], code: CodeBundle) -> None:
 
 
 def our_files() -> Iterator[tuple[str, bytes]]:
-    """(name in the archive, bytes) of every file of our own package, which no package index has."""
+    """(name in the archive, bytes) of every file of our own package, which is on no package index."""
     top = Path(__file__).parents[1]
     for folder, _, names in os.walk(top, followlinks=True):  # in a checkout `executors` and `replica` are links
         for path in (Path(folder, name) for name in names):
@@ -346,7 +346,7 @@ def _wanted(each: Requirement) -> dict[str, str]:
 
 
 def _unhashed(details: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the packages in `details` that a replica needs and that no hash is given for."""
+    """Names of the packages in `details` that a replica needs and that have no hash."""
     users = details.get("users", [])
     hashed = {bootstrap.canonical(each["name"]) for each in users} if details.get("hashed") else set()
     needed = {bootstrap.canonical(each["name"]) for each in (*details["requirements"], *users)}
@@ -370,9 +370,9 @@ _LONGEST_S = 5.0  # git may wait for a lock or a slow disk; a launch does not
 
 
 def source_of(folder: Path) -> str:
-    """The commit checked out in the repository that holds `folder`, "+changes" after it where tracked files differ.
+    """The commit checked out in the git repository of `folder`, with "+changes" if tracked files differ.
 
-    Empty where git is missing, fails or takes too long, and outside of a repository.
+    Empty outside of a repository, and if git is missing, fails or takes too long.
     """
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:

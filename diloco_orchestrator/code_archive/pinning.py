@@ -1,8 +1,8 @@
-"""Asks uv for every package that replicas install, with version and hashes: for `diloco lock`, and `pin=` of a launch.
+"""Has uv list every package that replicas install, with version and hashes: for `diloco lock`, and `pin=` of a launch.
 
-`diloco lock` writes the answer to a file, with the digests of container images, which `image_digests` asks registries
-for; a launch without such a file makes a list by itself. What is needed, and what a launch does with the file, is in
-`code_archive.pack`; how replicas install from the list is in `code_archive.bootstrap`.
+`diloco lock` writes the list to a file, with digests of container images from `image_digests`; a launch without such a
+file makes a list by itself. `code_archive.pack` determines the requirements and sends the list,
+`code_archive.bootstrap` installs from it.
 """
 
 import importlib.metadata
@@ -57,14 +57,14 @@ _PIPES: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE
 
 @dataclass(frozen=True)
 class Pinned:
-    """The requirements that travel, and where their hashes are from or why there are none (empty: the user's own)."""
+    """The requirements to send. `note`: source of their hashes or why there are none; empty: the user's own."""
 
     requirements: Requirements | None
     note: str = ""
 
 
 class _NoList(Exception):
-    """uv makes no list; the text is the reason, in one line."""
+    """uv made no list; the text is the reason, in one line."""
 
 
 def pinned(
@@ -76,18 +76,18 @@ def pinned(
     secrets: Mapping[str, str],
     env: Collection[str] = (),
 ) -> Pinned:
-    """The requirements of a launch, with hashes if there are any or uv can list them.
+    """The requirements of a launch, with hashes if the user gave some or uv can list them.
 
-    What is given with hashes stays as it is. uv is not asked where replicas share this machine, as nothing is installed
-    then, or with `pin="given"`. Raises `ConfigError` for an unknown `pin`.
+    Requirements given with hashes stay as they are. uv is not run if replicas share this machine, where nothing is
+    installed, or with `pin="given"`. Raises `ConfigError` for an unknown `pin`.
 
     Args:
-        given: what the user's requirements or lock file ask for.
+        given: requirements from the user's requirements or lock file.
         extras: extras of our distribution.
-        more: requirements of a `CodeBundle`, as pip spells them.
-        secrets: variables of replicas, which uv's errors are redacted of.
-        env: names of the other variables of replicas. No list is made if one of them all names an index for pip, which
-            may have other files, or other packages, than the one that uv asks.
+        more: requirements of a `CodeBundle`, in pip's syntax.
+        secrets: variables of replicas, which are redacted from uv's errors.
+        env: names of the other variables of replicas. No list is made if a variable names a package index for pip,
+            which may have other files, or other packages, than uv's.
     """
     if pin not in get_args(Pin):
         raise ConfigError(unknown_name("pin", str(pin), get_args(Pin)))
@@ -115,7 +115,7 @@ def check_pinned(archive: Archive, images: Sequence[str]) -> None:
 
 
 def _listed(given: Requirements | None, needed: Sequence[Requirement], secrets: Mapping[str, str]) -> MadeList:
-    """The list with hashes of all that replicas need. Raises `_NoList` if uv makes none that replicas can install."""
+    """The list with hashes of all packages that replicas need. Raises `_NoList` if uv finds no installable one."""
     asked = () if given is None else given.packages
     if by_url := [each.name for each in (*needed, *asked) if each.url]:
         raise _NoList(f"{', '.join(by_url)} is named by URL, for which `launch` asks no hash")
@@ -137,9 +137,9 @@ def _listed(given: Requirements | None, needed: Sequence[Requirement], secrets: 
 
 
 def _limits(needed: Sequence[Requirement], asked: Sequence[Requirement]) -> list[list[str]]:
-    """Constraints for uv, the best first: all versions of this machine, then those of what a replica needs alone.
+    """Constraints for uv, in order of preference: all versions of this machine, then those of a replica's needs alone.
 
-    The second is what pip gets over there without hashes: it is for a machine whose packages do not fit together.
+    The second are pip's on a replica without hashes; they serve machines with inconsistent packages.
     """
     direct = {canonical(each.name) for each in needed if is_installed(each)}
     every = limits_beside([*needed, *asked])
@@ -149,7 +149,7 @@ def _limits(needed: Sequence[Requirement], asked: Sequence[Requirement]) -> list
 def _asked_of(
     uv: Sequence[str], wanted: Sequence[str], limits: Sequence[Sequence[str]], secrets: Mapping[str, str]
 ) -> str:
-    """uv's list, for the oldest Python that the first of `limits` go with that go with any. Raises `_NoList`."""
+    """uv's list for the first of `limits` with a solution, for the oldest Python possible. Raises `_NoList`."""
     # Nobody asked for uv here, so that it gets no credentials but its own.
     environ = {name: value for name, value in os.environ.items() if name.startswith("UV_") or not looks_secret(name)}
     for within, python in product(limits, _pythons(sys.version_info.minor)):
@@ -168,7 +168,7 @@ def _asked_of(
 
 
 def _pythons(newest: int) -> list[str]:
-    """Versions of Python 3 from the oldest that replicas may have to `newest`, which this machine has."""
+    """Versions of Python 3 from the oldest supported on replicas to `newest`, this machine's."""
     oldest = int(OLDEST_PYTHON.partition(".")[2])
     return [f"3.{minor}" for minor in range(oldest, max(oldest, newest) + 1)]
 
@@ -183,7 +183,7 @@ def _shown(said: str, secrets: Mapping[str, str]) -> str:
 
 
 def _parsed(text: str) -> tuple[list[str], tuple[tuple[str, ...], ...]]:
-    """The packages of a list of uv's, one line each, and the names of the packages that each is a dependency of."""
+    """The packages in uv's list, one line each, and for each the names of the packages that depend on it."""
     lines: list[str] = []
     needed_by: list[list[str]] = []
     for line in text.replace("\\\n", " ").splitlines():
@@ -208,10 +208,10 @@ def write_lock(
     options: Sequence[str] = (),
     images: Mapping[str, str] | None = None,
 ) -> Requirements:
-    """Write what replicas need, and all that these packages need, with hashes for every platform, to `target`.
+    """Write the packages that replicas need, and all their dependencies, with hashes for every platform, to `target`.
 
-    Versions are those of this machine, for what is installed here. Nothing is downloaded but lists and metadata of
-    packages. Returns what the file holds. Raises `ConfigError` without uv, or if uv finds no such set of packages.
+    Packages installed here keep their versions. Only package lists and metadata are downloaded. Returns the file's
+    contents. Raises `ConfigError` without uv, or if uv finds no solution.
 
     Args:
         extras: extras of our distribution, such as the SDK that the store needs.
@@ -248,11 +248,11 @@ def compiled(
     options: Sequence[str],
     **process: Any,
 ) -> tuple["subprocess.CompletedProcess[str]", str]:
-    """The end of `uv pip compile`, and the list that it wrote: all that `wanted` needs, within `limits`.
+    """The finished process of `uv pip compile`, and the list that it wrote: all dependencies of `wanted`, within
+    `limits`.
 
     `wanted`, `limits`: lines of a requirements file and of a constraints file. `process`: further arguments of
-    `subprocess.run`. Raises `OSError` if uv cannot be run, and `TimeoutExpired` if it was killed at a `timeout` of
-    `process`.
+    `subprocess.run`. Raises `OSError` if uv cannot be run, and `TimeoutExpired` at a `timeout` in `process`.
     """
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
@@ -266,13 +266,13 @@ def compiled(
 
 
 def installed_here() -> list[str]:
-    """Name and version of each package that this machine has, one of each name, without local builds' suffixes."""
+    """Name and version of each package on this machine, each name once, without suffixes of local builds."""
     found = {each.name.lower(): each.version.partition("+")[0] for each in importlib.metadata.distributions()}
     return [f"{name}=={version}" for name, version in sorted(found.items())]
 
 
 def limits_beside(asked: Sequence[Requirement]) -> list[str]:
-    """`installed_here` without the packages that `asked` wants in another version."""
+    """`installed_here` without packages that `asked` requires in another version."""
     other = {canonical(each.name) for each in asked if not is_installed(each)}
     return [line for line in installed_here() if canonical(line.partition("==")[0]) not in other]
 

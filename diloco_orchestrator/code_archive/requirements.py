@@ -1,8 +1,8 @@
-"""Reads what `requirements=` and `--requirements FILE` ask for: packages that replicas need beside ours, with hashes.
+"""Reads `requirements=` and `--requirements FILE`: packages that replicas need beside ours, with hashes.
 
-The text travels as it is, so that pip checks its hashes over there. Where replicas share this machine nothing is
-installed; what is missing is named instead. The file may be a lock of `diloco lock`, which gives container images their
-digests by lines that pip takes for comments:
+The text is sent unchanged, so that pip checks its hashes on the replica. If replicas share this machine, nothing is
+installed; missing packages are reported instead. The file may be a lock of `diloco lock`, which has digests of
+container images in lines that are comments to pip:
 
     # diloco: image python:3.11-slim sha256:…
 """
@@ -42,18 +42,18 @@ class Requirements:
 
     @property
     def options(self) -> list[str]:
-        """The lines that are options of pip's, such as an index."""
+        """The lines that are options for pip, such as an index."""
         return [line for line in _lines_of(self.text) if line.startswith("-")]
 
     def missing_here(self) -> list[str]:
-        """Those that this machine lacks, or has in another version."""
+        """The packages that this machine lacks, or has in another version."""
         wanted = [each for each in self.packages if each.marker is None or each.marker.evaluate()]
         return [str(each) for each in wanted if not is_installed(each)]
 
 
 @dataclass(frozen=True)
 class MadeList(Requirements):
-    """A list with hashes that a launch made by itself: a replica installs of it only what its image lacks.
+    """A list with hashes that a launch made by itself; a replica installs only packages that its image lacks.
 
     `text` has one line for each of `packages`, in their order, after the lines with options.
     """
@@ -65,9 +65,9 @@ class MadeList(Requirements):
 def read_requirements(given: Sequence[str] | str | Path | None) -> Requirements | None:
     """The requirements in a file, or in a list of lines; None for None or an empty list.
 
-    Raises `ConfigError` for a file that cannot be read, a line that pip does not take, one that names a file of this
-    machine, credentials in a URL, or a package without a hash where others have one, as pip would over there; and for
-    a broken line of an image's digest.
+    Raises `ConfigError` for a file that cannot be read, a line that pip does not accept, a line with a local file,
+    credentials in a URL, a package without a hash if others have one (pip refuses that too), and an invalid line of an
+    image's digest.
     """
     if given is None or (not isinstance(given, str | Path) and not given):
         return None
@@ -118,14 +118,14 @@ def _lines_of(text: str) -> list[str]:
 
 
 def _check_encoding(text: str) -> None:
-    """Raise `ConfigError` if pip would read the file in another encoding than UTF-8, as other text."""
+    """Raise `ConfigError` if pip would decode the file in another encoding than UTF-8."""
     for line in text.splitlines()[:2]:
         if (found := _ENCODING.match(line)) and found[1].lower().replace("_", "-") not in ("utf-8", "utf8", "ascii"):
             raise ConfigError(f"requirements: {line!r} names an encoding, and the file is sent as UTF-8. Remove it.")
 
 
 def _check_option(line: str) -> str:
-    """The option's name. Raises `ConfigError` unless the line is one option that travels, without credentials.
+    """The option's name. Raises `ConfigError` unless the line is one supported option, without credentials.
 
     pip reads every option of a line, so a second one is refused.
     """
@@ -142,7 +142,7 @@ def _check_option(line: str) -> str:
 
 
 def _words(line: str) -> list[str]:
-    """The words of options as pip splits them. Raises `ConfigError` for a quote that is not closed."""
+    """A line of options split into words as by pip. Raises `ConfigError` for an unclosed quote."""
     try:
         return shlex.split(line)
     except ValueError as error:
@@ -150,12 +150,12 @@ def _words(line: str) -> list[str]:
 
 
 def _shown(line: str) -> str:
-    """A line for a message: a URL in it may hold credentials."""
+    """A line for a message, without credentials in URLs."""
     return redact(line, {})
 
 
 def _package_and_hashes(line: str) -> tuple[Requirement, list[str]]:
-    """The package of a line, and the hashes after it. Raises `ConfigError` for any other option, which pip may obey."""
+    """The package of a line, and its hashes. Raises `ConfigError` for any other option."""
     words = line.split(" ")
     end = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
     package, options = package_of(" ".join(words[:end])), _words(" ".join(words[end:]))
@@ -174,7 +174,7 @@ def _package_and_hashes(line: str) -> tuple[Requirement, list[str]]:
 
 
 def package_of(line: str) -> Requirement:
-    """A package as pip spells it. Raises `ConfigError` for what pip does not take, lies here, or holds a credential."""
+    """A requirement parsed from pip's syntax. Raises `ConfigError` if invalid, a local path, or with a credential."""
     try:
         found = Requirement(line)
     except InvalidRequirement as error:
@@ -199,7 +199,7 @@ def _check_url(url: str) -> None:
 
 
 def is_installed(wanted: Requirement) -> bool:
-    """Whether this machine has a package in a version that the requirement accepts."""
+    """Whether this machine has the package in a version that the requirement accepts."""
     try:
         version = importlib.metadata.version(wanted.name)
     except importlib.metadata.PackageNotFoundError:
@@ -220,7 +220,7 @@ def marker_of(requirement: Requirement) -> str:
 
 
 def spec_of(requirement: Requirement) -> str:
-    """A requirement as pip spells it, without its marker."""
+    """A requirement in pip's syntax, without its marker."""
     extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
     where = f" @ {requirement.url}" if requirement.url else ""
     return f"{requirement.name}{extras}{requirement.specifier}{where}"
@@ -239,10 +239,9 @@ def image_lines(digests: Mapping[str, str]) -> str:
 
 
 def read_image_lines(text: str) -> dict[str, str]:
-    """Digests of images by name, as a lock file's text gives them.
+    """Digests of images by name, from the text of a lock file.
 
-    Raises `ConfigError` for a line of ours in another form, a name with two digests, or more images than a run's record
-    holds.
+    Raises `ConfigError` for an invalid line, a name with two digests, or more images than a run's record may have.
     """
     found: dict[str, str] = {}
     for line in text.splitlines():

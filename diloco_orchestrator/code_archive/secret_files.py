@@ -58,7 +58,7 @@ _LEFT_OUT = ("ArtifactoryDetector", "Base64HighEntropyString", "HexHighEntropySt
 
 
 def suspicious_files(files: Mapping[str, Path], but: Iterable[str]) -> dict[str, str]:
-    """The files that look like secrets, by name, and why. `but`: patterns of names of files that are none."""
+    """The files that look like secrets, by name, with reasons. `but`: patterns of file names to leave out."""
     patterns = list(but)
     looked_at = {
         name: path
@@ -80,7 +80,7 @@ def _why_by_itself(path: Path) -> str:
 
 
 def _texts_in(data: bytes) -> Iterator[str]:
-    """The text of a file; of one in UTF-16, and of a compressed one, that too."""
+    """The text of a file, decoded also from UTF-16, and decompressed if it is compressed."""
     yield data.decode("latin-1")
     if max(data[::2].count(0), data[1::2].count(0)) > len(data) // 4:  # every second byte of most text
         yield data.replace(b"\0", b"").decode("latin-1")
@@ -90,10 +90,10 @@ def _texts_in(data: bytes) -> Iterator[str]:
 
 
 def _why_by_scanner(files: Mapping[str, Path]) -> dict[str, str]:
-    """Findings of detect-secrets; none, and a warning, without it.
+    """Findings of detect-secrets by file; empty, with a warning, if it is not installed.
 
-    What it finds is left out if it is a placeholder, a name, or on a line with "pragma: allowlist secret". No service
-    is asked whether a credential is valid.
+    Findings that are placeholders, names, or on a line with "pragma: allowlist secret" are left out. No service is
+    asked whether a credential is valid.
     """
     try:
         from detect_secrets.core.scan import scan_file

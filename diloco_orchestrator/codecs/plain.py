@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 class _Unprotected:
-    """Read-only memory as numpy sees writable one.
+    """Wraps read-only memory so that numpy treats it as writable.
 
-    torch has no read-only tensors and warns about each that is made of read-only memory.
+    torch has no read-only tensors and warns about each tensor over read-only memory.
     """
 
     def __init__(self, body: memoryview) -> None:
@@ -25,7 +25,7 @@ class _Unprotected:
 
 
 def tensor_over(body: memoryview) -> "torch.Tensor":
-    """The bytes as a tensor of uint8 that shares their memory, and must never be written to."""
+    """A uint8 tensor that shares the memory of `body`; must not be written to."""
     import numpy as np
     import torch
 
@@ -33,7 +33,7 @@ def tensor_over(body: memoryview) -> "torch.Tensor":
 
 
 def little_endian(body: "torch.Tensor", dtype: "torch.dtype") -> "torch.Tensor":
-    """The numbers in bytes, (n,) uint8, that hold them in little-endian order. They share its memory, if they can."""
+    """The numbers of type `dtype` in the little-endian bytes `body`, (n,) uint8. Shares memory if possible."""
     if sys.byteorder == "big":
         body = body.view(-1, dtype.itemsize).flip(1).view(-1)
     return body.view(dtype)

@@ -1,9 +1,9 @@
-"""`CODECS`, the table of encodings, and what is done with any of them: encode blocks, measure and decode ranges.
+"""`CODECS`, the table of encodings, and the operations on all of them: encode blocks, measure and decode ranges.
 
-An encoded vector is a small header, then the groups of its elements one after another, so that a range can be decoded
-by itself. Golden bytes in `tests/protocol/test_codecs.py` pin the format. The header names format version, codec and
-element count; digests are part of the manifest. torch is imported inside functions, because the cost forecast needs
-only sizes and must start fast.
+An encoded vector is a small header, then its groups of elements one after another, so that a range can be decoded by
+itself. Golden bytes in `tests/protocol/test_codecs.py` pin the format. The header has format version, codec and element
+count; digests are in the manifest. torch is imported inside functions, because the cost forecast needs only sizes and
+must start fast.
 """
 
 import math
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diloco_orchestrator.codecs import plain
+from diloco_orchestrator.codecs import plain, scaled
 from diloco_orchestrator.codecs.plain import tensor_over
 from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, unknown_name
 
@@ -28,7 +28,7 @@ LARGEST_GROUP = 4096  # elements; blocks and shards of vectors are cut at multip
 
 @dataclass(frozen=True)
 class Measure:
-    """Findings of one pass over the elements of a tensor."""
+    """Number of non-finite elements and sum of squares of a tensor."""
 
     nonfinite: int = 0  # elements that are NaN or infinity
     squares: float = 0.0  # the sum of all squares, to about six digits; infinity unless all are finite
@@ -38,13 +38,13 @@ class Measure:
 
     @property
     def norm(self) -> float:
-        """The Euclidean norm, rounded to four digits: the rest depends on the CPU's order of sums."""
+        """The Euclidean norm, rounded to four digits, because further ones depend on the CPU's order of sums."""
         return float(f"{math.sqrt(self.squares):.4g}")
 
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """Some elements of a vector, encoded."""
+    """A block of a vector's elements in encoded form, with the values that they decode to."""
 
     data: bytes | memoryview  # may share memory with the tensor that was encoded
     values: "torch.Tensor"  # (n,) float32, decoded from `data`, whose memory they may share; not for writing
@@ -64,13 +64,14 @@ class Codec:
     body_size: Callable[[int], int]  # bytes behind the header, by number of elements; of whole groups their sum
     pack: "Callable[[torch.Tensor], bytes | memoryview]"  # (n,) float32 -> bytes, perhaps over the same memory
     unpack: "Callable[[torch.Tensor, int], torch.Tensor]"  # uint8, n -> (n,) of a dtype that fp32 holds, likewise
+    levels: int = 0  # steps from zero to a group's largest absolute value; 0: each number is rounded by itself
 
     def __post_init__(self) -> None:
         if LARGEST_GROUP % self.group:
             raise ValueError(f"groups of {self.group} do not fill {LARGEST_GROUP} elements.")
 
     def header(self, numel: int) -> bytes:
-        """The bytes before those of the first block of a vector."""
+        """The header of an encoded vector of `numel` elements."""
         return _HEADER.pack(_MAGIC, _VERSION, self.number, numel)
 
     def encoded_size(self, numel: int) -> int:
@@ -78,7 +79,7 @@ class Codec:
         return _HEADER.size + self.body_size(numel)
 
     def encode_block(self, values: "torch.Tensor") -> EncodedBlock:
-        """Encode elements of a vector, (n,) float32 on the CPU: whole groups, but for the end of the vector."""
+        """Encode elements of a vector, (n,) float32 on the CPU: whole groups, except at the end of the vector."""
         import torch
 
         data = self.pack(values)
@@ -91,6 +92,8 @@ CODECS = {
     for codec in (
         Codec("fp32", 1, 1, lambda n: 4 * n, plain.pack_fp32, plain.unpack_fp32),
         Codec("bf16", 2, 1, lambda n: 2 * n, plain.pack_bf16, plain.unpack_bf16),
+        Codec("int8", 3, scaled.GROUP, scaled.size_int8, scaled.pack_int8, scaled.unpack_int8, 127),
+        Codec("int4", 4, scaled.GROUP, scaled.size_int4, scaled.pack_int4, scaled.unpack_int4, 7),
     )
 }
 
@@ -109,7 +112,7 @@ def encode(values: "torch.Tensor", codec: str) -> bytes:
 
 
 class Encoded:
-    """A flat vector in its encoded form, of which elements are decoded when they are asked for.
+    """A flat vector in encoded form, whose elements are decoded on demand.
 
     Raises `PayloadCorrupt` unless header and length of `data` are those of `numel` elements of this codec.
     """
@@ -147,10 +150,24 @@ class Encoded:
         unpacked = self._codec.unpack(self._body[place(first) : place(last)], last - first)
         return unpacked if (first, last) == (start, stop) else unpacked[start - first : stop - first]
 
-    def measure(self, passing: Callable[[memoryview], object] = lambda piece: None) -> Measure:
-        """The measure of all elements, taken without decoding a copy of all.
+    def step_norm(self) -> float:
+        """The Euclidean norm of all elements' steps: how far apart the values lie that an element may have.
 
-        `passing` is called with all bytes, piece by piece: whoever reads those too finds each in a core's cache.
+        0 for a codec that rounds each number by itself.
+        """
+        import torch
+
+        if not self._codec.levels or not self.numel:
+            return 0.0
+        missing = -self.numel % self._codec.group
+        groups = torch.nn.functional.pad(self.values(), (0, missing)).view(-1, self._codec.group)
+        squares = (groups.abs().amax(1).to(torch.float64) / self._codec.levels).square()
+        return math.sqrt(float(squares.sum()) * self._codec.group - float(squares[-1]) * missing)
+
+    def measure(self, passing: Callable[[memoryview], object] = lambda piece: None) -> Measure:
+        """The measure of all elements, without a decoded copy of all.
+
+        `passing` is called with all bytes, piece by piece, while each is in a core's cache, for example to hash them.
         """
         passing(self._data[: _HEADER.size])
         found, size = Measure(), self._codec.encoded_size

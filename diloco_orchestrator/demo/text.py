@@ -1,7 +1,7 @@
 """Text for the demo: the source of the Python standard library, or a folder of the user's, split by file.
 
 The hash of a file's content decides whether the file is held out or used for training, so that no text is in both sets,
-whatever its name and folder. The model that reads it is in `demo.workload`.
+whatever its name and folder. `demo.workload` trains on it.
 """
 
 import hashlib

@@ -42,9 +42,9 @@ class FoldResult:
 def fold(
     state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutSet, reports: RoundReports
 ) -> FoldResult:
-    """Add one round's scores and training metric to the guard's state, and judge.
+    """The guard's state and verdict after one more round, whose scores and metrics are in `reports`.
 
-    `state`: in the commit before; None at the run's start. A rule gets no metric of a round that cannot be judged.
+    `state`: from the commit before; None at the run's start. The rule gets no metric of a round that cannot be judged.
     Raises `RecordTooNew` if the state's rule is not installed here, `ValueError` for a share scored twice.
     """
     before = {**_EMPTY, **(state or {})}

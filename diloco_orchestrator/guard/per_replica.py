@@ -13,7 +13,7 @@ from diloco_orchestrator.guard.robust import median, weighted_mean
 from diloco_orchestrator.protocol.records import Quarantine, Score
 
 WARM_UP = 12  # rounds in which a replica's usual gain is learnt; only numbers that are not finite are judged in them
-_FEWEST = 4  # judged replicas; among fewer, nothing says which one is wrong
+_FEWEST = 4  # judged replicas; among fewer, nothing shows which one is wrong
 _SLACK = 1.25  # sigmas of a fall that count for nothing
 _LARGEST = 4.0  # sigmas of one round that count, so that one round alone does not decide
 _SUDDEN = 25.0  # sigmas of one round that decide alone

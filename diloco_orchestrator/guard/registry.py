@@ -39,15 +39,13 @@ def rule_of_state(state: Mapping[str, Any] | None, setting: str, where: str) -> 
     """
     name = setting if state is None else str(state.get("rule", UNNAMED.name))
     try:
-        if state is None:
-            return rule_of(name)
-        return _BY_NAME.get(name) or _installed(name)
+        return (_BY_SETTING if state is None else _BY_NAME).get(name) or _installed(name)
     except (LookupError, ConfigError) as error:
-        unknown = unknown_name("guard rule", name, (*_BY_NAME, *registered_names(ENTRY_POINTS)))
-        words = unknown if isinstance(error, LookupError) else str(error)
+        why = f": {error}" if isinstance(error, ConfigError) else "."
         raise RecordTooNew(
-            f"{where} needs a rule that is not installed here ({words}). Install the package that has it, or use the "
-            "version of diloco-orchestrator that run.json names as package_version, or a later one."
+            f"{where} needs the guard rule {name!r}, which is not installed here{why} `pip install` the package that "
+            f"registers it under {ENTRY_POINTS}, or the version of diloco-orchestrator that run.json names as "
+            "package_version, or a later one, and repeat this command."
         ) from None
 
 

@@ -31,7 +31,7 @@ class RoundReports:
     scores: Sequence[Score]  # at most one of each share, each from the replica to which it was dealt
     in_loop: Mapping[int, Metric] = field(default_factory=dict)  # by replica, of averaged contributions that have one
     why_no_metric: str = "no training metric was observed"  # the reason, if `in_loop` is empty
-    final_evaluation: bool = False  # nobody trained in this round: the last round's training metric is used
+    final_evaluation: bool = False  # nothing was trained in this round: the last round's training metric is used
     kl_to_init: float | None = None  # nats per token
     entropy: float | None = None
     reward_std: float | None = None
@@ -43,11 +43,11 @@ class RoundReports:
 def measure(
     before: Mapping[str, Any], heldout: HeldoutSet, reports: RoundReports
 ) -> tuple[Evidence, dict[str, Any], tuple[int, ...], tuple[int, ...]]:
-    """The evidence of a round, what the guard's state keeps of it, and the shares and replicas far beyond all others.
+    """The evidence of a round, the values for the guard's next state, and the shares and replicas far from all others.
 
-    Scores and training metric of a contribution belong to the same model: the base that its round started from. Means
-    over shares and replicas are clipped; a share whose score is not finite is missing. `before`: the guard's state
-    before the round. Raises `ValueError` for a share scored twice.
+    Scores and training metric of a contribution are of the same model: the base that its round started from. Means over
+    shares and replicas are clipped; a share whose score is not finite is missing. `before`: the guard's state before
+    the round. Raises `ValueError` for a share scored twice.
     """
     _check_distinct(reports.scores)
     in_loop, in_loop_spread, far_replicas = _training_metric(before, reports)
@@ -73,10 +73,10 @@ def measure(
 
 
 def change_of(scores: Sequence[VaultScore], items: int) -> VaultChange | None:
-    """The change that the shares of a vault set of `items` items show; None if fewer than half of them were scored.
+    """The score change on a confirmation set of `items` items; None if fewer than half of them were scored.
 
-    Means of shares are clipped and the variance of an item is the median of the shares', so that no
-    share counts beyond its items.
+    Means of shares are clipped and the variance of an item is the median of the shares', so that no share counts beyond
+    its items.
     """
     finite = [score for score in scores if score.change is not None]
     if 2 * sum(score.count for score in scores) < items or not scores:
@@ -101,11 +101,12 @@ def _check_distinct(scores: Sequence[Score]) -> None:
 def _with_score(
     evidence: Evidence, state: Mapping[str, Any], scores: Sequence[Score]
 ) -> tuple[Evidence, dict[str, float] | None, float | None, float | None, tuple[int, ...]]:
-    """The evidence with the held-out score: the item-weighted mean of (score - first score) over shares, plus B.
+    """`evidence` with the held-out score: B plus the item-weighted mean of (score - first score) over the scored
+    shares.
 
-    So a missing share does not appear as a change of the model. NaN if most scores are not finite; None if there are
-    too few. Beside it what later rounds need: first score of each share; B, the mean of the first scores; the shares'
-    spread; and the shares whose score is far beyond all others.
+    B is the mean of the first scores, so that a missing share does not appear as a change of the model. The score is
+    NaN if most are not finite; None if there are too few. Also returned, for later rounds: each share's first score, B,
+    the shares' spread, and the shares whose score is far from all others.
     """
     first, level, spread = state["baselines"], state["level"], state["spreads"]["heldout"]
     finite = [score for score in scores if math.isfinite(score.mean)]
@@ -120,7 +121,7 @@ def _with_score(
         return replace(evidence, why_not=f"inconclusive: finite scores of {counted}"), first, level, spread, ()
     if first is None:
         level = first_mean([(score.count, score.mean) for score in finite])
-        # The shares differ in difficulty, so that nothing says yet which score is a lie.
+        # Shares differ in difficulty, so that the first scores do not show which one is false.
         first = {str(score.share): score.mean for score in finite}
         return replace(evidence, heldout=level, gains=dict.fromkeys(first, 0.0)), first, level, spread, ()
     known = [(score.count, score.mean - first[str(score.share)]) for score in finite if str(score.share) in first]
@@ -140,9 +141,9 @@ def _with_score(
 def _training_metric(
     state: Mapping[str, Any], reports: RoundReports
 ) -> tuple[float | None, float | None, tuple[int, ...]]:
-    """The training metric of a round, the spread to keep, and the replicas whose metric is far beyond all others'.
+    """The training metric of a round, its spread for the state, and the replicas whose metric is far from all others.
 
-    The metric is None if nobody observed one, NaN if most are not finite.
+    The metric is None if no replica observed one, NaN if most are not finite.
     """
     spread = state["spreads"]["in_loop"]
     finite = {replica_id: each.mean for replica_id, each in reports.in_loop.items() if math.isfinite(each.mean)}

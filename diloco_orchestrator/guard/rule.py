@@ -39,7 +39,7 @@ class Evidence:
     # By share of the held-out set: its score minus its first one. Empty = the shares are not known one by one.
     gains: Mapping[str, float] = field(default_factory=dict)
     vault: VaultChange | None = None  # answers an alarm of the round before; None if too few vault items were scored
-    rebuildable: bool = True  # whether the base can be rebuilt later, to score the vault set on it
+    rebuildable: bool = True  # whether the base can be rebuilt later, to score the confirmation set on it
     final_evaluation: bool = False  # whether no round follows
 
     @property
@@ -62,7 +62,7 @@ class GuardRule(ABC):
 
     name: ClassVar[str]  # kept in the state; a change of the arithmetic or of the state's form needs a new name
     needs_in_loop: ClassVar[bool] = False  # whether a round without a training metric cannot be judged
-    asks_vault: ClassVar[bool] = False  # whether an alarm can wait for scores of the vault set
+    asks_vault: ClassVar[bool] = False  # whether an alarm can wait for scores of the confirmation set
 
     @classmethod
     @abstractmethod

@@ -49,7 +49,9 @@ class SequentialGuard(GuardRule):
     gap_sigmas: float | None = 5.0  # gap of training over held-out that is no reason to halt; None: no gap is one
     kl_hard_stop: float = 0.08  # nats per token, token mean
     pause_after: int = 5  # inconclusive rounds in a row
-    vault_sigmas: float | None = None  # standard errors of a fall that confirm an alarm; None: there is no vault set
+    vault_sigmas: float | None = (
+        None  # standard errors of a fall that confirm an alarm; None: there is no confirmation set
+    )
 
     def __post_init__(self) -> None:
         for name in ("threshold", "kl_hard_stop"):
@@ -248,7 +250,7 @@ class _Run:
     def __init__(self, guard: SequentialGuard) -> None:
         self.metrics, self.kl, self.vault = guard.channels(), KLChannel(), Vault()
         self.nonfinite = self.inconclusive = 0  # rounds in a row
-        self.model = 0  # the last one that was judged
+        self.model = 0  # the last round that was judged
         self.last: list[Any] | None = None  # evidence, as `_recorded`
         self.verdict = Verdict(fire=False, reason="", proxy_real_gap=0.0, folds=0, action=VerdictKind.CONTINUE)
 

@@ -1,1 +1,1 @@
-"""Reads a run from its bucket, finished or not: status, costs, logs, models, verification. Changes no record."""
+"""Reads a run from its bucket, finished or not: status, costs, logs, models, verification. Writes no record."""

@@ -1,4 +1,4 @@
-"""Curves over rounds as SVG, for the report page and for files beside a model card. Pure: numbers in, text out."""
+"""Curves over rounds as SVG, for the report page and for files beside a model card. Pure: numbers to text."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Line:
 
 
 def chart(lines: Sequence[Line], limit: float | None = None) -> str:
-    """HTML: a legend, and an SVG of the lines with a dashed horizontal `limit`; empty if there is nothing to draw."""
+    """HTML with a legend and an SVG of the lines, and a dashed horizontal `limit`; empty if there is no point."""
     lines = [line for line in lines if line.points]
     if not lines:
         return ""
@@ -36,7 +36,7 @@ def chart(lines: Sequence[Line], limit: float | None = None) -> str:
 
 
 def svg_file(lines: Sequence[Line]) -> str:
-    """A file with the same drawing, which has its names in the picture; empty if there is nothing to draw."""
+    """A stand-alone SVG file of the lines, with their names in the picture; empty if there is no point."""
     lines = [line for line in lines if line.points]
     if not lines:
         return ""
@@ -110,7 +110,7 @@ def round_ticks(first: int, last: int) -> list[int]:
 
 
 def _steps() -> Iterator[int]:
-    """1, 2, 5, 10, 20, 50, …"""
+    """Distances of axis marks: 1, 2, 5, 10, 20, 50, …"""
     for power in count():
         for digit in (1, 2, 5):
             yield digit * 10**power

@@ -1,8 +1,8 @@
 """Computes what a run costs: machine hours so far, and requests and traffic of one round in advance.
 
-Requests and traffic are priced as by Amazon S3 in us-east-1; most other stores charge less. Prices of machines come
-from executors. Wall-clock times of records are compared here, because machines are paid by the hour and seconds do not
-matter. Limits on what a leg may cost are in `supervision`.
+Requests and traffic have Amazon S3's prices in us-east-1; most other stores charge less. Prices of machines come from
+executors. Wall-clock times of records are compared here, because machines are paid by the hour and seconds do not
+matter. `supervision` enforces cost limits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,7 @@ from typing import Any
 
 from diloco_orchestrator.codecs.table import get_codec
 from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.protocol import pace
 from diloco_orchestrator.protocol.attempt_records import Heartbeat
 from diloco_orchestrator.protocol.records import Begin, Commit
 from diloco_orchestrator.run_log.attempts import AttemptRecords
@@ -23,9 +24,10 @@ _USD_PER_GB_OUT = 0.09  # to the internet; free within a region
 _FORECAST_ROUNDS = 9  # the last ones, from which the rest is predicted
 _SILENT_S = 600.0  # an attempt without a heartbeat for this long is counted as ended
 
-# How often a replica polls while it waits for the others, if all are equally fast (`make soak-table`).
-_POLLS = 1.75
-_COORDINATOR_POLL_S = 1.0
+# What `make requests-live` counts a round: how often a replica lists the manifests, whose times differ by some percent,
+# and objects of a snapshot and of the log's segments.
+_LISTINGS = 2.5
+_OBJECTS_OF_SNAPSHOT = 6
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class LegCost:
     rate_usd: float = 0.0  # an hour, of the machines that run now and whose price is known
 
     def words(self) -> str:
-        """The cost in words; empty if no price is known."""
+        """The cost as text; empty if no price is known."""
         if self.usd is None:
             return ""
         unknown = f", {self.unpriced} attempts of unknown price not counted" if self.unpriced else ""
@@ -72,22 +74,22 @@ def leg_cost(attempts: Sequence[AttemptCost], began: float, now: float) -> LegCo
 
 @dataclass(frozen=True)
 class EndForecast:
-    """The time and money that the rest of a leg takes, if it goes on as in its last rounds."""
+    """Hours and dollars until the end of a leg, if its rounds go on as the last ones did."""
 
     hours: float  # from the last commit to the end
     usd: float | None  # of the whole leg; None if no price is known
 
     def words(self) -> str:
-        """The forecast in words."""
+        """The forecast as text."""
         cost = "" if self.usd is None else f", ${self.usd:.2f} in all"
         return f"about {self.hours:.1f} h to the end{cost}"
 
 
 def end_forecast(spent: LegCost, committed_at: Sequence[float], steps_left: int) -> EndForecast | None:
-    """The forecast for a leg with `steps_left` outer steps; None before its third commit.
+    """The forecast for a leg with `steps_left` outer steps to go; None before its third commit.
 
-    `committed_at`: times of the leg's commits, oldest first, in seconds since 1970. The median interval of the last
-    rounds counts, so that one long wait does not. The first interval is left out: it holds the start of the machines.
+    `committed_at`: times of the leg's commits, oldest first, in seconds since 1970. Uses the median interval of the
+    last rounds, so that one long wait does not count, without the first, which includes the start of the machines.
     """
     seconds = [after - before for before, after in pairwise(committed_at[1:])][-_FORECAST_ROUNDS:]
     if not seconds:
@@ -99,8 +101,8 @@ def end_forecast(spent: LegCost, committed_at: Sequence[float], steps_left: int)
 def egress_usd_per_gb(executor: str, url: str, endpoint: str) -> float:
     """US dollars per GB that a replica on `executor` reads from the bucket at `url`, at the first tier of list prices.
 
-    Replicas on EKS are taken to be in the bucket's region, where S3 costs nothing. Stores behind an `endpoint` of their
-    own charge nothing as Cloudflare R2 and MinIO do, or what their contract says.
+    Assumes that replicas on EKS are in the bucket's region, where S3 costs nothing, and that stores behind an
+    `endpoint` of their own charge nothing, as Cloudflare R2 and MinIO.
     """
     scheme = url.removeprefix("fsspec+").partition("://")[0] if "://" in url else "file"
     if scheme in ("s3", "s3a"):
@@ -123,12 +125,12 @@ class CostReader:
         last: Commit | None,
         now: float | None,
     ) -> LegCost:
-        """The cost of a leg so far. An attempt without a heartbeat for ten minutes is counted as ended.
+        """The cost of a leg so far. An attempt without a heartbeat for ten minutes counts as ended.
 
         Args:
             numbers: the numbers of all attempts by replica id, oldest first.
             beats: the heartbeats of the newest attempts by (replica id, attempt).
-            begin: the leg's record.
+            begin: the leg's begin record.
             last: the newest commit.
             now: seconds since 1970; None for the newest time in the leg's records.
         """
@@ -147,7 +149,7 @@ class CostReader:
         return leg_cost(list(costs.values()), begin.at, at)
 
     def _of_attempt(self, replica_id: int, attempt: int, leg: int, replaced: bool) -> AttemptCost | None:
-        """The cost of one attempt; None for another leg's, or before a process claimed it, because waiting costs
+        """The cost of one attempt; None for another leg's, and before a process claimed it, because waiting costs
         nothing.
 
         `replaced`: whether a later attempt of the replica exists.
@@ -166,10 +168,10 @@ class CostReader:
         return known[1] if known[0] == leg else None
 
     def _end_of(self, replica_id: int, attempt: int, replaced: bool) -> float | None:
-        """When an attempt ended; None while it runs.
+        """The time when an attempt ended; None while it runs.
 
-        A killed attempt wrote no exit record: it is counted until its successor was launched, or until its last
-        heartbeat if the successor came much later.
+        A killed attempt wrote no exit record: it counts until its successor was launched, or until its last heartbeat
+        if the successor came much later.
         """
         ended = self._attempts.exit(replica_id, attempt)
         if ended is not None:
@@ -198,10 +200,11 @@ class RoundForecast:
 def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -> RoundForecast:
     """Predict requests and traffic of a round that takes `round_s` seconds.
 
-    `parameters`: number of trainable parameters; without it the result has requests only. Every replica writes its
-    payload's shards, its manifest and a commit that may lose the race, reads all manifests and payloads (its own too,
-    to confirm it), and polls for the commit every `timing.poll_s` in the second half of the round. The coordinator
-    polls every second.
+    Every replica writes its payload's shards and its manifest, reads those of the others, and lists the manifests while
+    it waits; one of them writes the commit, which the others and the coordinator read. Heartbeats and what a
+    coordinator and its display look for have the pauses of `protocol.pace`. A wait for a late replica adds to it.
+
+    `parameters`: number of trainable parameters; without it the result has requests only, as of one shard.
     """
     n = config.replicas
     shards = 1
@@ -213,18 +216,22 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
         codec = get_codec(config.codec)
         size = (part // shard_numel) * codec.encoded_size(shard_numel)
         size += codec.encoded_size(part % shard_numel) if part % shard_numel else 0
-    timing = config.timing
     states = {"round": 1.0, "snapshot": 1.0 / config.snapshot_every, "none": 0.0}[config.saves_state]
-    beats, polls = n * round_s / timing.heartbeat_s, round_s / _COORDINATOR_POLL_S
+    beats, beats_read = pace.heartbeat_s(config, round_s), pace.heartbeats_read_s(config, round_s)
+    seldom = round_s / pace.seldom_read_s(round_s)
+    commits_read = 2 + 0.9 * round_s / pace.commits_read_s(round_s, 0.0)  # with the polls around its end
+    retention = 2.0 if config.retention.payloads == "needed" else 0.0  # payloads and states to delete
     requests = {
-        "PUT": n * (shards + 2 + states) + 3 / config.snapshot_every + beats,
-        "GET": n * (n * shards + n + 2 * _POLLS + 1 + round_s / (2 * timing.poll_s)) + 2 * polls + 1 + beats,
-        "LIST": n * _POLLS + (2.0 if config.retention.payloads == "needed" else 0.0),  # payloads and states to delete
+        "PUT": n * (shards + 1 + states + round_s / beats) + 1 + _OBJECTS_OF_SNAPSHOT / config.snapshot_every,
+        # Payloads and manifests of the others; commit and request to halt; heartbeats; records that end attempts.
+        "GET": n * (n - 1) * (shards + 1) + n + 1 + commits_read + n * round_s / beats_read + (n + 1) * seldom,
+        # Manifests; requests for payloads; later attempts; and the listings of a display.
+        "LIST": n * _LISTINGS + 1 + n * seldom + 3 * seldom + 3 / config.snapshot_every + retention,
     }
     return RoundForecast(
         requests=requests,
         bytes_up=None if size is None else n * size,
-        bytes_down=None if size is None else n * n * size,
+        bytes_down=None if size is None else n * (n - 1) * size,
         requests_usd=sum(count * _USD_PER_REQUEST[kind] for kind, count in requests.items()),
-        traffic_usd=None if size is None else n * n * size / 1e9 * _USD_PER_GB_OUT,
+        traffic_usd=None if size is None else n * (n - 1) * size / 1e9 * _USD_PER_GB_OUT,
     )

@@ -1,4 +1,4 @@
-"""`diloco doctor`: checks this machine, a store and an executor, and states for each problem what to do about it."""
+"""`diloco doctor`: checks this machine, a store and an executor, and gives a remedy for each problem."""
 
 import os
 import platform
@@ -107,7 +107,7 @@ def gpus_of_driver() -> list[str]:
 
 
 def gpu_finding(gpus: list[str], wanted: bool) -> Finding:
-    """The finding about the GPUs that the driver reports. `wanted`: none is not ok, and more than one is a waste."""
+    """The finding about the GPUs that the driver reports. `wanted`: none is not ok, more than one is a waste."""
     if not gpus:
         todo = "Check the machine's type, and that the image may use its GPU (NVIDIA driver, device plugin)."
         return Finding("GPU", not wanted, "none that nvidia-smi reports", todo if wanted else "")
@@ -118,9 +118,7 @@ def gpu_finding(gpus: list[str], wanted: bool) -> Finding:
 
 
 def _torch(has_gpu: bool, wanted: bool) -> Finding:
-    """Whether torch computes on the GPU: a version for another CUDA or another GPU imports, and fails at its first
-    kernel.
-    """
+    """The finding whether torch computes on the GPU; a build for another CUDA or GPU only fails at a kernel."""
     try:
         import torch
     except ImportError as error:
@@ -172,8 +170,8 @@ def examine(url: str | None, clock: Clock, *, gpu_wanted: bool = False) -> Itera
 def examine_executor(executor: ServerlessExecutor, clock: Clock) -> Iterator[Finding]:
     """Launch three tiny processes, which costs cents: one returns a value, one is cancelled, one fails.
 
-    A finding is not ok if the executor reports another end than expected, or raises `ExecutorError`. What still runs at
-    the end is cancelled, and records of the attempts are deleted where the executor keeps any.
+    A finding is not ok if the executor reports another end than expected, or raises `ExecutorError`. Processes still
+    running at the end are cancelled, and the executor's records of them are deleted.
     """
     run_id = f"doctor-{random_token()}"
     name = f"executor {executor.name}"
@@ -197,10 +195,10 @@ def examine_executor(executor: ServerlessExecutor, clock: Clock) -> Iterator[Fin
 
 
 def remove_attempts(executor: ServerlessExecutor, run_ids: Sequence[str], clock: Clock) -> str:
-    """Cancel what still runs of trial runs, and delete the records that the executor keeps of them.
+    """Cancel the running attempts of trial runs, and delete the executor's records of them.
 
     Waits up to three minutes for the cancelled ones, because their machines may write until they have ended. Returns
-    why something may be left, empty if nothing is.
+    the reason why something may be left, empty if nothing is.
     """
     why = ""
     for run_id in run_ids:

@@ -1,8 +1,7 @@
 """`python -m diloco_orchestrator.inspection.examination --store URL`: examines the machine that a replica would have.
 
-`diloco doctor --executor … URL` starts it over there, with image, machine, code and secrets of a replica. It prints
-each finding, and all of them as JSON in its exit line, which the provider's log carries back even where the bucket
-cannot be reached.
+`diloco doctor --executor … URL` launches it with image, machine, code and secrets of a replica. It prints each finding,
+and all of them as JSON in its exit line, which the provider's log has even if the bucket cannot be reached.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Explains in plain words why a run stopped, or that it goes on, and what to do. Pure: works on a `RunStatus`."""
+"""Explains in plain words why a run stopped, or that it goes on, and what to do. Pure: input is a `RunStatus`."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,7 +11,7 @@ from diloco_orchestrator.protocol.verdict import Statistic, VerdictKind
 
 _FIRED, _ASKED = "the guard fired: ", "halt requested: "
 
-# What a verdict's reason says, by words in it: meaning, and where to look. The first that is found counts.
+# Explanations of a verdict, by words in its reason: meaning, and what to check. The first match counts.
 _CHANNELS = (
     (
         "Hacking Gap",
@@ -92,7 +92,7 @@ _ERRORS = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """The reasons for a run's state."""
+    """The state of a run as sentences: what happened, why, and what to do."""
 
     # going on, nobody works on it, completed, halted by the guard, paused by the guard, halted on request, at its
     # limit, failed
@@ -106,7 +106,7 @@ class Explanation:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """The explanation as text for people."""
+        """The explanation as lines of text."""
         shown = [f"  {words}" for words in statistic_lines(self.statistics)]
         return [
             self.what,
@@ -134,9 +134,9 @@ def bar_of(share: float, width: int) -> str:
 
 
 def explain(status: RunStatus, best: int | None = None, now: float | None = None) -> Explanation:
-    """The reasons for the run's state. `best`: the round whose base has the best held-out score, if any is scored.
+    """The explanation of a run's state. `best`: the round whose base has the best held-out score, if any is scored.
 
-    `now`: seconds since 1970 on this machine; without it nothing is said of a run that nobody works on.
+    `now`: seconds since 1970 on this machine; without it, a run without running processes is not reported as such.
     """
     still = [] if now is None else why_still(status, now)
     state = "stands still" if still else status.state
@@ -251,7 +251,7 @@ def _judged(rows: Sequence[RoundRow]) -> list[str]:
 
 
 def _warning(status: RunStatus) -> list[str]:
-    """The warning of the newest round in which somebody trained."""
+    """The warning of the newest round in which replicas trained."""
     trained = next((row for row in reversed(status.rounds) if row.stop != "completed"), None)
     return [f"Warning: {_sentence(trained.warning)}"] if trained is not None and trained.warning else []
 
@@ -267,7 +267,7 @@ def _sentence(words: str) -> str:
 
 
 def still_s(status: RunStatus, now: float) -> float:
-    """Seconds since anything moved in a run that goes on; 0 while somebody may work on it, and once it has ended.
+    """Seconds since anything changed in a run that has not ended; 0 while a process may work on it.
 
     `now`: seconds since 1970. A coordinator replaces a replica that has sent no heartbeat for `retry.hung_after_s`.
     """
@@ -276,7 +276,7 @@ def still_s(status: RunStatus, now: float) -> float:
 
 
 def why_still(status: RunStatus, now: float) -> list[str]:
-    """Sentences about a run that nobody works on; empty for any other."""
+    """Sentences about a run on which no process works; empty for any other."""
     if not (age_s := still_s(status, now)):
         return []
     first = (
@@ -297,7 +297,7 @@ def _of_replica(replica: ReplicaRow) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """A duration for people: minutes below two hours, hours below two days, days from there on."""
+    """A duration as text: minutes below two hours, hours below two days, then days."""
     for unit, length_s, most in (("min", 60.0, 120), ("h", 3600.0, 48)):
         if seconds < most * length_s:
             return f"{seconds / length_s:.0f} {unit}"

@@ -1,7 +1,6 @@
 """Reads the output of attempts: from the bucket once an attempt has ended, from its executor while it runs.
 
-Lines are of one attempt, or of all replicas at once until the run stops. Which lines are shown, and in
-which colour, is left to `cli`.
+Reads one attempt, or all replicas at once until the run stops. `cli` prints the lines.
 """
 
 import queue
@@ -23,7 +22,7 @@ def executor_of_run(reader: RunReader, need: str, trust_bucket: bool) -> Serverl
     """The executor that launched the run, with this process's credentials.
 
     Raises `ConfigError` if it is a class of the user's, and for a run that this user did not launch on this machine,
-    unless `trust_bucket` is set. `need`: what the executor is for, opens the message.
+    unless `trust_bucket` is set. `need`: the purpose, which begins the message.
     """
     if not trust_bucket:
         check_launched_here(reader.log, need)
@@ -53,14 +52,14 @@ def log_lines(
 ) -> Iterator[str]:
     """The output lines of a replica's attempt, by default of its newest.
 
-    Empty for an attempt without handle. Raises `ConfigError` for an attempt that does not exist, naming those that do,
-    and for a running one whose executor cannot be made again from run.json, or may not: see `trust_bucket`.
+    Empty for an attempt without handle. Raises `ConfigError` for an attempt that does not exist, naming existing ones,
+    and for a running one whose executor cannot, or may not (`trust_bucket`), be recreated from run.json.
 
     Args:
         tail: number of last lines to return; None for all.
-        executor: used for an attempt that runs; by default one made again from run.json.
-        follow: until the end of an attempt that runs.
-        trust_bucket: make the executor that run.json names although this user did not launch the run here.
+        executor: used for a running attempt; by default one recreated from run.json.
+        follow: go on until the end of a running attempt.
+        trust_bucket: recreate the executor in run.json although this user did not launch the run here.
     """
     known = reader.attempts.numbers(replica_id)
     if not known or (attempt is not None and attempt not in known):
@@ -89,12 +88,12 @@ class LogLine:
 
 
 class LogFollower:
-    """Yields the lines of all attempts of a run as they come. `tail`: how many of each attempt's first are shown.
+    """Yields the lines of all attempts of a run as they come. `tail`: how many earlier lines of each attempt are shown.
 
     Args:
         replicas: ids of the replicas to follow.
         background: reads the output of each attempt.
-        executor: by default the one made again from run.json.
+        executor: by default one recreated from run.json.
         trust_bucket: as of `log_lines`.
     """
 
@@ -144,7 +143,7 @@ class LogFollower:
         return stopped or log.result(leg.leg) is not None
 
     def _open_new(self) -> None:
-        """Follow attempts that have begun since the last call: of each replica the newest, later every one."""
+        """Start reading attempts that began since the last call: at first each replica's newest, later all."""
         for replica_id, attempts in self._reader.attempts.all_numbers().items():
             seen = any(who[0] == replica_id for who in self._followed)
             for attempt in attempts if seen else attempts[-1:]:
@@ -158,7 +157,7 @@ class LogFollower:
         return self._reader.attempts.handle(*who) is not None or self._reader.attempts.log_text(*who) is not None
 
     def _follow(self, who: tuple[int, int]) -> None:
-        """Put the lines of one attempt into the queue, or why they cannot be read."""
+        """Put the lines of one attempt, or the error of reading them, into the queue."""
         reader = RunReader(self._reader.store, self._reader.log)  # records are kept by attempt, for one thread
         try:
             lines = log_lines(reader, *who, self._tail, self._executor, follow=True, trust_bucket=self._trust_bucket)

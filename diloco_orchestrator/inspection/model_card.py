@@ -1,7 +1,7 @@
-"""The model card of a snapshot on the Hub: which run made it, who took part, curves, digests, how to load it.
+"""The model card of a snapshot on the Hub: its run, participants, curves, digests, how to load it.
 
-Pure: what was read of a run and of the snapshot's folder in, Markdown out. The run's address is not in it, because a
-card may be public.
+Pure: facts of a run and of the snapshot's folder to Markdown. The run's address is left out, because a card may be
+public.
 """
 
 import re
@@ -41,10 +41,10 @@ class CardFacts:
 
 
 def card_files(facts: CardFacts, folder: Path) -> dict[str, str]:
-    """The card, and the picture beside it, for the snapshot whose files are in `folder`.
+    """The card and its picture, for the snapshot whose files are in `folder`.
 
-    Whoever may write to the bucket wrote those: nothing of them gets into the card but names of the form that a name
-    has, and a README as text. Raises `RecordInvalid` for a config.json or adapter_config.json that is none.
+    Whoever can write to the bucket wrote those files, so only well-formed names, and a README as text, are copied into
+    the card. Raises `RecordInvalid` for an invalid config.json or adapter_config.json.
     """
     pictures = {CURVES: curves(facts.rows)}
     sections = [
@@ -84,7 +84,7 @@ def _front_matter(folder: Path) -> str:
 
 
 def _json_in(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a snapshot. Raises `RecordInvalid` if it is none."""
+    """The object in a JSON file of a snapshot. Raises `RecordInvalid` if the file is no JSON object."""
     try:
         body = parse_json(path.read_bytes())
     except ValueError as error:
@@ -164,5 +164,5 @@ def _digests(facts: CardFacts) -> str:
 
 
 def tag_of(round_: int) -> str:
-    """The tag of a round's snapshot in its repository."""
+    """The tag in the Hub's repository for a round's snapshot."""
     return f"round-{round_}"

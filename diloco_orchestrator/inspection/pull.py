@@ -1,4 +1,4 @@
-"""Copies the global model after any round out of the bucket: made from the base, whatever else a snapshot holds."""
+"""Copies the global model after any round out of the bucket: made from the verified base, not from snapshot files."""
 
 import errno
 import os
@@ -24,11 +24,11 @@ def pull(
 ) -> int:
     """Copy the model after round `round_` of the run in `url` into the new folder `destination`; returns the round.
 
-    `round_` None means the model that the run offers: the newest, and after a halt by the guard the best by held-out
-    score. Its files are made from the base with the digest that the log claims, read from a snapshot or rebuilt from
-    payloads, and from files that `start.json` names by digest: nothing else in a snapshot reaches `destination`.
-    Adapters of PEFT that were averaged exactly become an adapter folder, without the outer optimizer's state.
-    `storage_options`: credentials and endpoint in s3fs spelling.
+    `round_` None means the default model: the newest, or after a halt by the guard the best by held-out score. Its
+    files are made from the base whose digest is in the commit log, read from a snapshot or rebuilt from payloads, and
+    from files whose digests are in `start.json`: other files of a snapshot are not copied. Exactly averaged PEFT
+    adapters become an adapter folder, without the outer optimizer's state. `storage_options`: credentials and endpoint
+    in s3fs spelling.
 
     Raises `ConfigError` if `destination` is not empty or the round has no base (naming the nearest), `NoSuchRun`,
     `RecordInvalid` or `PayloadCorrupt` for an object that was changed, and `StoreError`, `StoreFull` among them. After
@@ -57,7 +57,7 @@ def check_new(destination: Path) -> None:
 
 
 def write_folder(destination: Path, files: Iterable[tuple[str, Iterable[bytes | memoryview]]]) -> None:
-    """Make the folder with these files, whose bytes come in pieces, appear in one step; after an error nothing exists.
+    """Create a folder with these files atomically; their bytes come in pieces. After an error nothing exists.
 
     Each piece is written before the next one is made. Raises `StoreError`, or `StoreFull` for a full disk.
     """
@@ -78,7 +78,7 @@ def write_folder(destination: Path, files: Iterable[tuple[str, Iterable[bytes | 
 
 
 def write_files(folder: Path, files: Iterable[tuple[str, Iterable[bytes | memoryview]]]) -> None:
-    """Write new files into a folder; one piece at a time is in memory. No link is followed, no file overwritten."""
+    """Write new files into a folder, one piece in memory at a time. No link is followed, no file overwritten."""
     for name, data in files:
         descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         with os.fdopen(descriptor, "wb") as file:

@@ -105,7 +105,7 @@ def _facts(reader: RunReader, repo_id: str, round_: int, others: Sequence[int]) 
 
 
 class _Hub:
-    """One repository of models on the Hub, with one token."""
+    """One model repository on the Hub, accessed with one token."""
 
     def __init__(self, repo_id: str, token: str | None) -> None:
         from huggingface_hub import HfApi, get_token
@@ -129,7 +129,7 @@ class _Hub:
         self._api: HfApi = HfApi(token=token)
 
     def prepare(self, rounds: Sequence[int], *, public: bool) -> None:
-        """Make the repository if it is missing. Raises `ConfigError` if it is public unasked, or has a round's tag."""
+        """Create the repository if missing. Raises `ConfigError` if it is public unasked, or has a round's tag."""
         with self._words("preparing the repository"):
             self._api.create_repo(self.repo_id, private=not public, exist_ok=True)
             is_private = self._api.model_info(self.repo_id).private
@@ -147,7 +147,7 @@ class _Hub:
                 )
 
     def commit(self, folder: Path, round_: int, run_id: str) -> PushedSnapshot:
-        """Send a folder as one commit, and tag it."""
+        """Upload a folder as one commit, and tag it."""
         with self._words(f"sending round {round_}"):
             made = self._api.upload_folder(
                 repo_id=self.repo_id,
@@ -161,7 +161,7 @@ class _Hub:
 
     @contextmanager
     def _words(self, doing: str) -> Iterator[None]:
-        """Translate errors of huggingface_hub and of its connection."""
+        """Context that translates errors of huggingface_hub and its connection. `doing`: the action, for messages."""
         from huggingface_hub.errors import HfHubHTTPError
 
         of_http_library: tuple[Any, ...] = HfHubHTTPError.__bases__

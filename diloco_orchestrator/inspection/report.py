@@ -1,4 +1,4 @@
-"""`Report`: everything that the page about a run shows, read from its bucket as plain data. Rendering is `cli`'s."""
+"""`Report`: all data on the page about a run, read from its bucket. `cli.report_page` renders it."""
 
 import csv
 import io
@@ -34,7 +34,7 @@ class InfluenceRow:
 
 @dataclass(frozen=True)
 class Influence:
-    """The rows of all applied rounds whose payloads are left, by round and replica id."""
+    """The rows of all applied rounds whose payloads still exist, by round and replica id."""
 
     rows: list[InfluenceRow] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)  # applied rounds whose payloads were deleted
@@ -43,7 +43,7 @@ class Influence:
         return asdict(self)
 
     def to_csv(self) -> str:
-        """One line per row below the names of the columns, six digits a figure; what does not exist is empty."""
+        """A header and one CSV line per row, numbers in six digits; missing values are empty."""
         text = io.StringIO()
         written = csv.writer(text, lineterminator="\n")
         names = [each.name for each in fields(InfluenceRow)]
@@ -54,7 +54,7 @@ class Influence:
         return text.getvalue()
 
     def gone_words(self) -> str:
-        """Which rounds are left out, as a sentence; empty if none is."""
+        """A sentence naming the rounds left out because their payloads were deleted; empty if there are none."""
         if not self.gone:
             return ""
         first, last = self.gone[0], self.gone[-1]
@@ -67,7 +67,7 @@ Points = Sequence[tuple[int, float]]  # (round, value)
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The run's program, machines and duration. Times are seconds since 1970 on the clocks of the records' writers."""
+    """Code, machines and duration of a run. Times are seconds since 1970 on the clocks of the records' writers."""
 
     entrypoint: str
     settings: Mapping[str, str]  # by dotted name, where they are not the default
@@ -84,7 +84,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Report:
-    """A run as of one moment."""
+    """A run at one moment."""
 
     status: RunStatus
     config: RunConfig
@@ -95,7 +95,7 @@ class Report:
 
     @classmethod
     def read(cls, reader: RunReader, background: Background, influence: Influence | None = None) -> Self:
-        """Read the run. Manifests are read several at a time. Errors as of `RunReader.status`."""
+        """Read the run. Manifests are read several at a time. Raises as `RunReader.status` does."""
         status, attempts = reader.status(), reader.all_attempts()
         losses = losses_by_replica(reader.log, background)
         return cls(status, reader.run.config, facts_of(reader, status), attempts, losses, influence)
@@ -125,9 +125,9 @@ def facts_of(reader: RunReader, status: RunStatus) -> RunFacts:
 
 
 def settings_of(config: RunConfig) -> dict[str, str]:
-    """The settings that are not the default, by dotted name, without those that a page shows by themselves.
+    """The settings that differ from the default, by dotted name, without those that the page shows elsewhere.
 
-    Held-out items are given by their number.
+    Held-out items are replaced by their number.
     """
     found = {name: text for name, text in _changed(config, "").items() if name not in _SHOWN_APART}
     if "heldout_items" in found:
@@ -157,10 +157,10 @@ def _machine_of(claim: Claim) -> str:
 
 
 def losses_by_replica(log: RunLog, background: Background) -> dict[int, list[tuple[int, float]]]:
-    """The mean of what each replica observed as loss in each round, or as reward where nobody observed a loss.
+    """The mean loss that each replica observed in each round, or reward if no replica observed a loss.
 
-    Read from the manifests that commits name: from segments where there are some, else one by one, several at a time.
-    One that is missing or is not what the commit names has no point here; `verify` names it.
+    Read from the manifests that commits name, from segments where they exist. A manifest that is missing or has another
+    digest than in the commit gives no point; `verify` reports it.
     """
     found: dict[str, dict[int, list[tuple[int, float]]]] = {"loss": {}, "reward": {}}
     for manifest in _manifests(log, background):
@@ -186,7 +186,7 @@ def _manifests(log: RunLog, background: Background) -> Iterator[Contribution]:
 
 
 def _readable(reader: ContributionReader, round_: int, answer: Answer, line: bytes | None) -> Contribution | None:
-    """A manifest from its bytes in a segment, `line`, or from its own object; None if it cannot be read."""
+    """A manifest from its line in a segment, `line`, or from its own object; None if it cannot be read."""
     try:
         if line is not None:
             return Contribution.from_bytes(line, "a segment's line")

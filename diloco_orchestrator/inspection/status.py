@@ -51,7 +51,7 @@ class RoundRow:
     extra: Mapping[str, float] = field(default_factory=dict)  # mean over replicas of `observe(extra=...)`, by name
 
     def remark(self) -> str:
-        """Unusual facts of the round: not applied, replicas missing, late steps, a warning; else empty."""
+        """Unusual facts of the round: not applied, replicas missing, late steps, a warning; empty if there are none."""
         if self.stop != "none" or not self.applied:
             return self.reason
         found = [f"without {', '.join(map(str, self.without))}"] if self.without else []
@@ -78,7 +78,7 @@ class ReplicaRow:
     waits_for: str = ""  # why it has not started, in its provider's words, if "launching"
 
     def words(self) -> str:
-        """The state, for people."""
+        """The replica's state as text."""
         return f"{self.state}: {self.waits_for}" if self.waits_for else self.state
 
 
@@ -97,7 +97,7 @@ class AttemptRow:
 
 @dataclass(frozen=True)
 class DefaultModel:
-    """The model that a run gives to whoever names no round, and the newest one. Scores with the metric's own sign."""
+    """The model that commands use if no round is named, and the newest one. Scores with the metric's own sign."""
 
     round: int
     heldout: float | None  # held-out score; None if none was measured
@@ -106,7 +106,7 @@ class DefaultModel:
     after_verdict: bool  # the guard halted the run: this is the best model by held-out score, not the newest
 
     def words(self) -> str:
-        """Both models and their scores, for people."""
+        """Both models and their scores as text."""
         if not self.after_verdict:
             return f"round {self.round}, the newest{_scored(self.heldout)}"
         best = f"round {self.round}, the best by held-out score{_scored(self.heldout)}"
@@ -155,7 +155,7 @@ class RunReader:
     """Reads one run from its bucket alone. Each call fetches only records that are new or that change.
 
     `log` reads the run's records, `attempts` those of its processes. The constructor raises `NoSuchRun` if the folder
-    holds no run. `log`: the run's, if the caller has one, so that nothing in it is fetched again.
+    holds no run. `log` (argument): a log at hand, whose cached records are not fetched again.
     """
 
     def __init__(self, store: Store, log: RunLog | None = None) -> None:
@@ -189,7 +189,7 @@ class RunReader:
         return self.log.snapshots()
 
     def rows(self) -> list[RoundRow]:
-        """One row per commit, oldest first, all in memory. Errors as of `commits`."""
+        """One row per commit, oldest first, all in memory. Raises as `commits` does."""
         for commit, row in self._new_rows.with_commits():
             self._rows.append(row)
             self._committed_at.append((commit.leg, commit.at))
@@ -200,12 +200,12 @@ class RunReader:
         return list(self._rows)
 
     def model(self) -> DefaultModel:
-        """The model that the run gives to whoever names no round. Errors as of `commits`."""
+        """The model that commands use if no round is named. Raises as `commits` does."""
         self.rows()
         return self._model(self.log.begins())
 
     def _model(self, begins: Sequence[Begin]) -> DefaultModel:
-        """The default model, as of the rows that were read."""
+        """The default model according to the rows read so far."""
         found, sign = default_base(self.log, self._bases, begins), _sign(self.log)
         score, newest = (None if each is None else sign * each for each in (found.score, found.newest_score))
         return DefaultModel(found.round, score, found.newest, newest, found.after_verdict)
@@ -214,7 +214,7 @@ class RunReader:
         return self.log.begin_of(leg).record
 
     def new_rows(self) -> "NewRows":
-        """Reads the rows of all commits once, and then those of new ones, keeping none."""
+        """An iterator-like reader that returns rows of all commits at first, then of new ones, keeping none."""
         return NewRows(self.log)
 
     def status(self) -> RunStatus:
@@ -258,12 +258,12 @@ class RunReader:
         )
 
     def _unreadable(self) -> list[str]:
-        """The objects that this reader has passed over so far, and why."""
+        """The objects that this reader has ignored so far, with the reasons."""
         found = self.log.passed_over() | self.attempts.unreadable
         return [f"{key}: {found[key]}" for key in sorted(found)]
 
     def spent(self, begin: Begin, now: float | None = None) -> LegCost:
-        """The machine cost of a leg so far. `now`: seconds since 1970; by default the newest time in its records."""
+        """The machine cost of a leg so far. `now`: seconds since 1970; None: the newest time in its records."""
         numbers = self.attempts.all_numbers()
         beats = self._newest_heartbeats(numbers)
         newest = self.log.newest(begin)
@@ -291,7 +291,7 @@ class RunReader:
         return None
 
     def best_scored(self) -> int | None:
-        """The round whose base has the best held-out score of all left to resume from; None if none is scored."""
+        """The round whose base has the best held-out score of all to resume from; None if none is scored."""
         folded, begins = DefaultBases(), self.log.begins()
         for commit in self.commits():
             folded.add(commit, begins[commit.leg - 1])
@@ -345,19 +345,19 @@ class RunReader:
 
 
 class NewRows:
-    """The rows of a run's commits, oldest first. Every `read` goes on where the one before ended; none is kept."""
+    """The rows of a run's commits, oldest first. Each `read` continues after the one before; none is kept."""
 
     def __init__(self, run_log: RunLog) -> None:
         self._log = run_log
         self._position: Position | None = None
 
     def read(self) -> Iterator[RoundRow]:
-        """The rows of the commits that were not read yet. Raises `RecordInvalid` where the hash chain is broken."""
+        """The rows of the commits not read yet. Raises `RecordInvalid` where the hash chain is broken."""
         for _, row in self.with_commits():
             yield row
 
     def with_commits(self) -> Iterator[tuple[Commit, RoundRow]]:
-        """The commits that were not read yet, and their rows. Errors as of `read`."""
+        """The commits not read yet, with their rows. Raises as `read` does."""
         start = self._log.start()
         if start is None:
             return
@@ -399,7 +399,7 @@ def _row(replicas: int, scored: HeldoutSet | None, commit: Commit) -> RoundRow:
 
 
 def _of_metrics(scored: HeldoutSet | None, commit: Commit) -> list[str]:
-    """Faults of the metrics that replicas observed in a round, in words."""
+    """Sentences about invalid metrics that replicas observed in a round."""
     figures, metric = commit.figures or RoundMetrics(), scored.metric if scored else ""
     said = not_finite_words(figures)
     seen = {name for name in ("loss", "reward") if getattr(figures, name) is not None or name in figures.not_finite}
@@ -409,7 +409,7 @@ def _of_metrics(scored: HeldoutSet | None, commit: Commit) -> list[str]:
 
 
 def judgements(commit: Commit) -> dict[int, str]:
-    """Reasons why contributions to a round, or their scores, count less or not at all, by replica id."""
+    """Reasons why a contribution to a round, or its scores, count less or not at all, by replica id."""
     found = {a.replica_id: f"{a.kind}: {a.reason}" for a in commit.answers if a.reason}
     found |= {each.replica_id: f"clipped: {each.reason}" for each in commit.clipped}
     for said in commit.discounted:
@@ -425,7 +425,7 @@ def _sign(run_log: RunLog) -> float:
 
 
 def _sign_of(heldout: HeldoutSet | None) -> float:
-    """-1 for a loss, whose sign verdicts reverse, so that higher is better; 1 for a reward."""
+    """-1 for a loss, which verdicts store negated so that higher is better; 1 for a reward."""
     return 1.0 if heldout is not None and heldout.metric == "reward" else -1.0
 
 

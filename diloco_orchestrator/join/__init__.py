@@ -1,1 +1,1 @@
-"""Machines that join a run through its bucket: the executor offers attempts, a machine takes and runs them."""
+"""Machines that join a run through its bucket: an executor offers attempts in it, a machine runs them."""

@@ -1,4 +1,4 @@
-"""`TakenAttempt`: one attempt on a machine that has taken it: its process, its lease, its output, its end."""
+"""`TakenAttempt`: one attempt on the joined machine that runs it: process, lease, output, and record of its end."""
 
 import logging
 import os
@@ -46,7 +46,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 class AttemptProcess(Protocol):
-    """The process of an attempt, as `TakenAttempt` needs it. All methods are safe to call after its end."""
+    """The process of an attempt, as `TakenAttempt` uses it. All methods are safe to call after its end."""
 
     pid: int  # on this machine
 
@@ -76,8 +76,8 @@ class LocalProcess:
         env: its whole environment.
         output: file to which stdout and stderr are appended.
 
-    Raises OSError if Python cannot be started or `output` not be written; a program that cannot be executed is the
-    process's own end, with a traceback in `output`.
+    Raises OSError if Python cannot be started or `output` not be written. A program that cannot be executed ends the
+    process with a traceback in `output`.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], output: Path) -> None:
@@ -109,10 +109,11 @@ class LocalProcess:
 
 
 def end_of(code: int, asked: ReplicaStatus | None) -> ReplicaStatus:
-    """The end of an attempt whose process exited with `code`. `asked`: what it was asked to end for, if it was.
+    """The end of an attempt whose process exited with `code`. `asked`: the reason for which it was asked to end, or
+    None.
 
-    A process that had finished has succeeded, whatever it was asked for. The replica's own exit code as preempted is
-    kept where its machine leaves.
+    A finished process has succeeded, whatever it was asked. The replica's own exit code for a preemption is kept if its
+    machine leaves.
     """
     state, reason = BY_EXIT_CODE.get(code, (ReplicaState.FAILED, "exit"))
     if asked is None or code == EXIT_DONE:
@@ -177,7 +178,7 @@ class TakenAttempt:
 
     @property
     def pid(self) -> int | None:
-        """The process; None before it was started."""
+        """The id of the process; None before its start."""
         return None if self._process is None else self._process.pid
 
     def ask_to_end(self) -> None:
@@ -201,9 +202,10 @@ class TakenAttempt:
         self._process = self._start(self._offer.command, self._env, self._file)
 
     def attend(self) -> ReplicaStatus:
-        """Wait for the process's end; ask it to end if its machine leaves, a coordinator wants it, or time is over.
+        """Wait for the process's end; ask it to end if this machine leaves, a coordinator cancels it, or its time is
+        over.
 
-        One that has been asked is killed a minute later (`GRACE_S`). The store's errors are logged and not raised.
+        A minute after that request (`GRACE_S`) it is killed. The store's errors are logged and not raised.
         """
         assert self._process is not None
         began, asked, asked_at = self._clock.now(), None, 0.0
@@ -224,9 +226,10 @@ class TakenAttempt:
         return end_of(code, asked or self._asked_here(0.0))
 
     def record(self, end: ReplicaStatus) -> bool:
-        """Write the rest of the output and the end. False if another end was recorded before: it counts.
+        """Write the rest of the output and the record of the end. False if another end was recorded first, which
+        counts.
 
-        Nothing is written, and False returned, once the attempt's offer is gone. Raises `StoreUnavailable` if the
+        Nothing is written, and False returned, if the attempt's offer was deleted. Raises `StoreUnavailable` if the
         bucket cannot be reached while the machine leaves.
         """
         if not self._is_offered:
@@ -243,7 +246,7 @@ class TakenAttempt:
         self._writer.overwrite(Lease(**self._stamp(), counter=self._counter), self._key(keys.JOIN_LEASE))
 
     def _asked_here(self, ran_s: float) -> ReplicaStatus | None:
-        """Reason why this machine itself ends the attempt after so many seconds; None if it does not."""
+        """Reason why this machine ends the attempt after `ran_s` seconds; None if it does not."""
         if why := self._leaving():
             return ReplicaStatus(ReplicaState.PREEMPTED, "lost", message=f"its machine left: {why}")
         if self._offer.timeout_s is not None and ran_s > self._offer.timeout_s:
@@ -251,7 +254,7 @@ class TakenAttempt:
         return None
 
     def _asked_for(self, ran_s: float, asked: ReplicaStatus | None) -> ReplicaStatus | None:
-        """Reason why the attempt has to end, `asked` if that was known before; None if it goes on. One listing."""
+        """Reason why the attempt has to end, `asked` if one was known before; None if it goes on. One LIST request."""
         offer = keys.join_offer(self._name)
         there = {info.key for info in self._store.list(offer.removesuffix(keys.JOIN_OFFER))}
         self._is_offered = offer in there
@@ -264,7 +267,7 @@ class TakenAttempt:
         return self._asked_here(ran_s)
 
     def _patiently(self, call: Callable[[], T]) -> T:
-        """The result of `call`, repeated while the bucket cannot be reached; for a while only if the machine leaves."""
+        """The result of `call`, repeated while the bucket cannot be reached; only briefly if the machine leaves."""
         left_at: float | None = None
         while True:
             try:

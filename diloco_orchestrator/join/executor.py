@@ -1,7 +1,7 @@
-"""`JoinExecutor`: offers attempts in the run's own folder, where machines take them that run `diloco join`.
+"""`JoinExecutor`: offers attempts as records in the run's folder, for machines that run `diloco join`.
 
-The launcher starts nothing and reaches no machine; the bucket is all that is between. The other side is
-`join.machine`, the records are in `protocol.attempt_records`.
+The launcher starts no process and reaches no machine; all communication is through the bucket. `join.machine` is the
+other side, `protocol.attempt_records` has the records.
 """
 
 import json
@@ -39,7 +39,7 @@ from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.redaction import secret_settings
 from diloco_orchestrator.run_log.entries import Entry
-from diloco_orchestrator.run_log.reader import Reader, read_optional, read_record
+from diloco_orchestrator.run_log.reader import read, read_optional, read_record
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import absolute_url, open_store
@@ -96,7 +96,7 @@ class JoinExecutor(RemoteExecutor):
         self._ended: dict[str, ReplicaStatus] = {}
 
     def use_store(self, url: str, storage_options: Mapping[str, Any]) -> None:
-        """Offer attempts in the folder at `url`. A run passes its own; without a run this is called by hand.
+        """Offer attempts in the folder at `url`. A run passes its own; without a run, call this yourself.
 
         `storage_options`: as for `launch`; they stay in this process. Opens nothing yet.
         """
@@ -106,7 +106,7 @@ class JoinExecutor(RemoteExecutor):
             self._opened.clear()
 
     def _store(self, handle: ReplicaHandle | None = None) -> Store:
-        """The run's folder; without one that of the handle, opened with this process's credentials."""
+        """The run's folder; if none was set, that of the handle, opened with this process's credentials."""
         url, options = (self._url, self._storage_options)
         if url is None and handle is not None:
             url, options = str(handle.native["store"]), {}
@@ -134,7 +134,7 @@ class JoinExecutor(RemoteExecutor):
         }
 
     def _offer(self, request: LaunchRequest) -> Offer:
-        """Raises ValueError if a variable looks like a credential, because the bucket would hold it."""
+        """The offer for a request. Raises ValueError for a variable that looks like a credential."""
         if exposed := secret_settings(request.env, "env"):
             raise ValueError(
                 f"{', '.join(exposed)} would be written into the bucket with the offer. Pass it as a secret "
@@ -175,11 +175,10 @@ class JoinExecutor(RemoteExecutor):
     # -- polling -------------------------------------------------------------------------------------------------
 
     def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """Statuses by one listing, and one read for each attempt that a machine has.
+        """Statuses by one LIST request, and a GET for each attempt that a machine has taken.
 
-        A machine that gave no sign of life for `lost_after_s` on this process's clock is lost for good: that is
-        recorded as the attempt's end, which the machine obeys if it comes back. Time in which the bucket could not be
-        read does not count.
+        A machine whose lease has not changed for `lost_after_s` on this process's clock is lost for good: that is
+        recorded as the attempt's end, which the machine obeys if it comes back. Outages of the bucket do not count.
         """
         try:
             with _as_executor_errors():
@@ -214,7 +213,7 @@ class JoinExecutor(RemoteExecutor):
         return self._ended[name]
 
     def _silence_s(self, name: str, counter: int) -> float:
-        """Seconds since the lease was seen to change, on this process's clock; 0 at the first sight."""
+        """Seconds, on this process's clock, since a lease's counter was seen to change; 0 when first seen."""
         now = self._clock.now()
         if self._leases.get(name, (-1, 0.0))[0] != counter:
             self._leases[name] = (counter, now)
@@ -227,10 +226,10 @@ class JoinExecutor(RemoteExecutor):
     # -- ending --------------------------------------------------------------------------------------------------
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """Withdraw the offer, or ask its machine to end the attempt. Both are records, so every process sees them.
+        """Withdraw the offer, or ask its machine to end the attempt, by a record that every process sees.
 
-        Does nothing for an attempt that has ended, or whose offer is gone. Returns before the machine has obeyed, which
-        takes up to a minute.
+        Does nothing for an attempt that has ended, or whose offer was deleted. Returns before the machine has obeyed,
+        which takes up to a minute.
         """
         name, offer = handle.native_id, _offer_in(handle)
         with _as_executor_errors():
@@ -246,9 +245,9 @@ class JoinExecutor(RemoteExecutor):
             writer.create(JoinCancel(**self._stamp()), keys.join_record(name, offer, keys.JOIN_CANCEL))
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        """Lines of output, as the machine has written them to the bucket: some seconds late while it runs.
+        """Lines of output that the machine has written to the bucket, some seconds late while it runs.
 
-        `follow`: go on until the attempt has ended. `tail`: only so many of the last lines that are there now.
+        `follow`: go on until the attempt has ended. `tail`: only this many of the last lines that exist now.
         """
         with _as_executor_errors():
             store = self._store(handle)
@@ -256,14 +255,14 @@ class JoinExecutor(RemoteExecutor):
             yield from lines_of(store, handle.native_id, tail=tail, passes=passes)
 
     def _passes(self, handle: ReplicaHandle) -> Iterator[bool]:
-        """Whether the attempt has ended, before each pass over its output; the last one is True."""
+        """For each pass over the attempt's output, whether the attempt had ended before it; True is the last one."""
         while not self.poll(handle).state.ended:
             yield False
             self._clock.sleep(_FOLLOW_S)
         yield True
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
-        """Handles of the run's offers, those of attempts that have ended included."""
+        """Handles of all offers of the run, including those of ended attempts."""
         with _as_executor_errors():
             store = self._store()
             found = [
@@ -277,7 +276,7 @@ class JoinExecutor(RemoteExecutor):
     def forget(self, run_id: str) -> None:
         """Delete offers, ends and output of the run's attempts from the bucket.
 
-        The offers go first, so that no machine takes one, and a machine that has one ends it.
+        The offers are deleted first, so that no machine takes one, and a machine that has one ends it.
         """
         of_run = re.compile(rf"dl-{re.escape(run_label(run_id))}-r[0-9]+-a[0-9]+")
         with _as_executor_errors():
@@ -313,7 +312,7 @@ def _lost(why: str) -> ReplicaStatus:
 
 
 def _listed(store: Store, name: str = "") -> dict[str, set[keys.JoinKey]]:
-    """The offer and the records of each attempt, or of one, by the attempt's name. One listing."""
+    """The keys of offers and of records about them, by attempt name; of `name` alone if given. One LIST request."""
     return by_attempt(store.list(f"{keys.JOINS}{name}/" if name else keys.JOINS))
 
 
@@ -323,30 +322,30 @@ def _offer_in(handle: ReplicaHandle) -> str:
 
 
 def _offer_of(store: Store, name: str) -> Entry[Offer] | None:
-    """The offer of the attempt `name`; None if it is gone, or cannot be read, which is logged."""
+    """The offer of the attempt `name`; None if it is gone, or cannot be read (logged)."""
     try:
-        return Reader(store).read(Offer, keys.join_offer(name))
+        return read(store, Offer, keys.join_offer(name))
     except RecordInvalid as error:
         log.warning("passed over: %s", error)
         return None
 
 
 def _has_exit(store: Store, handle: ReplicaHandle) -> bool:
-    """Whether the attempt has written how it ended. The coordinator reads the record, which says more than a loss."""
+    """Whether the attempt has an exit record, which says more than a lost machine; the coordinator reads it."""
     return read_optional(store, keys.exit_record(handle.replica_id, handle.attempt)) is not None
 
 
 def _counter_of(store: Store, name: str, offer: str) -> int:
-    """The counter of an attempt's lease; 0 if its machine has not renewed it yet, or wrote what is no lease."""
+    """The counter of an attempt's lease; 0 if the lease is missing or cannot be read."""
     try:
-        lease = Reader(store).read(Lease, keys.join_record(name, offer, keys.JOIN_LEASE))
+        lease = read(store, Lease, keys.join_record(name, offer, keys.JOIN_LEASE))
     except RecordInvalid:
         return 0
     return 0 if lease is None else lease.record.counter
 
 
 def _end_of(store: Store, name: str, offer: str) -> ReplicaStatus:
-    """The recorded end of an attempt. A record that cannot be read is a loss: whoever wrote it says nothing else."""
+    """The recorded end of an attempt. A record that cannot be read counts as a lost machine."""
     key = keys.join_record(name, offer, keys.JOIN_END)
     try:
         end = JoinEnd.from_bytes(read_record(store, key), key)
@@ -360,7 +359,7 @@ def _end_of(store: Store, name: str, offer: str) -> ReplicaStatus:
 
 @contextmanager
 def _as_executor_errors() -> Iterator[None]:
-    """Raises the store's errors as those of executors, by which the coordinator decides what to do."""
+    """Context that turns the store's errors into executor errors, which the coordinator handles."""
     try:
         yield
     except StoreUnavailable as error:

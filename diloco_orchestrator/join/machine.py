@@ -1,7 +1,6 @@
-"""`Machine`: takes offered attempts of a run and runs them here, one at a time, until the run is over.
+"""`Machine`: takes offered attempts of a run and runs them on this machine, one at a time, until the run is over.
 
-The other side is `join.executor`. A machine needs nothing but the bucket, and whoever may write there decides what it
-runs.
+`join.executor` is the other side. A machine needs nothing but the bucket; whoever can write there decides what it runs.
 """
 
 import logging
@@ -30,13 +29,17 @@ from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
 
-_NOT_FREE = {keys.JOIN_TAKEN, keys.JOIN_CANCEL, keys.JOIN_END}  # with one of these nobody may take an offer any more
+_NOT_FREE = {
+    keys.JOIN_TAKEN,
+    keys.JOIN_CANCEL,
+    keys.JOIN_END,
+}  # an offer with one of these records cannot be taken any more
 _FAILURES = 3  # attempts in a row that fail here, after which the fault is more likely this machine's
 
 
 @dataclass(frozen=True)
 class JoinSettings:
-    """A person's settings for the machine that joins."""
+    """The user's settings for the machine that joins."""
 
     replica: int | None = None  # take offers of this replica_id only; None: of any
     once: bool = False  # leave after one attempt
@@ -47,7 +50,7 @@ class JoinSettings:
 
 @dataclass(frozen=True)
 class Identity:
-    """The machine that takes an attempt, as its `Taken` record names it."""
+    """The machine that takes an attempt, for its `Taken` record."""
 
     token: str  # random, other for each process
     host: str  # for people
@@ -57,17 +60,17 @@ class Identity:
 class Machine:
     """One machine that has joined the folder of one run, which may be launched later.
 
-    It runs what the offers there say, as far as `why_not` allows it.
+    It runs the offered commands, as far as `why_not` allows them.
 
     Args:
         store: the run's folder, opened with this machine's credentials.
-        settings: what its person says.
-        identity: who takes attempts.
-        environ: of this process; replicas inherit it, and the run's secrets are looked for there.
+        settings: the user's.
+        identity: of this machine.
+        environ: of this process; replicas inherit it, and it must have the run's secrets.
         clock: time, in seconds; for `settings.hours` and all pauses.
-        stamp: who writes the records, and when.
+        stamp: write ids and times for records.
         say: prints a line for people.
-        why_not: why an offer is not run here; empty if it may be.
+        why_not: reason why an offer is not run here; empty if it may be.
         start: starts a replica's process.
     """
 
@@ -103,7 +106,7 @@ class Machine:
         self._said = ""
 
     def leave(self, why: str) -> None:
-        """Ask the replica here to end, and `run` to return. The second call kills the replica. Safe in a handler."""
+        """Ask the replica here to end, and `run` to return; the second call kills it. Safe in a signal handler."""
         again, self._signalled = self._signalled, True
         self._leaving = self._leaving or why
         if self._attempt is not None:
@@ -157,7 +160,7 @@ class Machine:
     # -- the run and its offers ----------------------------------------------------------------------------------
 
     def _end_of_run(self) -> str:
-        """The run's end in words; empty before it. Raises `ConfigError` for missing secrets."""
+        """A sentence about the run's end; empty before it. Raises `ConfigError` for missing secrets."""
         if self._log is None:
             try:
                 self._log = RunLog(self._store)
@@ -180,7 +183,7 @@ class Machine:
             )
 
     def _take(self) -> Entry[Offer] | None:
-        """An offer that this machine has taken, of those that nobody has; None if there is none for it."""
+        """Take an offer that no machine has taken; None if there is none for this machine."""
         listed = offers_in(self._store.list(keys.JOINS))
         for name in sorted(name for name in listed if name not in self._refused):
             data = self._bytes_of(name)
@@ -200,7 +203,7 @@ class Machine:
         return None
 
     def _bytes_of(self, name: str) -> bytes | None:
-        """The bytes of an attempt's offer, as they were when it was first seen; None if it is gone."""
+        """The bytes of an attempt's offer as first read, cached; None if it was deleted."""
         if name not in self._read:
             data = read_optional(self._store, keys.join_offer(name))
             if data is None:
@@ -209,7 +212,7 @@ class Machine:
         return self._read[name]
 
     def _offer(self, name: str, data: bytes) -> Entry[Offer] | None:
-        """The offer of an attempt; None for one that cannot be read, may not run here, or lacks its secrets here."""
+        """The offer in `data`; None if it cannot be read, may not run here, or needs secrets that are missing here."""
         key = keys.join_offer(name)
         try:
             offer = Offer.from_bytes(data, key)
@@ -228,7 +231,7 @@ class Machine:
     # -- one attempt ---------------------------------------------------------------------------------------------
 
     def _serve(self, taken: Entry[Offer]) -> ReplicaStatus:
-        """Run an attempt that this machine has taken until its end, and record the end."""
+        """Run an attempt that this machine has taken until its end, and record that end."""
         offer = taken.record
         folder = Path(tempfile.mkdtemp(prefix="diloco-join-"))
         gpus = {} if self._settings.gpus is None else {"CUDA_VISIBLE_DEVICES": self._settings.gpus}

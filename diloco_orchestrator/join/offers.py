@@ -1,4 +1,4 @@
-"""Which attempts are offered to machines that join, and which records there are about each offer, from a listing."""
+"""Parses a listing of a run's folder: attempts offered to joining machines, and the records about each offer."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,7 +10,7 @@ from diloco_orchestrator.store.base import ObjectInfo
 
 
 def by_attempt(listing: Iterable[ObjectInfo]) -> dict[str, set[keys.JoinKey]]:
-    """Offers and the records about them, by the attempt's name."""
+    """Keys of offers and of records about them, by attempt name."""
     found: dict[str, set[keys.JoinKey]] = {}
     for info in listing:
         if (parsed := keys.parse_join_record(info.key)) is not None:
@@ -19,7 +19,7 @@ def by_attempt(listing: Iterable[ObjectInfo]) -> dict[str, set[keys.JoinKey]]:
 
 
 def offers_in(listing: Iterable[ObjectInfo]) -> dict[str, set[keys.JoinKey]]:
-    """The result of `by_attempt`, of attempts that have an offer."""
+    """The entries of `by_attempt` that have an offer."""
     found = by_attempt(listing)
     return {name: records for name, records in found.items() if any(each.record == keys.JOIN_OFFER for each in records)}
 
@@ -36,5 +36,5 @@ def name_of(offer: Offer) -> str:
 
 
 def who(offer: Offer) -> str:
-    """An offered attempt in words."""
+    """Text that names the offered attempt."""
     return f"replica {offer.replica_id}, attempt {offer.attempt}"

@@ -1,4 +1,4 @@
-"""The output of an attempt on a machine that joined: written to the bucket in pieces, and read from there as lines."""
+"""The output of an attempt on a joined machine: written to the bucket in pieces, and read from there as lines."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -15,13 +15,13 @@ _PIECES_AT_ONCE = 16  # while the process runs
 
 
 class OutputPieces:
-    """Writes what a process appends to the file `source` to the bucket, in pieces of whole lines.
+    """Copies lines that a process appends to the file `source` to the bucket, in pieces.
 
     A piece has at most `PIECE_BYTES` (64 KiB) of the source, and an attempt at most `MOST_PIECES` (512) and a last one.
 
     Args:
         store: the run's folder.
-        name: of the attempt, as `attempt_name` makes it.
+        name: of the attempt, from `attempt_name`.
         source: exists, and is only appended to. Bytes that are not UTF-8 are replaced.
         clean: removes credentials from a text; it is given whole lines, or parts of lines longer than a piece.
     """
@@ -37,10 +37,10 @@ class OutputPieces:
         self._pending: tuple[bytes, int] | None = None
 
     def write(self, *, to_end: bool = False) -> None:
-        """Write the complete lines that are new. `to_end`: the process has ended, so an incomplete last line too.
+        """Write the new complete lines. `to_end`: the process has ended, so also write an incomplete last line.
 
-        Otherwise at most a MiB per call: the caller has a lease to renew. Safe to call again after an error. Raises the
-        store's errors.
+        Otherwise at most a MiB per call, because the caller must renew its lease. Safe to repeat after an error. Raises
+        the store's errors.
         """
         most = self._pieces + _PIECES_AT_ONCE
         while (to_end or self._pieces < most) and (pending := self._pending or self._next(to_end)) is not None:
@@ -76,8 +76,8 @@ class OutputPieces:
 def lines_of(store: Store, name: str, *, tail: int | None, passes: Iterator[bool]) -> Iterator[str]:
     """The lines of an attempt's output.
 
-    `tail`: the last ones of what is there now; None for all. `passes`: for each pass over the bucket whether the
-    attempt had ended before it, which makes it the last pass. Raises the store's errors.
+    `tail`: only this many of the last lines that exist now; None for all. `passes`: for each pass over the bucket,
+    whether the attempt had ended before it; True is the last pass. Raises the store's errors.
     """
     last, rest = "", ""
     for number, ended in enumerate(passes):
@@ -96,13 +96,13 @@ def lines_of(store: Store, name: str, *, tail: int | None, passes: Iterator[bool
 
 
 def _split(text: str) -> tuple[list[str], str]:
-    """The complete lines of a text, and what is left of an incomplete one."""
+    """The complete lines of a text, and its incomplete last line."""
     whole, _, rest = text.rpartition("\n")
     return (whole.split("\n") if len(rest) < len(text) else []), rest
 
 
 def _last_pieces(store: Store, found: list[str], tail: int) -> str:
-    """The text of the last pieces, as many as hold `tail` lines."""
+    """The text of the last pieces, as many as contain `tail` lines."""
     text = ""
     for key in reversed(found):
         if text.count("\n") > tail:

@@ -11,7 +11,7 @@ from diloco_orchestrator.executors.names import hint
 from diloco_orchestrator.executors.registry import executor_class, make_executor
 from diloco_orchestrator.launching.plan import LaunchPlan, plan_launch
 
-_ROUND_S = "round_s"  # of a place; the only word in its text that is no option of its executor
+_ROUND_S = "round_s"  # of a place; the only name in its text that is no option of its executor
 
 
 @dataclass(frozen=True)

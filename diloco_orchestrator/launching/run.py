@@ -28,6 +28,7 @@ from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.run_log.append import create_run, request_halt
 from diloco_orchestrator.run_log.launched_here import note_failure, note_head, remember, remember_leg
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.seen_store import SeenStore
 from diloco_orchestrator.snapshots.default_base import url_of_snapshot
 from diloco_orchestrator.store.open_store import SUPERVISING, absolute_url, open_store
 from diloco_orchestrator.store.probe import probe
@@ -67,12 +68,13 @@ class Run:
     """A launched run. `wait` supervises it; without supervision replicas train on, but dead ones are not relaunched."""
 
     def __init__(self, reader: RunReader, means: Means, track: str | None = None) -> None:
-        """`track`: where this process sends metrics, in the form of the setting. That of run.json is ignored, because
-        whoever can write to the bucket could choose a folder or project here.
+        """`track`: where this process sends metrics, in the form of the setting. The setting in run.json is ignored,
+        because whoever can write to the bucket could choose a folder or project here.
         """
         give_store(means.executor, reader.store.url, means.storage_options)
         self.url = reader.store.url
-        self._reader = reader
+        self._seen = SeenStore.of(reader.store, means.clock)
+        self._watched = reader if reader.store is self._seen else RunReader(self._seen)
         self._means = means
         self._interrupted = False  # by Ctrl-C: then no leg begins by itself
         self._coordinator = self._coordinate()
@@ -83,7 +85,7 @@ class Run:
     def _coordinate(self) -> Coordinator:
         """A coordinator of the newest leg."""
         threads = ThreadBackground()
-        return Coordinator(self._reader, self._means, threads, threads)
+        return Coordinator(self._watched, self._means, threads, threads)
 
     @staticmethod
     def _tracker_of(record: RunRecord, track: str | None) -> RoundTracker | None:
@@ -132,6 +134,7 @@ class Run:
             if deadline is not None and self._means.clock.now() >= deadline:
                 raise TimeoutError(f"{self.url} still runs after {timeout:g} s. Call wait() again, or halt() it.")
             self._means.clock.sleep(next(pauses))
+        self._seen.forget()
         self._update_tracker()
         if self._tracker is not None:
             self._tracker.close()
@@ -195,9 +198,18 @@ class Run:
     def _last_lines(self, replica: ReplicaRow) -> str:
         return "\n".join(self.logs(replica.replica_id, replica.attempt, tail=_LAST_LINES))
 
-    def status(self) -> RunStatus:
-        """The state of the newest leg and all rounds, read from the bucket. Raises `StoreError`."""
-        reader = self._reader
+    @property
+    def _reader(self) -> RunReader:
+        """The coordinator's reader, whose next call reads the bucket as it is now."""
+        self._seen.forget()
+        return self._watched
+
+    def status(self, *, as_seen: bool = False) -> RunStatus:
+        """The state of the newest leg and all rounds, read from the bucket. Raises `StoreError`.
+
+        `as_seen`: as `wait` has seen it last, which costs a few requests in ten rounds, for a display beside it.
+        """
+        reader = self._watched if as_seen else self._reader
         status = reader.status()
         note_head(reader.log, status.head)
         return status
@@ -294,7 +306,7 @@ def launch(
     stamp = Stamp(random_token(), clock.wall_time)
     prepared = prepare_launch(entrypoint, store, options, run_id=f"run-{random_token()}", stamp=stamp(), dry=False)
     storage_options, secrets = options.get("storage_options") or {}, options.get("secrets") or {}
-    opened = open_store(prepared.url, storage_options, clock=clock, retry=SUPERVISING)
+    opened = SeenStore.of(open_store(prepared.url, storage_options, clock=clock, retry=SUPERVISING), clock)
     background = ThreadBackground()
     in_parallel(
         background,
@@ -337,7 +349,7 @@ def attach(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     store = open_store(absolute_url(url), storage_options, clock=clock, retry=SUPERVISING, must_exist=True)
-    reader = RunReader(store)
+    reader = RunReader(SeenStore.of(store, clock))
     made = given or executor_of_run(reader, "attach", trust_bucket)
     # The log that was checked is the log that runs.
     run = Run(

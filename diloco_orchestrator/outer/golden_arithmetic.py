@@ -70,7 +70,7 @@ def aggregates_digest() -> str:
 @functools.cache
 def is_golden() -> bool:
     """Whether averages (of every kind) and outer steps have the golden bits on this machine; computed once."""
-    with denormals_kept(), one_torch_thread():  # as those of a round are computed
+    with denormals_kept(), one_torch_thread():  # computed as in a round
         found = (outer_steps_digest(), edge_cases_digest(), aggregates_digest())
     return found == (GOLDEN, GOLDEN_EDGES, GOLDEN_AGGREGATES)
 

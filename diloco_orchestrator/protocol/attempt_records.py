@@ -35,9 +35,9 @@ class Handle(Record):
 
 
 class Waiting(Record):
-    """The provider's newest words about why a launched attempt has not started; overwritten when they change.
+    """attempts/<attempt>/waiting.json, overwritten: the provider's reason why a launched attempt has not started.
 
-    Counts only until the attempt sends a heartbeat or ends. Credentials are redacted.
+    Valid until the attempt sends a heartbeat or ends. Credentials are redacted.
     """
 
     record: ClassVar[str] = "waiting"
@@ -101,7 +101,7 @@ class Heartbeat(Record):
 
 
 class Offer(Record):
-    """join/attempts/<name>/offer.json: an attempt for any machine that runs `diloco join`. Names secrets, holds none"""
+    """join/attempts/<name>/offer.json: an attempt for any machine that runs `diloco join`, without any secret value."""
 
     record: ClassVar[str] = "offer"
     run_id: str

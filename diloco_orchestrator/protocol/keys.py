@@ -57,7 +57,7 @@ class Form:
 
 RUN = "run.json"
 START = "start.json"
-STARTS = "start/"  # what replicas say about the start, and starts where start.json is somebody else's
+STARTS = "start/"  # the replicas' votes on the start record, and start records besides start.json
 REPLICAS = "replicas/"
 SNAPSHOTS = "snapshots/"
 LEGS = "legs/"
@@ -91,7 +91,7 @@ def parse_leg(key: str) -> tuple[int, str] | None:
 
 began = Form("start/<id>/began.<attempt>.json")
 follows = Form("start/<id>/follows.json")
-# A start where start.json holds another. The token: 16 hex digits that nobody can foresee.
+# A start record if start.json holds another one. The token: 16 random hex digits.
 start_take = Form("start/takes/<token>.json")
 
 
@@ -231,7 +231,7 @@ contributions = Form("rounds/<round>/contributions/")  # the prefix of a round's
 contribution = Form("rounds/<round>/contributions/<id>.json")
 payloads = Form("rounds/<round>/payload/")  # the prefix of a round's payload shards
 wants = Form("rounds/<round>/want/")  # the prefix of the requests for payloads of a round
-want = Form("rounds/<round>/want/<id>/<attempt>/<shard>.<version>.json")  # to put a shard again, as that take
+want = Form("rounds/<round>/want/<id>/<attempt>/<shard>.<version>.json")  # to upload a shard again, as that version
 _first_payload = Form("rounds/<round>/payload/<id>/<attempt>/<shard>.bin")
 _later_payload = Form("rounds/<round>/payload/<id>/<attempt>/<shard>.<version>.bin")
 MAX_TAKES = 4  # of one payload shard
@@ -246,7 +246,7 @@ def payload(round_: int, replica_id: int, attempt: int, shard: int, take: int = 
 def end_of_round(round_: int) -> str:
     """A key after all objects of a round and before those of the next one, for `start_after` of a listing.
 
-    "0" is the character after "/". One that clients encode in different ways, such as "~", breaks request signatures.
+    It uses "0", the character after "/": clients encode "~" in different ways, which breaks request signatures.
     """
     return f"{ROUNDS}{round_name(round_)}0"
 
@@ -324,7 +324,7 @@ def parse_segment(key: str) -> SegmentKey | None:
 # -- snapshots --------------------------------------------------------------------------------------------------------
 
 SNAPSHOT_RECORD = "snapshot.json"
-SHARED_TAKE = ""  # of a snapshot: the one that every replica may write, and that all but the first leave as it is
+SHARED_TAKE = ""  # the version of a snapshot that every replica may write; only the first complete one counts
 
 
 def own_take(replica_id: int | None) -> str:

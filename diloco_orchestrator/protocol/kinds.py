@@ -21,7 +21,7 @@ MIB = 2**20
 class Role(StrEnum):
     """A role that a process has when it writes a record."""
 
-    LAUNCHER = "launcher"  # who creates a run, begins a leg, or starts a replica by hand
+    LAUNCHER = "launcher"  # a process that creates a run, begins a leg, or starts a replica by hand
     COORDINATOR = "coordinator"
     ATTEMPT = "attempt"  # the process of a replica
     MACHINE = "machine"  # that joins
@@ -36,7 +36,7 @@ class Kind:
     forms: tuple[Form, ...]  # of its keys
     writers: tuple[Role, ...]
     most_bytes: int = MIB
-    by_itself: bool = False  # whether the attempt that it is about is the only one that writes it
+    by_itself: bool = False  # whether only the attempt that the record is about writes it
 
     def key(self, record: Record) -> str | None:
         """The key of `record`, from its fields; None if a part of the key is no field, such as the token of a claim."""

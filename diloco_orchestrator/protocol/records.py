@@ -127,7 +127,7 @@ class Start(Record):
     fragments: tuple[tuple[str, ...], ...]  # parameter names, in the order in which they are synchronised
     shard_numel: int = Field(ge=1)  # parameters in one shard of a fragment; its last shard may have fewer
     base_digest: BulkDigest
-    heldout: HeldoutSet | None = None  # None: nobody scores, and the guard is off
+    heldout: HeldoutSet | None = None  # None: nothing is scored, and the guard is off
     frozen: FrozenTensors | None = None  # None: every parameter is trained
     buffers: BulkDigest | None = None  # of the persistent buffers in snapshot 0; None: the model has none
     adapter: dict[str, str] | None = None  # names in an adapter's file, by name in the model; None: whole models
@@ -188,7 +188,7 @@ class Begin(Record):
     base_digest: BulkDigest | None = None
     outer_steps: int = Field(ge=1)  # that this leg takes
     guard: dict[str, JsonValue] | None = None  # the guard's state that the leg starts with; None: a new baseline
-    override_guard: str = ""  # why somebody dropped the guard's state; empty if nobody did
+    override_guard: str = ""  # why a user dropped the guard's state; empty if none did
     settings: dict[str, JsonValue] = Field(default_factory=dict)  # of this leg, where it differs from run.json
     by: str
     why: str
@@ -364,7 +364,7 @@ class Contribution(Record):
     leg: int = Field(ge=1)
     replica_id: int = Field(ge=0)
     attempt: int = Field(ge=1)
-    claim_sha256: Sha256 | Literal[""] = ""  # of that attempt's claim; a manifest without it is nobody's
+    claim_sha256: Sha256 | Literal[""] = ""  # of that attempt's claim; a manifest without it does not count
     kind: Literal["delta", "abstention", "scores"]  # pseudo-gradient; nothing to average; final evaluation's scores
     reason: str = ""  # of an abstention
     # The claim: of the base that its training started from, hashed when it was published. Empty in an announcement.
@@ -404,7 +404,7 @@ class By:
     """The author of a record: an attempt of a replica, or a process with a name. Stored as text."""
 
     who: tuple[int, int] | None  # replica_id, attempt
-    name: str = ""  # of somebody else, such as "coordinator on host"
+    name: str = ""  # of a process that is no attempt, such as "coordinator on host"
 
     @classmethod
     def parse(cls, text: object) -> Self:
@@ -500,17 +500,19 @@ class Commit(Record):
     outer_step: int = Field(ge=0)  # outer steps in the base after the round
     answers: tuple[Answer, ...]  # in replica_id order
     begin_sha256: Sha256
-    base_digest: BulkDigest | None  # claimed of the base before the round, by the averaged or by most; None: by nobody
+    base_digest: (
+        BulkDigest | None
+    )  # of the base before the round, as the averaged manifests or most claim it; None: no claims
     roster: tuple[int, ...]  # replicas that the next round waits for
     guard: dict[str, JsonValue] | None = None  # the guard's state after the round
-    verdict: Verdict | None = None  # None while nobody ever scored
+    verdict: Verdict | None = None  # None as long as nothing was scored
     quarantined: tuple[Quarantine, ...] = ()  # left out by the per-replica guard, in replica_id order
     norms: UsualNorms | None = None  # of the rounds before this one; follows from the commit before
     clipped: tuple[Clipped, ...] = ()  # averaged with less weight, in replica_id order; follows from the answers
     discounted: tuple[Discounted, ...] = ()  # for their scores, in replica_id order; follows from the manifests
     figures: RoundMetrics | None = None  # for readers of the log; None in a coordinator's commit
     applied: bool  # whether the average of this round was applied as an outer step
-    empty_rounds: int = Field(ge=0)  # rounds in a row that named nobody
+    empty_rounds: int = Field(ge=0)  # rounds in a row that averaged no contribution
     stop: Literal["none", "completed", "halted", "failed"]
     by: AsText
     reason: str
@@ -565,7 +567,7 @@ class Snapshot(Record):
     record: ClassVar[str] = "snapshot"
     round: int = Field(ge=0)
     base_digest: BulkDigest  # as its writer claims
-    by: int | None = Field(ge=0)  # the replica that wrote it; None: rebuilt by somebody who is none
+    by: int | None = Field(ge=0)  # the replica that wrote it; None: a process that is no replica
     files: dict[FileName, FileInfo]
 
 

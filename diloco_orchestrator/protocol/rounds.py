@@ -13,8 +13,8 @@ from diloco_orchestrator.protocol.record_format import StampFields
 from diloco_orchestrator.protocol.records import Answer, Clipped, Commit, Disagreeing, Discounted, Quarantine, Result
 from diloco_orchestrator.protocol.straggler import StragglerDeadline
 
-MAX_EMPTY_ROUNDS = 3  # rounds in a row that name nobody until the run stops as failed
-_ENOUGH_ANSWERS = 3.0  # round deadlines after which a quorum of responses may end a round that names nobody
+MAX_EMPTY_ROUNDS = 3  # rounds in a row without a contribution until the run stops as failed
+_ENOUGH_ANSWERS = 3.0  # round deadlines after which a quorum of responses may end a round without contributions
 _STALENESS = 0.25  # loss of weight for each synchronisation that carried work comes late
 
 Stop = Literal["none", "completed", "halted", "failed"]
@@ -164,7 +164,7 @@ class Position:
 
     round: int
     outer_step: int  # outer steps in the base there
-    empty_rounds: int  # rounds in a row that named nobody
+    empty_rounds: int  # rounds in a row that averaged no contribution
     stop: Stop
     sha256: str  # of the last commit's bytes; of start.json at round 0
 

@@ -97,12 +97,24 @@ class RoundTimes:
         newest = max((round_ for round_, _ in self._times), default=0)
         self._times = {at: time for at, time in self._times.items() if at[0] > newest - _ROUNDS}
 
-    def deadline(self) -> StragglerDeadline | None:
-        """The straggler deadline for the recorded times; None while no time can be used."""
+    def _by_replica(self) -> dict[int, list[float]]:
         times: dict[int, list[float]] = {}
         for (_, replica_id), reported in self._times.items():
             times.setdefault(replica_id, []).append(reported.train_s)
-        typical = {replica_id: median(each) for replica_id, each in times.items()}
+        return times
+
+    def typical_s(self) -> dict[int, float]:
+        """The median of the train times that each replica has reported, by replica id, as it reported them."""
+        return {replica_id: median(each) for replica_id, each in self._by_replica().items()}
+
+    def spread_s(self) -> float:
+        """By how much a replica's train times differ from its own median, as a rule; 0 before the first."""
+        found = [median(abs(time - median(each)) for time in each) for each in self._by_replica().values()]
+        return median(found) if found else 0.0
+
+    def deadline(self) -> StragglerDeadline | None:
+        """The deadline that follows from the recorded times; None before the first that is believed."""
+        typical = self.typical_s()
         most = {i: _MOST_TIMES * _usual(typical, i, self._own) for i in typical}
         believed = [
             reported.train_s if at[1] == self._own else min(reported.train_s, max(most[at[1]], reported.seen_s or 0.0))

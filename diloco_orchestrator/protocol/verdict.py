@@ -12,7 +12,7 @@ class VerdictKind(StrEnum):
 
     CONTINUE = "continue"
     QUARANTINE = "quarantine"  # leave the contribution of `Verdict.replica` out; the run goes on
-    CONFIRM = "confirm"  # an alarm waits until the vault set is scored in the next round; the run goes on
+    CONFIRM = "confirm"  # an alarm waits until the confirmation set is scored in the next round; the run goes on
     INCONCLUSIVE = "inconclusive"  # too little evidence in this round; the run goes on
     PAUSE = "pause"  # stop the run: nothing is known to be wrong, but nothing can be judged; no rollback
     HALT = "halt"  # stop the run and go back to `Verdict.rollback_to`

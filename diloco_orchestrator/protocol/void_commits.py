@@ -110,7 +110,7 @@ def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> C
 
 
 def read_without_weights(commit: Commit, before: Before, why: str) -> Commit:
-    """The commit that readers use in place of one whose only fault is its weights: an empty round, stop and guard kept.
+    """The commit used in place of one whose only fault is its weights: an empty round, with the same stop and guard.
 
     `why`: the difference between its weights and those that follow from the run's policy.
     """

@@ -174,7 +174,7 @@ def _median(values: Iterable[Fraction]) -> Fraction:
 # follows from the commit before. So weights follow from a commit alone, and a reader needs one more to check the state.
 # Only floating-point operations that IEEE 754 rounds correctly are used: every machine derives the same numbers.
 _SPREADS = 8.0  # that a norm may be above the median; benchmarks/clips.py tries these numbers on healthy fleets
-_SPREADS_OF_FEW = 16.0  # the same with fewer than `_FEW` contributions, of which nothing says who is wrong
+_SPREADS_OF_FEW = 16.0  # the same with fewer than `_FEW` contributions, which do not show which is wrong
 _FEW = 4
 _WIDEST = 16.0  # times the median that are allowed at most, however far apart norms are
 _FARTHEST = 8.0  # times the median, as which a norm that is farther away enters the spread
@@ -186,7 +186,7 @@ _RECENT_LEVEL = 4  # rounds of a fragment of which its level is the mean
 class Limit:
     """The largest norm of a contribution that keeps its full weight in a round: `usual` times `factor`."""
 
-    usual: Fraction  # norm as which one that is too large counts
+    usual: Fraction  # the norm as which a contribution above the limit counts
     factor: Fraction  # times `usual` that are allowed
 
 

@@ -21,7 +21,7 @@ from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.kinds import most_bytes
 from diloco_orchestrator.protocol.record_format import Record
 from diloco_orchestrator.protocol.records import Contribution
-from diloco_orchestrator.run_log.reader import Reader, read_optional
+from diloco_orchestrator.run_log.reader import read, read_optional
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ R = TypeVar("R", bound=Record)
 
 
 def counted(intents: Iterable[int]) -> list[int]:
-    """The attempts that count, of those with an intent: 1 up to the first missing number.
+    """The valid attempts of those with an intent: 1 up to the first missing number.
 
     So nobody can fence a replica's attempts by an attempt number without intent or far ahead, nor by a claim from
     before the intent, because the intent holds a token of the claim's key (`AttemptRecords.claim_key`).
@@ -52,12 +52,12 @@ class AttemptRecords:
         self.unreadable: dict[str, str] = {}  # why, by key, of the records that could not be parsed
 
     def numbers(self, replica_id: int) -> list[int]:
-        """The numbers of a replica's attempts that count, oldest first. One LIST request."""
+        """The numbers of a replica's valid attempts (see `counted`), oldest first. One LIST request."""
         found = self._listed(keys.attempts(replica_id))
         return counted(key.attempt for key in found if key.name == keys.INTENT)
 
     def all_numbers(self) -> dict[int, list[int]]:
-        """The numbers of all attempts that count, oldest first, by replica id. One LIST request."""
+        """The numbers of all valid attempts (see `counted`), oldest first, by replica id. One LIST request."""
         intents: dict[int, set[int]] = {}
         for key in self._listed(keys.REPLICAS):
             if key.name == keys.INTENT:
@@ -66,14 +66,14 @@ class AttemptRecords:
         return {replica_id: numbers for replica_id, numbers in found.items() if numbers}
 
     def claims(self, replica_id: int) -> set[int]:
-        """The attempts of a replica that count and that a process has claimed.
+        """The valid attempts of a replica that a process has claimed.
 
         One LIST request, and a GET of the intent of each attempt that has a claim.
         """
         return set(self._claimed(replica_id, 0))
 
     def _claimed(self, replica_id: int, above: int) -> Iterator[int]:
-        """The attempts with a number above `above` that count and that a process has claimed, newest first."""
+        """The valid attempts above number `above` that a process has claimed, newest first."""
         found = list(self._listed(keys.attempts(replica_id)))
         claims = {(key.attempt, key.token) for key in found if key.name == keys.CLAIM}
         claimed = {number for number, _ in claims if number > above}
@@ -95,7 +95,7 @@ class AttemptRecords:
         return next(self._claimed(replica_id, above), above)
 
     def claim_key(self, replica_id: int, attempt: int) -> str | None:
-        """The key of the claim of an attempt that counts; None if its intent is missing or cannot be read."""
+        """The key of the claim of a valid attempt; None if its intent is missing or cannot be read."""
         intent = self.intent(replica_id, attempt)
         return None if intent is None else keys.claim(replica_id, attempt, intent.claim_token)
 
@@ -122,7 +122,7 @@ class AttemptRecords:
         return self._fetched(Heartbeat, keys.heartbeat(replica_id, attempt))
 
     def waiting(self, replica_id: int, attempt: int) -> Waiting | None:
-        """The provider's words about an attempt that has not started, fetched at every call: they are overwritten."""
+        """The provider's reason why an attempt has not started; fetched at every call, because it is overwritten."""
         return self._fetched(Waiting, keys.waiting(replica_id, attempt))
 
     def log_text(self, replica_id: int, attempt: int) -> str | None:
@@ -153,7 +153,7 @@ class AttemptRecords:
 
     def _fetched(self, kind: type[R], key: str) -> R | None:
         try:
-            found = Reader(self._store).read(kind, key)
+            found = read(self._store, kind, key)
         except RecordInvalid as error:
             if key not in self.unreadable:
                 log.warning("passed over: %s", error)

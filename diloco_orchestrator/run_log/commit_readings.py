@@ -42,6 +42,7 @@ class Conclusions:
         self._rules: dict[str, LegRules] = {}  # by the digest of the leg's begin
         self._heldout: HeldoutSet | None = None  # of the start, as of the rules that were made last
         self._last: tuple[str, dict[int, Contribution]] = ("", {})  # the manifests of the commit with this digest
+        self._told: set[str] = set()  # digests of commits whose verdict could not be derived, as the log says
 
     def read(
         self,
@@ -77,7 +78,10 @@ class Conclusions:
             except (RecordTooNew, RecordInvalid, ObjectMissing) as error:
                 if not lenient:
                     raise
-                log.warning("the verdict of round %d is taken as it is written: %s", commit.round, error)
+                if entry.sha256 not in self._told:  # several readers of one log ask for it
+                    what, _, _ = str(error).partition(". ")  # the advice is for whoever derives the verdict
+                    log.warning("the verdict of round %d is taken as it is written: %s", commit.round, what)
+                    self._told.add(entry.sha256)
         if not why and entry.void:
             return entry.counted(read_without_weights(entry.commit, before, entry.void))
         if not why:
@@ -96,7 +100,8 @@ class Conclusions:
     def _check_unchanged(self, entry: CommitEntry, previous: CommitEntry | None, before: Before) -> None:
         """Raise `RecordInvalid` if a broken chain may come from a changed or misread record and not from a void commit.
 
-        That is so if the commit before is void, or if a second GET of either record gives other bytes than the first.
+        The cause may be such a record if the commit before is void, or if a second GET of either record gives other
+        bytes than the first.
         """
         commit, position = entry.written, before.position
         if not entry.unreadable and previous is not None and previous.contradicts:

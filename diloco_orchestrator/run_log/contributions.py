@@ -14,7 +14,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.records import Answer, Contribution
 from diloco_orchestrator.protocol.weights import is_said
-from diloco_orchestrator.run_log.reader import Reader, read_record
+from diloco_orchestrator.run_log.reader import read, read_record
 from diloco_orchestrator.store.base import Store
 
 
@@ -53,7 +53,7 @@ class ContributionReader:
 
     def of(self, round_: int, replica_id: int) -> Contribution | None:
         """A replica's manifest of a round, or None if there is none. Raises `RecordInvalid` if it cannot be parsed."""
-        found = Reader(self._store).read(Contribution, keys.contribution(round_, replica_id))
+        found = read(self._store, Contribution, keys.contribution(round_, replica_id))
         return None if found is None else found.record
 
     def in_round(self, round_: int, replicas: int, but: Collection[int] = ()) -> list[Contribution]:

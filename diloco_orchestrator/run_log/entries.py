@@ -30,10 +30,10 @@ class Entry(Generic[R]):
 class CommitEntry:
     """A commit (`written`: as stored; `commit`: as readers use it, averaging nobody if void) and its bytes' sha256."""
 
-    commit: Commit  # as its readers take it: `protocol.weights`, `protocol.void_commits`
+    commit: Commit  # as readers use it: `protocol.weights`, `protocol.void_commits`
     sha256: str
     written: Commit  # as its bytes are
-    void: str = ""  # why it averages nobody although its bytes name somebody
+    void: str = ""  # why it averages nobody although its bytes list contributions
     contradicts: str = ""  # how it contradicts the log before it, so that it stops nothing either
     unreadable: str = ""  # why its bytes are no commit of its round; `written` then stands for it
     unlinked: bool = False  # whether it names another record than the one before it

@@ -132,7 +132,7 @@ def _record_of(url: str) -> Path:
 
 
 def _folder(environ: Mapping[str, str]) -> Path:
-    """The folder of the notes, readable and writable by this user alone. Raises `OSError` if another user owns it."""
+    """The folder of these files, readable and writable by this user alone. Raises `OSError` if another user owns it."""
     state = environ.get("XDG_STATE_HOME")
     folder = (Path(state) if state else Path.home() / ".local" / "state") / "diloco-orchestrator" / "runs"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

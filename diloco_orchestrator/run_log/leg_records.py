@@ -16,7 +16,7 @@ from diloco_orchestrator.protocol.legs import why_no_begin
 from diloco_orchestrator.protocol.record_format import Record, parse_json
 from diloco_orchestrator.protocol.records import Begin, Halt, Out, Result, Retention, Run, Start
 from diloco_orchestrator.run_log.entries import Entry
-from diloco_orchestrator.run_log.reader import read_optional
+from diloco_orchestrator.run_log.reader import parsed, read_optional
 from diloco_orchestrator.run_log.starts import Starts
 from diloco_orchestrator.store.base import Store
 
@@ -116,7 +116,8 @@ class LegRecords:
         if data is None:
             return None
         try:
-            begin = Begin.from_bytes(data, key)
+            found = parsed(Begin, key, data)
+            begin = found.record
             config_of_leg(self.run.config, begin.settings, guard=True)
         except (RecordTooNew, RecordTooOld):
             if follows(*_named_in(data)):
@@ -131,7 +132,7 @@ class LegRecords:
             return f"{named}, which is no commit that stopped leg {leg - 1}"
         if self._on_read is not None:
             self._on_read(key, data)
-        return Entry(begin, sha256_hex(data))
+        return found
 
     def remember_begin(self, begin: Entry[Begin]) -> None:
         """Cache the begin record of a leg, which the caller has just created."""
@@ -208,14 +209,12 @@ class LegRecords:
             if data is None:
                 return None
             try:
-                halt = Halt.from_bytes(data, key)
+                self.remember(Halt, key, data)
+                if self._on_read is not None:
+                    self._on_read(key, data)
             except RecordInvalid as error:
                 log.warning("%s counts as a request, though it %s: %s", key, _UNREADABLE, error)
                 self._entries[key] = Entry(_unreadable(leg), sha256_hex(data))
-            else:
-                if self._on_read is not None:
-                    self._on_read(key, data)
-                self._entries[key] = Entry(halt, sha256_hex(data))
         return cast(Halt, self._entries[key].record)
 
     def out(self, leg: int) -> dict[int, Out]:
@@ -271,7 +270,7 @@ class LegRecords:
 
     def remember(self, kind: type[R], key: str, data: bytes) -> Entry[R]:
         """Cache the record with the exact bytes `data`, just read or created, so that it is not fetched again."""
-        entry = Entry(kind.from_bytes(data, key), sha256_hex(data))
+        entry = parsed(kind, key, data)
         self._entries[key] = cast(Entry[Record], entry)
         return entry
 
@@ -282,7 +281,7 @@ class LegRecords:
         return data
 
 
-_UNREADABLE = "cannot be read"  # in the reasons of commits: the same for every reader
+_UNREADABLE = "cannot be read"  # part of commits' reasons, so equal for every reader
 
 
 def _unreadable(leg: int) -> Halt:

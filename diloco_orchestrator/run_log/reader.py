@@ -1,4 +1,4 @@
-"""`Reader`: fetches and parses records, each only up to the maximum size of a record with its key.
+"""Fetches and parses records, each only up to the maximum size of a record with its key.
 
 So gigabytes that somebody puts under a record's key do not fill a reader's memory.
 """
@@ -31,21 +31,16 @@ def read_optional(store: Store, key: str) -> bytes | None:
         return None
 
 
-class Reader:
-    """Fetches and parses records of one store. Nothing is cached."""
+def read(store: Store, kind: type[R], key: str) -> Entry[R] | None:
+    """The record at `key` with the digest of its bytes; None if the object does not exist. Nothing is cached.
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    Raises `RecordInvalid` for an object that is no such record, `RecordTooNew` and `RecordTooOld` for another schema
+    version, and the store's errors.
+    """
+    data = read_optional(store, key)
+    return None if data is None else parsed(kind, key, data)
 
-    def read(self, kind: type[R], key: str) -> Entry[R] | None:
-        """The record at `key` with the digest of its bytes; None if the object does not exist.
 
-        Raises `RecordInvalid` for an object that is no such record, `RecordTooNew` and `RecordTooOld` for another
-        schema version, and the store's errors.
-        """
-        data = read_optional(self._store, key)
-        return None if data is None else self.parsed(kind, key, data)
-
-    def parsed(self, kind: type[R], key: str, data: bytes) -> Entry[R]:
-        """The record whose exact bytes are `data`, as `read` returns it."""
-        return Entry(kind.from_bytes(data, key), sha256_hex(data))
+def parsed(kind: type[R], key: str, data: bytes) -> Entry[R]:
+    """The record whose exact bytes are `data`, as `read` returns it."""
+    return Entry(kind.from_bytes(data, key), sha256_hex(data))

@@ -146,8 +146,8 @@ class RunLog(LegRecords):
         """The checked commit of a round that may be the last of its leg; None if it is missing.
 
         A void last commit does not itself say that it stops the leg. So if the commit is void, contradicts the one
-        before it, or does not stop the leg though another begins after it, the whole leg is read, in the last case with
-        its verdicts.
+        before it, or does not stop the leg though another begins after it, the whole leg is read; in the third case all
+        its verdicts are checked too.
         """
         entry = self.commit(round_)
         if entry is None or entry.contradicts:
@@ -205,7 +205,7 @@ class RunLog(LegRecords):
         except RecordInvalid:
             return False
 
-    def followed(
+    def checked(
         self, entry: CommitEntry, last: CommitEntry | None, received: Mapping[str, Contribution]
     ) -> CommitEntry:
         """`entry`, the commit after `last`, checked against the log with its verdict. `last` None: the first of its

@@ -15,7 +15,7 @@ from diloco_orchestrator.protocol.first_base import chosen_start
 from diloco_orchestrator.protocol.record_format import Record
 from diloco_orchestrator.protocol.records import Began, Follows, Start
 from diloco_orchestrator.run_log.entries import Entry
-from diloco_orchestrator.run_log.reader import Reader
+from diloco_orchestrator.run_log.reader import read
 from diloco_orchestrator.store.base import Store
 
 R = TypeVar("R", bound=Record)
@@ -81,7 +81,7 @@ class Starts:
 
     # -- for replicas ----------------------------------------------------------------------------------------------
 
-    def follow(self, start: Entry[Start], take: str) -> None:
+    def adopt(self, start: Entry[Start], take: str) -> None:
         """Adopt a start record and a version of snapshot 0, because this process has begun to train from them."""
         self._chosen, self._take = start, take
 
@@ -166,7 +166,7 @@ class Starts:
         if key in self._seen:
             return None
         try:
-            found = Reader(self._store).read(kind, key)
+            found = read(self._store, kind, key)
         except RecordInvalid:
             self._seen.add(key)
             return None

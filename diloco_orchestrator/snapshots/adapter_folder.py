@@ -37,7 +37,7 @@ class AdapterFolder:
 
     naming: Naming
     untrained: Mapping[str, torch.Tensor]  # what the file holds beside trained parameters, by name in the file
-    base_name: str  # of the model under the adapter, as `from_pretrained` takes it; empty if it has none
+    base_name: str  # of the base model, for `from_pretrained`; empty if it has none
     config: bytes  # adapter_config.json
 
 

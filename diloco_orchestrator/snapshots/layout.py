@@ -30,7 +30,7 @@ from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import AdapterPair, FileInfo, ParameterInfo, Snapshot
-from diloco_orchestrator.run_log.reader import Reader
+from diloco_orchestrator.run_log.reader import read
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.snapshots.adapter_folder import adapter_folder
 from diloco_orchestrator.snapshots.file_plan import (
@@ -143,7 +143,7 @@ class ModelFiles:
         return cls(dtypes, lambda: whole, extra, adapter.naming if adapter else Naming(), untrained, adapters)
 
     def with_buffers(self, changed: Mapping[str, torch.Tensor]) -> "ModelFiles":
-        """A copy with these buffers, by name in the model, in place of the first ones.
+        """A copy in which `changed`, buffers by name in the model, replace the values from the run's start.
 
         An adapter's file holds the buffers that PEFT stores.
         """
@@ -285,7 +285,7 @@ def create_snapshot_record(store: Store, ours: Snapshot, take: str) -> bool:
     if Writer(store, Role.ANYBODY).create(ours, key) is not None:
         return True
     try:
-        theirs = Reader(store).read(Snapshot, key)
+        theirs = read(store, Snapshot, key)
     except RecordInvalid:
         return False
     return theirs is not None and (theirs.record.base_digest, theirs.record.files) == (ours.base_digest, ours.files)

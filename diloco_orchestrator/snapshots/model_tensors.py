@@ -108,7 +108,7 @@ class LiveBuffers:
             value, buffer = changed.get(name, first), self._get(name)
             if buffer.shape == value.shape and buffer.dtype == value.dtype:
                 buffer.copy_(value)
-            else:  # one that grows in training
+            else:  # a buffer that grows in training
                 owner, attribute = self._owners[name]
                 setattr(owner, attribute, value.to(buffer.device, copy=True))
 

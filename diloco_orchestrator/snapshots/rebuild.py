@@ -15,7 +15,14 @@ from diloco_orchestrator.allreduce.aggregate import aggregate_of
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.errors import (
+    ConfigError,
+    NoSuchRun,
+    ObjectMissing,
+    PayloadCorrupt,
+    RecordInvalid,
+    RecordTooNew,
+)
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.arithmetic import denormals_kept
 from diloco_orchestrator.outer.base import Base, BaseLayout, BaseShard
@@ -137,17 +144,16 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
 
     Those are from snapshot 0, the buffers from the replica that `snapshots.buffers` names. The newest base must descend
     from that base. Raises `NoSuchRun` if no replica has created the first base, and `ConfigError` naming the nearest
-    snapshot if retention deleted payloads that the base needs.
+    snapshot if a payload that the base needs is gone.
     """
     try:
         tip = rebuild_base(run_log, round_)
-    except PayloadGone:
+    except PayloadGone as gone:
         kept = run_log.snapshots()
-        nearest = min(kept, key=lambda known: (abs(known - round_), known))
+        nearest, names = min(kept, key=lambda known: (abs(known - round_), known)), ", ".join(map(str, kept))
         raise ConfigError(
-            f"round {round_} of {run_log.store.url} cannot be rebuilt any more: payloads that it needs were deleted, "
-            "by retention or by hand, or lost by the store. "
-            f"Snapshots are there of rounds {', '.join(map(str, kept))}; the nearest is {nearest}."
+            f"round {round_} of {run_log.store.url} cannot be rebuilt any more: {gone} It was deleted, by retention or "
+            f"by hand, or the store lost it. Snapshots are there of rounds {names}; the nearest is {nearest}."
         ) from None
     changed = {} if _start(run_log).buffers is None else buffers_of_base(run_log, round_)
     return tip, files_of_run(run_log).with_buffers(changed)
@@ -212,7 +218,7 @@ def write_rebuilt_snapshot(run_log: RunLog, round_: int, stamp: Stamp, by: int |
 
 @dataclass(frozen=True)
 class _Way:
-    """A way to compute a base: from one version of a snapshot, then through commits of one leg or several."""
+    """A path by which a base can be computed: one version of a snapshot, then the commits of one leg or several."""
 
     round: int  # of the snapshot
     take: str
@@ -222,11 +228,13 @@ class _Way:
 def _by_first_way(
     run_log: RunLog, begin: Begin, until: int | None, below: int | None, rebuilt: Callable[[_Way], T]
 ) -> T:
-    """The result of `rebuilt` for the first way whose objects can all be read; if there is none, the first error."""
+    """The result of `rebuilt` for the first path whose objects can all be read; if there is none, the first error."""
     failure: PayloadCorrupt | RecordInvalid | ObjectMissing | None = None
     for way in _ways(run_log, begin, until, below):
         try:
             return rebuilt(way)
+        except RecordTooNew:
+            raise  # the log is the same along every way
         except (PayloadCorrupt, RecordInvalid, ObjectMissing) as error:
             failure = failure or error
             log.warning("base after round %s not rebuilt from snapshot %d: %s", until or "newest", way.round, error)
@@ -237,7 +245,7 @@ def _by_first_way(
 
 
 def _ways(run_log: RunLog, begin: Begin, until: int | None, below: int | None) -> Iterator[_Way]:
-    """All ways to a base of a leg, newest snapshot first; then those through the leg that it resumed from."""
+    """All paths to a base of a leg, newest snapshot first; then those through the leg that it resumed from."""
     for round_, take in _candidates(run_log, begin, until, below):
         yield _Way(round_, take, ((begin, until),))
     made = leg_of_base(run_log.begins()[: begin.leg - 1], begin.from_round) if begin.from_round else None
@@ -262,7 +270,7 @@ def _candidates(run_log: RunLog, begin: Begin, until: int | None, below: int | N
 
 
 def _commits(run_log: RunLog, way: _Way) -> Iterator[CommitEntry]:
-    """The commits after the snapshot of a way, in order."""
+    """The commits that a path repeats after its snapshot, oldest first."""
     for number, (leg, until) in enumerate(way.legs):
         position = run_log.leg_position(leg) if number else _position_at(run_log, way)[0]
         for entry in run_log.after(position, derive_verdicts=True):
@@ -278,7 +286,7 @@ def _stored(run_log: RunLog, way: _Way) -> StoredSnapshot:
 
 
 def _position_at(run_log: RunLog, way: _Way) -> tuple[Position, CommitEntry | None]:
-    """The position in the log where the commits of a way begin, and the commit before; None at the begin of a leg."""
+    """The position in the log where the commits of a path begin, and the commit before; None at a leg's begin."""
     begin, _ = way.legs[0]
     entry = run_log.commit(way.round) if way.round else None
     if entry is None or way.round <= begin.after_round:
@@ -293,7 +301,7 @@ def _named(run_log: RunLog, entry: CommitEntry, reader: ContributionReader) -> l
 
 
 def _compared_along(run_log: RunLog, base: Base | None, way: _Way) -> Comparison:
-    """`base` compared with the base at the end of a way. Raises `RecordInvalid` for a snapshot of another base."""
+    """`base` compared with the one that a path gives. Raises `RecordInvalid` for a snapshot of another base."""
     reader = ContributionReader(run_log.store)
     steps = [
         _Step(entry.commit.fragment, _named(run_log, entry, reader), run_log.configs.of(entry.commit.leg))

@@ -1,4 +1,4 @@
-"""The held-out set before a run: what an item is, which items are held out, and the manifest that says so.
+"""Splits data into training and held-out items before a run: item identity, the rule of the split, and its manifest.
 
-Pure Python but for the formats of files. The guard that judges by the set is in `guard`.
+Pure Python except for file formats. `guard` judges runs by the held-out set.
 """

@@ -1,6 +1,6 @@
 """`split_files`: splits data files into a folder with training files, held-out files and the manifest.
 
-The rule is `split.split`'s, formats are `split.sources`'.
+`split.split` has the rule, `split.sources` the formats.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ _TEXT = "text"  # the text field, unless another is given
 
 @dataclass(frozen=True)
 class Fields:
-    """The names of the fields of a record. Records that are text have none of them."""
+    """The names of the fields of a record with a special role. Records that are plain text have none."""
 
     text: str | None = None  # the item; None: "text" where all records have it, else the whole record
     group: str | None = None
@@ -77,7 +77,7 @@ def _write(source: Source, sides: Sequence[Side], out: Path) -> None:
 
 
 def _text_field(given: str | None, records: Iterable[Any]) -> str | None:
-    """The text field: what is given, else "text" if every record that is no text has it."""
+    """The text field: `given`, else "text" if every record that is not plain text has it."""
     objects = [record for record in records if isinstance(record, dict)]
     if given is not None or not objects:
         return given if objects else None

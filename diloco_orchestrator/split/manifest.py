@@ -1,19 +1,18 @@
-"""`HeldoutManifest`: which items are held out, by hash, and how they were chosen.
+"""`HeldoutManifest`: the held-out items by hash, and the settings of the split that chose them.
 
-A split writes it, and replicas check their training items by it.
-
-The file has no time and no machine in it: the same inputs and settings give the same bytes.
+A split writes it; replicas compare their training items with it. The file has no time and no machine name: the same
+inputs and settings give the same bytes.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.split.content import ItemHash, item_hash, kind_of, merkle_root
+from diloco_orchestrator.split.content import NEWEST_FORM, Form, ItemHash, item_hash, kind_of, merkle_root
 
 NAME = "manifest.json"
 
@@ -38,14 +37,17 @@ class SplitSettings(_Part):
     text_field: str | None = None  # None: the whole record is the item
     id_field: str | None = None
     parent_field: str | None = None
-    near_duplicates: float | None = None  # similarity from which on two texts are near-duplicates; None: not searched
+    near_duplicates: float | None = None  # threshold of `find_near`; None: not searched
 
 
 class HeldoutManifest(_Part):
-    """Held-out items and settings of a split. `excluded`: left out of both sides, as too close to a held-out item."""
+    """Held-out items and settings of a split. `excluded`: in neither set, because too similar to a held-out item.
 
-    VERSION: ClassVar[int] = 1
+    `version` is the form of `item_hash` in which items are compared: what a split of an earlier version held out is
+    found by the same hashes for as long as its manifest is used.
+    """
 
+    version: Form = NEWEST_FORM
     settings: SplitSettings
     kind: str  # of all items: "text", "json", …
     items: tuple[HeldoutItem, ...]  # by hash
@@ -55,7 +57,7 @@ class HeldoutManifest(_Part):
 
     @classmethod
     def of(cls, items: Sequence[Any], ids: Sequence[str] = ()) -> Self:
-        """The manifest of a held-out set that no split made: its items as they are. `ids`: by default their numbers."""
+        """The manifest of a held-out set that no split made. `ids`: of the items; by default their numbers."""
         found = {item_hash(each): name for each, name in zip(items, ids or _numbers(len(items)), strict=True)}
         entries = tuple(HeldoutItem(hash=each.hex(), id=found[each]) for each in sorted(found))
         kinds = sorted({kind_of(each) for each in items})
@@ -64,7 +66,7 @@ class HeldoutManifest(_Part):
 
     def to_bytes(self) -> bytes:
         """The manifest as JSON, one item on a line."""
-        body = {"record": "heldout-manifest", "version": self.VERSION, **self.model_dump(mode="json")}
+        body = {"record": "heldout-manifest", **self.model_dump(mode="json")}
         lists = {name: body.pop(name) for name in ("items", "excluded")}
         head = json.dumps(body, sort_keys=True, ensure_ascii=False, indent=1)[:-2]
         for name in sorted(lists):
@@ -76,7 +78,7 @@ class HeldoutManifest(_Part):
     def read(cls, path: str | Path) -> Self:
         """The manifest in a file, or in the folder that a split wrote.
 
-        Raises `ConfigError` if there is none, if it is of another version, or if its items are not those of its root.
+        Raises `ConfigError` if there is none, it has another version, or its items do not have its Merkle root.
         """
         path = Path(path)
         path = path / NAME if path.is_dir() else path
@@ -91,13 +93,14 @@ class HeldoutManifest(_Part):
             raise ConfigError(
                 f"the held-out manifest {path} is not JSON ({error}): write it again by `diloco split`."
             ) from None
-        if not isinstance(body, dict) or (body.pop("record", None), body.pop("version", None)) != (
-            "heldout-manifest",
-            cls.VERSION,
+        if (
+            not isinstance(body, dict)
+            or body.pop("record", None) != "heldout-manifest"
+            or body.get("version") not in get_args(Form)
         ):
             raise ConfigError(
-                f"{path} is not a held-out manifest of version {cls.VERSION}: pass the manifest.json that "
-                "`diloco split` of this version wrote."
+                f"{path} is not a held-out manifest of version 1 to {NEWEST_FORM}: pass the manifest.json that "
+                "`diloco split` of this version, or an earlier one, wrote."
             )
         try:
             manifest = cls.model_validate_json(json.dumps(body))
@@ -118,19 +121,23 @@ class HeldoutManifest(_Part):
         return {bytes.fromhex(each.hash): each.id for each in self.items}
 
     def forbidden(self) -> dict[ItemHash, str]:
-        """The id of every item that must not be trained on, by its hash: held out, or too close to that."""
+        """Hash -> id of every item that must not be trained on: held out, or excluded as too similar."""
         return {bytes.fromhex(each.hash): each.id for each in (*self.excluded, *self.items)}
 
     def content_of(self, record: Any) -> Any:
-        """The compared part of a record: its text field, or the record itself where it has none."""
+        """The part of a record that is compared: its text field, or the whole record if it has none."""
         field = self.settings.text_field
         return record[field] if field is not None and isinstance(record, Mapping) and field in record else record
+
+    def hash_of(self, record: Any) -> ItemHash:
+        """The hash by which a record is compared with the held-out items."""
+        return item_hash(self.content_of(record), self.version)
 
     def check_holds(self, items: Sequence[Any]) -> None:
         """Raise `ConfigError` unless every item that is scored is one of the held-out items."""
         known = self.hashes()
         for index, item in enumerate(items):
-            if item_hash(self.content_of(item)) not in known:
+            if self.hash_of(item) not in known:
                 raise ConfigError(
                     f"item {index} of heldout_items is not in the held-out manifest with root {self.root[:12]}, so "
                     "that nothing keeps it out of training. Score the items in heldout/ that the split wrote, or split "

@@ -1,7 +1,6 @@
 """Data files that can be split: JSONL, text files and folders of them, Parquet, and `datasets` datasets on disk.
 
-A source yields its records in order, and writes a selection of them in its own format. Which records go where is
-`split.split`'s.
+A source yields its records in order, and writes a selection of them in its own format. `split.split` selects.
 """
 
 import json
@@ -25,9 +24,9 @@ class Source(Protocol):
         ...
 
     def records(self) -> Iterator[tuple[str, Any]]:
-        """(place, record) of every record, in order; the place, such as "a.jsonl:3", names it among all sources.
+        """(place, record) of every record, in order; the place, such as "a.jsonl:3", is unique among all sources.
 
-        Raises `ConfigError` for one that cannot be read.
+        Raises `ConfigError` for a record that cannot be read.
         """
         ...
 

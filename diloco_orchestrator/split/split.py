@@ -1,7 +1,7 @@
 """`HeldoutSplit`: decides which items are held out, by a keyed hash of their group.
 
-The decision about a group needs no other group: it depends neither on order nor on how many items there are, so that
-data may be added later. Reading and writing files is left to `split.files`.
+The decision about a group depends on no other group, on no order and not on the number of items, so that data may be
+added later. `split.files` reads and writes files.
 """
 
 import hashlib
@@ -13,13 +13,13 @@ from enum import StrEnum
 from typing import Any
 
 from diloco_orchestrator.errors import ConfigError, nearest
-from diloco_orchestrator.split.content import ItemHash, item_hash, kind_of, merkle_root
+from diloco_orchestrator.split.content import ItemHash, item_hash, json_in, kind_of, merkle_root
 from diloco_orchestrator.split.manifest import HeldoutItem, HeldoutManifest, SplitSettings
-from diloco_orchestrator.split.near_duplicates import NearDuplicates
+from diloco_orchestrator.split.near_duplicates import Rule, find_near
 
 
 class Side(StrEnum):
-    """The part of the data that an item is put into."""
+    """The set into which a split puts an item."""
 
     TRAIN = "train"
     HELDOUT = "heldout"
@@ -37,12 +37,34 @@ class SplitItem:
 
 
 @dataclass(frozen=True)
+class Exclusion:
+    """Reason for which an item is excluded: it is too close to the held-out item with the id `heldout`."""
+
+    rule: Rule
+    heldout: str
+    similarity: float = 1.0  # 0 to 1, as `find_near` measures it
+
+    def __str__(self) -> str:
+        words = _WORDS[self.rule].format(self.heldout)
+        return words if self.rule is Rule.EQUAL else f"{words} ({self.similarity:.0%})"
+
+
+_WORDS = {
+    Rule.EQUAL: "equal to {}",
+    Rule.SIMILAR: "similar to {}",
+    Rule.CONTAINS: "longer and holds most of {}",
+    Rule.PART: "mostly part of {}",
+}
+
+
+@dataclass(frozen=True)
 class Splitting:
-    """The result of a split: the side of every item, in the given order, why some are excluded, and the manifest."""
+    """The result of a split: the set of each item, in the given order, reasons for excluded ones, and the manifest."""
 
     sides: tuple[Side, ...]
-    why: Mapping[str, str]  # by id, of excluded items
+    why: Mapping[str, Exclusion]  # by id, of excluded items
     manifest: HeldoutManifest
+    spellings: tuple[tuple[str, ...], ...] = ()  # group keys that were taken for one, such as ("Repo3", "repo3")
 
     def count(self, side: Side) -> int:
         return self.sides.count(side)
@@ -53,13 +75,15 @@ class HeldoutSplit:
     """Splits items into training and held-out ones.
 
     A group is held out if HMAC-SHA256(salt, its key) lies in the lowest `share` of all values. An item without a group
-    has its canonical content as its key; one that was made from others, theirs. Groups that lineage joins lie on one
-    side: they are held out if the key of any of them says so.
+    has its content as its key; one that was made from others, theirs. Groups that lineage joins, and those whose keys
+    are one in normal form ("Repo 3" and "repo 3", 7 and "7"), lie on one side: they are held out if the key of any of
+    them says so.
 
     Args:
         share: expected share of the groups that are held out, above 0 and below 1.
         salt: another salt gives an independent split of the same data.
-        near_duplicates: training texts this similar to a held-out one are excluded (0 to 1); None: only equal ones.
+        near_duplicates: training texts that share so much with a held-out one (0 to 1, the threshold of `find_near`)
+            are excluded; None: only equal ones.
     """
 
     share: float = 0.1
@@ -74,23 +98,23 @@ class HeldoutSplit:
                 raise ConfigError(f"{name}={value!r} of a split must be {allowed}, such as 0.1 for a tenth.")
 
     def holds_out(self, group: Any) -> bool:
-        """Whether the key of a group, text or JSON, falls into the held-out share."""
-        return self._falls(item_hash(group))
+        """Whether the key of a group, text or JSON, falls into the held-out share, as it is spelled."""
+        return self._falls(_drawn_by(group))
 
     def split(self, items: Sequence[SplitItem]) -> Splitting:
-        """Decide the side of every item.
+        """Decide the set of every item.
 
-        Raises `ConfigError` for an id given twice, a parent that no item has, and a split in which one side is empty.
+        Raises `ConfigError` for an id given twice, a parent that no item has, and a split in which one set is empty.
         """
         hashes = [item_hash(each.content) for each in items]
-        chosen = self._chosen(items, hashes)
+        chosen, spellings = self._chosen(items)
         # One of equal held-out items is scored; which one does not depend on their order.
         kept: dict[ItemHash, str] = {}
         for item, each, is_held in zip(items, hashes, chosen, strict=True):
             if is_held:
                 kept[each] = min(kept.get(each, item.id), item.id)
         why = {
-            item.id: f"equal to {kept[each]}"
+            item.id: Exclusion(Rule.EQUAL, kept[each])
             for item, each in zip(items, hashes, strict=True)
             if each in kept and kept[each] != item.id
         }
@@ -101,7 +125,7 @@ class HeldoutSplit:
         )
         if not {Side.TRAIN, Side.HELDOUT} <= set(sides):
             raise self._one_sided(items, sides)
-        return Splitting(sides, why, self._manifest(items, hashes, sides, kept))
+        return Splitting(sides, why, self._manifest(items, hashes, sides, kept), spellings)
 
     # -- which groups --------------------------------------------------------------------------------------------
 
@@ -109,16 +133,21 @@ class HeldoutSplit:
         drawn = hmac.new(self.salt.encode(), key, hashlib.sha256).digest()
         return int.from_bytes(drawn[:8], "big") < math.floor(self.share * 2**64)
 
-    def _chosen(self, items: Sequence[SplitItem], hashes: Sequence[ItemHash]) -> list[bool]:
-        """Whether the group of each item is held out."""
+    def _chosen(self, items: Sequence[SplitItem]) -> tuple[list[bool], tuple[tuple[str, ...], ...]]:
+        """Whether the group of each item is held out, and the group keys of several spellings."""
         place = {item.id: index for index, item in enumerate(items)}
         if len(place) != len(items):
             raise _id_twice(items)
         families = _Families()
         keys: list[bytes] = []
-        for item, each in zip(items, hashes, strict=True):
-            keys.append(_key_of(item, each))
-            families.add(keys[-1], self._falls(keys[-1]) if item.group is not None or not item.parents else False)
+        spellings: dict[ItemHash, dict[bytes, str]] = {}  # by normal form: the keys that have it
+        for item in items:
+            keys.append(key := _key_of(item))
+            families.add(key, self._falls(key) if item.group is not None or not item.parents else False)
+            if item.group is not None:
+                spelled = spellings.setdefault(_group_form(item.group), {})
+                spelled.setdefault(key, str(item.group))
+                families.join(key, next(iter(spelled)))
         for item, key in zip(items, keys, strict=True):
             for parent in item.parents:
                 if parent not in place:
@@ -129,22 +158,28 @@ class HeldoutSplit:
                         "was made from, or name the field that holds the ids."
                     )
                 families.join(key, keys[place[parent]])
-        return [families.is_chosen(key) for key in keys]
+        several = sorted(tuple(sorted(each.values())) for each in spellings.values() if len(each) > 1)
+        return [families.is_chosen(key) for key in keys], tuple(several)
 
     # -- what is too close ---------------------------------------------------------------------------------------
 
-    def _near(self, items: Sequence[SplitItem], chosen: Sequence[bool], why: Mapping[str, str]) -> dict[str, str]:
-        """Reasons why training texts are excluded: each is near a held-out one."""
+    def _near(
+        self, items: Sequence[SplitItem], chosen: Sequence[bool], why: Mapping[str, Exclusion]
+    ) -> dict[str, Exclusion]:
+        """Reasons for which training texts are excluded, by id: each is near a held-out one."""
         if self.near_duplicates is None:
             return {}
-        search = NearDuplicates(self.near_duplicates)
-        both = list(zip(items, chosen, strict=True))
-        search.add((item.id, text_of(item.content)) for item, held in both if held and item.id not in why)
-        found = {}
-        for item, held in both:
-            if not held and item.id not in why and (near := search.nearest(text_of(item.content))):
-                found[item.id] = f"near {near[0]} (similarity about {near[1]:.2f})"
-        return found
+        # By id: of equally similar held-out texts the first one is named, whatever the order of the items.
+        both = sorted(zip(items, chosen, strict=True), key=lambda pair: pair[0].id)
+        held = [item for item, is_held in both if is_held and item.id not in why]
+        others = [item for item, is_held in both if not is_held and item.id not in why]
+        found = find_near(
+            [text_of(each.content) for each in held], [text_of(each.content) for each in others], self.near_duplicates
+        )
+        return {
+            others[index].id: Exclusion(near.rule, held[near.index].id, near.similarity)
+            for index, near in found.items()
+        }
 
     # -- results -------------------------------------------------------------------------------------------------
 
@@ -172,7 +207,7 @@ class HeldoutSplit:
 
     def _one_sided(self, items: Sequence[SplitItem], sides: Sequence[Side]) -> ConfigError:
         missing = "training" if Side.TRAIN not in sides else "held-out"
-        groups = len({_key_of(item, item_hash(item.content)) for item in items})
+        groups = len({_key_of(item) for item in items})
         return ConfigError(
             f"the split of {len(items)} items in {groups} groups with share={self.share:g} and salt={self.salt!r} has "
             f"no {missing} item. Groups lie on one side as a whole, so give more of them, or another share or salt."
@@ -180,18 +215,31 @@ class HeldoutSplit:
 
 
 def text_of(content: Any) -> str:
-    """The text of an item, for the search of near-duplicates: of JSON all its texts, in order."""
+    """The text of an item, for the search of near-duplicates: of JSON all its texts and numbers, by name."""
     if isinstance(content, str):
-        return content
+        parsed = json_in(content)
+        return content if parsed is None else text_of(parsed)
     if isinstance(content, Mapping):
         return "\n".join(text_of(content[name]) for name in sorted(content))
     if isinstance(content, list | tuple):
         return "\n".join(map(text_of, content))
-    return ""
+    return str(content) if isinstance(content, int | float) else ""
 
 
-def _key_of(item: SplitItem, content: ItemHash) -> bytes:
-    return content if item.group is None else item_hash(item.group)
+def _drawn_by(group_or_content: Any) -> bytes:
+    """Hash that decides on a side: in form 1, so that splits of earlier versions are continued with more data."""
+    return item_hash(group_or_content, form=1)
+
+
+def _key_of(item: SplitItem) -> bytes:
+    return _drawn_by(item.content if item.group is None else item.group)
+
+
+def _group_form(group: Any) -> ItemHash:
+    """Hash that all spellings of a group's key have in common. A number and its digits are one key."""
+    if isinstance(group, float) and group.is_integer():
+        group = int(group)
+    return item_hash(str(group) if isinstance(group, int | float) else group)
 
 
 def _entries(found: Mapping[ItemHash, str]) -> tuple[HeldoutItem, ...]:
@@ -211,7 +259,7 @@ def _id_twice(items: Iterable[SplitItem]) -> ConfigError:
 
 
 class _Families:
-    """Groups that lineage has joined (union-find). A family is chosen if one of its groups is."""
+    """Groups joined by lineage (union-find). A family is held out if one of its groups is."""
 
     def __init__(self) -> None:
         self._above: dict[bytes, bytes] = {}

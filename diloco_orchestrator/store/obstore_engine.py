@@ -17,7 +17,15 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, InvalidPathError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import AzureStore, GCSStore, LocalStore, S3Store, from_url
 
-from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreDenied, StoreError, StoreFull, StoreUnavailable
+from diloco_orchestrator.errors import (
+    ConfigError,
+    ObjectMissing,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    unknown_name,
+)
 from diloco_orchestrator.store.base import OBJECT_LIMIT, ObjectInfo
 from diloco_orchestrator.store.local_files import is_on_local_disk, listed, open_regular
 from diloco_orchestrator.store.s3_errors import BY_CODE, NO_REASON
@@ -51,6 +59,7 @@ _BY_TEXT: tuple[tuple[str, type[StoreError], str], ...] = (
     # A disk or a file server that fails for a moment: EIO, and ESTALE of NFS.
     (r"(os error|Errno) (5|116)\b", StoreUnavailable, "The disk or its file server fails: see dmesg."),
     (r"performing HEAD .* 400 Bad Request", StoreDenied, NO_REASON),
+    (r"builder error", StoreError, "Check the endpoint: it must be an http:// or https:// address."),
     (r"301 Moved|redirect", StoreError, "The bucket lies in another region: set AWS_REGION to it."),
     (r"code: (429|5\d\d) |timed? ?out|connect|dns|error sending request|HTTP error", StoreUnavailable, ""),
 )
@@ -60,6 +69,18 @@ _BY_TEXT: tuple[tuple[str, type[StoreError], str], ...] = (
 _CREDENTIALS_LATER = re.compile(
     r"credential provider: (\w*(Connect|Timeout|ConnectionClosed|HTTPClient|SSL)\w*Error|MetadataRetrievalError)"
     r"|\((Throttling\w*|RequestLimitExceeded|InternalFailure|InternalError|ServiceUnavailable|IDPCommunicationError)\)"
+)
+
+
+# Options of obstore's stores; those of its HTTP client are set here.
+_GCS_OPTIONS = (
+    *("service_account", "service_account_key", "application_credentials", "base_url", "bearer_token"),
+    "skip_signature",
+)
+_AZURE_OPTIONS = (
+    *("account_name", "account_key", "sas_key", "token", "client_id", "client_secret", "tenant_id", "authority_host"),
+    *("endpoint", "use_emulator", "use_fabric_endpoint", "msi_endpoint", "object_id", "msi_resource_id"),
+    *("federated_token_file", "use_azure_cli", "skip_signature"),
 )
 
 
@@ -174,7 +195,7 @@ class ObstoreEngine:
     def _translated(self, error: Exception, key: str, verb: str) -> StoreError:
         text = str(error).split("\n\nDebug source", 1)[0].strip()
         code = _CODE.search(text)
-        if isinstance(error, FileNotFoundError) and not (code and code[1] == "NoSuchBucket"):
+        if isinstance(error, FileNotFoundError) and not (code and code[1] in ("NoSuchBucket", "ContainerNotFound")):
             return ObjectMissing(f"{key} does not exist in {self.url}.")
         what = f"cannot {verb} {key or 'the folder'} in {self.url}: {code[1] if code else _first_line(text)}."
         if code and code[1] in BY_CODE:
@@ -218,8 +239,22 @@ def open_cloud(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
     `options`: obstore's own settings; missing ones come from the environment. Raises `ConfigError` if URL, credentials
     or options are invalid.
     """
+    kind, _, rest = url.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    allowed = _GCS_OPTIONS if kind == "gs" else _AZURE_OPTIONS
+    for name in options:  # obstore ends the process's thread at a client's option among them
+        if name not in allowed:
+            raise ConfigError(unknown_name("storage option", name, allowed))
+    # A server on loopback or behind a proxy may speak http, as with S3: no endpoint does that nobody has named.
+    given: Any = {"client_options": {**CLIENT_OPTIONS, "allow_http": True}, "retry_config": NO_RETRIES, **options}
     try:
-        store = from_url(url, client_options=CLIENT_OPTIONS, retry_config=NO_RETRIES, **options)
+        store: ObjectStore
+        if "@" in bucket:
+            store = from_url(url, **given)
+        elif kind == "gs":  # with the path as it is: `from_url` reads %20 as a space, S3 does not
+            store = GCSStore(bucket, prefix=prefix.strip("/") or None, **given)
+        else:
+            store = AzureStore(bucket, prefix=prefix.strip("/") or None, **given)
     except Exception as error:  # obstore's kinds share no base; options of other types raise others
         text = str(error).split("\n\nDebug source", 1)[0].strip()
         raise ConfigError(f"cannot open {url}: {text}. Check the URL, the credentials and storage_options.") from error

@@ -28,6 +28,9 @@ _ENGINES = ("auto", "obstore", "fsspec")
 _VIA_FSSPEC = "fsspec+"  # before a URL: the same as engine="fsspec", for callers that can pass only a URL
 _OBSTORE_CLOUDS = {"gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 
+_ONE_SLASH = re.compile(r"(s3a?|gc?s|az|abfss?|hf|memory|file|https?|ftp|hdfs):/(?!/)")
+_NO_FOLDERS = ("ftp", "hdfs", "http", "https", "reference", "webhdfs")  # that fsspec opens, and no run can use
+
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
 
@@ -102,9 +105,11 @@ def options_elsewhere(url: str, storage_options: Mapping[str, Any]) -> dict[str,
 def _open_engine(url: str, options: Mapping[str, Any], engine: str, must_exist: bool) -> Store:
     if not url:
         raise ConfigError("the store's URL is empty. Give a folder, such as runs/first, or s3://bucket/folder.")
+    check_address(url)
     found = _SCHEME.match(url)
     scheme = found[1].lower() if found else ""
-    if found and "@" in urlsplit(url).netloc:
+    who, at, _ = urlsplit(url).netloc.partition("@") if found else ("", "", "")
+    if at and (":" in who or scheme not in ("abfs", "abfss")):  # theirs is container@account
         raise ConfigError(
             f"the {scheme} URL holds a user name or password, which would be seen in logs and process lists. Leave it "
             "out and pass storage_options."
@@ -125,7 +130,8 @@ def _open_engine(url: str, options: Mapping[str, Any], engine: str, must_exist: 
     if scheme in _OBSTORE_CLOUDS:
         from diloco_orchestrator.store.obstore_engine import open_cloud
 
-        return open_cloud(url.replace(f"{scheme}://", f"{_OBSTORE_CLOUDS[scheme]}://", 1), options)
+        kind = scheme if at else _OBSTORE_CLOUDS[scheme]
+        return open_cloud(url.replace(f"{scheme}://", f"{kind}://", 1), options)
     return _open_by_fsspec(url, scheme, options)
 
 
@@ -154,6 +160,32 @@ def _open_by_fsspec(url: str, scheme: str, options: Mapping[str, Any]) -> Store:
     return open_fsspec(url, options, name=url)
 
 
+def check_address(url: str) -> None:
+    """Raise `ConfigError` for an address that would be read as another one, or that can hold no run."""
+    if (found := _ONE_SLASH.match(url)) is not None:
+        raise ConfigError(f"{url} is no URL, and hardly a folder: write {found[1]}://…, or ./{url} for the folder.")
+    if (scheme := _SCHEME.match(url)) is None:
+        return
+    name, rest = scheme[1].lower().removeprefix(_VIA_FSSPEC), url[scheme.end() :]
+    if name in _NO_FOLDERS:
+        raise ConfigError(
+            f"{name}:// can hold no run: it has no create-only writes. Use s3://, gs://, az:// or a folder."
+        )
+    if (bad := next((each for each in "#?" if each in rest), "")) and name != "memory":
+        raise ConfigError(
+            f"{url} holds {bad!r}, where a URL's path ends: the run would lie in {url.partition(bad)[0]}. Choose a "
+            f"folder without {bad!r}."
+        )
+    _, _, path = rest.partition("/")
+    wrong = next((part for part in path.strip("/").split("/") if part in (".", "..", "")), None)
+    if path.strip("/") and wrong is not None and name not in ("memory", "file"):
+        raise ConfigError(
+            f"{url} holds {(wrong or '/')!r} as a part of its path, which stores read in different ways. Write the "
+            "folder's name without it."
+        )
+
+
 def absolute_url(url: str) -> str:
     """`url` in a form that is valid in every process: a local path is made absolute, any other URL is unchanged."""
+    check_address(url)
     return url if _SCHEME.match(url) else str(Path(url).expanduser().resolve())

@@ -10,12 +10,13 @@ Three kinds of faults are retried; every other error is raised at once:
 """
 
 import logging
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import IO, TypeVar
+from typing import IO, Protocol, TypeVar, runtime_checkable
 
 from diloco_orchestrator.clock import Backoff, Clock
 from diloco_orchestrator.errors import DilocoError, ObjectMissing, StoreDenied, StoreError, StoreFull, StoreUnavailable
@@ -148,7 +149,7 @@ class RetryingStore:
         `kind`: the kind of call, such as "get", by which permissions differ.
         """
         failing_since: float | None = None  # the first fault, not the first try: a transfer may outlast total_s
-        refused_since: float | None = None  # the first of the refusals in a row
+        refused_since = refused_at = -math.inf  # the first and the last of refusals that are minutes apart at most
         bounds = Backoff(self._policy.first_pause_s, self._policy.longest_pause_s).pauses()
         tries = 0
         while True:
@@ -169,11 +170,11 @@ class RetryingStore:
                 failing_since = now if failing_since is None else failing_since
                 left_s, why = failing_since + self._total_s - now, ""
                 if isinstance(error, StoreDenied):
-                    refused_since = now if refused_since is None else refused_since
+                    # Other faults may come between them: a store that refuses for good may be overloaded, too.
+                    refused_since = now if now - refused_at > self._policy.refused_s / 2 else refused_since
+                    refused_at = now
                     left_s = min(left_s, refused_since + self._policy.refused_s - now)
                     why = self._opened.open_anew(store)
-                else:
-                    refused_since = None
                 if left_s <= 0.0:
                     words = f"{error}{why} Tried {tries} times in {now - failing_since:.0f} s."
                     raise type(error)(words) from error
@@ -204,6 +205,15 @@ class RetryingStore:
         return min(total_s, self._policy.leaving_s) if self._is_leaving() else total_s
 
 
+@runtime_checkable
+class ReadsBack(Protocol):
+    """A store whose `create` reads an existing object to find out whether it is its own."""
+
+    def without_read_back(self) -> Store:
+        """The same store, as `without_read_back` says."""
+        ...
+
+
 def _is_ours(store: Store, key: str, data: bytes) -> bool:
     """Whether the existing object has the bytes of our create. Raises `StoreUnavailable` if it is gone."""
     try:
@@ -217,4 +227,4 @@ def without_read_back(store: Store) -> Store:
 
     For objects of many megabytes whose writer does not care who wrote them, or reads them anyway.
     """
-    return store.without_read_back() if isinstance(store, RetryingStore) else store
+    return store.without_read_back() if isinstance(store, ReadsBack) else store

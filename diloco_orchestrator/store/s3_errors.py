@@ -11,6 +11,7 @@ NO_REASON = "The server gives no reason: the session token may have expired, or 
 _TOO_LARGE = "The object is larger than this store takes in one request: keep this run in S3, GCS or a folder."
 BY_CODE: dict[str, tuple[type[StoreError], str]] = {
     "NoSuchBucket": (StoreError, "Check the bucket's name and the endpoint; a run needs a bucket that exists."),
+    "ContainerNotFound": (StoreError, "Check the container's name and the account; a run needs one that exists."),
     "SignatureDoesNotMatch": (StoreDenied, "The secret key is wrong for this access key."),
     "InvalidAccessKeyId": (StoreDenied, "The access key is not known there: is it of another account or endpoint?"),
     "ExpiredToken": (StoreDenied, _EXPIRED),

@@ -72,8 +72,8 @@ class MultipartUploads:
         try:
             parts = self._send_parts(upload, data)
             client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts}, **condition)
-        except BaseException as error:  # an interrupt too: parts that nobody completes are paid for
-            with suppress(BotoCoreError, ClientError):  # the first error says more
+        except BaseException as error:  # after an interrupt too, because incomplete uploads cost money
+            with suppress(BotoCoreError, ClientError):  # the first error is more informative
                 client.abort_multipart_upload(**upload)
             if isinstance(error, ClientError) and _code(error) in _EXISTS:
                 return False

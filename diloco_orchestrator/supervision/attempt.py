@@ -166,9 +166,20 @@ def end_step(state: Alive, outcome: Outcome, reason: str, now: float) -> Step:
     return Step(Ended(outcome, now, reason), (), f"ended ({outcome}): {reason}")
 
 
-@on((Reserved, Postponed, Running, Unreachable, Cancelling), ExitSeen, to=Ended)
+@on((Reserved, Postponed, Running, Cancelling), ExitSeen, to=Ended)
 def _exit_seen(state: Alive, event: ExitSeen, now: float, policy: AttemptPolicy) -> Step:
     return end_step(state, outcome_of(event.code, event.status), f"{event.reason} (exit code {event.code})", now)
+
+
+@on(Unreachable, ExitSeen, to=(Unreachable, Ended))
+def _exit_of_unreachable(state: Unreachable, event: ExitSeen, now: float, policy: AttemptPolicy) -> Step:
+    """Ignore the exit code "superseded" of an attempt without a successor, which is followed by its heartbeat.
+
+    A forged record of that kind would otherwise count again and again, and a dead attempt would never be hung.
+    """
+    if state.why == "claim lost" and outcome_of(event.code, event.status) is Outcome.SUPERSEDED:
+        return Step(state)
+    return _exit_seen(state, event, now, policy)
 
 
 @on((Reserved, Running, Unreachable, Cancelling), Replaced, to=Ended)
@@ -431,7 +442,7 @@ def _cancel_accepted(state: Cancelling, event: CancelAccepted, now: float, polic
 
 @on(Cancelling, CancelFailed, to=(Cancelling, Ended))
 def _cancel_failed(state: Cancelling, event: CancelFailed, now: float, policy: AttemptPolicy) -> Step:
-    """The next Tick repeats the cancel. If the status is unknown too, the attempt ends: a successor supersedes it."""
+    """Wait for the next Tick, which repeats the cancel; with an unknown status, end the attempt instead."""
     if state.blind:
         return end_step(state, Outcome.ERROR, state.why, now)
     return Step(state, (), f"it could not be cancelled: {event.error}")

@@ -15,12 +15,12 @@ _BY_CODE = {
 
 
 def is_conclusive(code: int) -> bool:
-    """Whether an exit code alone names the outcome. Other codes are errors, unless the provider knows the reason."""
+    """Whether an exit code alone determines the outcome. Other codes are errors, unless the provider reports why."""
     return code in _BY_CODE
 
 
 def outcome_of(code: int | None, status: ReplicaStatus | None) -> Outcome:
-    """The outcome of an attempt. A conclusive exit code decides; otherwise the provider's status does.
+    """The outcome of an attempt: by a conclusive exit code, otherwise by the provider's status.
 
     The provider may know why the process failed: a preempted node breaks the training code before the replica notices.
     `code` is None without exit record, `status` None if the provider reported nothing.
@@ -42,13 +42,16 @@ _TOOK_PART = ", took part"
 
 
 def named(number: int, ended: Ended) -> str:
-    """The `why` of the next attempt's intent: the only record of the end of an attempt that left no exit record."""
+    """The `why` of the next attempt's intent, which names how attempt `number` ended.
+
+    It is the only record of the end of an attempt without exit record.
+    """
     took_part = _TOOK_PART if ended.took_part else ""
     return f"attempt {number} ({ended.outcome}{took_part}): {ended.reason}"
 
 
 def named_in(why: str, number: int) -> Replaced:
-    """The end of attempt `number` in the intent `why` of the next one, as `named` wrote it.
+    """The end of attempt `number` as `named` wrote it into the next intent's `why`.
 
     Without an outcome for any other text, such as that of version 0.1.0.
     """

@@ -17,7 +17,7 @@ class Outcome(StrEnum):
 
     DONE = "done"
     PREEMPTED = "preempted"
-    TIMED_OUT = "timed out"  # the provider's time limit: nobody's fault
+    TIMED_OUT = "timed out"  # the provider's time limit, which is no error
     NO_CAPACITY = "no capacity"  # the provider has no machine now
     ERROR = "error"
     PERMANENT = "permanent"  # a relaunch would end the same way
@@ -327,7 +327,7 @@ class WriteHandle:
 
 @dataclass(frozen=True)
 class WriteWaiting:
-    """Effect: write `waiting.json`, over what it said before."""
+    """Effect: overwrite `waiting.json` with the provider's reason why the attempt has not started."""
 
     why: str
 

@@ -19,6 +19,7 @@ from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.seen_store import SeenStore
 from diloco_orchestrator.supervision import fleet_policy
 from diloco_orchestrator.supervision.attempt_types import AttemptPolicy, Postponed
 from diloco_orchestrator.supervision.budgets import LegBudget
@@ -35,7 +36,10 @@ _LAUNCH_POLL_S = 0.02  # between two checks whether a launch call has returned; 
 
 @dataclass(frozen=True)
 class Means:
-    """The means of a process that supervises a run. `storage_options` and `secrets` reach the replicas it launches."""
+    """The executor, clock and credentials with which a process supervises a run.
+
+    `storage_options` and `secrets` are passed to the replicas that it launches.
+    """
 
     executor: ServerlessExecutor
     clock: Clock
@@ -44,7 +48,7 @@ class Means:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def requests(self, run_log: RunLog, launched: Launched) -> LaunchRequests:
-        """The requests of attempts whose configuration `launched` pins."""
+        """The builder of launch requests for the run of `run_log`, whose configuration `launched` pins."""
         return LaunchRequests(run_log.run, launched, run_log.store.url, self.storage_options, self.secrets)
 
 
@@ -63,6 +67,9 @@ class Coordinator:
         sending: Background | None = None,
     ) -> None:
         sending = sending or NoBackground()
+        self._seen = SeenStore.of(reader.store, means.clock)
+        if reader.store is not self._seen:
+            reader = RunReader(self._seen)
         self.reader, run_log = reader, reader.log
         attempts = sending.start(reader.attempts.all_numbers)
         begin, numbers = run_log.newest_begin(), attempts.result()
@@ -74,7 +81,8 @@ class Coordinator:
         self._requests = means.requests(run_log, run_log.launched(begin.record))
         self._vendor = Vendor(self._executor, self._requests, background or NoBackground(), clock, self._policy)
         self._fleet = Fleet(
-            run_log, reader.attempts, numbers, self.leg, self._vendor, clock, self._policy, stamp, sending
+            *(run_log, self._seen, reader.attempts, numbers, self.leg),
+            *(self._vendor, clock, self._policy, stamp, sending),
         )
         self._end = EndOfLeg(run_log, begin, stamp)
         self._budget = LegBudget(reader, begin.record, coordinator_name(), stamp)
@@ -106,8 +114,9 @@ class Coordinator:
 
         After a gap between calls, such as an outage of the store, heartbeat timeouts start anew.
         """
-        if self._stopped_at is None and self._end.reached():
-            self._stopped_at = self._clock.now()
+        if self._stopped_at is None:
+            self._seen.follow(self.reader.log)
+            self._stopped_at = self._clock.now() if self._end.reached() else None
         self._fleet.observe(stopped=self._stopped_at is not None)
         self._fleet.tick(stopped=self._stopped_at is not None)
         now = self._clock.now()
@@ -152,6 +161,7 @@ class Coordinator:
     def _finish(self) -> bool:
         if self._stopped_at is None or self.alive():
             return False
+        self._seen.forget()
         self._end.finalize()
         return True
 
@@ -183,6 +193,7 @@ class Coordinator:
 
     def stop(self, stop: rounds.Stop, why: str) -> None:
         """Stop the leg without the replicas: commit a stop and cancel all attempts. `why` goes into the commit."""
+        self._seen.forget()
         self._end.commit_stop(stop, why)
         log.warning("the run is stopped (%s): %s", stop, why)
         self._stopped_at = self._clock.now()

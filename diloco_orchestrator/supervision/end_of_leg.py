@@ -6,7 +6,7 @@ Replicas write all of these themselves when they can. `fleet_policy` decides whe
 import logging
 import platform
 
-from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
@@ -119,7 +119,7 @@ class EndOfLeg:
 
         try:
             write_rebuilt_snapshot(self._log, round_, self._stamp)
-        except (PayloadCorrupt, RecordInvalid) as error:
+        except (ConfigError, PayloadCorrupt, RecordInvalid) as error:
             newest = ConfirmedSnapshots(self._log).newest(1, range(round_))
             log.error(
                 "leg %d ends without a snapshot of its last base, of round %d: %s", self._begin.leg, round_, error

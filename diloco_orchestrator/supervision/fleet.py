@@ -15,6 +15,7 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Out
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.seen_store import SeenStore
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.supervision.attempt import ReplicaView, follow
 from diloco_orchestrator.supervision.attempt_types import (
@@ -61,13 +62,15 @@ class Fleet:
     """The newest attempt of every replica.
 
     The views are built from the bucket alone (`_recover`), so a new coordinator has those of the old one; `numbers`:
-    all attempts in the bucket by replica id, oldest first. `background`: sends requests in parallel. Every method
-    raises the store's errors; what was observed until then is kept, and the next call goes on from there.
+    all attempts in the bucket by replica id, oldest first. `seen`: the store that `records` reads from. `background`:
+    sends requests in parallel. Every method raises the store's errors; what was observed until then is kept, and the
+    next call goes on from there.
     """
 
     def __init__(
         self,
         run_log: RunLog,
+        seen: SeenStore,
         records: AttemptRecords,
         numbers: Mapping[int, Sequence[int]],
         leg: int,
@@ -87,7 +90,8 @@ class Fleet:
         self._policy = policy
         self._stamp = stamp
         self._records = records
-        self._events = RecordEvents(records, vendor.is_ours, config.timing.heartbeat_s, clock.now())
+        self._seen = seen
+        self._events = RecordEvents(records, seen, vendor.is_ours, config, clock.now())
         self._views: dict[int, ReplicaView] = {}
         self._told: dict[str, Who] = {}  # why attempts ended, and which one ended for it first
         self._background = background
@@ -111,7 +115,7 @@ class Fleet:
             # The launch call itself raised in an earlier step: repeat it.
             if isinstance(view.state, Launching) and not self._vendor.is_launching(view.who):
                 self._advance_all((view.who, answer) for answer in self._perform(view.who, CallLaunch()))
-        self._advance_all(self._events.without_status(self.views))
+        self._advance_all(self._events.without_status(self.views, self._clock.now()))
         statuses = self._events.with_exits(self._vendor.statuses(self.views, at_once=stopped))
         self._advance_all(self._vendor.with_last_words(statuses))
         self._advance_all(self._events.heartbeats(self.views, self._clock.now()))
@@ -189,7 +193,7 @@ class Fleet:
         self._advance_all((view.who, CancelAsked(why)) for view in self.views if isinstance(view.state, Alive))
 
     def give_up(self, who: Who, why: str) -> None:
-        """Launch no further attempt of the replica in this leg."""
+        """Record that the replica gets no further attempt in this leg. `why`: for the record."""
         self._advance(who, GaveUp(why))
 
     def _advance_all(self, events: Iterable[Addressed]) -> None:
@@ -282,6 +286,7 @@ class Fleet:
 
     def _recover(self, numbers: Mapping[int, Sequence[int]]) -> None:
         """Build the replicas' views from their records, as a new coordinator does."""
+        self._seen.forget()
         found = {
             replica_id: read_attempts(self._records, replica_id, known, self._leg, self._vendor.is_ours)
             for replica_id, known in numbers.items()

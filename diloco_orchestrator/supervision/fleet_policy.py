@@ -214,6 +214,10 @@ def _budgets(retry: RetryConfig) -> dict[Outcome, _Budget]:
         Outcome.NO_CAPACITY: _Budget(
             retry.max_no_capacity, "got no machine", _NO_CAPACITY_PAUSE_S, "retry.max_no_capacity"
         ),
+        # No attempt ends as done before the stop of its leg, which is read here within seconds: the record was forged.
+        Outcome.DONE: _Budget(
+            retry.max_errors, "ended as done while the leg went on", _LONGEST_PAUSE_S, "retry.max_errors"
+        ),
     }
 
 
@@ -221,7 +225,7 @@ def _after_end(replica: ReplicaView, ended: Ended, now: float, retry: RetryConfi
     if ended.outcome is Outcome.PERMANENT:
         return GiveUp(*replica.who, f"cannot take part: {ended.reason}")
     budget = _budgets(retry).get(ended.outcome)
-    if budget is None:  # done; or superseded, and its successor is not found yet
+    if budget is None:  # superseded, and its successor is not found yet
         return None
     times = replica.endings.get(ended.outcome, 1)
     if times > budget.relaunches:

@@ -151,7 +151,7 @@ def _ensure_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> str | None:
 
     try:
         return write_rebuilt_snapshot(run_log, round_, stamp)
-    except PayloadCorrupt as error:
+    except (ConfigError, PayloadCorrupt) as error:
         newest = snapshots.newest(1, range(round_))[0]
         raise ConfigError(
             f"the base after round {round_} of {run_log.store.url} cannot be rebuilt: {error} Resume with --from-round "

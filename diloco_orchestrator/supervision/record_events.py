@@ -5,12 +5,16 @@ A new coordinator replays all of them (`read_attempts`, `recovered`), a running 
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.executors.contract import ExecutorError, ReplicaHandle, ReplicaStatus
+from diloco_orchestrator.protocol import keys, pace
 from diloco_orchestrator.protocol.attempt_records import Cancel, Exit, Handle, reason_of
 from diloco_orchestrator.run_log.attempts import AttemptRecords
+from diloco_orchestrator.run_log.seen_store import SeenStore
 from diloco_orchestrator.supervision.attempt import ReplicaView, follow
 from diloco_orchestrator.supervision.attempt_outcome import is_conclusive, named_in
 from diloco_orchestrator.supervision.attempt_types import (
@@ -34,6 +38,8 @@ from diloco_orchestrator.supervision.attempt_types import (
 
 log = logging.getLogger(__name__)
 
+_LONGEST_START_S = 60.0  # the longest pause before an attempt's first heartbeat is looked for again
+
 Who = tuple[int, int]  # replica and attempt
 Addressed = tuple[Who, Event]
 IsOurs = Callable[[ReplicaHandle], bool]  # whether this coordinator's executor can poll the attempt of a handle
@@ -54,7 +60,7 @@ class RecordedAttempt:
 
     @property
     def handle_to_poll(self) -> ReplicaHandle | None:
-        """The handle, if the provider's status is needed to determine the state and can be polled here; else None."""
+        """The attempt's handle, if its state depends on the provider's status and it can be polled here; else None."""
         return self.handle.handle if self.handle and self.handle.ours else None
 
     def events(self, status: Event | None) -> Iterator[Event]:
@@ -150,15 +156,25 @@ def recovered(
 class RecordEvents:
     """Reads new records of the tracked attempts; only those that may have changed are requested."""
 
-    def __init__(self, records: AttemptRecords, is_ours: IsOurs, heartbeat_s: float, now: float) -> None:
+    def __init__(
+        self, records: AttemptRecords, seen: SeenStore, is_ours: IsOurs, config: RunConfig, now: float
+    ) -> None:
+        """`seen`: the store that `records` reads from. `now`, here and below: seconds on the coordinator's clock."""
         self._records = records
+        self._seen = seen
         self._is_ours = is_ours
-        self._heartbeat_s = heartbeat_s
-        self._beats_read_at = now
+        self._config = config
+        self._began_at = now
+        self._read_at = -math.inf  # records of attempts without a status
+        self._beat_due: dict[Who, float] = {}
 
-    def without_status(self, views: Iterable[ReplicaView]) -> Iterator[Addressed]:
-        """Handles and exit records, as events, of attempts without a handle that can be polled here."""
+    def without_status(self, views: Iterable[ReplicaView], now: float) -> Iterator[Addressed]:
+        """Handles and exit records, as events, of attempts without a handle that can be polled here; after a pause."""
+        if now - self._read_at < pace.records_read_s(self._seen.round_s):
+            return
+        self._read_at = now
         for view in views:
+            self._seen.forget(keys.handle(*view.who))
             match view.state:
                 case Cancelling(handle=None, search_at=at) if at is not None:
                     handle = self._records.handle(*view.who)
@@ -181,17 +197,29 @@ class RecordEvents:
             yield who, ended or event
 
     def heartbeats(self, views: Iterable[ReplicaView], now: float) -> Iterator[Addressed]:
-        """New heartbeats as events. Each read is a GET, so they are read at most every `heartbeat_s`."""
-        if now - self._beats_read_at < self._heartbeat_s:
-            return
-        self._beats_read_at = now
+        """New heartbeats as events. Each read is a GET: one that has moved is read again only after a pause."""
         for view in views:
-            if isinstance(view.state, Reserved | Launching | Postponed | Running | Unreachable):
-                beat = self._records.heartbeat(*view.who)
-                if beat is not None:
-                    yield view.who, BeatSeen(beat.counter)
+            state, who = view.state, view.who
+            if not isinstance(state, Reserved | Launching | Postponed | Running | Unreachable):
+                continue
+            least_s = self._config.timing.heartbeat_s
+            if now < self._beat_due.get(who, self._began_at + least_s):
+                continue
+            self._seen.forget(keys.heartbeat(*who))
+            beat = self._records.heartbeat(*who)
+            if beat is None:  # its machine may be waited for, for hours
+                pause_s = max(least_s, min((now - state.since) / 5, _LONGEST_START_S))
+            elif state.beat is not None and state.beat.counter == beat.counter:
+                pause_s = least_s
+            else:
+                pause_s = pace.heartbeats_read_s(self._config, self._seen.round_s)
+            self._beat_due[who] = now + pause_s
+            if beat is not None:
+                yield who, BeatSeen(beat.counter)
 
     def _exit(self, who: Who, status: ReplicaStatus | None) -> ExitSeen | None:
+        # With an attempt the leg may have ended: then everything is read anew.
+        self._seen.forget("" if status is not None else keys.exit_record(*who))
         ended = self._records.exit(*who)
         return None if ended is None else ExitSeen(ended.code, reason_of(ended), status)
 

@@ -167,7 +167,7 @@ def _readable(reader: ContributionReader, round_: int, replica_id: int) -> Contr
 def _payloads(
     run_log: RunLog, horizon: int, newest: dict[tuple[int, int], Contribution], after_round: int
 ) -> Iterator[ObjectInfo]:
-    """Payloads of rounds after `after_round` and up to `horizon`, except those whose authors may carry them on."""
+    """Payloads of rounds after `after_round` up to `horizon`, except of contributions that may still be carried."""
     carried = {(m.round, m.replica_id) for m in newest.values() if not _is_averaged(run_log, m)}
     authors: set[tuple[int, int]] = set()  # of the round that is being listed: its manifests come before its payloads
     for info in run_log.store.list(keys.ROUNDS, start_after=keys.end_of_round(after_round)):

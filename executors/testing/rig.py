@@ -1,8 +1,6 @@
-"""`Rig`: the service around an executor under test; makes executors as different processes would, and faults on
-request.
+"""`Rig`: the service around an executor under test; makes executors as other processes would, and faults on request.
 
-A rig is written for each executor. Tests that need a fault which it cannot cause are skipped with that reason. Holds no
-test.
+Each executor has its own rig. Tests that need a fault which the rig cannot cause are skipped with that reason.
 """
 
 import time

@@ -1,1 +1,1 @@
-"""One launched process of a replica: its claim, heartbeat, output, and the facts of its machine."""
+"""One launched process of a replica: its claim, its heartbeat, and facts about its machine."""

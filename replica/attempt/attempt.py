@@ -32,7 +32,7 @@ _BY_HAND = "by hand"  # in place of the executor that launched an attempt
 
 @dataclass(frozen=True)
 class Attempt:
-    """A claimed attempt: its replica and leg, the run's log, and the clock, stamp and background threads to use."""
+    """A claimed attempt (process) of a replica: its leg, the run's log, and clock, stamp and background threads."""
 
     log: RunLog
     leg: Entry[Begin]
@@ -53,7 +53,7 @@ class Attempt:
 
     @property
     def writer(self) -> Writer:
-        """The writer of this attempt's records."""
+        """The writer for records of this attempt."""
         return Writer.of_attempt(self.store, self.replica_id, self.number)
 
     @property
@@ -63,7 +63,7 @@ class Attempt:
 
     @property
     def begin(self) -> Begin:
-        """The record with which the leg began."""
+        """The begin record of the leg."""
         return self.leg.record
 
     @property
@@ -72,10 +72,10 @@ class Attempt:
         return self.begin.from_outer_step + self.begin.outer_steps
 
     def check_superseded(self) -> None:
-        """Raise `Superseded` if a later attempt of this replica has a claim. One LIST request.
+        """Raise `Superseded` if a process has claimed a later attempt of this replica. One LIST request.
 
-        Raises `FirstBaseOutvoted` if more than half of the replicas began with another base: another LIST request,
-        until more than half began with this one.
+        Raises `FirstBaseOutvoted` if more than half of the replicas adopted another first base: another LIST request,
+        until more than half have adopted this one.
         """
         if (other := self.log.starts.outvoted_by()) is not None:
             raise FirstBaseOutvoted(
@@ -100,11 +100,11 @@ def claim_attempt(
 ) -> Attempt:
     """Create the claim of attempt `number` of a replica in the newest leg.
 
-    The attempt has an intent, by the coordinator that launched it. `number=None`: the first number that nobody
-    intended, with an intent of its own, for replicas that their user starts. `should_leave`: whether a preemption
-    notice has come. `launched`: what the launcher pinned; None for replicas that their user starts.
-    Raises `Superseded` if another process has claimed that number, `ConfigError` if the run has no such replica, the
-    attempt does not count, or the configuration is another.
+    The coordinator that launched the attempt has created its intent. `number=None`, for replicas that their user
+    starts: the next free number, with an intent of its own. `should_leave`: whether a preemption notice has come.
+    `launched`: digests that the configuration must have; None for replicas that their user starts. Raises `Superseded`
+    if another process has claimed that number, `ConfigError` if the run has no such replica, the attempt does not
+    count, or the configuration is another.
     """
     run_json = read_optional(store, keys.RUN)
     if launched is not None and run_json is not None:
@@ -141,7 +141,7 @@ def claim_attempt(
 
 
 def _intended(store: Store, replica_id: int, number: int) -> Intent:
-    """The intent with which a coordinator launched an attempt. Raises `ConfigError` if the attempt does not count."""
+    """The intent of an attempt that a coordinator launched. Raises `ConfigError` if the attempt does not count."""
     records = AttemptRecords(store)
     intent = records.intent(replica_id, number) if number in records.numbers(replica_id) else None
     if intent is None:
@@ -153,7 +153,7 @@ def _intended(store: Store, replica_id: int, number: int) -> Intent:
 
 
 def _intend_first_free(store: Store, replica_id: int, leg: int, stamp: Stamp) -> Intent:
-    """Create the intent of a replica's next attempt; its number is this process's, whatever was claimed before."""
+    """Create the intent of the replica's first attempt number without one, which this process then claims."""
     number = len(AttemptRecords(store).numbers(replica_id))
     created = None
     while created is None:
@@ -192,13 +192,13 @@ _OF_CLASS = ("python", "machine", "diloco-orchestrator", "torch", "torchft", "tr
 
 
 def versions_here() -> dict[str, str]:
-    """The versions of this process: Python, machine type, and the packages that training depends on."""
+    """The versions that affect training in this process: Python, machine type, and packages."""
     system = {"python": platform.python_version(), "machine": platform.machine()}
     return {**system, **installed_versions(_VERSIONS_OF)}
 
 
 def hardware_here(proc: Path = Path("/proc")) -> dict[str, str]:
-    """The names of the processor and of all NVIDIA GPUs, as Linux gives them below `proc`. No library is loaded."""
+    """The names of the processor and of all NVIDIA GPUs, from Linux's `proc`. No library is loaded."""
     lines = _read(proc / "cpuinfo").splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     listed = sorted((proc / "driver/nvidia/gpus").glob("*/information"))
@@ -207,9 +207,9 @@ def hardware_here(proc: Path = Path("/proc")) -> dict[str, str]:
 
 
 def differences(versions: Mapping[str, str], hardware: Mapping[str, str]) -> list[str]:
-    """In words, each fact by which the machine of a claim is of another class than this one; empty for the same class.
+    """Sentences about each fact by which a claim's machine is of another hardware class than this one; empty if equal.
 
-    The number of threads is none of them: who trains again sets the recorded one.
+    The number of threads does not count: a re-run sets the recorded number.
     """
     here = {**{name: versions_here()[name] for name in _OF_CLASS}, **hardware_here()}
     there = {**versions, **hardware}

@@ -1,14 +1,16 @@
 """The heartbeat of one attempt: its content (`Pulse`) and its writer.
 
-How often it is written is decided by the caller; when an attempt counts as hung, by the coordinator.
+The caller sets the interval; the coordinator decides when an attempt counts as hung.
 """
 
 import logging
 import math
 from dataclasses import dataclass
 
+from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import StoreError
 from diloco_orchestrator.protocol.attempt_records import Heartbeat
+from diloco_orchestrator.protocol.pace import heartbeat_s
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import Store
@@ -24,21 +26,34 @@ class Pulse:
     round: int = 0
     inner_step: int = 0  # of the open round
     loss: float | None = None
+    round_s: float = 0.0  # seconds of a usual round; 0 while that is not known
 
 
 class HeartbeatWriter:
-    """Overwrites the heartbeat of one attempt with a higher counter at every call of `write`.
+    """Overwrites the heartbeat of one attempt with a higher counter, at the first `beat` and whenever one is due.
 
     The writer runs in a thread of its own: `stamp` must not be the training thread's.
     """
 
-    def __init__(self, store: Store, replica_id: int, attempt: int, pulse: Pulse, stamp: Stamp) -> None:
+    def __init__(
+        self, store: Store, replica_id: int, attempt: int, pulse: Pulse, stamp: Stamp, config: RunConfig
+    ) -> None:
         self._writer = Writer.of_attempt(store, replica_id, attempt)
         self._replica_id = replica_id
         self._attempt = attempt
         self._pulse = pulse
         self._stamp = stamp
+        self._config = config
         self._counter = 0
+        self._skipped = 0  # calls of `beat` since the last heartbeat
+
+    def beat(self) -> None:
+        """Write a heartbeat if one is due. Called every `timing.heartbeat_s`."""
+        self._skipped += 1
+        every_s = heartbeat_s(self._config, self._pulse.round_s)
+        if not self._counter or self._skipped >= round(every_s / self._config.timing.heartbeat_s):
+            self._skipped = 0
+            self.write()
 
     def write(self) -> None:
         """Write one heartbeat. A failed write is logged and counts as a missed heartbeat."""

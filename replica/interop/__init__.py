@@ -1,1 +1,1 @@
-"""Adapters of our rounds to the interfaces of other libraries."""
+"""Adapters of DiLoCo rounds to other libraries: transformers, TRL, torchft."""

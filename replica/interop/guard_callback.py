@@ -15,11 +15,11 @@ log = logging.getLogger(__name__)
 
 
 class HeldOutGuardCallback(TrainerCallback):
-    """Folds each logged training metric with the held-out score of the same model, and stops a collapsing training.
+    """Passes each logged training metric, with the model's held-out score, to a guard, and stops a collapsing training.
 
-    One fold per `logging_steps`, whatever the gradient accumulation: the trainer logs once after an optimizer step. A
-    log without the training metric is passed over before the evaluation. Each fold is a record in `state.log_history`,
-    with `killswitch/fire`, written before the callback acts.
+    One update per `logging_steps`, whatever the gradient accumulation: the trainer logs once after an optimizer step. A
+    log without the training metric is ignored. Each update is a record in `state.log_history`, with `killswitch/fire`,
+    written before the callback acts.
 
     Args:
         guard: its settings decide; see `HeldOutGuard`.
@@ -49,7 +49,7 @@ class HeldOutGuardCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Repeat a verdict that has fired: transformers resets the flag before this."""
+        """Stop again if the guard has fired before: transformers resets the flag ahead of this call."""
         if self.guard.should_halt():
             self._act(control, self.guard.last_status)
 
@@ -61,7 +61,7 @@ class HeldOutGuardCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Fold the logged metric, unless this is a log of an evaluation or the training's summary."""
+        """Pass the logged metric to the guard, unless this is a log of an evaluation or the training's summary."""
         last = self.guard.last_status
         if not logs or self._metric not in logs or (last is not None and state.global_step <= last.step):
             return

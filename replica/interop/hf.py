@@ -1,7 +1,7 @@
 """`train_as_replica`: makes a transformers `Trainer`, or a trainer of TRL, a replica of a run.
 
-The trainer is not changed but for its settings (`trainer_settings`) and three of its methods, which are called through:
-where it makes its data loader (`loader_stream`), where it computes a loss, and its reward functions (`reward_taps`).
+Only the trainer's settings (`trainer_settings`) and three of its methods are changed, which are wrapped: the one that
+makes its data loader (`loader_stream`), the one that computes a loss, and its reward functions (`reward_taps`).
 Everything else happens in callbacks. transformers is imported; TRL, PEFT, accelerate and datasets are not.
 """
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class GuardedBy(TypedDict, total=False):
-    """Arguments of `ctx.attach` that say what the kill-switch judges by."""
+    """Arguments of `ctx.attach` about the guard."""
 
     heldout: HeldoutFn | None
     heldout_items: Sequence[Any] | None
@@ -137,8 +137,8 @@ class ReplicaCallback(TrainerCallback):
     def _undo_draws(self) -> None:
         """Restore the random state of the round's end before the next batch is made.
 
-        A restarted attempt continues from there. It does not evaluate, log or call others' callbacks again, which the
-        trainer does after `on_step_end`, and which may have drawn random numbers.
+        A restarted attempt continues from there, without the evaluation, logs and other callbacks that the trainer runs
+        after `on_step_end` and that may have drawn random numbers.
         """
         if self._chance is not None:
             rng.restore(self._chance)
@@ -161,12 +161,12 @@ class ReplicaCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Join the run, and continue from an earlier attempt of this replica."""
+        """Join the run, and continue from an earlier attempt of this replica if there was one."""
         check_not_trained(state.global_step)
         optimizer, schedule, processor = kwargs["optimizer"], kwargs["lr_scheduler"], kwargs.get("processing_class")
         self.session = self._ctx.attach(
             kwargs["model"],
-            getattr(optimizer, "optimizer", optimizer),  # accelerate's wrapper has no hooks
+            optimizer,
             in_loop=self._metric,
             tokenizer=processor if hasattr(processor, "save_pretrained") else None,
             stateful={"schedule": schedule, "data": self._stream},
@@ -214,7 +214,7 @@ class ReplicaCallback(TrainerCallback):
         return self.session is not None and (self.session.stopped or self.session.preempted)
 
     def _follow_run(self, schedule: Any) -> None:
-        """Step a learning-rate schedule over rounds that the run took without this replica."""
+        """Step a learning-rate schedule for rounds committed without this replica."""
         assert self.session is not None
         if isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
             while schedule.last_epoch < self.session.step_count:
@@ -231,7 +231,7 @@ class ReplicaCallback(TrainerCallback):
         return self._taps[-1]
 
     def _observed(self) -> dict[str, float]:
-        """The numbers of the inner step just taken; none if no completion was made in it."""
+        """The metrics of the inner step just taken; empty if no completion was generated in it."""
         losses, self._losses = self._losses, []
         if self._metric == "reward":
             return take(self._taps)

@@ -1,9 +1,8 @@
-"""`LoaderStream`: the batches of somebody else's data loader as one endless stream, of which a replica takes its part.
+"""`LoaderStream`: one replica's part of the batches of another library's data loader, as an endless stream.
 
-All replicas iterate over the same batches in the same order, so that each batch is one replica's: the data is divided
-without being touched. Random numbers of the order come from a seed of run and epoch, not from the replica's own, and
-replicas compare what they draw (`training.dealt_order`). The position is the stream's `state_dict`, so that a restarted
-attempt goes on with the next batch. Prefetched batches are not counted before they are taken.
+All replicas iterate over the same batches in the same order and each takes its own, so that the data is divided without
+a change to the loader. The position, and the random state at the epoch's begin, are the stream's `state_dict`, so that
+a restarted attempt goes on with the next batch. Prefetched batches count only when they are taken.
 """
 
 import hashlib
@@ -44,9 +43,8 @@ class LoaderStream:
 
     Args:
         loader: a torch DataLoader, plain or prepared by accelerate, or any other object that can be iterated again.
-        replica_id, replicas: batches are dealt in turn. With `replicas` = 1 all of them are taken.
-        seed: of the order, the same for all replicas that deal batches among themselves.
-        block: batches in a row that stay together, because they are made of the same items.
+        replica_id, replicas: batches are assigned in turn. With `replicas` = 1 all of them are taken.
+        block: consecutive batches that stay together, because they are made of the same items.
         ended: whether no more batches are wanted; then the iterator stops.
         begin: called before each batch is made.
     """
@@ -79,12 +77,12 @@ class LoaderStream:
 
     @property
     def dataset(self) -> Any:
-        """The dataset of the loader, which trainers ask for."""
+        """The loader's dataset, which trainers read."""
         return getattr(self._loader, "dataset", None)
 
     @property
     def dealt(self) -> DealtOrder | None:
-        """The order of the batches; None in an epoch of which an earlier version drew the order."""
+        """The order of the current epoch's batches; None if a version without such orders began the epoch."""
         return self._order if self._unseeded is None else None
 
     def __iter__(self) -> Iterator[Any]:
@@ -123,7 +121,7 @@ class LoaderStream:
         return state if self._unseeded is None else {**state, "chance": {"process": self._unseeded}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue there. The random state of the process is the caller's to restore, and stays as it is."""
+        """Continue from `state`. The caller restores the process's random state."""
         self.epoch, self._taken, self._before = state["epoch"], state["taken"], state["before"]
         self._earlier, chance = state.get("order", {}), state.get("chance", {})
         self._unseeded = chance.get("process")
@@ -145,7 +143,7 @@ class LoaderStream:
         self._batches = None
 
     def _open(self) -> None:
-        """Begin the epoch, or continue in the middle of it in the order that it has."""
+        """Begin the next epoch, or continue in the middle of one in its order."""
         self._states = self._capture()
         self._chance.begin(self._seed_epoch)
         self._order.begin(self.epoch, self._before)
@@ -166,12 +164,12 @@ class LoaderStream:
         return [rng.capture_generator(each) for each in self._generators]
 
     def _is_ours(self, index: int) -> bool:
-        """Whether a batch is this replica's. `index`: in the stream."""
+        """Whether batch `index` of the stream is this replica's."""
         return (index // self._block) % self._replicas == self._replica_id
 
 
 class _Epochs:
-    """One epoch after another of an iterable, whose batches are all made and those of other replicas dropped."""
+    """Iterates over one epoch after another; all batches are made, and those of other replicas dropped."""
 
     def __init__(
         self, base: Iterable[Any], is_ours: Callable[[int], bool], order: DealtOrder, chance: rng.Apart
@@ -181,7 +179,7 @@ class _Epochs:
         self._is_ours, self._order, self._chance = is_ours, order, chance
 
     def begin(self, before: int, skip: int) -> Iterator[Any]:
-        """This replica's batches of an epoch but for the first `skip`. `before`: batches of the stream before it."""
+        """This replica's batches of an epoch except the first `skip`. `before`: batches of the stream before it."""
         batches = self._ours(self._base, before)
         for _ in range(skip):
             next(batches, None)
@@ -189,26 +187,26 @@ class _Epochs:
 
     def _ours(self, batches: Iterable[Any], before: int) -> Iterator[Any]:
         self.seen = 0
-        for batch in self._drawn(batches):
-            self.seen += 1
-            self._order.add(self.seen, batch)
-            if self._is_ours(before + self.seen - 1):
-                yield batch
-
-    def _drawn(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches, each made with the random numbers of the order."""
         with self._chance.drawing():
             iterator = iter(batches)
         while True:
             with self._chance.drawing():
-                batch = next(iterator, _END)
+                batch = self._next_of_ours(iterator, before)
             if batch is _END:
                 return
             yield batch
 
+    def _next_of_ours(self, batches: Iterator[Any], before: int) -> Any:
+        for batch in batches:
+            self.seen += 1
+            self._order.add(self.seen, batch)
+            if self._is_ours(before + self.seen - 1):
+                return batch
+        return _END
+
 
 class _MapEpochs(_Epochs):
-    """The same of a DataLoader with indices: items of other replicas, and of skipped batches, are never loaded."""
+    """`_Epochs` for a DataLoader with indices: items of other replicas, and of skipped batches, are never loaded."""
 
     def __init__(
         self, base: DataLoader[Any], is_ours: Callable[[int], bool], order: DealtOrder, chance: rng.Apart
@@ -216,6 +214,7 @@ class _MapEpochs(_Epochs):
         super().__init__(base, is_ours, order, chance)
         self._indices = base.sampler if base.batch_sampler is None else base.batch_sampler
         self._window = _Window()
+        self._has_workers = False  # of an earlier epoch
         settings = {name: getattr(base, name) for name in _SETTINGS if hasattr(base, name)}
         if base.batch_sampler is None:
             self._ours_only = DataLoader(base.dataset, sampler=self._window, batch_size=None, **settings)
@@ -224,11 +223,16 @@ class _MapEpochs(_Epochs):
 
     def begin(self, before: int, skip: int) -> Iterator[Any]:
         self._window.indices = islice(self._ours(self._indices, before), skip, None)
+        if self._has_workers:
+            # A new iterator draws a seed for its workers before the sampler draws the order; that of persistent workers
+            # draws none, and an attempt that restarts in this epoch has a new one.
+            torch.empty((), dtype=torch.int64).random_(generator=self._ours_only.generator)
+        self._has_workers = self._ours_only.persistent_workers
         return iter(self._ours_only)  # workers are given indices here
 
 
 class _Window:
-    """A sampler that is given its iterator for each epoch."""
+    """A sampler whose iterator is set for each epoch."""
 
     def __init__(self) -> None:
         self.indices: Iterator[Any] = iter(())

@@ -18,9 +18,9 @@ from diloco_orchestrator.snapshots.layout import ModelFiles
 class MockManager(TorchftManager):
     """`ObjectStoreManager` without a bucket: rounds among threads of one process, which never fail.
 
-    For `make_diloco_outer_loop` and for torchft's classes alike. `MockManager.group(n)` makes the managers of n
-    replicas, one thread each; `MockManager()` is a replica alone. Every replica begins with its own model's values.
-    `start_step`: number of outer steps that the first base counts as having.
+    For `make_diloco_outer_loop` and for torchft's classes. `MockManager.group(n)` makes the managers of n replicas, one
+    thread each; `MockManager()` is a single replica. Every replica begins with its own model's values. `start_step`:
+    the first base's number of outer steps.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class _RoundsInMemory:
         self._table.vectors[self._replica_id] = copied(form())
 
     def close_beside_training(self, then: Callable[[], None], *, keep_average: bool = True) -> None:
-        """Does nothing: there is no transfer to overlap; `close` does it all."""
+        """Does nothing: there is no transfer to overlap; `close` does all the work."""
 
     def close(self, *, keep_average: bool = True) -> ClosedRound:
         table, names = self._table, self.open.names

@@ -1,6 +1,6 @@
-"""`tap`: listens to the reward functions of a TRL trainer, for the guard's training metric.
+"""`tap`: records the results of a TRL trainer's reward functions, for the guard's training metric.
 
-The trainer's own metrics are means over logging windows and processes; here is every number of one inner step.
+The trainer's own metrics are means over logging windows and processes; these are all numbers of one inner step.
 """
 
 import functools
@@ -16,7 +16,7 @@ _LIST_OF_NUMBERS = list[float | None]
 
 
 class RewardTap:
-    """The rewards that one function has given since the last inner step, one per completion; None: it has none."""
+    """The rewards that one function returned since the last inner step, one per completion; None: no reward."""
 
     def __init__(self, weight: float = 1.0) -> None:
         self.weight = weight
@@ -27,11 +27,11 @@ class RewardTap:
 
 
 class ListensToRewards(Protocol):
-    """Whoever collects taps: a `ReplicaCallback`."""
+    """An object that collects reward taps: a `ReplicaCallback`."""
 
     @property
     def in_training(self) -> bool:
-        """Whether completions belong to training now, and not to an evaluation."""
+        """Whether completions now belong to training, and not to an evaluation."""
         ...
 
     def new_tap(self, weight: float) -> RewardTap:
@@ -40,9 +40,9 @@ class ListensToRewards(Protocol):
 
 
 def tap(reward_fn: RewardFn, session_of: ListensToRewards, weight: float = 1.0) -> RewardFn:
-    """A reward function that gives what `reward_fn` gives, and passes it on as an observation.
+    """`reward_fn`, wrapped so that its rewards are also recorded.
 
-    For reward functions that a trainer does not hold in `reward_funcs`, where `ReplicaCallback` taps them by itself.
+    For reward functions that are not in the trainer's `reward_funcs`, which `ReplicaCallback` wraps by itself.
     `weight`: of the function in the sum. Reward models (modules) are returned as they are, with a hook.
     """
     taken = session_of.new_tap(weight)
@@ -76,8 +76,8 @@ def tap(reward_fn: RewardFn, session_of: ListensToRewards, weight: float = 1.0) 
 def take(taps: Sequence[RewardTap]) -> dict[str, float]:
     """Mean and standard deviation of the weighted sums of all functions' rewards; empties the taps.
 
-    A completion's sum leaves out functions that gave None for it, as TRL's does; completions with None from all do not
-    count. Not finite if one number is not. Empty if there was no completion.
+    A completion's sum leaves out functions that returned None for it, as TRL's does; completions without any reward do
+    not count. Not finite if a reward is not. Empty if there was no completion.
     """
     columns = [(each.weight, each.rewards) for each in taps]
     for each in taps:

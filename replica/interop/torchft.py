@@ -96,7 +96,7 @@ class TorchftManager:
         raise NotImplementedError
 
     def outer_config(self) -> OuterConfig:
-        """The outer optimizer with which rounds compute the next base."""
+        """The outer optimizer of the rounds."""
         raise NotImplementedError
 
     # -- called by torchft ---------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class TorchftManager:
         self._tensors, self._closed = [], None
 
     def current_step(self) -> int:
-        """Number of outer steps in the base, by which torchft picks the fragment. It changes when a round is closed."""
+        """Number of outer steps in the base, by which torchft picks the fragment. Changes when a round is closed."""
         return self._attached().open.outer_step
 
     def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False) -> "_Work":
@@ -163,8 +163,8 @@ class TorchftManager:
     def should_commit(self) -> bool:
         """Whether torchft uses the result: with DiLoCo if the round was applied, with LocalSGD always.
 
-        LocalSGD would keep its trained parameters if a round is not applied; that work is carried into the next
-        contribution and must not stay in the parameters as well, so they are set to the base.
+        If a round is not applied, LocalSGD would keep its trained parameters; but that work is carried into the next
+        contribution and must not count twice, so the parameters are set to the base.
         """
         return self._averages_parameters or (self._closed is not None and self._closed.applied)
 
@@ -218,10 +218,9 @@ class TorchftManager:
                 tensor.copy_(self._closed.average[name])
 
     def _held_by(self, state: Mapping[str, Any], names: Sequence[str]) -> Sequence[str]:
-        """Names of the parameters that an outer optimizer with this state holds: the whole fragment, or its trained
-        part.
+        """Names of the parameters in an outer optimizer's state: the whole fragment, or its trained part.
 
-        Raises `ConfigError` if it holds others, or is not the run's outer optimizer.
+        Raises `ConfigError` if it has other parameters, or is not the run's outer optimizer.
         """
         groups = state["param_groups"]
         count = sum(len(group["params"]) for group in groups)
@@ -263,7 +262,7 @@ def _fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _leave(participant: "weakref.ref[Participant]") -> None:
-    """Called at the interpreter's exit, while threads still run."""
+    """End the participant's background work at the interpreter's exit, while threads still run."""
     found = participant()
     if found is not None:
         found.leave()
@@ -338,7 +337,7 @@ class ObjectStoreManager(TorchftManager):
         files: ModelFiles,
         outer: OuterConfig | None,
     ) -> Rounds:
-        """Agree on the first base with the other replicas and rebuild the newest one."""
+        """Agree on the first base with the other replicas and rebuild the newest base from the bucket."""
         if outer is not None and outer != self.outer_config():
             raise ConfigError(
                 f"outer={outer!r} is not the run's ({self.outer_config()!r}); a run has one outer optimizer. "

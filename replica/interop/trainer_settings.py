@@ -1,4 +1,4 @@
-"""Checks a trainer's settings before it becomes a replica: refuses what cannot work, changes what must be otherwise.
+"""Checks and adapts a trainer's settings before it becomes a replica.
 
 Written against transformers' `TrainingArguments` and TRL's additions to them; imports neither.
 """
@@ -74,7 +74,7 @@ def check_trainer(trainer: Any, config: RunConfig) -> None:
 
 
 def _reference_is_without_adapter(trainer: Any) -> bool:
-    """Whether TRL computes a reference in training from the trained model with its adapter switched off."""
+    """Whether TRL computes the reference model's outputs from the trained model with its adapter disabled."""
     beta, precomputed = (getattr(trainer.args, name, None) for name in ("beta", "precompute_ref_log_probs"))
     return bool(beta) and not precomputed and getattr(trainer, "ref_model", trainer) is None
 
@@ -89,7 +89,7 @@ def check_not_trained(global_step: int) -> None:
 
 
 def rollout_steps(trainer: Any) -> int:
-    """Training batches that are made of one generation of completions; 1 for trainers that generate none."""
+    """Training batches made from one generation of completions; 1 for trainers that generate none."""
     per_generation, iterations = (
         getattr(trainer.args, "steps_per_generation", None),
         getattr(trainer, "num_iterations", 1),
@@ -98,9 +98,9 @@ def rollout_steps(trainer: Any) -> int:
 
 
 def _check_rollouts(trainer: Any, config: RunConfig) -> None:
-    """Refuse rounds that end between a generation and the steps that use it.
+    """Raise `ConfigError` for rounds that end between a generation and the steps that train on it.
 
-    Its completions would be another model's after the outer step, and a restarted attempt would not have them.
+    Its completions would be of another model after the outer step, and a restarted attempt would not have them.
     """
     batches, accumulated = rollout_steps(trainer), trainer.args.gradient_accumulation_steps
     if config.round_steps * accumulated % batches == 0:
@@ -118,7 +118,7 @@ def _check_rollouts(trainer: Any, config: RunConfig) -> None:
 
 
 def adapt_trainer(trainer: Any, total_steps: int) -> None:
-    """Set what a replica's trainer needs, and log each change: no checkpoints of its own, steps up to the run's end."""
+    """Change settings as a replica's trainer needs them, and log it: no own checkpoints, steps to the run's end."""
     args = trainer.args
     if _text(args.save_strategy) != "no":
         log.info("save_strategy=%r is set to 'no': the run's snapshots are in its bucket", _text(args.save_strategy))

@@ -1,6 +1,6 @@
-"""Compares a range that was trained again with the one in the bucket: bits where they must be equal, and distances.
+"""Compares a range (one replica's training in one round) trained again with the one in the bucket: bits and distances.
 
-What follows from a difference is decided by `inspection.audit`.
+`inspection.audit` judges the differences.
 """
 
 import math
@@ -40,7 +40,7 @@ def compare(
     output: Path,
     earlier: Path | None,
 ) -> RerunResult:
-    """The result of a re-run. `written`: holds its payload and state; `before`: the contribution that it followed."""
+    """The result of a re-run. `written`: store with its objects; `before`: the contribution before the range."""
     if found.payload is None:
         return RerunResult(differing=("payload",), follows=before.round if before else 0)
     distance, noise = None, None
@@ -66,16 +66,16 @@ def compare(
 
 
 def is_of_an_earlier_order(found: Contribution, recorded: Sequence[Contribution]) -> bool:
-    """Whether the re-run drew the order of its data as no replica of the recorded round did: the version was another.
+    """Whether the re-run drew its data in another order than all replicas of the recorded round: another version did.
 
-    `recorded`: all manifests of the round, so that no replica can plead an earlier version alone.
+    `recorded`: all manifests of the round, so that no single replica can claim another version for itself.
     """
     cursors = [each.progress.cursor for each in recorded if each.progress]
     return found.progress is not None and ORDER in found.progress.cursor and not any(ORDER in each for each in cursors)
 
 
 def _facts(recorded: Contribution, found: Contribution) -> Mapping[str, tuple[Any, Any]]:
-    """Values in the recorded and the repeated manifest of each fact in `EXACT` and `SAME_CLASS`, by its name."""
+    """Each fact in `EXACT` and `SAME_CLASS`, by name, with its value in the recorded and in the repeated manifest."""
 
     def of(manifest: Contribution) -> dict[str, Any]:
         progress = manifest.progress
@@ -105,7 +105,7 @@ def _without_chance(cursor: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _takes_micro_batches(before: Contribution | None, found: Contribution) -> bool:
-    """Whether the re-run took more batches than steps; True if an epoch ended in between, which hides their number."""
+    """Whether the re-run took more batches than steps; True if an epoch ended in between, which hides the count."""
     now, then = found.progress, before.progress if before else None
     if now is None or "batches" not in now.cursor:
         return True
@@ -130,13 +130,21 @@ def _digest(payload: Payload) -> str:
 
 
 def _distance(theirs: Iterator[bytes], mine: Iterator[bytes], payload: Payload) -> float:
-    """The distance of two payloads of one layout, shard by shard, summed in float64."""
-    apart = norm = 0.0
+    """The L2 distance of two pseudo-gradients before they were encoded, relative to the first, from their payloads.
+
+    Both have one layout. All sums in float64, shard by shard. Where a codec's groups have steps, an element that
+    differs by x before is one step apart afterwards with the probability x / step. So a relative distance d becomes at
+    most sqrt(d * (d + steps)), where `steps` is the norm of all steps, relative too; that is solved for d.
+    """
+    apart = norm = steps = 0.0
     for (start, stop), a, b in zip(shard_ranges(payload.numel, payload.shard_numel), theirs, mine, strict=True):
-        first, second = (Encoded(each, payload.codec, stop - start).values().to(torch.float64) for each in (a, b))
-        apart += float((first - second).square().sum())
-        norm += float(first.square().sum())
-    return _ratio(apart, norm)
+        first, second = (Encoded(each, payload.codec, stop - start) for each in (a, b))
+        before, after = (each.values().to(torch.float64) for each in (first, second))
+        apart += float((before - after).square().sum())
+        norm += float(before.square().sum())
+        steps += first.step_norm() ** 2
+    distance, wide = _ratio(apart, norm), _ratio(steps, norm)
+    return distance if wide == 0 or math.isinf(distance) else (math.hypot(wide, 2 * distance) - wide) / 2
 
 
 def _ratio(apart: float, norm: float) -> float:
@@ -146,7 +154,7 @@ def _ratio(apart: float, norm: float) -> float:
 
 
 def _state_distance(store: Store, written: Store, recorded: Contribution, found: Contribution) -> float | None:
-    """The largest distance of any tensor of two saved states; infinite if they are not built alike."""
+    """The largest relative distance of a tensor in two saved states; infinite if their structures differ."""
     if recorded.state is None or found.state is None:
         return None
     try:

@@ -1,7 +1,7 @@
-"""`RangeRecord`: what the bucket holds of the place where a range begins, and whether training follows from it.
+"""`RangeRecord`: the state in the bucket from which a range began, and whether its training can be repeated from it.
 
-A restarted attempt continues from its replica's newest manifest and saved state. So does a re-run; what an attempt held
-in memory only, beside those, cannot be repeated.
+A restarted attempt continues from its replica's newest manifest and saved state, and so does a re-run. State that an
+attempt had in memory only cannot be repeated.
 """
 
 from dataclasses import dataclass
@@ -16,20 +16,21 @@ from diloco_orchestrator.snapshots.saved_state import read_state
 
 @dataclass(frozen=True)
 class RangeRecord:
-    """The record before a range. `manifest`: the contribution that the range ends with."""
+    """The recorded state before a range (one replica's training in one round). `manifest`: of its contribution."""
 
     run_log: RunLog
     manifest: Contribution
 
     @property
     def delay(self) -> int:
-        """Inner steps between a contribution and the end of its round, in which training goes on."""
+        """Inner steps between a contribution and the end of its round, during which training goes on."""
         return self.run_log.configs.of(self.manifest.leg).fragment_sync_delay
 
     def delta_before(self) -> Contribution | None:
         """The contribution whose saved state the range begins from; None at the start.
 
-        It is the one that a restarted attempt takes (`newest_delta` of its history), unless claims of bases disagree.
+        It is the one that a restarted attempt continues from (`newest_delta` of its history), unless base claims
+        disagree.
         """
         for round_ in (*self._rounds_before(), self._begin.from_round):
             found = self._of(round_) if round_ else None
@@ -40,14 +41,14 @@ class RangeRecord:
     def steps_in_round(self) -> int:
         """Number of the range's steps that its author took after its round had opened.
 
-        With a delay the first of them were taken behind the contribution before, while that round was closed.
+        With a delay its first steps were taken after the contribution before, while that round was being closed.
         """
         before = self.delta_before()
         behind = before is not None and (before.leg, before.round) == (self.manifest.leg, self.manifest.round - 1)
         return self.manifest.own_steps - (self.delay if behind else 0)
 
     def why_not(self) -> str:
-        """Reason why the range does not follow from the record; empty if it does."""
+        """Reason why the range's training does not follow from the recorded state; empty if it does."""
         if self.steps_in_round() <= 0:
             return (
                 "its author was cut before its first step of the round, and published what its fragments held from "
@@ -56,10 +57,10 @@ class RangeRecord:
         return self._why_no_state() or (self._why_not_with_delay() if self.delay else "")
 
     def why_lost(self) -> str:
-        """Which object that the range begins from was taken away from whoever repeats it; empty if none was.
+        """The object from which the range begins that was deleted or replaced by somebody; empty if there is none.
 
-        The log names the saved state by digest. That it is there with other bytes, or is gone though the run keeps all,
-        is no retention's doing.
+        The log has the saved state's digest. If the object has another, or is gone though the run keeps all states,
+        retention is not the cause.
         """
         before = self.delta_before()
         if before is None or before.state is None:
@@ -88,11 +89,11 @@ class RangeRecord:
         return ""
 
     def _why_not_with_delay(self) -> str:
-        """The reason why the steps of the range follow from no record, with a delay; empty if they do.
+        """Reason why, with a delay, no record determines the range's first steps; empty if one does.
 
-        With a delay, an attempt that went on in memory trains on behind a whole contribution, and not behind a partial
-        one. A restarted attempt always trains on behind a contribution to the round before, and never behind anything
-        else. Where the two differ, no record says which of them the author was.
+        With a delay, an attempt that went on in memory trains on after a whole contribution, but not after a partial
+        one. A restarted attempt always trains on after a contribution to the round before, and never after anything
+        else. Where the two differ, no record shows which of them the author was.
         """
         response = next((each for each in map(self._of, self._rounds_before()) if each and each.progress), None)
         if response is None or response.attempt != self.manifest.attempt:

@@ -1,8 +1,8 @@
-"""`python -m diloco_orchestrator.replica.process.rerun_range`: trains one range of a run again.
+"""`python -m diloco_orchestrator.replica.process.rerun_range`: trains one range of a run again, for an audit.
 
-The training function runs unchanged, in a replica's normal attempt, on the bucket as it was then (`PointInTimeView`):
-the attempt restores cursor, random state and optimizer from the manifest and state before the round, as a restarted
-one does. It ends as soon as its manifest is written, which is compared with the recorded one. The bucket stays.
+The training function runs unchanged, in a replica's normal attempt, on the bucket as it was then (`PointInTimeView`).
+The attempt restores cursor, random state and optimizer from the manifest and state before the round, as a restarted one
+does. It ends once its manifest is written, which is compared with the recorded one. The bucket is not changed.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _WRITE_ID = "audit"
 
 
 class SegmentPublished(BaseException):
-    """The range is trained and its manifest written: nothing that follows in the training function is run."""
+    """Ends the training function once the range is trained and its manifest written."""
 
 
 def rerun(
@@ -50,8 +50,8 @@ def rerun(
 ) -> RerunResult:
     """Train the range of `manifest` again, in this process, and compare.
 
-    `output`: a folder that gets the payload that came out; `earlier`: that of a re-run before, to measure the noise
-    between two re-runs. `launched`: what the auditor pinned; raises `ConfigError` if the run or its leg is another.
+    `output`: a folder for the resulting payload; `earlier`: that of an earlier re-run, to measure the noise between two
+    re-runs. `launched`: digests that the configuration must have, else raises `ConfigError`.
     """
     replica_id, round_ = manifest.replica_id, manifest.round
     ours = keys.contribution(round_, replica_id)
@@ -77,7 +77,7 @@ def rerun(
     pulse, partial = Pulse(), manifest.own_steps < whole
 
     def should_leave() -> bool:
-        """Whether a partial contribution has its steps: it is published as at a preemption notice."""
+        """Whether the re-run has taken all steps of a partial contribution; it then publishes, as at a preemption."""
         return partial and pulse.round == round_ and pulse.inner_step >= steps
 
     # No time passes but where something is waited for: no replica is late, so that the record alone decides what it
@@ -114,7 +114,7 @@ def rerun(
 
 
 def _know_the_claim(past: RunLog, whole: RunLog, begin: Begin, round_: int) -> None:
-    """Give the reader of the past what the round's own commit, which it does not see, claims of the round's base."""
+    """Pass the log `past`, which does not see the round's own commit, the base digest that this commit names."""
     entry = whole.as_read(round_)
     if entry is None or entry.commit.base_digest is None:
         return

@@ -1,7 +1,7 @@
 """One attempt of a replica, from claim to exit record: the process around the user's training function.
 
 This is a process entry: it reads the environment, owns signals, threads and the clock, and is the one place that
-catches everything, to record how the attempt ended. The training loop is in `replica.context`.
+catches every error, to record how the attempt ended. `replica.context` has the API of the training function.
 """
 
 import gc
@@ -84,10 +84,10 @@ class EntrypointInvalid(ConfigError):
 
 
 class LeavingNotice:
-    """Whether this process should leave as soon as its finished work is published, when called.
+    """Callable: whether this process should leave as soon as its finished work is published.
 
-    True after SIGTERM, or once `leave_after_s` seconds have passed: some providers end a process at their time limit
-    without a signal.
+    True after SIGTERM, or once `leave_after_s` seconds have passed, because some providers end a process at its time
+    limit without a signal.
     """
 
     def __init__(self, clock: Clock, leave_after_s: float | None = None) -> None:
@@ -100,12 +100,11 @@ class LeavingNotice:
         return self._given or self._clock.now() >= self._deadline
 
     def install(self) -> None:
-        """Handle SIGTERM of this process by giving the notice. Main thread only."""
+        """Install a SIGTERM handler that gives the notice. Main thread only."""
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def interrupt_if(self, is_unheard: Callable[[], bool]) -> None:
-        """Let the signal raise `Preempted` in the main thread where `is_unheard` says that nobody asks for the notice,
-        and that there is no work to publish."""
+        """Make SIGTERM raise `Preempted` in the main thread if `is_unheard()`: training does not poll the notice."""
         self._is_unheard = is_unheard
 
     def _on_signal(self, *_: Any) -> None:
@@ -132,15 +131,15 @@ def run_attempt(
 
     Args:
         url: the run's folder.
-        launched: what the launcher pinned; the run must have that configuration.
+        launched: digests that the run's configuration must have.
         environ: this process's environment, with storage options and names of secrets.
         should_leave: whether a preemption notice has come.
         load_libraries: imports what training needs, in this thread, while the attempt is claimed in the background.
         load_entrypoint: "module:function" -> the user's training function.
-        interrupt_if: as of `LeavingNotice`; gets whether the training function can hear of the notice by itself.
+        interrupt_if: as of `LeavingNotice`; gets whether the training function polls the notice itself.
 
-    Nothing is raised: errors of imports and training are recorded. If the attempt cannot be claimed, because the
-    store cannot be opened or refuses, no record can be written: its error is printed.
+    Raises nothing: errors of imports and training are recorded. If the attempt cannot be claimed, because the store
+    cannot be opened or refuses, no record can be written: its error is printed.
     """
     try:
         options = json.loads(environ.get(ENV_STORAGE_OPTIONS) or "{}")
@@ -152,8 +151,8 @@ def run_attempt(
     def join() -> _Joined:
         attempt = claim_attempt(store, replica_id, number, clock, stamp, should_leave, background, launched)
         heartbeat_stamp = Stamp(random_token(), clock.wall_time)
-        writer = HeartbeatWriter(store, replica_id, number, attempt.pulse, heartbeat_stamp)
-        heartbeat = background.every(attempt.config.timing.heartbeat_s, writer.write)
+        writer = HeartbeatWriter(store, replica_id, number, attempt.pulse, heartbeat_stamp, attempt.config)
+        heartbeat = background.every(attempt.config.timing.heartbeat_s, writer.beat)
         return _Joined(attempt, heartbeat, _caught(lambda: _ended_before(attempt)))
 
     with OutputTail() as output:
@@ -177,9 +176,9 @@ def run_attempt(
 
 
 def _unclaimed(error: Exception, environ: Mapping[str, str]) -> Ending:
-    """The `Ending` for the error being handled, which kept the attempt from its claim; prints it.
+    """The `Ending` for the current error, because of which the attempt could not be claimed; prints it.
 
-    An error about store or settings is one line, because its text says what to do; others are a traceback.
+    An error about store or settings is one line, because its text has the remedy; others are a traceback.
     """
     code, reason = _row_of(error) or (EXIT_ERROR, type(error).__name__)
     words = " ".join(redact(f"{type(error).__name__}: {error}", environ).split())
@@ -189,7 +188,7 @@ def _unclaimed(error: Exception, environ: Mapping[str, str]) -> Ending:
 
 @dataclass(frozen=True)
 class _Joined:
-    """A claimed attempt, its running heartbeat, and its ending if it has nothing to do."""
+    """A claimed attempt, its running heartbeat, and its ending if the run is over already."""
 
     attempt: Attempt
     heartbeat: Periodic
@@ -205,7 +204,7 @@ def train(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Ending:
 
 
 def _caught(call: Callable[[], Ending | None]) -> Ending | None:
-    """The result of `call`; the `Ending` for an error that it raises."""
+    """The result of `call`, or the `Ending` for the error that it raises."""
     try:
         return call()
     except BaseException as error:  # whatever ends the process is its ending
@@ -237,7 +236,7 @@ def _call_entrypoint(
 
 
 def _ending_of(error: BaseException) -> Ending:
-    """The `Ending` for the error that is being handled."""
+    """The `Ending` for the error being handled."""
     row = _row_of(error)
     if row is None:
         return Ending(EXIT_ERROR, type(error).__name__, traceback.format_exc())
@@ -281,7 +280,7 @@ def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint, interrupt
 def write_exit_record(attempt: Attempt, ending: Ending, output: str, environ: Mapping[str, str]) -> str:
     """Write the attempt's `log.txt`, then its exit record, both redacted.
 
-    Returns why a failed attempt ended and why that was not recorded, in one line; else an empty string.
+    Returns the error of a failed attempt whose records could not be written, with the reason, in one line; else "".
     """
     record = Exit(
         **attempt.stamp(),

@@ -18,6 +18,7 @@ from diloco_orchestrator.protocol.claims import (
     is_outvoted,
     wrong_bases,
 )
+from diloco_orchestrator.protocol.legs import leg_of_base
 from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.reupload import ReuploadRequests
@@ -67,33 +68,32 @@ class BaseClaims:
     # -- claims about closed rounds ------------------------------------------------------------------------------
 
     def is_right(self, manifest: Contribution) -> bool:
-        """Whether a manifest claims the base that its round of this leg started from, by this replica's own rebuild.
+        """Whether a manifest claims the base that its round started from, by this replica's own rebuild.
 
         The commit's digest counts instead if several replicas contributed on it or if the base cannot be rebuilt any
-        more. Rounds of earlier legs are not checked: True.
+        more. The round is of this leg, or the one of an earlier leg whose base this leg began from.
         """
-        if manifest.round <= self._attempt.begin.after_round:
+        begin, made_in = self._attempt.begin, None
+        if manifest.round > begin.after_round:
+            made_in = self._tip.made_before(manifest.round)
+            if made_in == self._tip.value.base_round:
+                return manifest.base_digest == self.digest
+            if made_in in self._digests:
+                return manifest.base_digest == self._digests[made_in]
+        commit = self._tip.commit_of(manifest.round)
+        agreeing = sum(rounds.contributes(answer) for answer in commit.answers)
+        if agreeing > 1 and commit.base_digest == manifest.base_digest:
             return True
-        if self._tip.made_before(manifest.round) not in (self._tip.value.base_round, *self._digests):
-            commit = self._tip.commit_of(manifest.round)
-            agreeing = sum(rounds.contributes(answer) for answer in commit.answers)
-            if agreeing > 1 and commit.base_digest == manifest.base_digest:
-                return True
-        before = self._digest_before(manifest.round)
-        return manifest.base_digest == (before or self._tip.commit_of(manifest.round).base_digest)
-
-    def _digest_before(self, round_: int) -> str | None:
-        """Digest of the base that a round of this leg started from, rebuilt if unknown; None if that is impossible."""
-        made_in = self._tip.made_before(round_)
-        if made_in == self._tip.value.base_round:
-            return self.digest
-        if made_in not in self._digests:
-            try:
-                self._digests[made_in] = rebuild_beside(self._attempt.log, self._attempt.begin, until=round_ - 1).digest
-            except (PayloadCorrupt, RecordInvalid) as error:
-                log.warning("the base before round %d cannot be rebuilt any more: %s", round_, error)
-                return None
-        return self._digests[made_in]
+        leg = begin if made_in is not None else leg_of_base(self._attempt.log.begins()[: begin.leg - 1], manifest.round)
+        try:
+            assert leg is not None, "this leg began from that round's base"
+            before = rebuild_beside(self._attempt.log, leg, until=manifest.round - 1).digest
+        except (PayloadCorrupt, RecordInvalid) as error:
+            log.warning("the base before round %d cannot be rebuilt any more: %s", manifest.round, error)
+            return manifest.base_digest == commit.base_digest
+        if made_in is not None:
+            self._digests[made_in] = before
+        return manifest.base_digest == before
 
     # -- claims about the open round -----------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.errors import PayloadCorrupt, Preempted, QuorumLost
 from diloco_orchestrator.guard.round_fold import fold_round, is_rebuildable
-from diloco_orchestrator.protocol import rounds, weights
+from diloco_orchestrator.protocol import pace, rounds, weights
 from diloco_orchestrator.protocol.claims import judged, shared_claim, wrong_bases
 from diloco_orchestrator.protocol.records import Answer, By, Commit, Halt
 from diloco_orchestrator.protocol.round_metrics import not_finite_words, round_metrics_of
@@ -23,7 +23,7 @@ from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.contribute import Contributor
 from diloco_orchestrator.replica.rounds.interface import ClosedRound
 from diloco_orchestrator.replica.rounds.received import ExpectedContribution, ReceivedResponses, everything
-from diloco_orchestrator.replica.rounds.reupload import ReuploadRequests
+from diloco_orchestrator.replica.rounds.reupload import WANTS_EVERY_S, ReuploadRequests
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.replica.rounds.tip import HeldTip
 from diloco_orchestrator.run_log.append import append_commit
@@ -32,7 +32,6 @@ from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 
 log = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S = 0.02
 _POLL_SELDOM_S = 10.0  # between LIST requests for a later attempt of this replica, and for who is out of the leg
 
 
@@ -58,13 +57,17 @@ class RoundCloser:
             attempt.store, attempt.background, requests.payloads, attempt.authors, everything
         )
         self._late: set[int] = set()  # replicas whose manifest of the last closed round is not in its commit
-        self._halt: Halt | None = None  # the request to halt the leg, as of the last poll
+        self._halt: Halt | None = None  # the request to halt the leg, as of when a decision was near
+        self._halt_asked = False  # in the last poll
+        self._receive_s = 0.0  # what that took for responses
+        self._in_step = False  # whether the open round could not end before this replica looked for its end
         self._given_up = False
         self._healed = False  # whether the open round's base was rebuilt as another than this replica had
         self._claims_polled_at = attempt.clock.now()
+        self._waiting_since = self._commit_asked_at = self._claims_polled_at
         self._out_polled_at = self._claims_polled_at  # or since when this replica waits in the open round
         self._out: dict[int, int] = {}  # replicas that are out of the leg, and the open round when that was read
-        self._back: set[int] = set()  # those of them that have answered a later round
+        self._back: set[int] = set()  # replicas in `_out` that have responded to a later round
 
     def close(self, *, keep_average: bool = False) -> ClosedRound:
         """Commit the open round or wait for its commit, then apply it to the base.
@@ -75,16 +78,23 @@ class RoundCloser:
         `Superseded` if a later attempt of this replica is alive, `Preempted` after a preemption notice, `BaseDiverged`
         if this machine computes other bits, and `PayloadCorrupt` if a payload that the commit averages cannot be read.
         """
-        attempt, pause, last_summary, waited = self._attempt, _FIRST_PAUSE_S, "", False
+        attempt, pauses, last_summary, waited = self._attempt, self._timing.pauses(), "", False
         self._timing.start_waiting()
-        self._out_polled_at = attempt.clock.now()
+        self._waiting_since = self._commit_asked_at = self._out_polled_at = attempt.clock.now()
         while (entry := self._timing.without_outages(self._observe, waited)) is None:
             if self._heal_if_contradicted():
                 continue
             decision, shared, answers = self._decide()
+            if decision.action is rounds.Action.COMMIT and waited:
+                if (entry := self._commit_of_others()) is not None:
+                    return self._apply(entry, keep_average)
+                if not self._received.confirm_own(attempt.replica_id, self._round):
+                    continue
+            if decision.action is not rounds.Action.WAIT and not self._halt_asked:
+                self._read_halt()
             if decision.action is rounds.Action.COMMIT:
-                return self._follow(self._commit(decision, shared, answers), keep_average)
-            # Nobody is launched into a leg that is asked to halt, so that nobody comes.
+                return self._apply(self._commit(decision, shared, answers), keep_average)
+            # No replica is launched into a leg with a request to halt, so none is waited for.
             if decision.action is rounds.Action.GIVE_UP and (self._halt or not self._timing.waits_on(decision.missing)):
                 raise QuorumLost(f"round {self._round}: {decision.reason}. Look at their logs.", decision.missing)
             if decision.summary != last_summary:
@@ -92,10 +102,15 @@ class RoundCloser:
                 last_summary = decision.summary
             if attempt.should_leave() or self._given_up:
                 raise Preempted(f"replica {attempt.replica_id} was asked to leave; what it finished is published.")
-            attempt.clock.sleep(pause)
+            self._sleep(max(next(pauses), self._timing.until_expected_s(self._missing(()))))
             waited = True
-            pause = min(1.5 * pause, attempt.config.timing.poll_s)
-        return self._follow(entry, keep_average)
+        return self._apply(entry, keep_average)
+
+    def _sleep(self, seconds: float) -> None:
+        """Wait, in pieces of a second at most, until then or until this process is to leave."""
+        clock, until = self._attempt.clock, self._attempt.clock.now() + seconds
+        while (left_s := until - clock.now()) > 0 and not (self._attempt.should_leave() or self._given_up):
+            clock.sleep(min(left_s, 1.0))
 
     def give_up(self) -> None:
         """Make `close`, which another thread is in, raise `Preempted` instead of waiting any longer."""
@@ -121,25 +136,71 @@ class RoundCloser:
         """The open round's commit if it exists. If not, fetch everything that a decision depends on and return None.
 
         Independent requests are sent together: one round trip, and two more for new responses. `waited`: this replica
-        has waited in this round already; then its claims are polled too, and a later live attempt raises `Superseded`.
+        has waited in this round already; then claims of its attempts are polled too, and a later live one raises
+        `Superseded`. The commit is asked for where there may be one: others may end the round without everybody, or it
+        has not been asked for in a while.
         """
         attempt, expected = self._attempt, self._expected()
         start = attempt.background.start
-        calls = [self._read_halt, self._read_late, self._put_wanted]
+        calls = [self._read_late, self._put_wanted]
         calls += [self._check_claims, self._read_out] if waited else []
         beside = [start(call) for call in calls]
-        unread = start(lambda: self._received.unread(expected))
-        entry, keys_of_unread = attempt.log.commit(expected.round), unread.result()
+        asked = start(self._read_commit) if self._may_be_committed() else None
+        unread = self._received.unread(expected)
+        entry = asked.result() if asked is not None else None
+        self._in_step |= not waited and asked is None
+        all_responded, self._halt_asked = not self._missing(unread), False
+        if all_responded and not waited:
+            beside.append(start(self._read_halt))
+        if not all_responded and attempt.replica_id in unread and self._contributor.created is not None:
+            self._received.take_own(self._contributor.created, attempt.replica_id, expected)
+            unread = {replica_id: key for replica_id, key in unread.items() if replica_id != attempt.replica_id}
         if entry is None:
-            self._received.receive(keys_of_unread, expected)
+            began = attempt.clock.now()
+            self._received.receive(unread, expected)
+            self._receive_s = attempt.clock.now() - began
         for each in beside:
             each.result()
         return entry
 
+    def _commit_of_others(self) -> CommitEntry | None:
+        """The open round's commit, after a pause for who has responded last, and was the first to know that all have.
+
+        The pause is as long as receiving took here. To create what exists costs as much as to read it twelve times.
+        """
+        self._sleep(min(self._receive_s, self._timing.usual_s / 100))
+        return self._read_commit()
+
+    @property
+    def _seldom_s(self) -> float:
+        """Pause of a waiting replica between two requests for what hardly ever comes: 10 s, in long rounds a minute."""
+        return max(_POLL_SELDOM_S, min(self._timing.usual_s / 20, 60.0))
+
+    def _read_commit(self) -> CommitEntry | None:
+        self._commit_asked_at = self._attempt.clock.now()
+        return self._attempt.log.commit(self._round)
+
+    def _may_be_committed(self) -> bool:
+        """Whether the open round may have a commit though not everybody was seen to respond."""
+        own = self._contributor.own
+        if own is None or own.attempt != self._attempt.number:
+            return True  # another attempt of this replica has responded, whenever that was
+        return self._timing.may_be_committed() or self._attempt.clock.now() - self._commit_asked_at >= self._seldom_s
+
+    def _missing(self, unread: Collection[int]) -> set[int]:
+        """The replicas that the round waits for, without those that have responded. `unread`: who else has."""
+        responded = {answer.replica_id for answer in self._received.answers()}.union(unread)
+        return set(self._tip.open.roster) - responded - set(self._is_out())
+
     def _put_wanted(self) -> None:
-        self._requests.put_wanted_if_due(self._tip.value.base_round)
+        """Put what others ask for: whoever waits for long, and in any round one replica in turn."""
+        roster = self._tip.open.roster or (self._attempt.replica_id,)
+        in_turn = roster[self._round % len(roster)] == self._attempt.replica_id
+        if in_turn or self._attempt.clock.now() - self._waiting_since >= max(WANTS_EVERY_S, self._timing.usual_s / 10):
+            self._requests.put_wanted_if_due(self._tip.value.base_round)
 
     def _read_halt(self) -> None:
+        self._halt_asked = True
         self._halt = self._attempt.log.halt(self._attempt.begin.leg)
 
     def _decide(self) -> tuple[rounds.Decision, str | None, tuple[Answer, ...]]:
@@ -159,9 +220,15 @@ class RoundCloser:
         view = self._timing.view(self._received.answers(), self._is_out())
         if not rounds.is_ready(view, self._attempt.clock.now(), self._timing.policy):
             return False
-        with suppress(PayloadGone):  # others are rounds ahead: the commit of this round exists, and is followed
-            self._healed |= self._claims.heal({claim.digest for claim in claims})
+        with suppress(PayloadGone):  # others are rounds ahead: the commit of this round exists, and is applied
+            self._heal({claim.digest for claim in claims})
         return True
+
+    def _heal(self, claims: Collection[str]) -> None:
+        """Rebuild the base if `claims` contradict it; then drop carried work that was trained from the wrong base."""
+        if self._claims.heal(claims):
+            self._healed = True
+            self._contributor.recover_carry()
 
     def _expected(self) -> ExpectedContribution:
         opened = self._tip.open
@@ -185,14 +252,16 @@ class RoundCloser:
 
     def _check_claims(self) -> None:
         now = self._attempt.clock.now()
-        if now - self._claims_polled_at >= _POLL_SELDOM_S:
+        waits_long = now - self._waiting_since >= self._seldom_s
+        pause_s = self._seldom_s if waits_long else pace.seldom_read_s(self._timing.usual_s)
+        if now - self._claims_polled_at >= pause_s:
             self._claims_polled_at = now
             self._attempt.check_superseded()
 
     def _read_out(self) -> None:
         """Find replicas that coordinators launch no more in this leg (`Out` records)."""
         attempt, now, round_ = self._attempt, self._attempt.clock.now(), self._round
-        if now - self._out_polled_at < _POLL_SELDOM_S:
+        if now - self._out_polled_at < self._seldom_s:
             return
         self._out_polled_at = now
         for replica_id, out in attempt.log.out(attempt.begin.leg).items():
@@ -262,36 +331,36 @@ class RoundCloser:
         answered = [answer.replica_id for answer in self._received.answers()]
         return rounds.next_roster(self._timing.policy, answered, sorted(self._late))
 
-    # -- follow --------------------------------------------------------------------------------------------------
+    # -- apply ---------------------------------------------------------------------------------------------------
 
-    def _follow(self, entry: CommitEntry, keep_average: bool) -> ClosedRound:
+    def _apply(self, entry: CommitEntry, keep_average: bool) -> ClosedRound:
         """Apply a commit: rebuild a base that contradicts its claim, take its outer step, and open the next round.
 
         Skips to a newer snapshot if one is far ahead or if payloads are gone. A void commit averages nobody and stops
         nothing. Raises as `close` does.
         """
         run_log = self._attempt.log
-        entry = run_log.followed(entry, self._tip.value.last, self._received.by_digest())
-        ahead = run_log.snapshots_ahead(entry.commit.round, self._attempt.begin)
+        entry = run_log.checked(entry, self._tip.value.last, self._received.by_digest())
+        ahead = [] if self._in_step else run_log.snapshots_ahead(entry.commit.round, self._attempt.begin)
         if ahead and ConfirmedSnapshots(run_log).newest(1, ahead):
             self._skip_to_newer_snapshot(entry.commit)
             return self._open_next_round(entry.commit, average={})
         self._timing.record(self._received.manifests())
         try:
             if entry.commit.base_digest is not None:
-                self._healed |= self._claims.heal({entry.commit.base_digest})
+                self._heal({entry.commit.base_digest})
             if wrong_bases([entry.commit], self._attempt.replica_id):
                 self.poll()  # if the commit existed first, not all claims were received
                 claims, quorum = self._received.claims(), self._timing.policy.quorum
                 self._claims.leave_if_arithmetic_differs(entry.commit, claims, quorum)
-            average = self._apply(entry, keep_average)
+            average = self._take_outer_step(entry, keep_average)
         except PayloadGone:
             self._skip_to_newer_snapshot(entry.commit)
             return self._open_next_round(entry.commit, average={})
         self._contributor.settle(entry.commit)
         return self._open_next_round(entry.commit, average)
 
-    def _apply(self, entry: CommitEntry, keep_average: bool) -> Mapping[str, torch.Tensor]:
+    def _take_outer_step(self, entry: CommitEntry, keep_average: bool) -> Mapping[str, torch.Tensor]:
         if not entry.commit.applied:
             self._tip.skip(entry)
             return {}
@@ -337,7 +406,7 @@ class RoundCloser:
             received=self._received.manifests(),
         )
         self._late = set()
-        self._healed = False
+        self._healed = self._in_step = False
         self._contributor.open_round()
         self._timing.open_round()
         self._received.clear()

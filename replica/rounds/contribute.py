@@ -43,6 +43,7 @@ class Contributor:
     ) -> None:
         self.history = ContributionHistory(attempt, tip, claims)
         self.own: Contribution | None = None  # this replica's manifest of the open round, once it was created here
+        self.created: bytes | None = None  # its bytes, if this attempt created it
         self._attempt = attempt
         self._tip = tip
         self._claims = claims
@@ -119,7 +120,9 @@ class Contributor:
         """Create this replica's manifest of the open round; returns the existing one, of any attempt, if any."""
         attempt, round_ = self._attempt, self._tip.open.round
         manifest = self._manifest(kind, fields, **contents)
-        if attempt.writer.create(manifest) is None:
+        if attempt.writer.create(manifest) is not None:
+            self.created = manifest.to_bytes()
+        else:
             existing = self.history.of_open_round()
             if existing is None:
                 log.error("round %d: a manifest of this replica that none of its attempts wrote came first", round_)
@@ -191,17 +194,22 @@ class Contributor:
 
     def open_round(self) -> None:
         """Reset for a new open round without a contribution yet. After the run's stop, drop carried work."""
-        self.own = None
+        self.own = self.created = None
         if self._tip.open.stopped:
             self._carry.drop_all("the run has stopped")
 
     def recover(self) -> None:
         """Restore carried work and the train times of the last rounds from the bucket."""
-        closed = self._tip.closed_rounds
-        self._carry.recover(closed, self.history.of, self._tip.commit_of, self._claims.is_right)
+        self.recover_carry()
         self._timing.recover()
-        if self._attempt.begin.leg > 1 and not closed:
+        if self._attempt.begin.leg > 1 and not self._tip.closed_rounds:
             self._warn_of_work_that_its_leg_left()
+
+    def recover_carry(self) -> None:
+        """Restore carried work from the bucket, after a rebuild without the work of rounds that began from a wrong
+        base.
+        """
+        self._carry.recover(self._tip.closed_rounds, self.history.of, self._tip.commit_of, self._claims.is_right)
 
     def _warn_of_work_that_its_leg_left(self) -> None:
         """Warn if this replica's last contribution, of an earlier leg, was not averaged: no new leg averages it."""

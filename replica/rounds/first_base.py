@@ -6,8 +6,10 @@ at `start.json` or in snapshot 0 with other bytes than a replica writes there is
 under a random name. `snapshots.layout` stores a base.
 """
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -25,7 +27,7 @@ from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.run_log import complete_takes
 from diloco_orchestrator.snapshots.confirmation import first_take
 from diloco_orchestrator.snapshots.file_plan import Naming, is_side_file, is_tensor_file
-from diloco_orchestrator.snapshots.first_snapshot import first_snapshot
+from diloco_orchestrator.snapshots.first_snapshot import first_snapshot, side_files_of_run
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
     SnapshotFile,
@@ -35,7 +37,7 @@ from diloco_orchestrator.snapshots.layout import (
     existing_files,
     info_of,
 )
-from diloco_orchestrator.snapshots.model_tensors import digest_of
+from diloco_orchestrator.snapshots.model_tensors import Untrained, digest_of
 from diloco_orchestrator.snapshots.rebuild import FirstBase
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.store.retrying import without_read_back
@@ -43,52 +45,57 @@ from diloco_orchestrator.store.retrying import without_read_back
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.02
+_ADAPTER_CONFIG = "adapter_config.json"
+_SCALING = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")  # of PEFT
 _GRACE_S = 2.0  # without a new file, beside the time that the next one takes, until a waiting replica writes it
 _SLOW_LINK = 4e6  # bytes per second; a writer on a slower link may have to share the upload with another replica
 _TURNS = 4  # replicas with different ids lose patience one after another
-_FOREIGN_TAKES = 16  # of snapshot 0 that are looked into, after those that somebody names: anybody may add some
+_FOREIGN_TAKES = 16  # versions of snapshot 0 that are read after those that votes name: anybody may add some
 
 
-def agree_on_first_base(
-    attempt: Attempt,
-    parameters: Mapping[str, torch.Tensor],
-    fragments: Sequence[Sequence[str]],
-    files: ModelFiles,
-    heldout: HeldoutSet | None = None,
-) -> tuple[Entry[Start], FirstBase | None]:
+@dataclass(frozen=True)
+class OwnModel:
+    """The model that a replica brings to the run, and the held-out set on which it scores it."""
+
+    parameters: Mapping[str, torch.Tensor]  # those that are trained, any float dtype
+    fragments: tuple[tuple[str, ...], ...]  # their names, in name order
+    files: ModelFiles  # what a snapshot has beside them
+    heldout: HeldoutSet | None  # None: it scores nothing
+
+    @property
+    def untrained(self) -> Untrained:
+        """The model's frozen tensors and buffers."""
+        assert self.files.untrained is not None, "a replica has the live model"
+        return self.files.untrained
+
+
+def agree_on_first_base(attempt: Attempt, own: OwnModel) -> tuple[Entry[Start], FirstBase | None]:
     """Adopt the run's start record, or create one together with snapshot 0, the first base, if there is none.
 
     Returns the adopted start record, and the first base if this process has it in memory, else None.
 
-    Safe to race and to repeat: after a process died at any line the next one completes what is there. Replicas that
-    start at once with equal models upload at most one file each in vain. A replica whose model differs from every
-    existing start record waits until more than half of the replicas agree or all have voted, at most
-    `timing.startup_timeout_s`. Raises `ModelMismatch` if the run's start record is of another model or no replica has
-    the configured `first_base`, `Preempted` if a preemption notice comes meanwhile.
+    Safe to race and to repeat: if a process dies at any line, the next one completes its objects. Replicas that start
+    at once with equal models upload at most one file each in vain. A replica whose model differs from every existing
+    start record waits until more than half of the replicas agree or all have voted, at most `timing.startup_timeout_s`.
+    Raises `ModelMismatch` if the run's start record is of another model or no replica has the configured `first_base`,
+    `Preempted` if a preemption notice comes meanwhile.
     """
     starts = attempt.log.starts
     found = starts.chosen()
     if found is not None and starts.is_final:
-        attempt.log.starts.follow(found, first_take(attempt.log))
+        attempt.log.starts.adopt(found, first_take(attempt.log))
         return found, None
-    return _Agreement(attempt, parameters, fragments, files, heldout).reach()
+    return _Agreement(attempt, own).reach()
 
 
 class _Agreement:
     """One replica's vote on the first base, until it has adopted a start record."""
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        parameters: Mapping[str, torch.Tensor],
-        fragments: Sequence[Sequence[str]],
-        files: ModelFiles,
-        heldout: HeldoutSet | None,
-    ) -> None:
+    def __init__(self, attempt: Attempt, own: OwnModel) -> None:
         self._attempt = attempt
         self._starts = attempt.log.starts
-        self._writing = _FirstSnapshot(attempt, parameters, fragments, files)
-        self._start = _start_of(attempt, self._writing, parameters, files, heldout)
+        self._writing = _FirstSnapshot(attempt, own)
+        self._start = _start_of(attempt, self._writing, own)
         self._own = sha256_hex(self._start.to_bytes())
         self._key = keys.start_take(attempt.stamp.unforeseen())
         self._pauses = Backoff(_FIRST_PAUSE_S, attempt.config.timing.poll_s).pauses()
@@ -110,10 +117,10 @@ class _Agreement:
                 self._check_first_base(waited)
                 self._pause()
             elif decision.sha256 != self._own:
-                if (begun := self._follow_other(decision.sha256)) is not None:
+                if (begun := self._adopt_other(decision.sha256)) is not None:
                     return begun
             elif (entry := self._starts.entry(self._own)) is not None:
-                return self._follow_own(entry)
+                return self._adopt_own(entry)
             elif (existing := self._writing.existing_on_turn()) is None:
                 self._pause()
             elif self._writing.write(existing):
@@ -129,7 +136,7 @@ class _Agreement:
         said = {**starts.began, self._attempt.replica_id: self._own}
         offered = [each.sha256 for each in starts.offered if each.sha256 not in self._useless]
         mine = starts.follows.get(self._attempt.replica_id)
-        is_alone = self._own in offered or not offered  # then nobody is waited for
+        is_alone = self._own in offered or not offered  # then no vote is waited for
         launched = () if is_alone else AttemptRecords(self._attempt.store).all_numbers()
         return decide_start(
             None if is_wrong else self._own,
@@ -168,22 +175,22 @@ class _Agreement:
             )
         self._attempt.clock.sleep(next(self._pauses))
 
-    # -- following -------------------------------------------------------------------------------------------------
+    # -- adopting --------------------------------------------------------------------------------------------------
 
-    def _follow_own(self, entry: Entry[Start]) -> tuple[Entry[Start], FirstBase | None]:
+    def _adopt_own(self, entry: Entry[Start]) -> tuple[Entry[Start], FirstBase | None]:
         """Adopt the existing start record of this replica's model; uploads its base if no snapshot 0 holds it."""
         take, base = self._writing.take, self._writing.base
         if take is None:
             found = self._stored(entry)
             while found is None and self._writing.take is None:
-                self._writing.write_anew()  # somebody wrote the start alone, or damaged the snapshot
+                self._writing.write_anew()  # the start record was written without its snapshot, or that was damaged
             take, base = found or (self._writing.take or keys.SHARED_TAKE, base)
         return self._begun(entry, take, base)
 
-    def _follow_other(self, sha256: str) -> tuple[Entry[Start], FirstBase | None] | None:
+    def _adopt_other(self, sha256: str) -> tuple[Entry[Start], FirstBase | None] | None:
         """Adopt another model's start record if snapshot 0 holds its base, all finite; else None, and it is ignored."""
         entry = self._starts.entry(sha256)
-        assert entry is not None, "a start that is followed is there"
+        assert entry is not None, "a start record that is adopted exists"
         found = self._stored(entry)
         if found is None or not all(bool(torch.isfinite(each).all()) for each in found[1].parameters.values()):
             why = "is in no take of snapshot 0" if found is None else "holds NaN or infinity"
@@ -196,7 +203,7 @@ class _Agreement:
         attempt, key = self._attempt, self._starts.key_of(entry.sha256)
         follows = Follows(**attempt.stamp(), **self._who, start_sha256=entry.sha256, key=key, take=take)
         attempt.writer.create(follows)
-        self._starts.follow(entry, take)
+        self._starts.adopt(entry, take)
         return entry, FirstBase(base, entry.record.base_digest)
 
     def _stored(self, entry: Entry[Start]) -> tuple[str, Base] | None:
@@ -227,29 +234,22 @@ class _Agreement:
                 writer.create(self._start, self._key)
 
 
-def _start_of(
-    attempt: Attempt,
-    writing: "_FirstSnapshot",
-    parameters: Mapping[str, torch.Tensor],
-    files: ModelFiles,
-    heldout: HeldoutSet | None,
-) -> Start:
+def _start_of(attempt: Attempt, writing: "_FirstSnapshot", own: OwnModel) -> Start:
     """The start record of this replica's model. It has no time or write id, so equal models give equal bytes."""
-    assert files.untrained is not None, "a replica has the live model"
     base = writing.base
     return Start(
         write_id="start",
         at=0.0,
         run_sha256=attempt.log.run_sha256,
-        parameters=describe(parameters),
+        parameters=describe(own.parameters),
         fragments=base.fragments,
         shard_numel=base.shard_numel,
         base_digest=base.digest(attempt.background),
-        adapters=files.adapters,
-        heldout=heldout,
-        frozen=files.untrained.describe_frozen(attempt.background),
-        buffers=files.untrained.buffers.digest(),
-        adapter=files.naming.adapter,
+        adapters=own.files.adapters,
+        heldout=own.heldout,
+        frozen=own.untrained.describe_frozen(attempt.background),
+        buffers=own.untrained.buffers.digest(),
+        adapter=own.files.naming.adapter,
         first_files=writing.first_files(),
     )
 
@@ -274,21 +274,14 @@ class _FirstSnapshot:
     it is, and all files are written into another one.
     """
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        parameters: Mapping[str, torch.Tensor],
-        fragments: Sequence[Sequence[str]],
-        files: ModelFiles,
-    ) -> None:
-        assert files.untrained is not None, "a replica has the live model"
-        self.base = Base.fresh(parameters, attempt.config.outer, fragments, attempt.config.shard_numel)
+    def __init__(self, attempt: Attempt, own: OwnModel) -> None:
+        self.base = Base.fresh(own.parameters, attempt.config.outer, own.fragments, attempt.config.shard_numel)
         self.take: str | None = None
-        self.buffers = sorted(files.untrained.buffers.first)
+        self.buffers = sorted(own.untrained.buffers.first)
         self._attempt = attempt
-        self._files = files
-        self._planned = files.planned(self.base, attempt.object_limit)
-        self._infos: dict[str, FileInfo] = {}  # files of the first take that this replica has written or compared
+        self._files = own.files
+        self._planned = own.files.planned(self.base, attempt.object_limit)
+        self._infos: dict[str, FileInfo] = {}  # files of the shared version that this replica has written or compared
         self._lost: set[str] = set()  # files that another replica created first
         self._seen: set[str] | None = None  # files as of the last listing
         self._since = 0.0  # when the newest of them was first listed
@@ -371,39 +364,32 @@ class _FirstSnapshot:
 # -- whether a replica trains the model of its run --------------------------------------------------------------------
 
 
-def check_start(
-    start: Start,
-    parameters: Mapping[str, torch.Tensor],
-    fragments: Sequence[tuple[str, ...]],
-    heldout: HeldoutSet | None,
-    files: ModelFiles,
-    attempt: Attempt,
-) -> None:
-    """Raise `ModelMismatch` unless a replica trains the run's model, in its fragments, with its adapters and on its
-    frozen tensors, and scores its held-out set.
+def check_start(start: Start, own: OwnModel, attempt: Attempt) -> None:
+    """Raise `ModelMismatch` unless a replica has the parameters, fragments, adapters, frozen tensors and held-out set
+    of the run.
     """
     url = attempt.store.url
-    check_same_model(describe(parameters), start.parameters)
-    if start.fragments != tuple(fragments):
+    check_same_model(describe(own.parameters), start.parameters)
+    if start.fragments != own.fragments:
         raise ModelMismatch(
-            f"this replica synchronises {len(fragments)} fragments of the model, the run in {url} "
+            f"this replica synchronises {len(own.fragments)} fragments of the model, the run in {url} "
             f"{len(start.fragments)}, or the same number split otherwise. All replicas must agree."
         )
     # There are as many: their residuals are parameters, compared above.
-    for mine, pair in zip(files.adapters, start.adapters, strict=True):
+    for mine, pair in zip(own.files.adapters, start.adapters, strict=True):
         if mine != pair:
             raise ModelMismatch(
                 f"this replica's adapter of {mine.weight!r} has the scaling {mine.scaling:g}, the run's in {url} "
                 f"{pair.scaling:g}: its product would be averaged with other ones. Give all replicas the same "
                 "lora_alpha and r."
             )
-    if heldout != start.heldout:
+    if own.heldout != start.heldout:
         raise ModelMismatch(
-            f"this replica scores {_heldout_words(heldout)}; the run in {url} is judged by "
+            f"this replica scores {_heldout_words(own.heldout)}; the run in {url} is judged by "
             f"{_heldout_words(start.heldout)}. All replicas must pass the same `heldout_items`, `vault_items` and "
             "`in_loop` to attach, and score by the same function; another set or scorer needs a new run."
         )
-    _check_untrained(start, files, attempt)
+    _check_untrained(start, own, attempt)
 
 
 def _heldout_words(heldout: HeldoutSet | None) -> str:
@@ -414,14 +400,13 @@ def _heldout_words(heldout: HeldoutSet | None) -> str:
     return f"{heldout.items} held-out items ({heldout.metric}, root {root[:12]}, scorer {scorer[:12]}){vault}"
 
 
-def _check_untrained(start: Start, files: ModelFiles, attempt: Attempt) -> None:
+def _check_untrained(start: Start, own: OwnModel, attempt: Attempt) -> None:
     """Raise `ModelMismatch` unless the frozen tensors and the adapter of a replica are the run's.
 
     Hashes every frozen tensor, once for each model. Where this replica's first buffers differ, those of snapshot 0 are
     taken.
     """
-    untrained, naming, url = files.untrained, files.naming, attempt.store.url
-    assert untrained is not None, "a replica has the live model"
+    untrained, naming, url = own.untrained, own.files.naming, attempt.store.url
     ours, theirs = untrained.describe_frozen(attempt.background), start.frozen
     if ours != theirs:
         raise ModelMismatch(
@@ -434,11 +419,32 @@ def _check_untrained(start: Start, files: ModelFiles, attempt: Attempt) -> None:
             f"the adapter of replica {attempt.replica_id} is stored under other names than that of the run in {url}: "
             "all replicas must build it alike, with the same version of PEFT."
         )
+    _check_adapter_config(start, own.files, attempt)
     if untrained.buffers.digest() != start.buffers:
         log.warning("this replica's first buffers differ from those of snapshot 0; it takes those")
         rest = first_snapshot(attempt.log).model_files(start, {}).rest()
         names = naming.by_file(untrained.buffers.first)
         untrained.buffers.adopt({names[name]: rest.read(name) for name in rest.specs() if name in names})
+
+
+def _check_adapter_config(start: Start, files: ModelFiles, attempt: Attempt) -> None:
+    """Raise `ModelMismatch` unless PEFT scales the product of a replica's factors as in the run.
+
+    Shapes do not show it: factors of one rank give other products under another `lora_alpha`. Reads the run's file only
+    if its digest differs.
+    """
+    ours, named = files.extra.get(_ADAPTER_CONFIG), (start.first_files or {}).get(_ADAPTER_CONFIG)
+    if ours is None or named is None or info_of(ours) == named:
+        return
+    theirs = side_files_of_run(attempt.log).get(_ADAPTER_CONFIG)
+    mine, run = json.loads(ours), json.loads(theirs or ours)
+    for name in _SCALING:
+        if mine.get(name) != run.get(name):
+            raise ModelMismatch(
+                f"the adapter of replica {attempt.replica_id} has {name}={mine.get(name)!r}, that of the run in "
+                f"{attempt.store.url} {run.get(name)!r}: the same factors would be another product. Give all replicas "
+                "the same r, lora_alpha and patterns."
+            )
 
 
 def _frozen_words(frozen: FrozenTensors | None) -> str:

@@ -29,7 +29,7 @@ from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.close_round import RoundCloser
 from diloco_orchestrator.replica.rounds.contribute import Contributor
-from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base, check_start
+from diloco_orchestrator.replica.rounds.first_base import OwnModel, agree_on_first_base, check_start
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields
 from diloco_orchestrator.replica.rounds.replica_buffers import ReplicaBuffers
 from diloco_orchestrator.replica.rounds.reupload import ReuploadRequests
@@ -148,11 +148,11 @@ class Participant:
             )
         if files.adapters:
             parameters, fragments = with_residuals(parameters, fragments, files.adapters)
-        own = tuple(tuple(names) for names in fragments)
-        found, first = agree_on_first_base(attempt, parameters, own, files, heldout)
-        check_start(found.record, parameters, own, heldout, files, attempt)
+        own = OwnModel(parameters, tuple(map(tuple, fragments)), files, heldout)
+        found, first = agree_on_first_base(attempt, own)
+        check_start(found.record, own, attempt)
         requests = ReuploadRequests(attempt)
-        tip = HeldTip(attempt, requests.rebuild(first=first), own)
+        tip = HeldTip(attempt, requests.rebuild(first=first), own.fragments)
         if not tip.position.round and not tip.base.holds(parameters):
             log.warning("this replica's first values differ from the run's first base; it takes those of snapshot 0")
         return cls(attempt, tip, requests, files)
@@ -219,7 +219,7 @@ class Participant:
             finally:
                 self._in_flight = None
             self._timing.open_round()
-        self._attempt.pulse.round = self.open.round
+        self._attempt.pulse.round, self._attempt.pulse.round_s = self.open.round, self._timing.usual_s
         return closed
 
     def give_up(self) -> None:
@@ -282,7 +282,10 @@ class Participant:
         Write errors are raised by the next round's `close`. Returns whether the base was rebuilt first and had other
         bits; this replica then holds the rebuilt one.
         """
-        return self._snapshots.write_if_due()
+        healed = self._snapshots.write_if_due()
+        if healed:
+            self._contributor.recover_carry()
+        return healed
 
     def finish_leg(self) -> bool:
         """After the stop: unless they exist, write the last base's snapshot, after a halt by the guard the best one's,

@@ -106,10 +106,12 @@ class ReceivedResponses:
         self._authors = authors
         self._dealing = dealing
         self._received: dict[int, ReceivedContribution] = {}
+        self._sent: bytes | None = None  # this replica's manifest, while it was not read back
 
     def clear(self) -> None:
         """Forget all responses at the end of a round, and the cached payload bytes of the round before it."""
         self._received.clear()
+        self._sent = None
         self._cache.end_round(self._background)
 
     def unread(self, expected: ExpectedContribution) -> Mapping[int, str]:
@@ -120,6 +122,26 @@ class ReceivedResponses:
             if parsed and parsed[1] < expected.config.replicas and parsed[1] not in self._received:
                 found[parsed[1]] = info.key
         return found
+
+    def take_own(self, data: bytes, replica_id: int, expected: ExpectedContribution) -> None:
+        """Take this replica's response as it was sent, without a request. `confirm_own` reads it before a commit."""
+        self._received[replica_id] = self._parsed(
+            keys.contribution(expected.round, replica_id), data, replica_id, expected
+        )
+        self._sent = data
+
+    def confirm_own(self, replica_id: int, round_: int) -> bool:
+        """Whether the store holds what `take_own` took, if it took any. One GET request; if not, it is forgotten.
+
+        A commit names the bytes that others read: a store may damage an object that it has acknowledged.
+        """
+        if self._sent is None:
+            return True
+        sent, self._sent = self._sent, None
+        if read_record(self._store, keys.contribution(round_, replica_id)) == sent:
+            return True
+        del self._received[replica_id]
+        return False
 
     def receive(self, unread: Mapping[int, str], expected: ExpectedContribution) -> None:
         """Fetch and verify responses in two round trips: all unread manifests, then their assigned payload shards.
@@ -199,7 +221,10 @@ class ReceivedResponses:
 
     def _read(self, key: str, replica_id: int, expected: ExpectedContribution) -> ReceivedContribution:
         """The response at `key`, with its manifest but not its payload."""
-        data = read_record(self._store, key)
+        return self._parsed(key, read_record(self._store, key), replica_id, expected)
+
+    def _parsed(self, key: str, data: bytes, replica_id: int, expected: ExpectedContribution) -> ReceivedContribution:
+        """The response whose exact bytes are `data`, without its payload."""
         sha256 = sha256_hex(data)
         try:
             manifest = Contribution.from_bytes(data, key)
@@ -214,7 +239,7 @@ class ReceivedResponses:
         )
 
     def _kind(self, manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> tuple[str, str]:
-        """The kind that a commit lists for a manifest with a verified payload, and why it is no contribution or ""."""
+        """The kind that a commit lists for a manifest whose payload verifies; and a reason if it is no contribution."""
         if not _belongs(manifest, replica_id, expected):
             log.warning("round %d: replica %d's manifest was copied from elsewhere", expected.round, replica_id)
             return "unverifiable", "the manifest was copied from another round, leg or replica"

@@ -27,8 +27,8 @@ from diloco_orchestrator.snapshots.rebuild import Comparison, FirstBase, Tip, re
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_POLL_S = 2.0  # between two LIST requests for what others ask for
-_LONGEST_PAUSE_S = 5.0  # between two polls for a take, by a replica that may wait for as long as a round lasts
+WANTS_EVERY_S = 2.0  # between two LIST requests for what others ask for
+_LONGEST_PAUSE_S = 5.0  # between two polls for a new version of a payload shard
 _POLL_CLAIMS_S = 10.0  # between two LIST requests for a later attempt of this replica
 
 
@@ -68,7 +68,7 @@ class ReuploadRequests:
         preemption notice, and `Superseded` if a later attempt of this replica is alive.
         """
         clock = self._attempt.clock
-        known: dict[str, set[int]] = {}  # takes, by the key of the first one
+        known: dict[str, set[int]] = {}  # versions, by the key of version 1
         deadline = clock.now() + self._attempt.config.timing.round_timeout_s
         while True:
             try:
@@ -147,7 +147,7 @@ class ReuploadRequests:
     def put_wanted_if_due(self, base_round: int) -> None:
         """Upload what others request of the round that made the base. One LIST request, at most every two seconds."""
         now = self._attempt.clock.now()
-        if base_round and now >= self._polled_at + _POLL_S:
+        if base_round and now >= self._polled_at + WANTS_EVERY_S:
             self._polled_at = now
             self.put_wanted(base_round)
 

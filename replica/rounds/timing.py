@@ -4,10 +4,11 @@ The rules are in `protocol.straggler` and `protocol.rounds`; this class holds th
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from diloco_orchestrator.protocol import rounds
+from diloco_orchestrator.clock import Backoff
+from diloco_orchestrator.protocol import pace, rounds
 from diloco_orchestrator.protocol.records import Answer, Contribution
 from diloco_orchestrator.protocol.straggler import RoundTimes, StragglerDeadline
 from diloco_orchestrator.replica.attempt.attempt import Attempt
@@ -19,7 +20,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _POLL_FROM = 0.9  # of the deadline; other replicas may have opened the round a little earlier
-_OUTAGE_S = 30.0  # a poll that takes longer meets an outage of the store
+_OUTAGE_S = 30.0  # a poll that takes longer counts as an outage of the store
+_SHORTEST_WAIT_S = 0.02
+_EXPECTED_S = 10.0  # the longest pause for those who are still expected: the leg may be stopped meanwhile
 _ROUNDS_READ = 3  # rounds that a restarted attempt reads to learn how long a round takes
 
 
@@ -100,19 +103,48 @@ class RoundTiming:
         first = self._tip.open.round == self._attempt.begin.after_round + 1
         return None if first else self._times.deadline()
 
+    @property
+    def usual_s(self) -> float:
+        """Seconds that a round takes as a rule, from its opening to its manifests; 0 while that is not known."""
+        deadline = self._times.deadline()
+        return deadline.median_s if deadline is not None else 0.0
+
+    def pauses(self) -> Iterator[float]:
+        """The growing pauses in seconds between two polls of a replica that waits for others.
+
+        The first is two thirds of what the times of a replica's rounds differ by, or a five-hundredth of a round: a
+        poll costs little time beside that.
+        """
+        longest_s = pace.longest_wait_s(self._attempt.config, self.usual_s)
+        shortest_s = min(max(_SHORTEST_WAIT_S, self._times.spread_s() / 1.5, self.usual_s / 500), longest_s)
+        return Backoff(shortest_s, longest_s, factor=1.5).pauses()
+
+    def until_expected_s(self, missing: Iterable[int]) -> float:
+        """Seconds until the next of the missing replicas usually responds, at most `_EXPECTED_S`; 0 if all should have.
+        There is nothing to see before.
+        """
+        deadline, typical, now_s = self.deadline(), self._times.typical_s(), self.train_s
+        if deadline is None:
+            return 0.0
+        known = [typical[replica_id] for replica_id in missing if replica_id in typical]
+        # Who cannot finish by the deadline publishes a part at about the median.
+        arrivals = (each if each <= deadline.deadline_s else deadline.median_s for each in known)
+        return min((min(each - now_s, _EXPECTED_S) for each in arrivals if each > now_s), default=0.0)
+
     def poll_due(self) -> bool:
         """Whether to spend a request now to check for the open round's commit. True counts as that poll.
 
         False until 90 % of the straggler deadline for a replica on the roster, because the others wait for it until
-        then, and within `timing.poll_s` of the last poll.
+        then, and within the longest pause of a waiting replica of the last poll.
         """
         now = self._now()
-        if now < self._next_poll or not self._may_be_committed():
+        if now < self._next_poll or not self.may_be_committed():
             return False
-        self._next_poll = now + self._attempt.config.timing.poll_s
+        self._next_poll = now + pace.longest_wait_s(self._attempt.config, self.usual_s)
         return True
 
-    def _may_be_committed(self) -> bool:
+    def may_be_committed(self) -> bool:
+        """Whether others may end the open round without this replica's response, or without one that it waits for."""
         deadline = self.deadline()
         if not self.elastic or self._tip.open.final_evaluation:
             return False

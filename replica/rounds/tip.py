@@ -46,7 +46,7 @@ class HeldTip:
         start = attempt.log.start()
         self.value = tip
         self.fragments = start.record.synced_fragments if start else fragments
-        self.heldout: HeldoutSet | None = start.record.heldout if start else None  # None: nobody scores
+        self.heldout: HeldoutSet | None = start.record.heldout if start else None  # None: nothing is scored
         self.disagreeing: tuple[Disagreeing, ...] = ()  # whom the last round's step left out; empty if it was none
         self._attempt = attempt
         self._adapters = start.record.adapters if start else ()

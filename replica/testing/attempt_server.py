@@ -1,9 +1,10 @@
-"""`python -m diloco_orchestrator.replica.testing.attempt_server`: starts the processes of a check, each from a fork.
+"""`python -m diloco_orchestrator.replica.testing.attempt_server`: runs the processes of a check, each as a fork of
+itself.
 
-The libraries and the user's module are imported once; then every line of JSON on the standard input is one `Job`,
-which a fork of this process carries out, and every line on the standard output says that a job has ended. Forks begin
-with what the imports left, so none sees what another did. On a machine with a GPU the user's module is imported in each
-fork, because a CUDA context does not survive a fork.
+The libraries and the user's module are imported once. Then every line of JSON on standard input is one `Job` for a
+fork, and every line on standard output reports the end of a job. A fork starts from the state after the imports, so
+jobs do not affect each other. On a machine with a GPU each fork imports the user's module itself, because a CUDA
+context does not survive a fork.
 """
 
 import json
@@ -39,7 +40,7 @@ OUTPUT = "output.txt"  # of a job's process, in its folder
 
 @dataclass(frozen=True)
 class Job:
-    """One process: an attempt of a replica in the run at `url`, or training without a run."""
+    """One process to run: an attempt of a replica in the run at `url`, or training without a run."""
 
     number: int
     url: str
@@ -52,7 +53,7 @@ class Job:
 
 @dataclass
 class _Server:
-    """Forks one process for each job, at most `most` at a time; one that takes longer than `limit_s` is killed."""
+    """Forks one process for each job, at most `most` at a time; kills those that take longer than `limit_s`."""
 
     most: int
     limit_s: float
@@ -62,7 +63,7 @@ class _Server:
     clock: SystemClock = field(default_factory=SystemClock)
 
     def serve(self) -> None:
-        """Carry out jobs until the standard input ends; then kill those that run."""
+        """Run jobs until standard input ends; then kill running ones."""
         woken, wake = os.pipe()
         os.set_blocking(wake, False)
         os.set_blocking(woken, False)
@@ -117,7 +118,7 @@ def _kill_group(process: int) -> None:
 
 
 def _in_fork(job: Job) -> None:
-    """Carry out a job in this process, and end it."""
+    """Run a job in this process, which is a fork, and exit."""
     code = 1
     try:
         os.setpgid(0, 0)
@@ -138,7 +139,7 @@ def _in_fork(job: Job) -> None:
 
 
 def _take_part(job: Job) -> int:
-    """Run an attempt of the run, as its own process would."""
+    """Run an attempt of the job's run, as a replica's process does. Returns the exit code."""
     from diloco_orchestrator.replica.testing.watched import Watch, WatchedContext
 
     def load(entrypoint: str) -> Callable[[Any], None]:
@@ -170,7 +171,7 @@ def _take_part(job: Job) -> int:
 
 
 def _train_plainly(job: Job) -> int:
-    """Train as the run's only replica would, without a run."""
+    """Train as the only replica would, but without a run. Returns the exit code."""
     from diloco_orchestrator.replica.testing.watched import PlainContext, Watch
     from diloco_orchestrator.replica.training import rng
 
@@ -200,7 +201,7 @@ def _attempt_in_memory(job: Job) -> Attempt:
 
 
 def main() -> None:
-    """Import what jobs need, then serve. Arguments, as JSON: entrypoint, search path, most jobs at a time, limit."""
+    """Import what jobs need, then serve. Command line arguments, as JSON: entrypoint, search path, most jobs, limit."""
     given = json.loads(sys.argv[1])
     sys.path[:] = given["path"]
     replies = os.fdopen(os.dup(1), "w")

@@ -1,7 +1,7 @@
-"""`check_replica`: learns from short local runs whether a training function is a sound replica.
+"""`check_replica`: finds out by short local runs whether a training function is a sound replica.
 
-It starts up to twelve processes: undisturbed, killed, with and without scoring, without a run, and as a fleet. What
-follows from what they leave is judged in `rows`.
+It starts up to twelve processes: undisturbed, killed, with and without scoring, without a run, and as a fleet. `rows`
+judges their results.
 """
 
 import os
@@ -74,7 +74,7 @@ def check_replica(
 
 
 def _others(jobs: Jobs, first: Seen, lone: RunConfig, fleet: RunConfig) -> dict[str, Seen]:
-    """All processes but the first one, which has shown what there is to check."""
+    """Results of all processes but the first, whose result shows which of them are needed."""
     steps = lone.sync_every
     places = {"inside a round": steps + steps // 2, "at a round's end": 2 * steps}
     # The fleet's replicas wait for each other, so they come first.

@@ -1,4 +1,4 @@
-"""`Jobs`: carries out the processes of a check through an attempt server, and reads what each one left."""
+"""`Jobs`: runs the processes of a check through an attempt server, and reads the results of each."""
 
 import json
 import os
@@ -32,7 +32,7 @@ _LAST_LINES = 15  # of the output of a server that died
 
 @dataclass(frozen=True)
 class Seen:
-    """Traces of a process: its end, its notes, and of a run the log as far as it was written then."""
+    """The result of a process: how it ended, its notes, and its run's log as far as written then."""
 
     notes: Notes
     code: int | None = None  # exit code; None for a process that was killed
@@ -55,7 +55,7 @@ class Seen:
         return self.code is None and not self.late
 
     def words(self) -> str:
-        """The end of the process, for people."""
+        """A phrase about how the process ended."""
         if self.late:
             return "took longer than the limit and was killed"
         return self.error or self.reason or ("was killed" if self.code is None else f"ended with exit code {self.code}")
@@ -63,9 +63,9 @@ class Seen:
 
 @dataclass(frozen=True)
 class Wanted:
-    """One process to start. `run`: the name of its run; those of one name take part in one run.
+    """One process to start. `run`: the name of its run; processes with one name take part in one run.
 
-    `after`: the name of a process of the same call after whose end it is started; empty for none.
+    `after`: the name of another process in the same call that must end first; empty for none.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Wanted:
 
 
 class Jobs:
-    """Starts an attempt server, to be used as a context manager. `folder`: for runs and notes."""
+    """Context manager that runs an attempt server. `folder`: for runs and notes."""
 
     def __init__(self, folder: Path, entrypoint: str, most: int, limit_s: float) -> None:
         self._folder = folder
@@ -110,7 +110,7 @@ class Jobs:
         self._log.close()
 
     def run(self, wanted: Sequence[Wanted]) -> dict[str, Seen]:
-        """Carry out these processes, in this order as far as they wait for each other; what each left, by name."""
+        """Run these processes, several at a time, each after the one it waits for; returns their results by name."""
         numbers = {self._submit(each): each for each in wanted if not each.after}
         found: dict[str, Seen] = {}
         while numbers:
@@ -142,7 +142,7 @@ class Jobs:
         return self._count
 
     def _intend(self, wanted: Wanted) -> None:
-        """Create the intent of an attempt, as a coordinator does, and the run if there is none yet."""
+        """Create the intent of an attempt, as a coordinator does, and before it the run if it is missing."""
         stamp, store = Stamp("check", SystemClock().wall_time), open_store(self._url(wanted.run))
         if wanted.run not in self._runs:
             run = Run(**stamp(), run_id="check", config=wanted.config, package_version=VERSION)
@@ -184,7 +184,7 @@ class Jobs:
         return seen if wanted.watch.get("plain") else self._with_log(seen, wanted)
 
     def _with_log(self, seen: Seen, wanted: Wanted) -> Seen:
-        """The same with what the run's bucket holds."""
+        """`seen` plus the contents of the run's bucket."""
         store = open_store(self._url(wanted.run))
         ended: Exit | None = AttemptRecords(store).exit(wanted.replica_id, wanted.attempt)
         commits = list(RunLog(store).commits())

@@ -1,4 +1,4 @@
-"""`ConformanceReport`: what `check_replica` found, one `Finding` per claim. Its text is a table."""
+"""`ConformanceReport`: the results of `check_replica`, one `Finding` per claim. Its text is a table."""
 
 import textwrap
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ class ReplicaUnsound(AssertionError):
 
 @dataclass(frozen=True)
 class Finding:
-    """One row: whether a claim about the training function is true. `remedy`: what to do, where it is not."""
+    """Whether a claim about the training function is true; a row of the report. `remedy`: what to do if it is false."""
 
     name: str
     outcome: Outcome
@@ -34,7 +34,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class ConformanceReport:
-    """All rows about one training function, in the order in which they depend on each other."""
+    """All findings about one training function, each after those that it depends on."""
 
     entrypoint: str
     findings: tuple[Finding, ...]

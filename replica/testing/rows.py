@@ -1,7 +1,7 @@
-"""The rows of a conformance report: pure functions from what the processes of a check left to findings.
+"""The rows of a conformance report: pure functions from the results of a check's processes to findings.
 
-Later rows build on earlier ones: where training does not end, or is not repeatable, the rows that compare bits say that
-they are not applicable, so that a fault is one failed row.
+Later rows depend on earlier ones: if training does not end, or is not repeatable, the rows that compare bits are "not
+applicable", so that one fault is one failed row.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ _NOT_REPEATABLE = "training is not repeatable"
 
 @dataclass(frozen=True)
 class Checked:
-    """Traces of the processes, by name; a process that was not needed is missing."""
+    """Results of the processes by name, without those that were not needed."""
 
     rounds: int
     sync_every: int
@@ -29,7 +29,7 @@ class Checked:
 
     @property
     def first(self) -> Seen:
-        """A run of one replica, undisturbed."""
+        """The result of an undisturbed run of one replica."""
         return self.seen["first"]
 
     @property
@@ -53,14 +53,13 @@ def absent(name: str, detail: str, remedy: str = "") -> Finding:
 
 
 def steps(checked: Checked) -> Finding:
-    """Inner steps are taken with the attached optimizer, and change the attached model."""
+    """Row: inner steps are taken with the attached optimizer, and change the attached model."""
     name, first = "steps", checked.first
     if "NeverStepped" in first.error:
         return failed(
             name,
             first.error.partition(": ")[2],
-            "attach the optimizer whose step() the loop calls; if a library wraps it, the object inside, such as "
-            "accelerate's optimizer.optimizer.",
+            "attach the optimizer whose step() the loop calls; if a library wraps it, the object inside.",
         )
     if not first.completed:
         return absent(name, "training did not end")
@@ -77,7 +76,7 @@ def steps(checked: Checked) -> Finding:
 
 
 def completes(checked: Checked) -> Finding:
-    """A run of one replica takes all its rounds and ends."""
+    """Row: a run of one replica takes all its rounds and ends."""
     name, first = "completes", checked.first
     if "NeverStepped" in first.error:
         return absent(name, "no step was taken")
@@ -92,7 +91,7 @@ def completes(checked: Checked) -> Finding:
 
 
 def observed(checked: Checked) -> Finding:
-    """Every round has the training metric that `attach` announced."""
+    """Row: every round has the training metric that `attach` announced."""
     name, metric = "observed", checked.first.notes.metric
     missing = [str(manifest.round) for manifest in checked.first.rounds if manifest.in_loop is None]
     if missing:
@@ -107,7 +106,7 @@ def observed(checked: Checked) -> Finding:
 
 
 def frozen(checked: Checked) -> Finding:
-    """Parameters without `requires_grad` are bit for bit as they were."""
+    """Row: parameters without `requires_grad` keep their bits."""
     name, notes = "frozen", checked.first.notes
     if not notes.frozen:
         return absent(name, "every parameter is trainable")
@@ -125,7 +124,7 @@ def frozen(checked: Checked) -> Finding:
 
 
 def repeatable(checked: Checked) -> Finding:
-    """Two runs with one seed have equal bits after every round."""
+    """Row: two runs with one seed have equal bits after every round."""
     name, again = "repeatable", checked.seen["again"]
     if checked.repeatable:
         return passed(name, f"two runs with one seed have equal bits after each of {checked.rounds} rounds")
@@ -138,7 +137,7 @@ def repeatable(checked: Checked) -> Finding:
 
 
 def plain(checked: Checked) -> Finding:
-    """One replica with outer rate 1 and no momentum ends with the parameters of training without a run."""
+    """Row: one replica with outer rate 1 and no momentum ends with the parameters of training without a run."""
     name, run, alone = "plain", checked.seen.get("unscored", checked.first), checked.seen["plain"]
     if not checked.repeatable:
         return absent(name, _NOT_REPEATABLE)
@@ -172,7 +171,7 @@ def plain(checked: Checked) -> Finding:
 
 
 def kept(checked: Checked) -> Finding:
-    """The parameters that a round's end writes are those that the next inner step starts from."""
+    """Row: the next inner step starts from the parameters that were written at the end of a round."""
     name, straight, disturbed = "kept", checked.seen["plain"], checked.seen["disturbed"]
     if not checked.repeatable:
         return absent(name, _NOT_REPEATABLE)
@@ -198,7 +197,7 @@ def kept(checked: Checked) -> Finding:
 
 
 def digests(checked: Checked) -> Finding:
-    """Replicas have one model at every round's first step."""
+    """Row: all replicas have equal models at every round's first step."""
     name = "digests"
     fleet = [checked.seen[f"fleet-{i}"] for i in range(checked.replicas)]
     for index, seen in enumerate(fleet):
@@ -223,7 +222,7 @@ def digests(checked: Checked) -> Finding:
 
 
 def saved(checked: Checked) -> Finding:
-    """The optimizers' state, saved and loaded again, has the same dtypes and bits."""
+    """Row: the optimizers' state, saved and loaded again, has the same dtypes and bits."""
     name, notes = "saved", checked.first.notes
     if notes.state_lost:
         return failed(
@@ -244,7 +243,7 @@ def saved(checked: Checked) -> Finding:
 
 
 def resumed(checked: Checked) -> Finding:
-    """Killed and started again, a replica ends with the bits of the undisturbed run."""
+    """Row: a replica that was killed and restarted ends with the bits of the undisturbed run."""
     name = "resumed"
     if not checked.repeatable:
         return absent(name, _NOT_REPEATABLE)
@@ -271,7 +270,7 @@ def resumed(checked: Checked) -> Finding:
 
 
 def evaluation(checked: Checked) -> Finding:
-    """Scoring the held-out set changes nothing of the training."""
+    """Row: scoring the held-out set does not affect training."""
     name = "evaluation"
     if not checked.first.notes.scores:
         return absent(name, "nothing is scored", "attach(heldout=…) is what the kill-switch needs.")
@@ -293,7 +292,7 @@ def evaluation(checked: Checked) -> Finding:
 
 
 def planted(checked: Checked) -> Finding:
-    """A training item that is held out ends the run before it is trained on."""
+    """Row: a held-out item among the training items ends the run before it is trained on."""
     name, notes = "planted", checked.first.notes
     if not notes.compares:
         return absent(
@@ -319,7 +318,7 @@ def planted(checked: Checked) -> Finding:
 
 
 def _difference(one: Seen, other: Seen) -> str:
-    """Where the bases of two runs begin to differ."""
+    """A phrase naming the first round after which the bases of two runs differ."""
     for index, (ours, theirs) in enumerate(zip(one.digests, other.digests, strict=False)):
         if ours != theirs:
             return "their first models differ" if index == 0 else f"the model after round {index} is another"
@@ -360,7 +359,7 @@ NAMES = tuple(row.__name__ for row in ROWS)
 
 
 def findings(checked: Checked) -> tuple[Finding, ...]:
-    """All rows, in order. Where the first run did not end, the later ones are not applicable."""
+    """All rows in order. If the first run did not end, the later ones are not applicable."""
     if checked.first.completed:
         return tuple(row(checked) for row in ROWS)
     ended = [row(checked) for row in ALONE]

@@ -1,7 +1,7 @@
 """Contexts that watch a training function: in a real run (`WatchedContext`), and without one (`PlainContext`).
 
-Both see the same calls as `ReplicaContext` and write what they saw into a folder, as `Notes` and tensors, for `rows` to
-judge. They run in a process of the check's own, never in a user's.
+Both accept the calls of `ReplicaContext` and write observations into a folder, as `Notes` and tensors, for `rows` to
+judge. They run only in processes of a check.
 """
 
 import json
@@ -34,7 +34,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Watch:
-    """Interventions in a training function beside watching it."""
+    """Where observations are written, and how the training function is disturbed."""
 
     folder: str  # for notes and tensors
     plain: bool = False  # without a run
@@ -46,7 +46,7 @@ class Watch:
 
 @dataclass
 class Notes:
-    """Notes of a watched training function about itself."""
+    """Observations of one process about a training function."""
 
     attached: bool = False
     scores: bool = False  # it has a held-out set
@@ -66,7 +66,7 @@ class Notes:
 
     @classmethod
     def read(cls, folder: Path) -> "Notes | None":
-        """The notes in a folder; None if the process ended before it wrote any."""
+        """The notes in a folder; None if the process ended before writing them."""
         path = folder / "notes.json"
         return cls(**json.loads(path.read_text())) if path.exists() else None
 
@@ -77,7 +77,7 @@ def read_tensors(folder: Path, name: str) -> Tensors | None:
 
 
 class Watcher:
-    """Counts inner steps of a training function, and notes what becomes of its model."""
+    """Counts inner steps of a training function, and observes its model."""
 
     def __init__(self, watch: Watch, round_steps: int) -> None:
         self.watch = watch
@@ -91,7 +91,7 @@ class Watcher:
         self._frozen: dict[str, str] = {}
 
     def attach(self, model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any]) -> None:
-        """Begin to watch a model that holds the base. An inner step is one step of every optimizer."""
+        """Begin to watch a model that has the base's parameters. An inner step is one step of every optimizer."""
         self._model = model
         self.notes.attached = True
         self.notes.scores = options.get("heldout") is not None
@@ -111,7 +111,7 @@ class Watcher:
         return {name: value.detach().to("cpu", copy=True) for name, value in _named(self._model, trainable=True)}
 
     def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write tensors for the judge."""
+        """Write tensors into the folder, for `rows`."""
         save_file({each: value.clone() for each, value in tensors.items()}, self._path(f"{name}.safetensors"))
 
     def batch(self) -> None:
@@ -121,7 +121,7 @@ class Watcher:
             raise NeverStepped(f"{PATIENCE} batches and not one step of the attached optimizer.")
 
     def note_state(self) -> None:
-        """Save and load the optimizers' state, as for a restarted attempt, and note what it loses. At the end only."""
+        """Save and load the optimizers' state, as for a restarted attempt, and note lost parts. At the end only."""
         assert self._optimizers is not None
         saved = b"".join(pack(self._optimizers.state_dict()))
         self._optimizers.load_state_dict(unpack([saved], "the optimizer's state"))
@@ -134,7 +134,7 @@ class Watcher:
         self.notes.hooked = True
 
     def write(self) -> None:
-        """Write the notes, and the model as training left it."""
+        """Write the notes, and the model after training."""
         if self._model is not None:
             last = self.parameters()
             self.notes.unmoved = [n for n, v in self._first.items() if n in last and torch.equal(v, last[n])]
@@ -166,7 +166,7 @@ class Watcher:
 
 
 def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The tensors and scalars of a nested state, by their places in it."""
+    """The tensors and scalars of a nested state, with their paths."""
     match tree:
         case dict():
             for key, value in tree.items():
@@ -204,7 +204,7 @@ def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 class WatchedContext(ReplicaContext):
-    """The context of a real attempt, which changes nothing but what `watch` says."""
+    """The context of a real attempt, changed only as `watch` says."""
 
     def __init__(self, attempt: Attempt, watch: Watch) -> None:
         super().__init__(attempt)
@@ -225,7 +225,7 @@ class WatchedContext(ReplicaContext):
         return session
 
     def end(self) -> None:
-        """Write what was seen. In every case, also after an error."""
+        """Write all observations; called in every case, also after an error."""
         if self.session is not None:
             if self.session.stopped:
                 self.watcher.note_state()
@@ -263,7 +263,7 @@ class WatchedContext(ReplicaContext):
 
 
 class PlainContext(ReplicaContext):
-    """A context in which nothing is synchronised, scored or compared: training as it would be without a run."""
+    """A context in which nothing is synchronised, scored or compared: training without a run."""
 
     def __init__(self, attempt: Attempt, watch: Watch) -> None:
         super().__init__(attempt)
@@ -360,7 +360,7 @@ class PlainSession(ReplicaSession):
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Do at a round's end what a run does to the parameters, once for each step."""
+        """Round the parameters at a round's end as a run's outer step does, once for each step."""
         count = self.step_count
         if count == self._settled:
             return

@@ -1,4 +1,4 @@
-"""`AttachedModel`: the user's model as a replica trains it, checked at `attach` and with every contribution."""
+"""`AttachedModel`: the user's model in a replica, checked at `attach` and before every contribution."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 
 class AttachedModel:
-    """A model without the wrapper of `torch.compile`, and its trainable parameters, by name.
+    """A model without its `torch.compile` wrapper, and its trainable parameters by name.
 
-    Raises `ModelMismatch` if there is none, and `ConfigError` for one that no `FragmentView` can hold.
+    Raises `ModelMismatch` if it has none, and `ConfigError` for a parameter that no `FragmentView` supports.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -34,7 +34,7 @@ class AttachedModel:
         self._dtypes = {name: parameter.dtype for name, parameter in self.parameters.items()}
 
     def split(self, config: RunConfig, tokenizer: Any) -> "ModelParts":
-        """This model as a run synchronises it. Raises `ConfigError` for adapters that cannot be averaged exactly."""
+        """The model's fragments, views and snapshot parts. Raises `ConfigError` for unsupported exact adapters."""
         schedule = SyncSchedule(
             config.sync_every, config.fragments, config.fragment_sync_delay, config.fragment_update_alpha
         )
@@ -48,7 +48,7 @@ class AttachedModel:
     def check_optimized(self, optimizers: InnerOptimizers, stateful: Mapping[str, Any]) -> None:
         """Raise `ConfigError` unless the optimizers train this model; log parameters that none of them trains.
 
-        `stateful`: the user's objects; optimizers among them train parameters too.
+        `stateful`: the user's objects; optimizers among them count too.
         """
         trained = set(map(id, optimizers.parameters()))
         if not any(id(parameter) in trained for parameter in self.parameters.values()):
@@ -66,7 +66,7 @@ class AttachedModel:
             )
 
     def check_unchanged(self) -> None:
-        """Raise `ConfigError` if the parameters are others than at `attach`: what is synchronised would not be them."""
+        """Raise `ConfigError` if the parameters are other objects than at `attach`: those are not synchronised."""
         now = {plain_name(name): parameter for name, parameter in self.module.named_parameters()}
         for name, parameter in self.parameters.items():
             if now.get(name) is not parameter:
@@ -90,7 +90,7 @@ class AttachedModel:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """An attached model, its fragments' names and views, when they are synchronised, and what snapshots need of it."""
+    """An attached model with the names and views of its fragments, their schedule, and its parts for snapshots."""
 
     attached: AttachedModel
     names: Sequence[tuple[str, ...]]

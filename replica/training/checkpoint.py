@@ -1,9 +1,9 @@
-"""A replica's state beside the base: saved with its contributions (`Checkpoint`), and where training continues from it.
+"""A replica's training state beside the base: saved with its contributions (`Checkpoint`), and restored from them.
 
-The state is the inner optimizer, the user's large stateful objects, and local parameters where they differ from the
-base. Buffers are published with every contribution (`rounds.replica_buffers`). Cursor, random generators, counters and
-small stateful objects are in every manifest instead (`Progress`, `small_state`). Encoding is in `tensor_tree`.
-`resume_point` decides once, before the first batch, and changes nothing; `session` applies it.
+The state is the inner optimizer, the user's large stateful objects, and local parameters that differ from the base.
+Buffers are published with every contribution (`rounds.replica_buffers`). Cursor, random generators, counters and small
+stateful objects are in every manifest instead (`Progress`, `small_state`). `tensor_tree` encodes. `resume_point`
+decides once, before the first batch, and changes nothing; `session` applies it.
 """
 
 import logging
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavedState:
-    """A state read from the bucket, and the contribution that names it."""
+    """A training state read from the bucket, and the contribution whose manifest names it."""
 
     contribution: Contribution
     optimizer: Mapping[str, Any]
@@ -37,7 +37,7 @@ class SavedState:
 
 
 class Checkpoint:
-    """Saves and loads the state of one replica. `stateful`: the user's objects, by name."""
+    """Saves and loads the training state of one replica. `stateful`: the user's objects, by name."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Checkpoint:
         self.small = SmallState(optimizer, stateful)
 
     def encode_if_due(self) -> Buffers | None:
-        """The state as bytes, or None if none is saved with the open round's contribution (`replica_state`)."""
+        """The state as bytes; None if none is due with the open round's contribution (setting `replica_state`)."""
         config, opened = self._attempt.config, self._rounds.open
         beside_snapshot = (opened.outer_step + 1) % config.snapshot_every == 0
         due = config.saves_state == "round" or (config.saves_state == "snapshot" and beside_snapshot)
@@ -87,9 +87,9 @@ class Checkpoint:
         return SavedState(contribution, tree["optimizer"], tree["stateful"], tree["local"])
 
     def resume(self, progress: Progress | None, saved: SavedState | None) -> None:
-        """Load everything: the optimizer and large objects from a saved state, the rest from the newest manifest.
+        """Restore everything: the optimizer and large objects from a saved state, the rest from the newest manifest.
 
-        Buffers are those that this replica published last. A stateful object that is in neither begins anew, with a
+        Buffers are those that this replica published last. A stateful object that is in neither starts anew, with a
         warning.
         """
         self._rounds.buffers.resume()
@@ -103,7 +103,7 @@ class Checkpoint:
                 log.warning("stateful %r begins anew: this replica's newest manifest lacks it", name)
 
     def go_back(self, saved: SavedState) -> None:
-        """Load the optimizer and large objects of an earlier state. Learning rates stay, as their schedule does."""
+        """Load optimizer and large objects of an earlier state, but keep learning rates, which schedules set."""
         hyperparameters = self.small.hyperparameters()
         self.load(saved)
         self.small.set_hyperparameters(hyperparameters)
@@ -120,43 +120,43 @@ class Checkpoint:
         )
 
     def reset(self) -> None:
-        """Drop the inner optimizer's state; it starts new."""
+        """Drop the inner optimizer's state, so that it starts anew."""
         self._optimizer.clear()
         log.warning("the inner optimizer's state, computed on a wrong base, is dropped and starts anew")
 
     def reset_not_finite(self) -> None:
-        """Drop the inner optimizer's state of every parameter whose state is not finite; such states start new."""
+        """Drop the inner optimizer's state of every parameter for which it is not finite."""
         cleared = self._optimizer.clear_not_finite()
         log.warning("the inner optimizer's state of %d parameters was not finite and starts anew", cleared)
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The round at which an attempt continues its replica's training, and the state it continues from."""
+    """The round at which an attempt continues its replica's training, and the state to restore."""
 
     round: int  # the round to train or to wait for; one before the open round in one case below
     progress: Progress | None  # cursor, random generators and counters; None: the replica has published nothing yet
     state: SavedState | None  # inner optimizer and stateful objects; None: they start new
-    local: Mapping[str, torch.Tensor] = field(default_factory=dict)  # local parameters; empty: those of the base
+    local: Mapping[str, torch.Tensor] = field(default_factory=dict)  # local parameters by name; empty: the base's
     from_base: frozenset[int] = frozenset()  # synchronised since `local` was saved: loaded from the base
     already_contributed: bool = False  # an earlier attempt has contributed to `round`
 
 
 def resume_point(attempt: Attempt, rounds: RunRounds, checkpoint: Checkpoint, *, overlaps: bool) -> ResumePoint:
-    """The point from which this attempt continues, from the bucket. `overlaps`: whether a delay or alpha is set.
+    """The point from which this attempt continues, found in the bucket. `overlaps`: whether a delay or alpha is set.
 
-    If an earlier attempt has contributed to the open round, its state with local parameters lets this attempt continue
-    directly behind that contribution; without local parameters it only waits for the round's end.
+    If an earlier attempt has contributed to the open round and saved local parameters, this attempt continues training
+    directly after that contribution; without local parameters it only waits for the round's end.
 
     With a delay or alpha the base alone does not determine local parameters after a synchronisation. So a contribution
     to the round *before* the open one, in the same leg, is continued from too: that round is opened again and closed by
     its commit, as in the attempt that made the contribution.
 
-    Otherwise, with fragments, local parameters are those of the last contribution, except the fragment that moved
+    Otherwise, with fragments, local parameters are those of the last contribution, except the fragment synchronised
     since.
 
-    A state whose contribution is not this replica's newest response says nothing about local parameters: after an
-    abstention, a response from a wrong base, or scores, they are the base's.
+    Local parameters of a contribution that is not this replica's newest response are not used: after an abstention, a
+    response from a wrong base, or scores, local parameters are the base's.
     """
     open_round, leg, history = rounds.open.round, attempt.begin, rounds.history
     existing = history.of_open_round()

@@ -1,4 +1,4 @@
-"""`ConsumedItems`: compares every training item with the held-out set before it is trained on, and counts them."""
+"""`ConsumedItems`: compares every training item with the held-out set before a step trains on it, and counts items."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from diloco_orchestrator.errors import ConfigError, HeldoutItemInTraining
 from diloco_orchestrator.protocol.records import Consumed
-from diloco_orchestrator.split.content import ItemHash, item_hash, kind_of
+from diloco_orchestrator.split.content import ItemHash, kind_of
 from diloco_orchestrator.split.manifest import HeldoutManifest
 
 ItemsOf = Callable[[Any], Iterable[Any]]
@@ -15,16 +15,16 @@ Batch = TypeVar("Batch")
 
 
 class ConsumedItems:
-    """The items that this replica trains on. `checked` refuses one that is held out.
+    """The training items of this replica, checked against the held-out ones.
 
     Args:
         manifest: the items that must not be trained on.
-        items_of: the items of a batch, in the form in which the manifest has them. By default those of a text, of a
-            list, of a mapping with the manifest's text field, or the rows of an array.
-        scored: held-out items as they are scored, of which one is planted to prove that refusing works.
+        items_of: the items of a batch, in the form of the manifest. By default those of a text, of a list, of a mapping
+            with the manifest's text field, or the rows of an array.
+        scored: held-out items as they are scored; one is used to prove that the check works.
 
-    The first batch proves, before any step, that this run's batches can be refused: it must declare items of the
-    manifest's kind, and is refused while its own first item counts as held out.
+    Before any step, the first batch must pass a self-test: it must have items of the manifest's kind, and must be
+    refused while its own first item is treated as held out.
     """
 
     def __init__(self, manifest: HeldoutManifest, items_of: ItemsOf | None, scored: Sequence[Any] = ()) -> None:
@@ -39,7 +39,7 @@ class ConsumedItems:
             self._prove_refusal([item], {})
 
     def checked(self, batch: Batch) -> Batch:
-        """The batch, whose items are none of the held-out ones. Raises `HeldoutItemInTraining` for one that is."""
+        """The batch, if none of its items is held out. Raises `HeldoutItemInTraining` otherwise."""
         items = list(self._items_of(batch))
         if not self._proven:
             self._prove(items)
@@ -47,11 +47,11 @@ class ConsumedItems:
         return batch
 
     def add(self, items: Iterable[Any]) -> None:
-        """Compare items that the next steps train on. Raises `HeldoutItemInTraining` for a held-out one."""
+        """Compare and count items that the next steps train on. Raises `HeldoutItemInTraining` for a held-out one."""
         self._record(self._compared(items, self._forbidden))
 
     def forbid(self, item: ItemHash, name: str) -> None:
-        """Refuse the item with this hash too. `name`: its id in the error."""
+        """Refuse the item with this hash too. `name`: its id, for the error."""
         self._forbidden[item] = name
 
     def take(self) -> Consumed:
@@ -66,8 +66,8 @@ class ConsumedItems:
         self._hasher.update(b"".join(hashes))
 
     def _compared(self, items: Iterable[Any], forbidden: Mapping[ItemHash, str]) -> list[ItemHash]:
-        """The items' hashes, none of which is forbidden."""
-        hashes = [item_hash(self._manifest.content_of(item)) for item in items]
+        """The items' hashes. Raises `HeldoutItemInTraining` if one is in `forbidden`."""
+        hashes = [self._manifest.hash_of(item) for item in items]
         for each in hashes:
             if each in forbidden:
                 raise HeldoutItemInTraining(
@@ -82,7 +82,7 @@ class ConsumedItems:
     # -- proof that refusing works -------------------------------------------------------------------------------
 
     def _prove(self, items: list[Any]) -> None:
-        """Plant the first item of the first batch. Raises `ConfigError` if such batches could never be refused."""
+        """Self-test: the first batch, its first item treated as held out, must be refused. Raises `ConfigError`."""
         if not items:
             raise ConfigError(
                 "the first batch declares no item, so that nothing is compared with the held-out set: items_of must "
@@ -95,11 +95,11 @@ class ConsumedItems:
                 "they could never be equal. Pass attach(items_of=...), which returns a batch's items as the held-out "
                 "set has them, such as its texts before tokenisation."
             )
-        self._prove_refusal(items, {item_hash(self._manifest.content_of(items[0])): "planted"})
+        self._prove_refusal(items, {self._manifest.hash_of(items[0]): "planted"})
         self._proven = True
 
     def _prove_refusal(self, items: Iterable[Any], planted: Mapping[ItemHash, str]) -> None:
-        """Raise `ConfigError` unless `items`, of which one is held out or planted, are refused."""
+        """Raise `ConfigError` unless `items`, one of which is held out or in `planted`, are refused."""
         try:
             self._compared(items, {**self._forbidden, **planted} if planted else self._forbidden)
         except HeldoutItemInTraining:
@@ -112,7 +112,7 @@ class ConsumedItems:
     # -- items of a batch ----------------------------------------------------------------------------------------
 
     def _declared_by_form(self, batch: Any) -> Iterable[Any]:
-        """The items of a batch that no function declares."""
+        """The items of a batch, by its form, if the user gave no `items_of`."""
         field = self._manifest.settings.text_field
         if isinstance(batch, str | bytes | bytearray):
             return [batch]

@@ -1,7 +1,7 @@
-"""`DealtOrder`: the order of the batches that replicas deal among themselves, as digests by which they compare it.
+"""`DealtOrder`: digests of the common order of batches, which replicas that share one dataset compare.
 
-Replicas that take every N-th batch of one order each divide the data; where their orders differ, some items are trained
-twice and others never. A digest of the batches 1, 2, 4, 8, … of the epoch is in every manifest (`Progress.cursor`).
+Replicas that take every N-th batch of one order divide the data; if their orders differ, some items are trained twice
+and others never. A digest of the batches 1, 2, 4, 8, … of the epoch is in every manifest (`Progress.cursor`).
 """
 
 import hashlib
@@ -21,9 +21,9 @@ _BYTES = 8  # of a digest: against mistakes, not attacks
 
 
 class DealtOrder:
-    """The batches of the present epoch, whoever takes them, as far as this process has drawn their order.
+    """The order of the current epoch's batches, of all replicas, as far as this process has drawn it.
 
-    `shared`: whether the batches are dealt to several replicas, so that all must draw the same order.
+    `shared`: whether several replicas share the batches, so that all must draw the same order.
     """
 
     def __init__(self, shared: bool) -> None:
@@ -33,38 +33,42 @@ class DealtOrder:
         self._earlier: Mapping[str, str] = {}  # of the same epoch, as an earlier attempt drew it
 
     def begin(self, epoch: int, before: int) -> None:
-        """Begin an epoch, which has so many batches before it."""
+        """Begin epoch number `epoch`, with `before` batches in earlier epochs."""
         self._epoch, self._digests, self._earlier = {"epoch": epoch, "before": before}, {}, {}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Expect the epoch just begun to have the order that `state` returned in an earlier attempt."""
+        """Expect the epoch just begun to have the order in `state`, a result of `state()` in an earlier attempt."""
         self._earlier = state.get("batches", {})
 
     def add(self, number: int, batch: Any) -> None:
-        """Note a batch, or the indices of its items; `number`: of the epoch, from 1.
+        """Add a batch, or the indices of its items, to the order; `number`: in the epoch, from 1.
 
-        Raises `ConfigError` if an earlier attempt of this replica drew another one.
+        If an earlier attempt of this replica drew another batch there, raises `ConfigError` where batches are dealt,
+        and logs a warning where they are not.
         """
         if number & (number - 1):
             return
         found = self._digests[str(number)] = digest_of(batch)
-        if self._earlier.get(str(number), found) != found:
-            raise ConfigError(
-                f"batch {number} of epoch {self._epoch['epoch']} is another than the earlier attempt of this replica "
-                "drew: it would train other items than were dealt to it. Make the dataset and its loader in the same "
-                "way at every start, with random numbers from torch, random or numpy, or from a generator with a fixed "
-                "seed."
-            )
+        if self._earlier.get(str(number), found) == found:
+            return
+        words = (
+            f"batch {number} of epoch {self._epoch['epoch']} is another than the earlier attempt of this replica drew, "
+            "so that items are trained again, and others left out. Make the dataset and its loader in the same way at "
+            "every start, with random numbers from torch, random or numpy, or from a generator with a fixed seed."
+        )
+        if self._shared:
+            raise ConfigError(words)
+        log.warning("%s", words)
 
     def state(self) -> dict[str, Any]:
-        """The digests so far, as JSON."""
+        """Epoch, number of batches before it, and the digests of its batches so far, as JSON."""
         return {**self._epoch, "batches": dict(self._digests)}
 
     def compare(self, replica_id: int, others: Iterable[Contribution]) -> None:
-        """Compare this order with those in the manifests of other replicas that are in the same epoch.
+        """Compare this order with those of other replicas in the same epoch, from their manifests.
 
-        Raises `ConfigError` if no more replicas have this one, itself included, than another; else one that has another
-        is logged.
+        Raises `ConfigError` unless more replicas, this one included, have this order than another; otherwise replicas
+        with another order are logged.
         """
         agree, differ = [replica_id], list[int]()
         for manifest in others if self._shared else ():
@@ -94,13 +98,13 @@ class DealtOrder:
 
 
 def dealt_in(stateful: Mapping[str, Any]) -> DealtOrder | None:
-    """The order of the object in `stateful` that deals batches, such as a `LoaderStream`; None if none does."""
+    """The batch order of the object in `stateful` that distributes batches, such as a `LoaderStream`, or None."""
     found = (getattr(each, "dealt", None) for each in stateful.values())
     return next((each for each in found if isinstance(each, DealtOrder)), None)
 
 
 def digest_of(batch: Any) -> str:
-    """A digest of a batch's numbers and texts, in any nesting. Other objects count by their types only."""
+    """A digest of the numbers and texts in a batch, however nested. Other objects count only by their type."""
     hasher = hashlib.blake2b(digest_size=_BYTES)
     _feed(hasher, batch)
     return hasher.hexdigest()

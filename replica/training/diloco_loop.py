@@ -1,7 +1,7 @@
 """`DiLoCoLoop`: the inner and outer loop of DiLoCo (arXiv 2311.08105; streaming fragments: 2501.18512).
 
 Counts inner steps, hands over a fragment's values, waits for the round, installs the new base. Averaging, the outer
-step, and with a delay the background thread for them, are left to the `Rounds` it is given.
+step, and with a delay their background thread, are in the `Rounds` object it is given.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,8 +27,8 @@ from diloco_orchestrator.snapshots.model_tensors import trainable
 class DiLoCoLoop:
     """Counts inner steps; at the end of each round synchronises one fragment.
 
-    `fields` returns a manifest's content beside the pseudo-gradient. While the loop is entered as a context, every step
-    of `inner_optimizer` counts; without an `inner_optimizer` the caller calls `after_inner_step`.
+    `fields` returns a manifest's content beside the pseudo-gradient. Inside the loop's context every step of
+    `inner_optimizer` counts; without an `inner_optimizer` the caller calls `after_inner_step`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class DiLoCoLoop:
     def after_inner_step(self) -> ClosedRound | None:
         """Count an inner step; publish and synchronise as scheduled. Returns the round if it was closed, else None.
 
-        Between publishing and synchronising it raises the error with which the round ended in the background.
+        Between publishing and synchronising it raises an error of the round's background thread.
         """
         self.inner_step += 1
         if self.inner_step == self.schedule.publish_at:
@@ -67,7 +67,7 @@ class DiLoCoLoop:
         return None
 
     def publish(self) -> None:
-        """Publish the open round's pseudo-gradient; with a delay of a copy, in the background."""
+        """Publish the open round's pseudo-gradient; with a delay, a copy of it in the background."""
         fragment = self._fragments[self._rounds.open.fragment]
         if self.schedule.delay:
             self._publish(fragment.handed_over(self._rounds.base), in_background=True)
@@ -75,7 +75,7 @@ class DiLoCoLoop:
             self._publish(self._pseudo_gradient, in_background=False)
 
     def publish_part(self) -> None:
-        """Publish the pseudo-gradient so far, unless it is published already, is zero, or the round takes none."""
+        """Publish the pseudo-gradient so far, unless one is published, it is zero, or it is the final evaluation."""
         if self.published or self._rounds.open.final_evaluation:
             return
         pseudo_gradient = self._pseudo_gradient()
@@ -110,7 +110,7 @@ class DiLoCoLoop:
     # -- beside the schedule -------------------------------------------------------------------------------------
 
     def load_base(self) -> None:
-        """Set every fragment to the base and start the open round again; what was trained in it is discarded."""
+        """Set every fragment to the base and restart the open round; inner steps taken in it are discarded."""
         for fragment in self._fragments:
             fragment.install(self._rounds.base)
         self.inner_step, self.published = 0, False
@@ -123,7 +123,7 @@ class DiLoCoLoop:
                 fragment.restore(values)
 
     def continue_after_publishing(self) -> None:
-        """Continue directly behind the publishing of the open round's pseudo-gradient, which an earlier attempt did."""
+        """Continue as if this process had just published the open round's pseudo-gradient; an earlier attempt did."""
         self.inner_step, self.published = self.schedule.publish_at, True
         if self.inner_step == self.schedule.round_steps:
             self.synchronise()
@@ -142,9 +142,9 @@ class DiLoCoLoop:
 
     @contextmanager
     def showing_base(self) -> Iterator[None]:
-        """Context in which the model holds the base; afterwards it holds the local parameters again.
+        """Context in which the model's parameters are the base's; restores the local parameters.
 
-        At a round's start, fragments that did not move, or kept a share of local values, differ from the base.
+        They differ for fragments that were not synchronised last, or that kept a share of local values.
         """
         if len(self._fragments) == 1 and not self.schedule.alpha:
             yield
@@ -154,7 +154,7 @@ class DiLoCoLoop:
 
     @contextmanager
     def holding(self, base: Base) -> Iterator[None]:
-        """Context in which the model holds a base, perhaps an earlier one; afterwards it holds what it held."""
+        """Context in which the model's parameters are those of `base`, perhaps an earlier one; restores its own."""
         with ExitStack() as stack:
             for fragment in self._fragments:
                 stack.enter_context(fragment.holding(base))
@@ -187,8 +187,7 @@ class RoundsManager(Protocol):
         files: ModelFiles,
         outer: OuterConfig | None,
     ) -> Rounds:
-        """Join the rounds with this model. `parameters`, `fragments`: trainable parameters, and their names per
-        fragment.
+        """Join the rounds with this model. `parameters`, `fragments`: trainable ones, and their names per fragment.
 
         `outer`: None for the run's own. Raises `ModelMismatch` if the model is not the run's, `ConfigError` if `outer`
         is not.

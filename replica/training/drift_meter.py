@@ -1,7 +1,7 @@
-"""`DriftMeter`: measures a run's drift by a `KLProbe`, from one reference that all replicas share.
+"""`DriftMeter`: measures a run's KL drift by a `KLProbe`, from one reference that all replicas share.
 
-The reference is of the run's start: `probe.safetensors`, beside `start.json`. Whoever creates it first decides it;
-`probe.json`, with its digest, follows from its bytes. So neither a restart nor a resume begins the drift anew.
+The reference is the model at the run's start, in `probe.safetensors`, beside `start.json`. The first process to create
+it fixes it; `probe.json` has its digest. So neither a restart nor a resume resets the drift.
 """
 
 import logging
@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class DriftMeter:
-    """Measures bases, and keeps the drift of the last one in `kl`: nats per token; None if its round is not measured.
+    """Measures the drift of bases; `kl`: that of the last one in nats per token, None if its round is not measured.
 
-    Rounds 1, 1 + `every`, 1 + 2 `every`… of the probe are measured. The run's start has drift 0 by definition; in
-    that round the replica with the lowest id on the roster writes the reference.
+    Rounds 1, 1 + `every`, 1 + 2 `every`… of the probe are measured. The run's start has drift 0 by definition; in that
+    round the replica with the lowest id on the roster writes the reference.
     """
 
     def __init__(self, probe: KLProbe) -> None:
@@ -39,7 +39,7 @@ class DriftMeter:
         self._written = False
 
     def is_of(self, opened: OpenRound) -> bool:
-        """Whether `kl` is of the base that the open round starts from."""
+        """Whether `kl` was measured on the base that the open round starts from."""
         return self._measured == (opened.round, opened.version)
 
     def measure(self, shown: ShownBase) -> None:
@@ -65,7 +65,7 @@ class DriftMeter:
     # -- the reference -------------------------------------------------------------------------------------------
 
     def _load(self, shown: ShownBase) -> None:
-        """Take the run's reference, after creating it from the first base if no replica has lived to do so."""
+        """Load the run's reference, after creating it from the first base if it is missing."""
         attempt = shown.attempt
         record = self._record(attempt)
         if record is None:
@@ -90,7 +90,7 @@ class DriftMeter:
         self._probe.load(views(data, where))
 
     def _create(self, model: torch.nn.Module, attempt: Attempt) -> None:
-        """Write the reference of `model`, which holds the first base, and its record, unless they exist."""
+        """Write the reference of `model`, which has the first base's parameters, and its record, unless they exist."""
         if self._record(attempt) is not None:
             return
         reference = self._probe.reference_of(model)

@@ -1,8 +1,8 @@
-"""`ExactAdapters`: the LoRA adapters of a model whose products are averaged, and the residuals in its frozen weights.
+"""`ExactAdapters`: the LoRA adapters of a model whose products are averaged exactly, with residuals in frozen weights.
 
-Finds adapters by their parameters' names, so that PEFT need not be installed: PEFT's `<layer>.lora_A.<adapter>.weight`
-with `<layer>.base_layer.weight`, and `<layer>.lora_A` with `<layer>.weight` as in loralib. The arithmetic is in
-`outer.adapter_products`.
+Adapters are found by parameter names, so that PEFT need not be installed: PEFT's `<layer>.lora_A.<adapter>.weight` with
+`<layer>.base_layer.weight`, and `<layer>.lora_A` with `<layer>.weight` as in loralib. `outer.adapter_products` has the
+arithmetic.
 """
 
 import re
@@ -25,9 +25,10 @@ _INSTEAD = 'or train the run with adapters="mean"'
 
 
 class ExactAdapters:
-    """The trained adapters of a model. Raises `ConfigError` for ones whose product is not what is added to a weight.
+    """The trained adapters of a model. Raises `ConfigError` for an adapter that adds something other than B A to a
+    weight.
 
-    `parameters`: the model's trainable parameters by name; those that belong to no adapter are averaged as ever.
+    `parameters`: the model's trainable parameters by name; those of no adapter are averaged as usual.
     """
 
     def __init__(self, model: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -91,7 +92,7 @@ class ExactAdapters:
         return AdapterPair(a=name_a, b=name_b, weight=weight_name, residual=residual, scaling=float(scaling))
 
     def model_files(self, tokenizer: Any) -> ModelFiles:
-        """The model's part of snapshots, which hold the frozen weights with residuals."""
+        """The model's parts of a snapshot, which has the frozen weights with residuals."""
         return ModelFiles.of(self._model, tokenizer, self.pairs, self._frozen)
 
     @torch.no_grad()
@@ -103,7 +104,7 @@ class ExactAdapters:
 
     @contextmanager
     def holding(self, base: Base) -> Iterator[None]:
-        """Context in which the adapted weights are those of a base; afterwards they are what they were."""
+        """Context in which the adapted weights are those of a base; restores the weights at its end."""
         held = {name: weight.detach().clone() for name, weight in self._weights.items()}
         self.install(base)
         try:
@@ -115,7 +116,7 @@ class ExactAdapters:
 
 
 class ExactView:
-    """`FragmentView` of the only fragment, which sets the adapted frozen weights too: a base has their residuals."""
+    """`FragmentView` of the only fragment that also sets the adapted frozen weights from the base's residuals."""
 
     def __init__(self, trained: FragmentView, adapters: ExactAdapters) -> None:
         self._trained = trained
@@ -134,7 +135,7 @@ class ExactView:
 
 
 def _check_kinds(parameters: Mapping[str, torch.Tensor]) -> None:
-    """Refuse adapters whose product is not added to a weight as it is."""
+    """Raise `ConfigError` for kinds of adapters that add something other than their product to a weight."""
     for marker, what in (
         ("lora_magnitude_vector", "DoRA, which divides by the norm of the sum"),
         ("lora_embedding_", "an adapter of an embedding, whose product is transposed"),
@@ -146,7 +147,7 @@ def _check_kinds(parameters: Mapping[str, torch.Tensor]) -> None:
 
 
 def _check_untied(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Refuse an adapted weight that other layers use: they would get its residual too."""
+    """Raise `ConfigError` for an adapted weight that other layers share: they would get its residual too."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(plain_name(name))

@@ -1,7 +1,7 @@
 """`Fp32View`: one fragment's parameters as fp32 numbers on the CPU, where the base and all averages are computed.
 
 The base keeps fp32 precision, and an outer step has the same bits on every machine, whatever dtype and device the
-model's parameters have. Knows nothing of rounds.
+model's parameters have.
 """
 
 from bisect import bisect_right
@@ -18,10 +18,10 @@ from diloco_orchestrator.replica.training.handover import Handover, PlainCopies,
 
 
 class PseudoGradient:
-    """`base - local`: what training changed, with the sign of a gradient. A `Vector` that is computed when it is read.
+    """`base - local`: the change by training, with the sign of a gradient. A `Vector` that is computed when it is read.
 
-    A local value in another dtype than float32 counts as the base plus what training changed: the base has digits that
-    the model's dtype cannot hold.
+    A local value in another dtype than float32 counts as the base plus the change by training, because the base has
+    digits that the model's dtype cannot represent.
 
     Args:
         base: the base that training started from.
@@ -71,9 +71,9 @@ class PseudoGradient:
 class Fp32View:
     """`FragmentView` of whole tensors of this process, as float32 on the CPU.
 
-    `mixes`: whether `install` keeps a share of the local values. Then parameters that are not contiguous fp32 on the
-    CPU get fp32 shadows, for the digits of the mixture that the model's dtype cannot hold. Without, the local value of
-    such a parameter is the base and what training changed. `handover`: copies the values of a round in the background.
+    `mixes`: whether `install` keeps a share of the local values. If so, parameters that are not contiguous fp32 on the
+    CPU get fp32 shadows for the digits that their dtype cannot represent; otherwise the local value of such a parameter
+    is the base plus the change by training. `handover`: copies the values of a round in the background.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class Fp32View:
 
     @torch.no_grad()
     def pseudo_gradient(self, base: Base) -> PseudoGradient:
-        """`base - local`, as the parameters are when it is read."""
+        """`base - local`, with the parameters' values at the time it is read."""
         return self._pseudo_gradient(base, self._parameters)
 
     @torch.no_grad()
     def handed_over(self, base: Base) -> Callable[[], PseudoGradient]:
-        """Copy the parameters as they are now. What is returned forms `base - local` of the copies, in any thread."""
+        """Copy the parameters now. The returned function forms `base - local` from the copies, in any thread."""
         wait = self._handover.take(self._parameters)
         return lambda: self._pseudo_gradient(base, wait())
 
@@ -103,7 +103,7 @@ class Fp32View:
 
     @torch.no_grad()
     def stage(self, base: Base) -> None:
-        """Prepare the next `install` of this base, as far as it does not need the local values."""
+        """Prepare the next `install` of this base, as far as possible without the local values."""
         if not self._mixes:
             self._set_staged = self._handover.stage(self._parameters, base.copy_into)
 
@@ -133,7 +133,7 @@ class Fp32View:
 
     @contextmanager
     def holding(self, base: Base) -> Iterator[None]:
-        """Context in which the model's parameters are those of a base; shadows are not changed."""
+        """Context in which the model's parameters are those of a base; restores them, and leaves shadows unchanged."""
         local = self.values()
         with torch.no_grad():
             base.copy_into(self._parameters)
@@ -153,7 +153,7 @@ class Fp32View:
             parameter.copy_(values[name])
 
     def _update_shadows(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Bring the shadows up to date with what training did to the parameters, which have these values."""
+        """Add to the shadows the change by training since they were set. `values`: the parameters now."""
         for name, shadow in self._shadows.items():
             parameter = values[name]
             if parameter.dtype == torch.float32:
@@ -169,14 +169,14 @@ def views_of(
     mixes: bool = False,
     in_background: bool = False,
 ) -> list[Fp32View]:
-    """A view of each fragment. `mixes`: as of `Fp32View`. `in_background`: whether rounds are carried out there."""
+    """A view of each fragment. `mixes`: as of `Fp32View`. `in_background`: whether rounds run in the background."""
     parts = [{name: parameters[name] for name in names} for names in fragments]
     handover = handover_of(parts) if in_background else PlainCopies()
     return [Fp32View(part, mixes, handover) for part in parts]
 
 
 def check_whole(name: str, parameter: torch.nn.Parameter) -> None:
-    """Raise `ConfigError` unless `Fp32View` can hold a parameter: one whole tensor of this process, with values."""
+    """Raise `ConfigError` unless `Fp32View` supports a parameter: one whole tensor, neither meta nor sharded."""
     kind = type(parameter.data)
     if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
         raise ConfigError(

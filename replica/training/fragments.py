@@ -1,4 +1,4 @@
-"""Fragments: which parameters each one holds, when it is synchronised, and what a loop asks of its values."""
+"""Fragments: which parameters each has, when it is synchronised, and the interface to its values (`FragmentView`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,7 +14,7 @@ from diloco_orchestrator.outer.base import Base
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """When fragments are synchronised. Raises `ConfigError` for numbers that do not fit together."""
+    """The schedule of fragment synchronisation. Raises `ConfigError` for inconsistent numbers."""
 
     sync_every: int  # inner steps between two synchronisations of the same fragment (H)
     fragments: int
@@ -48,35 +48,37 @@ class SyncSchedule:
 
 
 class FragmentView(Protocol):
-    """The values of one fragment of a model in training, and how they pass to the base and back.
+    """Access to the values of one fragment of a model in training: out to pseudo-gradients, in from the base.
 
     The fragment's flat vector has its parameters in name order, each of them flat; a base is of the whole model. All
-    calls come from the training thread, but for what `handed_over` returns, and `stage`: these come from the background
-    while the fragment's round is in flight, when nothing else is called.
+    calls come from the training thread, except `stage` and the function returned by `handed_over`, which the background
+    calls while the fragment's round is in flight, when nothing else is called.
     """
 
     def pseudo_gradient(self, base: Base) -> Vector:
-        """`base - local`, with the values that the model has when the vector is read."""
+        """`base - local`, with the model's values at the time the vector is read."""
         ...
 
     def handed_over(self, base: Base) -> Callable[[], Vector]:
-        """Take the values as they are now. What is returned forms `base - local` of them, in any thread, once."""
+        """Capture the values now. The returned function forms `base - local` from them, in any thread, once."""
         ...
 
     def stage(self, base: Base) -> None:
-        """Prepare the next `install` of this base, as far as it does not need the local values; perhaps nothing."""
+        """Prepare the next `install` of this base, as far as possible without the local values; may do nothing."""
         ...
 
     def install(self, base: Base, keep: float = 0.0) -> None:
         """Set the model's values to `(1 - keep) * base + keep * local`. Safe to repeat with `keep=0`.
 
-        Raises `ValueError` for a `keep` that this view was not made for.
+        Raises `ValueError` for a `keep` that this view does not support.
         """
         ...
 
     def holding(self, base: Base) -> AbstractContextManager[None]:
-        """Context in which the model holds a base, perhaps another than the newest; afterwards it holds what it held.
-        Changes nothing that a pseudo-gradient is formed from."""
+        """Context in which the model has the values of a base, perhaps an earlier one; restores its own.
+
+        Pseudo-gradients are not affected.
+        """
         ...
 
     def values(self) -> dict[str, torch.Tensor]:
@@ -84,7 +86,7 @@ class FragmentView(Protocol):
         ...
 
     def restore(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Set the model's values to what `values` returned, in this process or in an earlier attempt."""
+        """Set the model's values to a result of `values`, from this process or an earlier attempt."""
         ...
 
 
@@ -109,7 +111,7 @@ def split_fragments(
 
 
 def _contiguous(parameters: Mapping[str, torch.Tensor], fragments: int) -> list[tuple[str, ...]]:
-    """The names split into `fragments` contiguous parts with about equally many elements, none empty."""
+    """Parameter names split into `fragments` contiguous parts with about equally many elements, none empty."""
     total, seen = sum(p.numel() for p in parameters.values()), 0
     parts: list[list[str]] = [[]]
     for index, (name, parameter) in enumerate(parameters.items()):

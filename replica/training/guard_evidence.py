@@ -1,6 +1,7 @@
-"""`GuardEvidence`: what a replica shows the guard: held-out scores and drift of a base, and its training items.
+"""`GuardEvidence`: a replica's measurements for the guard: held-out scores and KL drift of a base, and its training
+items.
 
-Scores and drift are measured on the base at a round's opening, training items are compared as they are consumed.
+Scores and drift are measured on the base when a round opens; training items are compared as they are consumed.
 """
 
 from dataclasses import replace
@@ -17,7 +18,7 @@ from diloco_orchestrator.replica.training.vault_scorer import VaultScorer
 
 
 class GuardEvidence:
-    """Measures one base after another, each once. `set`: the held-out set, as start.json fixes it; None: nobody scores.
+    """Measures each base once. `set`: the held-out set from start.json; None: nothing is scored.
 
     `items`: None if training items are not compared with the held-out set.
     """
@@ -39,12 +40,12 @@ class GuardEvidence:
         self._vault = vault
 
     def is_of(self, opened: OpenRound) -> bool:
-        """Whether there is nothing left to measure of the base that the open round starts from."""
+        """Whether everything has been measured on the base that the open round starts from."""
         others = [each for each in (self._drift, self._vault) if each is not None]
         return self._is_scored(opened) and all(each.is_of(opened) for each in others)
 
     def measure(self, shown: ShownBase) -> None:
-        """Measure that base. Parameters, modes and random generators are left unchanged."""
+        """Measure the base in `shown`. Parameters, modes and random generators are left unchanged."""
         if self._scorer is not None and not self._is_scored(shown.open):
             self._scorer.score(shown.model, shown.attempt.replica_id, shown.open.version, shown.open.roster)
         if self._drift is not None:
@@ -56,7 +57,7 @@ class GuardEvidence:
         return self._scorer is None or self._scorer.has_scored(opened.version, opened.roster)
 
     def added_to(self, fields: ContributionFields, local: torch.nn.Module | None) -> ContributionFields:
-        """A contribution's fields with what was measured of the last base, and the items consumed since the last call.
+        """`fields` plus the measurements of the last base and the items consumed since the last call.
 
         `local`: the model with the local parameters, scored by the per-replica guard; None in the final evaluation.
         """

@@ -1,7 +1,7 @@
-"""`Handover`: moves a fragment's values out of a model in training and back, so that inner steps wait for no transfer.
+"""`Handover`: moves a fragment's values out of a model in training and back without blocking inner steps.
 
-Only copies in the parameters' own dtype, no arithmetic: that is left to the background and to `fp32_shadow`. Parameters
-on a GPU go through pinned memory, all others through plain copies.
+It only copies, in the parameters' own dtype; arithmetic is left to the background and to `fp32_shadow`. Parameters on a
+GPU go through pinned memory, all others through plain copies.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,26 +15,26 @@ _ALIGNMENT = 64  # bytes; of each tensor in the buffer
 
 
 class Handover(Protocol):
-    """The exchange between the training thread and the background, one fragment at a time."""
+    """Transfers between the training thread and the background, one fragment at a time."""
 
     def take(self, parameters: Named) -> Callable[[], Named]:
-        """Begin to copy the parameters as they are now. The training thread goes on at once and may change them.
+        """Begin to copy the parameters' current values. The training thread goes on at once and may change them.
 
-        What is returned waits for the copies, which are on the CPU, and returns them. They last until the next `take`
+        The returned function waits for the copies, on the CPU, and returns them. They are valid until the next `take`
         or `stage`.
         """
         ...
 
     def stage(self, parameters: Named, fill: Callable[[Named], None]) -> Callable[[], None] | None:
-        """In the background: prepare new values of the parameters, which `fill` writes into tensors that it is given.
+        """In the background: prepare new values of the parameters, which `fill` writes into the tensors it is given.
 
-        Returns the call by which the training thread sets the parameters to them; None if nothing can be prepared.
+        Returns the function by which the training thread sets the parameters to them; None if nothing can be prepared.
         """
         ...
 
 
 class PlainCopies:
-    """`Handover` of parameters on the CPU, whose copies are made at the speed of memory."""
+    """`Handover` of parameters on the CPU by plain copies."""
 
     def take(self, parameters: Named) -> Callable[[], Named]:
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in parameters.items()}
@@ -47,12 +47,12 @@ class PlainCopies:
 class ThroughBuffer:
     """`Handover` through one buffer on the CPU, for parameters on a GPU: the GPU copies while the CPU goes on.
 
-    The buffer's uses follow each other: values are taken behind all that the training thread has given to the GPU,
-    setting staged values included; and they are staged after those that were taken were waited for and read.
+    Uses of the buffer are ordered: values are taken after all work that the training thread has queued on the GPU,
+    including setting staged values; they are staged after taken ones were waited for and read.
 
     Args:
-        buffer: bytes for the largest fragment, as of `buffer_size`.
-        copy: begins to copy the second tensor of each pair into the first; what it returns waits for that.
+        buffer: bytes for the largest fragment, see `buffer_size`.
+        copy: begins to copy the second tensor of each pair into the first; returns a function that waits for that.
     """
 
     def __init__(self, buffer: torch.Tensor, copy: Callable[[Pairs], Callable[[], None]]) -> None:
@@ -81,14 +81,14 @@ class ThroughBuffer:
 
 
 class SideStream:
-    """Copies from one GPU on a stream of its own. All that needs CUDA is here and in `handover_of`."""
+    """Copies from one GPU on a CUDA stream of its own. Only this class and `handover_of` need CUDA."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def copy(self, pairs: Pairs) -> Callable[[], None]:
-        """Copy each second tensor into the first, in pinned memory, as it is behind the work queued so far."""
+        """Copy each second tensor into the first, in pinned memory, with its value after the work queued so far."""
         training, done = torch.cuda.current_stream(self._device), torch.cuda.Event()
         self._stream.wait_stream(training)
         with torch.cuda.stream(self._stream):
@@ -101,7 +101,7 @@ class SideStream:
 
 
 def handover_of(fragments: Sequence[Named]) -> Handover:
-    """The handover for these fragments, of which one at a time is in transit: pinned memory if all are on one GPU."""
+    """The handover for these fragments, transferred one at a time: through pinned memory if all are on one GPU."""
     devices = {tensor.device for fragment in fragments for tensor in fragment.values()}
     device = devices.pop()
     if devices or device.type != "cuda":

@@ -1,6 +1,6 @@
 """`HeldOutScorer`: scores the global model on this replica's shares of the held-out set, without affecting training.
 
-Which shares a replica scores is decided in `guard.shares`; what follows from scores, in the guard's rule.
+`guard.shares` assigns the shares; the guard's rule judges the scores.
 """
 
 import functools
@@ -30,7 +30,7 @@ SIGN = {"loss": -1.0, "reward": 1.0}  # published numbers: higher is better
 
 @dataclass(frozen=True)
 class ShownBase:
-    """A model that holds the base of the open round, to be measured: it is left unchanged."""
+    """A model that has the parameters of the open round's base, for measurements, which must leave it unchanged."""
 
     model: torch.nn.Module
     attempt: Attempt
@@ -39,12 +39,11 @@ class ShownBase:
 
 
 class HeldOutScorer:
-    """Scores bases, and keeps the scores of the last one in `scores`. `set`: what start.json fixes.
+    """Scores bases; `scores`: of the last one. `set`: the held-out set for start.json.
 
-    `root`: of the manifest that holds the items; by default that of the items themselves. Raises `ConfigError` for
-    fewer items than replicas, and for an item given twice.
-
-    `heldout(model, items)` returns one number per item: nats per token for "loss", the reward for "reward".
+    `heldout(model, items)` returns one number per item: nats per token for "loss", the reward for "reward". `root`: of
+    the manifest that lists the items; by default computed from the items. Raises `ConfigError` for fewer items than
+    replicas, and for an item given twice.
     """
 
     def __init__(
@@ -71,21 +70,22 @@ class HeldOutScorer:
             metric=metric,
             shares=tuple(map(len, self._shares)),
             digest=set_digest(items),
-            root=root or merkle_root(map(item_hash, items)),
+            # Form 1, as earlier versions wrote it: a restarted replica must find the same root in start.json.
+            root=root or merkle_root(item_hash(each, form=1) for each in items),
             scorer=scorer_digest(heldout),
         )
         self._sign = SIGN[metric]
         self._per_replica = per_replica
 
     def has_scored(self, version: int, roster: tuple[int, ...]) -> bool:
-        """Whether `scores` are those of this version of the base, dealt over this roster."""
+        """Whether `scores` are of this version of the base, with the shares assigned by this roster."""
         return self._scored == (version, roster)
 
     def score(self, model: torch.nn.Module, replica_id: int, version: int, roster: tuple[int, ...]) -> None:
-        """Score the shares that the roster deals to this replica on `model`, which holds that version of the base.
+        """Score the shares that the roster assigns to this replica on `model`, which has that version of the base.
 
         Parameters, modes and random generators are left unchanged. Raises `ConfigError` if the function does not return
-        one number per item or changes an item, and what the function raises, with a note.
+        one number per item or changes an item, and the function's errors, with a note.
         """
         dealt = deal(len(self._shares), roster).get(replica_id, [])
         with undisturbed(model):
@@ -93,9 +93,9 @@ class HeldOutScorer:
         self._scored = version, roster
 
     def score_local(self, model: torch.nn.Module) -> tuple[Score, ...]:
-        """For the per-replica guard: scores of `model`, which holds local parameters, on the shares of `scores`.
+        """For the per-replica guard: scores of `model`, with its local parameters, on the shares of `scores`.
 
-        Empty in a run without that guard. Changes nothing, as `score`.
+        Empty in a run without that guard. Leaves everything unchanged, as `score` does.
         """
         if not self._per_replica:
             return ()
@@ -114,9 +114,9 @@ class HeldOutScorer:
 
 
 def values_of(heldout: HeldoutFn, model: torch.nn.Module, items: Sequence[Any], where: str) -> list[float]:
-    """The scores of all items. Raises `ConfigError` for another number of them, and what `heldout` raises, with a note.
+    """The scores of all items. Raises `ConfigError` for another number of them, and errors of `heldout`, with a note.
 
-    `where`: which items these are, for errors.
+    `where`: describes the items, for errors.
     """
     try:
         values = [float(value) for value in heldout(model, items)]
@@ -129,9 +129,9 @@ def values_of(heldout: HeldoutFn, model: torch.nn.Module, items: Sequence[Any], 
 
 
 def scorer_digest(heldout: HeldoutFn) -> str | None:
-    """The sha256 of the source of the function, partial or callable object that scores; None if it has none to read.
+    """The sha256 of the source of the scoring function, partial or callable object; None if it has no source.
 
-    Functions that it calls are not part of it.
+    Functions that it calls are not included.
     """
     while isinstance(heldout, functools.partial):
         heldout = heldout.func
@@ -143,7 +143,7 @@ def scorer_digest(heldout: HeldoutFn) -> str | None:
 
 
 def _check_unchanged(items: Sequence[Any], before: Sequence[str], share: int) -> None:
-    """Raise `ConfigError` if an item has another content than before: later rounds would score other items."""
+    """Raise `ConfigError` if an item's content has changed: later rounds would score other items."""
     for index, (item, content) in enumerate(zip(items, before, strict=True)):
         if content_hash(item) != content:
             raise ConfigError(
@@ -153,7 +153,7 @@ def _check_unchanged(items: Sequence[Any], before: Sequence[str], share: int) ->
 
 
 def _check_distinct(items: Sequence[Any]) -> None:
-    """Raise `ConfigError` if an item is there twice: it would be in two shares, and shares must not overlap."""
+    """Raise `ConfigError` if an item occurs twice: it would be in two shares, which must not overlap."""
     seen: dict[str, int] = {}
     for index, item in enumerate(items):
         first = seen.setdefault(content_hash(item), index)

@@ -1,6 +1,6 @@
 """`InnerOptimizers`: the optimizers of one training loop, whose steps together are its inner steps; and `StepWatch`.
 
-Almost always one optimizer. Its state is saved in `checkpoint`, its learning rates in `small_state`.
+Almost always one optimizer. `checkpoint` saves its state, `small_state` its learning rates.
 """
 
 import logging
@@ -22,11 +22,7 @@ _SEVERAL = "optimizers"
 
 
 class InnerOptimizers:
-    """The optimizers that were given to `attach`, without the wrappers of Lightning and accelerate.
-
-    Raises `ConfigError` for anything else than optimizers of torch, and for one that steps another optimizer inside it
-    whose state its own `state_dict` does not hold.
-    """
+    """The optimizers passed to `attach`. Raises `ConfigError` for anything but torch optimizers."""
 
     def __init__(self, given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
         self.all = [_unwrapped(each) for each in (given if isinstance(given, Sequence) else [given])]
@@ -54,12 +50,12 @@ class InnerOptimizers:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all, in the order given."""
+        """The parameter groups of all optimizers, in the order given."""
         return [group for each in self.all for group in each.param_groups]
 
     @property
     def names(self) -> str:
-        """Their classes, for people."""
+        """The optimizers' class names, as text."""
         return ", ".join(type(each).__name__ for each in self.all)
 
     def parameters(self) -> list[torch.Tensor]:
@@ -72,9 +68,7 @@ class InnerOptimizers:
     def watch(self, before: Callable[[], object], after: Callable[[], object]) -> list[RemovableHandle]:
         """Call `before` ahead of every step of any optimizer, and `after` once each one has stepped.
 
-        A step that a GradScaler skips, because a gradient is not finite, is none. Nor is one that another step of the
-        same optimizer calls: torch runs the hooks again in a subclass's `super().step()`, if anybody has made an
-        optimizer of the parent class.
+        Steps that a GradScaler skips because a gradient is not finite do not count.
         """
         stepped: set[int] = set()
         running: dict[int, FrameType] = {}  # the outermost step of an optimizer, until it returns
@@ -107,7 +101,7 @@ class InnerOptimizers:
         return states[0] if len(states) == 1 else {_SEVERAL: states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned. Raises `ConfigError` if the number of optimizers was another."""
+        """Load a result of `state_dict`. Raises `ConfigError` if it is of another number of optimizers."""
         states = state.get(_SEVERAL, [state])
         if len(states) != len(self.all):
             raise ConfigError(
@@ -120,7 +114,7 @@ class InnerOptimizers:
                 _restore_dtypes(each, saved)
 
     def check_state(self) -> None:
-        """After the first step: log a warning for an optimizer that has no state, where its class usually has some.
+        """After the first step: warn of an optimizer without state whose class usually has some.
 
         Raises `ConfigError` for a state that cannot be saved.
         """
@@ -141,7 +135,7 @@ class InnerOptimizers:
             each.state.clear()
 
     def clear_not_finite(self) -> int:
-        """Drop the state of every parameter whose state is not finite. Returns how many there were."""
+        """Drop the state of every parameter for which it is not finite. Returns the number of such parameters."""
         poisoned = [(each.state, p) for each in self.all for p in each.state if not _all_finite(each.state[p])]
         for state, parameter in poisoned:
             del state[parameter]
@@ -149,7 +143,7 @@ class InnerOptimizers:
 
 
 def _unwrapped(given: Any) -> Any:
-    """The optimizer behind those of Lightning and accelerate, which share its state and replace it when they load."""
+    """The optimizer inside wrappers of Lightning and accelerate, which share its state and replace it on loading."""
     inner = getattr(given, "optimizer", None)
     while isinstance(inner, torch.optim.Optimizer) and inner.state is given.state:
         given, inner = inner, getattr(inner, "optimizer", None)
@@ -157,7 +151,7 @@ def _unwrapped(given: Any) -> Any:
 
 
 def _inside(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
-    """The optimizers that another one holds, by the expression behind its name."""
+    """Optimizers wrapped in `optimizer`'s attributes, by the expression that reaches them."""
     for name, value in vars(optimizer).items():
         if isinstance(value, torch.optim.Optimizer):
             yield name, value
@@ -176,9 +170,9 @@ def _is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Give loaded state the dtypes and bits that were saved, where `load_state_dict` has cast it.
+    """Restore the dtypes and bits of saved state that `load_state_dict` has cast.
 
-    torch casts every state tensor of a floating-point parameter to the dtype of the parameter, and so rounds the fp32
+    torch casts every state tensor of a floating-point parameter to the parameter's dtype, and so rounds the fp32
     moments of a bf16 model.
     """
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
@@ -207,10 +201,10 @@ def _is_called_by(frame: FrameType, caller: FrameType | None) -> bool:
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step just taken changed nothing, called in its post hook.
+    """Whether the step just taken changed nothing; called in the optimizer's post hook.
 
-    A GradScaler does not call the step of most optimizers when a gradient is not finite. Fused ones are called, and
-    skip by themselves when the attribute `found_inf` says so, which exists during the call.
+    A GradScaler does not call the step of most optimizers if a gradient is not finite. It does call fused ones, which
+    skip by themselves if the attribute `found_inf`, set during the call, says so.
     """
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found)
@@ -230,25 +224,24 @@ MOST_BATCHES = 1024
 
 
 class NeverStepped(ConfigError):
-    """No optimizer step after so many batches that none will come. `diloco check` has a row for it."""
+    """No attached optimizer has stepped after so many batches that none will. `diloco check` reports it."""
 
 
 class StepWatch:
-    """Notices a training loop whose attached optimizers never step, before it trains for nothing for days.
+    """Detects a training loop whose attached optimizers never step, so that it does not run in vain.
 
-    Counts batches, or calls of `replica.step`, until the first step of the attempt. Afterwards nothing is watched: a
-    loop that has stepped once is attached to the right optimizers.
+    Counts batches, or calls of `replica.step`, until the first step of the attempt, after which the check ends.
     """
 
     def __init__(self, optimizers: InnerOptimizers) -> None:
         self._optimizers = optimizers
         self._batches = 0
         self._dropped = 0
-        self._gradient: weakref.ref[torch.Tensor] | None = None  # the one that was there after the last batch
+        self._gradient: weakref.ref[torch.Tensor] | None = None  # the gradient tensor after the last batch
         self.has_stepped = False  # in this attempt
 
     def stepped(self) -> None:
-        """Count a step: from now on nothing is watched."""
+        """Record an optimizer step, after which batches are counted no more."""
         self.has_stepped, self._gradient = True, None
 
     def batch_done(self) -> None:

@@ -1,4 +1,4 @@
-"""`KLProbe` and `token_mean_kl`: how far a model has drifted from a reference, in nats per token.
+"""`KLProbe` and `token_mean_kl`: the KL divergence of a model from a reference, in nats per token.
 
 Exact over the whole vocabulary, so neither negative nor noisy, unlike estimates from sampled tokens. In a run the
 reference is the run's start, and `replica.training.drift_meter` stores it; both can be used alone.
@@ -101,7 +101,7 @@ class KLProbe:
         return found
 
     def load(self, reference: Mapping[str, torch.Tensor]) -> None:
-        """Measure from this reference from now on. Raises `ConfigError` if it is not one of as many items."""
+        """Use this reference from now on. Raises `ConfigError` if it has another number of items."""
         names = [_name(index) for index in range(len(self._items))]
         if sorted(reference) != names:
             raise ConfigError(

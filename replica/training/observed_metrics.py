@@ -1,4 +1,4 @@
-"""`RoundMetrics`: steps, tokens and observed values of the open round, summed up for its contribution."""
+"""`ObservedMetrics`: steps, tokens and observed values of the open round, summed up for its contribution."""
 
 import logging
 import math
@@ -17,7 +17,7 @@ _NO_START = 5.0  # times the hard stop: no drift of a first round
 
 
 class ObservedMetrics:
-    """Inner steps, tokens and observed values of a replica. `metric`: the guard's, "loss" or "reward"."""
+    """Inner steps, tokens and observed values of a replica. `metric`: the training metric, "loss" or "reward"."""
 
     def __init__(self, metric: str) -> None:
         self.metric = metric
@@ -33,7 +33,7 @@ class ObservedMetrics:
         self.inner_steps = 0
 
     def take(self) -> ContributionFields:
-        """The fields of the open round's contribution that are counted here. Later values belong to the next."""
+        """The counts and sums for the open round's contribution; later values count for the next one."""
         taken = ContributionFields(
             steps=self.inner_steps, tokens=self.tokens, in_loop=self.in_loop(), metrics=self.metrics()
         )
@@ -54,7 +54,7 @@ class ObservedMetrics:
     def add(self, values: Mapping[str, float | None], tokens: int) -> None:
         """Add the values of one inner step; None means not measured.
 
-        `tokens`: a whole number, of numpy or in a tensor too. Raises `ConfigError` for anything else, and below 0.
+        `tokens`: a whole number, also a numpy or tensor one. Raises `ConfigError` for any other value, and below 0.
         """
         try:
             tokens = operator.index(tokens)
@@ -71,7 +71,7 @@ class ObservedMetrics:
         self.total_tokens += tokens
 
     def warn_of_sequence_sums(self, budget: float) -> None:
-        """Log a warning if the drift of the run's first steps cannot be in nats per token. `budget`: the hard stop."""
+        """Warn if the KL drift of a run's first steps is too large for nats per token. `budget`: the hard stop."""
         values = self._values.get("kl_to_init", [])
         if values and (mean := math.fsum(values) / len(values)) > _NO_START * budget:
             log.warning(
@@ -81,18 +81,18 @@ class ObservedMetrics:
             )
 
     def warn_of_never_observed(self) -> None:
-        """Log a warning if steps were taken, metrics were observed, and the guard's is not among them."""
+        """Warn if steps were taken and metrics observed, but never the training metric."""
         observed = [name.removeprefix(EXTRA_PREFIX) for name in self._values]
         if self.inner_steps and observed and self.metric not in self._values:
             log.warning("%s", never_observed(self.metric, observed))
 
     def in_loop(self) -> Metric | None:
-        """The training metric as published, higher is better: the mean of the round's first eighth; None if not
+        """The training metric for the manifest, higher is better: the mean of the round's first eighth; None if not
         observed.
 
         The guard compares it with the score of the base that the round started from, and the first steps are near that
-        base. A mean over more of a round would be that of other models: from scratch it is .7 nats off in the first
-        rounds and .2 later, which would count as a gap that grows.
+        base. A mean over more of a round would be of other models: from scratch it is .7 nats off in the first rounds
+        and .2 later, which would count as a gap that grows.
         """
         values = self._values.get(self.metric, [])
         early = values[: -(-len(values) // 8)]

@@ -1,4 +1,4 @@
-"""Positions of a replica's training: in the user's data (`DataCursor`), and with random generators and counters.
+"""Positions of a replica's training: in the user's data (`DataCursor`), and of random generators and counters.
 
 A position goes into every manifest as `Progress`, from which the next attempt continues.
 """
@@ -17,10 +17,10 @@ from diloco_orchestrator.replica.training.observed_metrics import ObservedMetric
 
 
 class DataCursor:
-    """Iterates over `data` without end: at its end the data is iterated again.
+    """Iterates over `data` again and again.
 
-    If `data` has `state_dict` and `load_state_dict`, they are the position. Otherwise the batches already seen are
-    skipped, one by one, in an epoch that starts from the same random numbers, so that a shuffle comes out the same.
+    If `data` has `state_dict` and `load_state_dict`, they give the position. Otherwise the batches already seen are
+    skipped, one by one, in an epoch that starts from the same random numbers, so that a shuffle gives the same order.
     """
 
     def __init__(self, data: Iterable[Any]) -> None:
@@ -69,7 +69,7 @@ class DataCursor:
         return getattr(self._data, "generator", None)
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Continue from a position that `position` returned, perhaps in another process.
+        """Continue from a result of `position`, perhaps of another process.
 
         Raises `ConfigError` if the data has fewer batches than that position counts.
         """
@@ -92,11 +92,7 @@ class DataCursor:
 
 
 class TrainingPosition:
-    """The position of one attempt.
-
-    `fresh_seed`: of the random generators of a replica that has no manifest yet. `dealt`: the order of batches that
-    replicas deal among themselves, if they do.
-    """
+    """The position of one attempt. `fresh_seed`: for the random generators of a replica without manifests."""
 
     def __init__(self, metrics: ObservedMetrics, fresh_seed: int, dealt: Callable[[], DealtOrder | None]) -> None:
         self._dealt = dealt
@@ -113,13 +109,13 @@ class TrainingPosition:
         self._seek()
 
     def take(self, data: Iterable[Any]) -> DataCursor:
-        """A cursor over the data, where an earlier attempt ended. Random generators begin there again."""
+        """A cursor over the data from where an earlier attempt ended. Sets the random generators to that point."""
         self._cursor = DataCursor(data)
         self._seek()
         return self._cursor
 
     def progress(self, stateful: str) -> Progress:
-        """The position now. `stateful`: the small state, encoded."""
+        """The position now. `stateful`: the encoded small state (`small_state`)."""
         return Progress(
             cursor=self._cursor_position(),
             rng=rng.capture(),
@@ -129,9 +125,9 @@ class TrainingPosition:
         )
 
     def compare_order(self, replica_id: int, manifests: Iterable[Contribution]) -> None:
-        """Compare the order of the training data with that of other replicas, if batches are dealt among them.
+        """Compare the order of the training data with other replicas', if they share its batches.
 
-        Raises `ConfigError` for another one, as `DealtOrder.compare`.
+        Raises `ConfigError` as `DealtOrder.compare` does.
         """
         if (order := self._dealt()) is not None:
             order.compare(replica_id, manifests)

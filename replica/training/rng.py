@@ -1,8 +1,8 @@
 """The state of every random number generator of this process, as a small JSON object.
 
 Captured and restored around work that must not disturb training, and saved in manifests, so that a restarted attempt
-draws the same numbers as its predecessor would have. A state is stored as its difference from a state that the seed
-gives, compressed: a generator that has drawn at most about 600 numbers takes a few bytes, any other one 3.4 KiB.
+draws the same numbers as its predecessor would have. A state is stored compressed, as its difference from the state of
+a seed: a generator that has drawn at most about 600 numbers takes a few bytes, any other one 3.4 KiB.
 """
 
 import base64
@@ -35,7 +35,7 @@ def seed_all(seed: int) -> None:
 
 
 class Generators:
-    """The states of all generators at one time, as they are in memory."""
+    """The states of all random generators of the process at one time, in memory."""
 
     def __init__(self) -> None:
         self._python, self._cpu, self._numpy = random.getstate(), torch.get_rng_state(), sys.modules.get("numpy")
@@ -43,7 +43,7 @@ class Generators:
         self._of_numpy = self._numpy.random.get_state() if self._numpy else None
 
     def restore(self) -> None:
-        """Let all generators go on from these states."""
+        """Set all generators to these states."""
         random.setstate(self._python)
         torch.set_rng_state(self._cpu)
         torch.cuda.set_rng_state_all(self._gpus)
@@ -53,7 +53,7 @@ class Generators:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Context after which all generators go on as if nothing had been drawn in it."""
+    """Context after which all generators have the state from before it."""
     states = Generators()
     try:
         yield
@@ -62,21 +62,21 @@ def kept() -> Iterator[None]:
 
 
 class Apart:
-    """Random numbers of their own for what is drawn in `drawing`, beside those of training, which stay as they are."""
+    """A separate sequence of random numbers, drawn inside `drawing`; the generators of training are not affected."""
 
     def __init__(self) -> None:
         self._states: Generators | None = None
         self._is_drawing = False
 
     def begin(self, seed: Callable[[], None]) -> None:
-        """Begin a sequence with the states that `seed` sets."""
+        """Begin a new sequence, with the states that `seed` sets."""
         with kept():
             seed()
             self._states = Generators()
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Context in which the process's generators go on with this sequence. May be nested."""
+        """Context in which the process's generators draw from this sequence. May be nested."""
         if self._is_drawing:
             yield
             return
@@ -110,7 +110,7 @@ def capture(generator: torch.Generator | None = None) -> dict[str, Any]:
 
 
 def restore(state: Mapping[str, Any], generator: torch.Generator | None = None) -> None:
-    """Set all generators to a state that `capture` returned. Generators absent here or in the state stay unchanged.
+    """Set all generators to a result of `capture`. Generators absent here or in the state stay unchanged.
 
     Raises `RecordInvalid` if a library's states have another form here than where the state was captured.
     """
@@ -135,7 +135,7 @@ def capture_generator(generator: torch.Generator) -> dict[str, Any]:
 
 
 def restore_generator(state: Mapping[str, Any], generator: torch.Generator) -> None:
-    """Set a generator to what `capture_generator` returned for one like it. Errors: as `restore`."""
+    """Set a generator to a result of `capture_generator`. Raises as `restore` does."""
     if "bytes" in state:
         generator.set_state(_torch_state(base64.b64decode(state["bytes"])))
     else:
@@ -146,7 +146,7 @@ def restore_generator(state: Mapping[str, Any], generator: torch.Generator) -> N
 
 _PYTHON = struct.Struct("<I625I?d")  # version; words and position; whether a normal number is kept, and which
 _NUMPY = struct.Struct("<2496sIId")  # words; position; whether a normal number is kept, and which
-_cached = lru_cache(maxsize=8)  # for what follows from a seed, and for a generator that nobody draws from
+_cached = lru_cache(maxsize=8)  # for states that follow from a seed, and for unused generators
 
 
 def _python_bytes(state: tuple[Any, ...]) -> bytes:
@@ -216,7 +216,7 @@ def _packed(state: bytes, fresh: _Fresh) -> str:
 
 
 def _unpacked(text: str, fresh: _Fresh, library: str) -> bytes:
-    """The state whose difference from one in `fresh` is in `text`. Raises `RecordInvalid` for another checksum."""
+    """The state encoded in `text`. Raises `RecordInvalid` if its checksum differs. `library`: names it in the error."""
     try:
         data = base64.b64decode(text)
         reference = fresh[data[_CRC_BYTES]]
@@ -233,7 +233,7 @@ def _unpacked(text: str, fresh: _Fresh, library: str) -> bytes:
 
 
 def _difference(one: bytes, other: bytes) -> bytes:
-    """The bytes that differ, by exclusive or. Both have one length."""
+    """The bytewise exclusive or of two texts of equal length."""
     return (int.from_bytes(one, "little") ^ int.from_bytes(other, "little")).to_bytes(len(one), "little")
 
 

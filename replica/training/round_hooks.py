@@ -1,4 +1,4 @@
-"""`RoundHooks`: calls the user's functions after each commit that this replica has followed, with a `RoundView`."""
+"""`RoundHooks`: calls the user's functions with a `RoundView` after each commit that this replica has applied."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from diloco_orchestrator.replica.rounds.interface import RunRounds
 
 @dataclass(frozen=True)
 class RoundView:
-    """A commit's statements about its round, the same on every replica. Metrics are as observed: no loss is negated.
+    """A commit and its round's metrics, the same on every replica. Metrics are as observed: losses are not negated.
 
-    `in_loop` is the training metric near the base before the round, with or without a held-out set: the mean over the
-    replicas of each one's mean over the first eighth of the round's inner steps; None if nobody observed it. With a
-    held-out set outliers are clipped, and replicas whose contribution is not averaged do not count.
+    `in_loop` is the training metric near the base before the round: the mean over the replicas of each one's mean over
+    the first eighth of the round's inner steps; None if no replica observed it. With a held-out set outliers are
+    clipped, and replicas whose contribution is not averaged do not count.
     """
 
     round: int
@@ -31,7 +31,7 @@ RoundFn = Callable[[RoundView], None]
 
 
 class RoundHooks:
-    """The functions of one attempt. `sign`: -1 if the metric is a loss, which verdicts hold negated, else 1."""
+    """The functions added to one attempt. `sign`: -1 if the metric is a loss, which verdicts store negated, else 1."""
 
     def __init__(self, attempt: Attempt, rounds: RunRounds, sign: float) -> None:
         self._attempt = attempt
@@ -41,7 +41,7 @@ class RoundHooks:
         self._told = 0  # the last round whose commit was shown
 
     def add(self, function: RoundFn) -> None:
-        """Call this function from now on, and at once with the newest commit if there is one."""
+        """Call this function after each commit from now on, and at once with the newest commit if there is one."""
         newest = self._newest()
         if not self._functions:
             self._told = newest
@@ -50,7 +50,7 @@ class RoundHooks:
             function(self._view(newest))
 
     def tell(self) -> None:
-        """Show all commits that were not shown yet, in order. Errors of the functions go on to the caller."""
+        """Call the functions for all commits not passed to them yet, in order. Their errors are raised here."""
         if not self._functions:
             return
         newest = self._newest()
@@ -61,7 +61,7 @@ class RoundHooks:
                 function(view)
 
     def _newest(self) -> int:
-        """The last committed round that this replica has followed; 0 if there is none."""
+        """The last round whose commit this replica has applied; 0 if there is none."""
         return self._rounds.open.round - 1
 
     def _view(self, round_: int) -> RoundView:

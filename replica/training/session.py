@@ -1,7 +1,7 @@
 """`TrainingSession`: one attempt's training. Counts inner steps, opens and closes rounds, resumes.
 
-Synchronisation is left to `DiLoCoLoop`, rounds to the `RunRounds` it is given. The user's training function sees a
-session as `replica.context.ReplicaSession`.
+`DiLoCoLoop` synchronises, the `RunRounds` object has the rounds. The user's training function sees a session as
+`replica.context.ReplicaSession`.
 """
 
 import logging
@@ -31,7 +31,7 @@ Batch = TypeVar("Batch")
 
 
 class TrainingSession:
-    """The training of one attempt. `rounds`: of the run, which it has joined with `parts`."""
+    """The training of one attempt. `rounds`: the run's rounds, joined with the model `parts`."""
 
     def __init__(
         self,
@@ -70,19 +70,19 @@ class TrainingSession:
         return self._rounds.open.stopped
 
     def detach(self) -> None:
-        """Remove the hooks that count the optimizer's steps; give up a round in flight where it would wait."""
+        """Remove the hooks that count the optimizer's steps; make a round in flight end where it would wait."""
         self._rounds.give_up()
         for hook in self._hooks:
             hook.remove()
 
     @property
     def step_count(self) -> int:
-        """Inner steps of all outer steps in the base, whoever took them, and of the open round."""
+        """Inner steps of all outer steps in the base, by whichever replicas, and of the open round."""
         steps = self._rounds.open.outer_step * self._attempt.config.round_steps
         return steps + self._loop.inner_step + self._unprocessed
 
     def begin(self) -> None:
-        """Continue from this replica's newest manifest, and open the round. Scores its base."""
+        """Restore the state of this replica's newest manifest, open the round, and score its base."""
         try:
             self._resume()
             self._open_round()
@@ -122,7 +122,7 @@ class TrainingSession:
         self.preempted, self._going = True, False
 
     def _end_if_stopped(self) -> None:
-        """After the leg's stop: write what is written then, and hold the last base."""
+        """After the leg's stop: write the last snapshot and result if due, and load the last base."""
         if self.stopped:
             self._going = False
             if self._rounds.finish_leg():
@@ -131,7 +131,7 @@ class TrainingSession:
     # -- inner steps ---------------------------------------------------------------------------------------------
 
     def _count_step(self) -> None:
-        """Record one inner step. It is processed later, because `observe` is called after the optimizer's step."""
+        """Record one inner step. It is processed later, because users call `observe` after the optimizer's step."""
         if not self._going:
             return
         self._unprocessed += 1
@@ -155,7 +155,7 @@ class TrainingSession:
     # -- rounds --------------------------------------------------------------------------------------------------
 
     def _open_round(self) -> None:
-        """Score the base of a new round unless it was; take part in the final evaluation, which trains nothing."""
+        """Score the base of a new round unless scored; take part in the final evaluation, which trains nothing."""
         self._write_snapshot_if_due()
         while not self.stopped:
             # A round with a contribution of an earlier attempt needs no scores, and the model is ahead of its base.
@@ -177,9 +177,7 @@ class TrainingSession:
             self._evidence.measure(ShownBase(self._model, self._attempt, opened, self._loop.holding))
 
     def _end_round_early(self) -> None:
-        """Between inner steps: follow rounds committed without this replica, or publish a partial contribution if
-        behind.
-        """
+        """Between inner steps: apply rounds committed without this replica; if behind, publish a part of a round."""
         if self._loop.published:
             return
         round_, trained = self.round, self._loop.inner_step
@@ -194,8 +192,9 @@ class TrainingSession:
             self._open_round()
 
     def _cut(self) -> None:
-        """Contribute what was trained to the open round, and to every later one, as long as they are committed already,
-        and take the base after it. The work is carried into the next contribution.
+        """While the open round is committed already, contribute the steps so far, late, and take the base after it.
+
+        The late work is carried into the next contribution.
         """
         while True:
             self._settle(*self._outcome(self._loop.synchronise()))
@@ -204,18 +203,19 @@ class TrainingSession:
                 return
 
     def _outcome(self, closed: ClosedRound) -> tuple[Contribution | None, bool]:
-        """A session's part of a closed round, without the average.
+        """The contribution of a closed round and whether the base was rebuilt with other bits.
 
-        Raises `ConfigError` if replicas that deal batches among themselves draw them in other orders.
+        Raises `ConfigError` if replicas that share batches draw them in different orders.
         """
         self._position.compare_order(self._attempt.replica_id, closed.received)
         return closed.contribution, closed.healed
 
     def _settle(self, contribution: Contribution | None, healed: bool) -> None:
-        """After a round: continue from its manifest if another attempt wrote that; go back after an abstention, to
-        finite values, and after a rebuild that gave another base, to what was trained on the right one.
+        """After a round: restore the state that fits it.
 
-        The data cursor stays, so that no batch is repeated.
+        From its manifest if another attempt wrote that; after an abstention, back to finite values; after a rebuild
+        that gave another base, back to the state trained on the right one. The data cursor stays, so that no batch is
+        repeated.
         """
         if contribution is not None and contribution.attempt != self._attempt.number:
             self._attempt.check_superseded()
@@ -228,10 +228,10 @@ class TrainingSession:
             self._go_back(saved, self._checkpoint.reset_not_finite)
 
     def _continue_after(self, contribution: Contribution, progress: Progress) -> None:
-        """Continue after a closed round as the attempt does that contributed to it in place of this one.
+        """Continue after a closed round like the other attempt of this replica, which contributed to it.
 
-        Local parameters that it saved with an earlier contribution are not those after this one: after an abstention,
-        or a contribution from a wrong base, that attempt has taken the base.
+        Local parameters saved with an earlier contribution are not used after an abstention or a contribution from a
+        wrong base: that attempt has loaded the base.
         """
         state = self._checkpoint.read_newest()
         local = state.local if state and state.contribution == contribution else {}
@@ -242,7 +242,7 @@ class TrainingSession:
             self._continue_from(ResumePoint(self.round, progress, state, local, frozenset({contribution.fragment})))
 
     def _go_back(self, state: SavedState | None, reset: Callable[[], None]) -> None:
-        """Reset model, buffers and inner optimizer: to the base, the newest own ones, a saved state or by `reset`."""
+        """Reset model and buffers to the base and the last published ones, the optimizer to `state` or by `reset`."""
         self._loop.load_base()
         self._rounds.buffers.resume()
         self._optimizers.zero_grad()
@@ -256,7 +256,7 @@ class TrainingSession:
             self._go_back(self._checkpoint.read_newest(), self._checkpoint.reset)
 
     def _fields(self) -> ContributionFields:
-        """The fields of this replica's contribution to the open round beside the pseudo-gradient. Resets the counts."""
+        """The manifest's content beside the pseudo-gradient, for the open round. Resets the counts."""
         self._attached.check_unchanged()
         if not self._has_contributed and (self._evidence.set is not None or self.metrics.metric == "reward"):
             self.metrics.warn_of_never_observed()
@@ -272,7 +272,7 @@ class TrainingSession:
     # -- beginning and leaving -----------------------------------------------------------------------------------
 
     def _resume(self) -> None:
-        """Continue from this replica's newest manifest in the bucket."""
+        """Restore the state of this replica's newest manifest in the bucket."""
         if self.stopped:
             return
         point = resume_point(self._attempt, self._rounds, self._checkpoint, overlaps=self._loop.schedule.overlaps)

@@ -1,8 +1,8 @@
-"""`SmallState`: the state that rides in every manifest, so that no restart loses it, whatever the quorum.
+"""`SmallState`: training state small enough for every manifest, so that no restart loses it, whatever the quorum.
 
-It holds the `state_dict` of the user's stateful objects that are small, such as learning-rate schedules, and the
-hyperparameters of the inner optimizer's parameter groups, which schedules change. Larger objects are saved beside
-payloads, as often as `replica_state` says (`checkpoint`).
+It holds the `state_dict` of the user's small stateful objects, such as learning-rate schedules, and the hyperparameters
+of the inner optimizer's parameter groups, which schedules change. Larger objects are saved beside payloads, as often as
+`replica_state` says (`checkpoint`).
 """
 
 import base64
@@ -24,7 +24,7 @@ _GROUPS, _OBJECTS = "groups", "stateful"
 
 
 def check_stateful(given: Any) -> Mapping[str, Any]:
-    """The argument `stateful` of `attach`. Raises `ConfigError` unless it names objects with both methods."""
+    """`stateful` of `attach`. Raises `ConfigError` unless each object has `state_dict` and `load_state_dict`."""
     if not isinstance(given, Mapping):
         raise ConfigError(
             f"stateful is a {type(given).__name__}: it must map names to objects, as in "
@@ -54,11 +54,11 @@ class SmallState:
         return base64.b64encode(zlib.compress(b"".join(pack(tree)), 9)).decode()
 
     def large(self) -> dict[str, Any]:
-        """The states of the objects that no manifest holds, by name."""
+        """The states of the objects too large for manifests, by name."""
         return dict(self._states(small=False))
 
     def load(self, text: str, where: str) -> set[str]:
-        """Load what `encode` returned; the names of the objects in it. `where`: names the manifest in errors.
+        """Load a result of `encode`; returns the names of the objects in it. `where`: names the manifest in errors.
 
         Raises `RecordInvalid` for any other text.
         """
@@ -83,7 +83,7 @@ class SmallState:
         ]
 
     def set_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
-        """Set what `hyperparameters` returned, if the optimizer has as many groups now."""
+        """Set the hyperparameters to `groups`, if the optimizer has that number of parameter groups."""
         if len(groups) != len(self._optimizer.param_groups):
             log.warning(
                 "the optimizer has %d parameter groups, and had %d when its learning rates were saved: those that the "
@@ -112,7 +112,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _size(tree: Any) -> int:
-    """About the bytes of a nested state."""
+    """The approximate size of a nested state in bytes."""
     match tree:
         case torch.Tensor():
             return tree.numel() * tree.element_size()

@@ -1,7 +1,7 @@
-"""Nested state (dicts and lists of tensors and scalars) as the bytes of one safetensors file, and back.
+"""Encodes nested state (dicts and lists of tensors and scalars) as one safetensors file, and decodes it.
 
 Nothing is pickled: tensors are named by number, the structure around them is JSON in the header. Equal states give
-equal bytes. Which states are saved is decided in `checkpoint`.
+equal bytes. `checkpoint` decides which states are saved.
 """
 
 import json
@@ -47,7 +47,7 @@ def unpack(pieces: Iterable[bytes], where: str) -> Any:
 
 
 def _encode(value: Any, tensors: list[tuple[str, torch.Tensor]], path: str) -> Any:
-    """The structure of a tree as JSON; its tensors are appended to `tensors`, each with its place in the tree."""
+    """The structure of a nested state as JSON; appends its tensors, each with its path in the state, to `tensors`."""
     match value:
         case torch.Tensor():
             if type(value.detach()) is not torch.Tensor or value.layout != torch.strided or value.is_quantized:
@@ -67,7 +67,7 @@ def _encode(value: Any, tensors: list[tuple[str, torch.Tensor]], path: str) -> A
 
 
 def _copied(value: torch.Tensor, path: str) -> torch.Tensor:
-    """A contiguous copy on the CPU, which is held."""
+    """A contiguous copy on the CPU, in memory of the process's budget (`allreduce.spool`)."""
     return held(value.numel(), path, value.dtype).view(value.shape).copy_(value)
 
 

@@ -1,6 +1,6 @@
-"""`VaultScorer`: scores this replica's shares of the vault set when an alarm of the guard waits to be confirmed.
+"""`VaultScorer`: scores this replica's shares of the confirmation set if an alarm of the guard awaits confirmation.
 
-When that is, and what follows, is decided in `guard.vault`.
+`guard.vault` decides when, and judges the scores.
 """
 
 import logging
@@ -24,9 +24,9 @@ _FEWEST = 2  # items of a share, so that it has a variance
 
 
 class VaultScorer:
-    """Scores the base of a round and an earlier one on the same items. `set`: what start.json fixes.
+    """Scores the base of a round and an earlier one on the same items. `set`: the confirmation set for start.json.
 
-    Raises `ConfigError` for fewer than two items for each replica, an item given twice, and one of `heldout_items`.
+    Raises `ConfigError` for fewer than two items per replica, an item given twice, and one of `heldout_items`.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class VaultScorer:
         self._scored: tuple[Any, ...] = ()  # round, roster, and version of the base
 
     def is_of(self, opened: OpenRound) -> bool:
-        """Whether there is nothing to score of the base that the open round starts from."""
+        """Whether nothing (more) is to be scored on the base that the open round starts from."""
         return vault_base(opened.guard) is None or self._scored == _of(opened)
 
     def score(self, shown: ShownBase) -> None:
-        """Score that base, and the base that it is compared with.
+        """Score the base in `shown`, and the earlier base that it is compared with.
 
-        Without the other base, whose payloads may be deleted, nothing is scored. Raises what the scoring function
-        raises, and `ConfigError` if it does not return one number per item.
+        Nothing is scored if the earlier base cannot be rebuilt, because payloads were deleted. Raises errors of the
+        scoring function, and `ConfigError` if it does not return one number per item.
         """
         opened, attempt = shown.open, shown.attempt
         self._scores, self._scored = (), _of(opened)
@@ -73,7 +73,7 @@ class VaultScorer:
         self._scores = tuple(map(_change, dealt, now, before))
 
     def take(self) -> tuple[VaultScore, ...]:
-        """The scores since the last call."""
+        """The score changes measured since the last call, one per share; then empty."""
         taken, self._scores = self._scores, ()
         return taken
 

@@ -91,6 +91,7 @@ def test_a_command_that_cannot_be_had_says_why_and_leaves_the_others_alone(tmp_p
 def test_no_package_can_take_one_of_our_names(tmp_path):
     sites = [installed(tmp_path, "taker", TIDES, status="tides")]
     assert "Show the state of the run" in diloco("status", "--help", sites=sites).stdout
+    assert "registers a command 'status', which is not used" in diloco("--help", sites=sites).stderr
 
 
 def test_a_name_that_nobody_registers_is_a_usage_error(tmp_path):

@@ -119,7 +119,7 @@ def test_a_run_on_an_installed_executor_is_attached_to_by_its_address_alone(inst
     attach = (
         "from diloco_orchestrator import attach\n"
         "run = attach('bucket').resume(rounds=1)\n"
-        "print(run.wait().status, type(run._executor).__module__, run._executor.queue)\n"
+        "print(run.wait().status, type(run._means.executor).__module__, run._means.executor.queue)\n"
     )
     done = python(attach, site, cwd=project)
     assert done.stdout.splitlines()[-1:] == ["completed their_module night"], done.stdout + done.stderr

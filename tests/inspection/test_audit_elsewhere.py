@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import own_loops
 import pytest
 from dishonest_workloads import LIAR, LIE
 from real_runs import FAST
@@ -55,6 +56,16 @@ def test_the_command_audits_a_run_over_s3_with_the_credentials_of_its_environmen
     assert done.returncode == 0, done.stderr
     assert "2 of 2 ranges" in done.stdout or "All of the run" in done.stdout
     assert server.secret not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kind", own_loops.KINDS)
+def test_own_optimizers_bf16_workers_and_accumulation_are_repeated_bit_for_bit_after_a_kill(kind, tmp_path: Path):
+    settings = {"replicas": 2, "rounds": 3, "sync_every": 4, **FAST, "args": {"folder": str(tmp_path), "kind": kind}}
+    executor = LocalProcessExecutor(tmp_path / "executor")
+    assert launch("own_loops:train", store=str(tmp_path / "bucket"), executor=executor, **settings).wait()
+    assert (tmp_path / "killed").exists()
+    done = audit_run(str(tmp_path / "bucket"), draw=6, seed=1)
+    assert [(each.outcome, each.words) for each in done.findings] == [(Outcome.EQUAL, "")] * 6
 
 
 @pytest.mark.parametrize("kind", ["trainer", "grpo"])

@@ -15,6 +15,7 @@ from decided_runs import (
     buffer_score,
     claimed,
     collect,
+    contribution,
     filled,
     normalised,
     play_round,
@@ -25,10 +26,12 @@ from decided_runs import (
     trained,
 )
 from in_one_process import SmallRun
-from protocol_fleet import Fleet, play, report
+from protocol_fleet import BY_HAND, Fleet, play, report
 from tiny_workloads import heldout, mlp
 
 from diloco_orchestrator import whatif
+from diloco_orchestrator.allreduce.vectors import FlatTensors
+from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
@@ -125,6 +128,38 @@ def test_a_later_round_with_the_settings_that_a_resume_gave_it():
     assert found.digest != found.digest_as_it_was == claimed(slower, 4)
     with pytest.raises(ConfigError, match=r"round 2 of .* left no base"):
         asked(slower.store, 2, without=[2])
+
+
+def played_with_a_late_replica(rounds: int, silent: tuple[int, int] = (0, 0), **settings: Any) -> Fleet:
+    """Replica 3 answers round 2 after its commit, and carries that work into round 3. `silent`: a round, and who
+    abstains in it."""
+    clock = ManualClock()
+    fleet = Fleet(**{"replicas": 4, "rounds": 9, "quorum": None, "timing": BY_HAND, "guard": "off", **settings})
+    participants = [fleet.join(replica_id, clock=clock) for replica_id in range(4)]
+    for round_ in range(1, rounds + 1):
+        clock.advance(2.0)
+        in_time, late = (participants[:3], participants[3:]) if round_ == 2 else (participants, [])
+        for taking in (in_time, late):
+            for replica_id, each in ((p._attempt.replica_id, p) for p in taking):
+                delta = contribution(round_, replica_id)
+                if (round_, replica_id) == silent:
+                    delta = FlatTensors([torch.full((12,), float("nan"))])
+                each._contributor.contribute_delta(delta, replace(report(), tokens=100 + replica_id))
+            for each in taking:
+                each.close()
+    return fleet
+
+
+@pytest.mark.parametrize("settings", [{}, {"weights": "tokens", "codec": "bf16"}])
+def test_in_later_rounds_with_carried_contributions_and_without_each_replica(settings):
+    usual = played_with_a_late_replica(5, **settings)
+    carried = usual.commits()[2].answers[3]
+    assert [origin.round for origin in carried.origins] == [2, 3] and carried.averaged
+    for round_, replica_id in ((2, 1), (3, 3), (3, 0), (4, 3)):
+        other = played_with_a_late_replica(round_ + 1, (round_, replica_id), **settings)
+        assert asked(usual.store, round_, without=[replica_id]).digest == claimed(other, round_)
+        onward = asked(usual.store, round_, {"until": 4}, without=[replica_id])
+        assert onward.digest_as_it_was == claimed(usual, 4) != onward.digest
 
 
 def test_real_training_with_other_weights_and_rates_and_the_scores_that_its_replicas_logged():

@@ -19,10 +19,12 @@ def run_example(name: str, *args: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
-def test_every_example_is_tried_here():
+def test_every_example_is_tried_here_and_listed():
     tried = "".join(path.read_text() for path in [Path(__file__), *(ROOT / "tests" / "examples").glob("*.py")])
     assert all(f'"{path.name}"' in tried for path in EXAMPLES.glob("*.py"))
+    listed = (EXAMPLES / "README.md").read_text()
+    names = {path.name for path in EXAMPLES.iterdir()} - {"README.md", "__init__.py", "__pycache__"}
+    assert [name for name in sorted(names) if f"({name}" not in listed] == []
 
 
 @pytest.mark.slow

@@ -13,6 +13,8 @@ HEADER = "444c434f0100{codec}0600000000000000"
 GOLDEN = {
     "fp32": HEADER.format(codec="0100") + "000000000000803f000020c0db0f4940c216010000e07fc7",
     "bf16": HEADER.format(codec="0200") + "0000803f20c04940010080c7",
+    "int8": HEADER.format(codec="0300") + "e4f10044000000000081",
+    "int4": HEADER.format(codec="0400") + "db361246888818",
 }
 
 
@@ -66,9 +68,9 @@ def test_an_unknown_codec_is_refused_with_the_nearest():
 
 @pytest.mark.parametrize("codec", codecs.CODECS)
 def test_blocks_encode_to_the_bytes_of_the_whole(codec: str):
-    values = torch.cat([VALUES, torch.tensor([torch.nan, 3.4028235e38, -torch.inf])])
+    values = torch.cat([VALUES, torch.tensor([torch.nan, 3.4028235e38, -torch.inf]), torch.arange(300.0)])
     found, whole = codecs.get_codec(codec), codecs.encode(values, codec)
-    blocks = [found.encode_block(each) for each in values.split(2)]
+    blocks = [found.encode_block(each) for each in values.split(max(2, found.group))]
     assert b"".join([found.header(values.numel()), *(each.data for each in blocks)]) == whole
     encoded = codecs.Encoded(whole, codec, values.numel())
     assert sum(each.measure.nonfinite for each in blocks) == encoded.measure().nonfinite

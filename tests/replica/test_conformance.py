@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import own_loops
 import pytest
 import torch
 from cli_support import diloco
@@ -166,6 +167,14 @@ def test_other_faults(fault: str, row: str):
 def test_a_process_that_does_not_end_fails_and_is_killed():
     report = check_replica("tiny_workloads:train", args={"pause_s": 3600}, limit_s=10)
     assert report.failed == ["completes"] and "took longer than the limit" in report["completes"].detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", own_loops.KINDS)
+def test_loops_as_people_write_them_are_sound(kind: str):
+    report = check_replica("own_loops:train", args={"kind": kind})
+    report.raise_if_unsound()
+    assert report["saved"].outcome == report["resumed"].outcome == "passed", str(report)
 
 
 CORPUS = "corpus"  # as an argument: the folder that `corpus` makes

@@ -5,6 +5,7 @@ constant gradient.
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -17,6 +18,8 @@ from virtual_time import Process, VirtualClock, VirtualTime
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.store.base import ObjectInfo
+from diloco_orchestrator.store.memory import MemoryStore
 from replica.attempt.attempt import claim_attempt
 from replica.context import ReplicaContext, ReplicaSession
 
@@ -265,3 +268,40 @@ def _manifests(world: World, replica_id: int) -> list[Contribution]:
     reader = ContributionReader(world.fleet.store)
     found = (reader.of(commit.round, replica_id) for commit in world.fleet.commits())
     return [manifest for manifest in found if manifest is not None]
+
+
+class CountsByRound(MemoryStore):
+    """Counts calls by what they ask for, since the last `calls.clear()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        self.calls[f"GET {key.split('/')[0]}"] += 1
+        return super().get(key, start, end)
+
+    def create(self, key: str, data: bytes) -> bool:
+        self.calls["PUT"] += 1
+        return super().create(key, data)
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        self.calls["LIST"] += 1
+        return super().list(prefix, start_after)
+
+
+@pytest.mark.parametrize(
+    "timings",
+    [
+        pytest.param([Timing(jitter=0.1) for _ in range(4)], id="jitter"),
+        pytest.param([Timing(jitter=0.1) for _ in range(3)] + [Timing(1.3, 0.1)], id="one 30 % slower"),
+    ],
+)
+def test_who_waits_at_the_end_of_a_round_asks_seldom_before_the_others_are_expected(timings):
+    store, rounds = CountsByRound(), 20
+    world = run(timings, rounds=rounds, store=store)
+    calls = store.calls
+    # Four replicas write payload and manifest and read those of three others; one writes the commit, three read it.
+    assert len(training_rounds(world)) == rounds
+    assert calls["PUT"] / rounds < 4 + 4 + 3 and calls["GET rounds"] / rounds < 12 + 12 + 3 + 9
+    assert calls["LIST"] / rounds < 4 * 5 and calls["GET legs"] / rounds < 3

@@ -45,6 +45,14 @@ def noisy(items: list[int]) -> tuple[list[int], float]:
 LOADERS: dict[str, Any] = {
     "shuffled": lambda: DataLoader(range(7), batch_size=2, shuffle=True, collate_fn=noisy),  # type: ignore[arg-type]
     "own order": lambda: DataLoader(range(7), batch_size=2, sampler=OwnOrder(), collate_fn=noisy),  # type: ignore[arg-type]
+    "persistent workers": lambda: DataLoader(
+        range(7),  # type: ignore[arg-type]
+        batch_size=2,
+        shuffle=True,
+        num_workers=1,
+        persistent_workers=True,
+        collate_fn=list,
+    ),
     "no batches": lambda: DataLoader(range(7), batch_size=None, shuffle=True),  # type: ignore[arg-type]
     "iterable": lambda: DataLoader(Endless(), batch_size=2, collate_fn=noisy),
     "list": lambda: [[0, 1], [2, 3], [4]],
@@ -56,7 +64,12 @@ def draw(stream: LoaderStream, count: int) -> list[Any]:
     return [(next(stream), float(torch.rand(()))) for _ in range(count)]
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+def slow_with_workers(kinds: Any) -> list[Any]:
+    """The same as parameters; those whose loaders start processes are slow."""
+    return [pytest.param(kind, marks=[pytest.mark.slow] if "workers" in kind else []) for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", slow_with_workers(LOADERS))
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_restart_after_any_batch_goes_on_with_the_next(kind: str, replicas: int):
     rng.seed_all(1)
@@ -100,7 +113,7 @@ ORDERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", ORDERS)
+@pytest.mark.parametrize("kind", slow_with_workers(ORDERS))
 def test_replicas_with_random_numbers_of_their_own_train_no_item_twice_in_an_epoch(kind: str):
     epochs: list[list[int]] = [[], [], []]
     for replica_id in (0, 1):
@@ -170,11 +183,27 @@ def test_orders_are_compared_within_an_epoch_and_with_whatever_a_manifest_holds(
     one.dealt.compare(0, [said(other, 1), *(said(other, 1, cursor) for cursor in strange)])
 
 
-def test_an_order_that_comes_out_otherwise_after_a_restart_is_refused():
-    first, again = (LoaderStream([[i + late] for i in range(6)], 0, 2) for late in (0, 1))
-    next(first)
+class CountsItsEpochs(torch.utils.data.Sampler[int]):
+    """Draws each order from the number of epochs that this object has seen, which nobody saves."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(torch.randperm(8, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+@pytest.mark.parametrize("replicas", [2, 1])
+def test_another_order_after_a_restart_is_refused_where_batches_are_dealt_and_else_said(replicas: int, caplog: Any):
+    loaders = [DataLoader(range(8), sampler=CountsItsEpochs()) for _ in range(2)]  # type: ignore[arg-type]
+    first, again = (LoaderStream(each, 0, replicas) for each in loaders)
+    draw(first, 9)
     again.load_state_dict(first.state_dict())
-    with pytest.raises(ConfigError, match="batch 1 of epoch 0 is another than the earlier attempt of this"):
+    if replicas == 1:
+        next(again)
+        assert "batch 1 of epoch 1 is another than the earlier attempt of this replica drew" in caplog.text
+        return
+    with pytest.raises(ConfigError, match="batch 1 of epoch 2 is another than the earlier attempt of this"):
         next(again)
 
 

@@ -173,6 +173,20 @@ def test_only_adapters_travel_and_the_base_model_stays(tmp_path: Path):
     assert verify(str(tmp_path / "run" / "bucket")).agrees
 
 
+@pytest.mark.parametrize("adapters", ["mean", "exact"])
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"lora_alpha": 8}, "has lora_alpha=[48], that of the run|has the scaling [24], the run's"),
+        ({"use_rslora": True}, "has use_rslora=(True|False), that of the run|has the scaling 2"),
+        ({"r": 4}, r"ModelMismatch: .*lora_A.*\[[24], 16\]"),
+    ],
+)
+def test_an_adapter_of_another_scaling_or_rank_is_refused(adapters: str, own: Any, words: str, tmp_path: Path):
+    with pytest.raises(RunFailed, match=words):
+        launched(tmp_path, "train_lora", args={"adapter_of_replica_1": own}, adapters=adapters)
+
+
 TRIPWIRE = {"rule": "heldout", "max_proxy_real_gap": 0.1, "min_steps": 5}
 
 

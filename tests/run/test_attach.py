@@ -44,7 +44,7 @@ def test_an_attempt_whose_coordinator_died_while_launching_it_is_adopted(start, 
     """Its handle is missing from the bucket; the process runs."""
     run = start("train_holding", args={"folder": str(tmp_path), "hold": [0, 1]})
     wait_for(lambda: (tmp_path / "held-0").exists() and (tmp_path / "held-1").exists(), "both are in round 2")
-    handle = run._executor.find(run._coordinator.reader.run.run_id)[1]
+    handle = run._means.executor.find(run._coordinator.reader.run.run_id)[1]
     (tmp_path / "bucket" / "replicas/1/attempts/1/handle.json").unlink()
     other = attach(run.url, executor=LocalProcessExecutor(tmp_path / "executor"))
     (tmp_path / "release").touch()

@@ -102,7 +102,7 @@ def test_what_most_follow_may_change_until_it_is_final():
 def test_half_of_the_replicas_outvote_nobody():
     bucket = Bucket().follows(0, seed=0).follows(1, seed=1).follows(2, seed=1)
     starts = bucket.starts(replicas=4)
-    starts.follow(Entry(start(0), sha256(0)), take=keys.SHARED_TAKE)
+    starts.adopt(Entry(start(0), sha256(0)), take=keys.SHARED_TAKE)
     assert starts.outvoted_by() is None
     bucket.follows(3, seed=1)
     assert starts.outvoted_by() == sha256(1)

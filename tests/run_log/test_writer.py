@@ -7,7 +7,7 @@ from diloco_orchestrator.protocol.attempt_records import Claim, Heartbeat, Inten
 from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import By, Halt, Out
-from diloco_orchestrator.run_log.reader import Reader
+from diloco_orchestrator.run_log.reader import read
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.memory import MemoryStore
 
@@ -21,7 +21,7 @@ def test_a_record_is_created_once_under_the_key_that_it_names():
     store = MemoryStore()
     writer = Writer(store, Role.COORDINATOR)
     created = writer.create(OUT)
-    assert created is not None and created == Reader(store).read(Out, keys.out(2, 3))
+    assert created is not None and created == read(store, Out, keys.out(2, 3))
     assert writer.create(OUT) is None
 
 
@@ -30,7 +30,7 @@ def test_a_heartbeat_is_overwritten():
     writer = Writer.of_attempt(store, 1, 2)
     for counter in (1, 2):
         writer.overwrite(BEAT.model_copy(update={"counter": counter}))
-    found = Reader(store).read(Heartbeat, keys.heartbeat(1, 2))
+    found = read(store, Heartbeat, keys.heartbeat(1, 2))
     assert found is not None and found.record.counter == 2
 
 

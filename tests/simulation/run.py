@@ -1,8 +1,8 @@
 """Plays many seeds on all cores: `make simulate SEEDS=100000`, or one with its log: `make simulate SEED=7`.
 
 With `WIDE=1` the runs have more replicas, settings and faults, with `FLIPS=1` they are those in which bits flip in
-memory; `--kind all` plays every kind in turn. Each line printed names the seeds that were played, so an interrupted
-call goes on with `--first`.
+memory, with `FORGED=1` those in which somebody forges records; `--kind all` plays every kind in turn. Each line printed
+names the seeds that were played, so an interrupted call goes on with `--first`.
 """
 
 import argparse
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from simulation import simulate, simulate_flips, simulate_wide
+from simulation import simulate, simulate_flips, simulate_forged, simulate_wide
 
-KINDS = {"plain": simulate, "flips": simulate_flips, "wide": simulate_wide}
+KINDS = {"plain": simulate, "flips": simulate_flips, "wide": simulate_wide, "forged": simulate_forged}
 MOST_TOGETHER = 50  # seeds that one process plays for one line of output
 
 

@@ -170,10 +170,10 @@ def test_without_healing_it_is_caught(monkeypatch):
 
 
 def test_without_groups_it_is_caught(monkeypatch):
-    """The decider's own digest is law: the flip of the machine that decides is everybody's."""
+    """The decider's own digest is law: the flip of the machine that decides is everybody's, whichever one that is."""
     monkeypatch.setattr(close_round, "shared_claim", lambda claims, own, own_is_rebuilt: own)
     monkeypatch.setattr(BaseClaims, "contradicted", lambda self, claims: frozenset())
-    assert caught(3, None)
+    assert any(caught(3, None, who) for who in range(3))
 
 
 def test_if_wrong_work_is_carried_it_is_caught(monkeypatch):

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from simulation import MOST_CLOSES, Simulation, simulate, simulate_wide
-from simulation_plan import Plan, calm, plan_of, wide_plan_of
+from simulation import MOST_CLOSES, Simulation, simulate, simulate_forged, simulate_wide
+from simulation_plan import NextLeg, Plan, calm, plan_of, wide_plan_of
 from simulation_store import InvariantBroken
 
 from diloco_orchestrator.allreduce import aggregate, agreement
@@ -19,6 +19,7 @@ from diloco_orchestrator.outer.arithmetic import nesterov_step
 from diloco_orchestrator.protocol import keys, weights
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
 from diloco_orchestrator.protocol.weights import Shares, shares_of
+from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.run_log.run_log import RunLog
 from replica.attempt.attempt import Attempt
@@ -103,6 +104,54 @@ def test_no_work_is_lost_or_counts_twice_though_an_attempt_that_was_called_dead_
     simulation = Simulation(plan)
     simulation.run()
     assert plan.lies and {attempt for replica_id, attempt in simulation.replicas if replica_id == plan.lies[0][1]} > {1}
+
+
+def after_commit(plan: Plan, round_: int) -> float:
+    """A second after the commit of a round: everybody has taken its outer step, and none the next one."""
+    simulation = Simulation(plan)
+    simulation.play()
+    return simulation.bucket.written_at[keys.commit(round_)] + 1.0
+
+
+def test_work_that_was_carried_on_a_wrong_base_is_dropped_once_the_base_is_healed():
+    """A bit flips in replica 1's base; a void commit averages nobody, so it carries its work into the next round."""
+    plan = calm(rounds=5, no_commits=((3, b"junk"),))
+    simulation = Simulation(dataclasses.replace(plan, flips=((after_commit(plan, 1), 1, "after step"),)))
+    commits = simulation.run()
+    manifest = ContributionReader(simulation.bucket).of(5, 1)
+    assert simulation.flipped and commits[-1].stop == "completed" and manifest is not None
+    assert {origin.round for origin in manifest.dropped} == {3, 4} and {o.round for o in manifest.origins} == {5}
+
+
+def test_a_new_leg_loads_no_state_that_a_lone_replica_trained_from_a_wrong_base():
+    """The bit flips in the average of the last round but one; in the next leg only a rebuild tells that it did."""
+    settings = {"quorum": "all", "replica_state": "round"}
+    plan = calm(replicas=1, paces=(1.0,), settings=settings, next_leg=NextLeg(rounds=1))
+    simulation = Simulation(dataclasses.replace(plan, flips=((after_commit(plan, 2), 0, "average"),)))
+    assert simulation.run()[-1].leg == 2 and simulation.flipped
+    assert [manifest.round for manifest in simulation.loaded] == [3]  # the last round's was trained from the wrong base
+
+
+@pytest.mark.slow
+def test_a_leg_ends_though_the_store_lost_a_payload_that_its_last_base_needs():
+    """Both replicas give up, and the coordinator cannot write the last snapshot: the result says what is gone."""
+    simulation = simulate_wide(2000312)
+    result = RunLog(simulation.bucket).result(1)
+    assert result is not None and result.status == "failed"
+    assert "rounds/00000006/payload/0/2/0.bin" in result.reason and "--from-round 4" in result.reason
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.slow) for seed in (29, 2000475, 5000176, 5000475)]
+)
+def test_wide_seeds_that_once_found_a_bug(seed: int):
+    simulate_wide(seed)
+
+
+@pytest.mark.parametrize("seed", [57, 16, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(58, 90))])
+def test_what_somebody_forges_breaks_no_invariant_of_the_others(seed: int):
+    """The only replica is killed, and an exit record calls it superseded; replicas are given up, legs are forged, …"""
+    assert simulate_forged(seed).forged_keys
 
 
 def test_the_same_seed_gives_the_same_trace():

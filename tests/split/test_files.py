@@ -1,6 +1,7 @@
 """`diloco split` on files: formats, determinism, and errors that name the place."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from diloco_orchestrator.cli.main import diloco
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.split.content import item_hash
 from diloco_orchestrator.split.manifest import HeldoutManifest
+from diloco_orchestrator.split.split import HeldoutSplit
 
 
 def rows(count: int = 60) -> list[dict[str, object]]:
@@ -146,12 +148,23 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     assert "exists and is not empty: a split never overwrites" in refused(tmp_path / "a.txt")
 
 
-def test_near_duplicates_without_their_library_say_what_to_install(monkeypatch):
-    from diloco_orchestrator.split import near_duplicates
-
-    def missing(name: str) -> None:
-        raise ImportError(name)
-
-    monkeypatch.setattr(near_duplicates, "import_module", missing)
-    with pytest.raises(ConfigError, match=r"datasketch is not installed: pip install 'diloco-orchestrator\[data\]'"):
-        near_duplicates.NearDuplicates(0.5)
+def test_the_command_says_by_which_rule_items_are_excluded_with_examples_and_which_groups_are_one(tmp_path):
+    words = [" ".join(f"word{(7919 * n + 104729 * i * i) % 5003}" for i in range(40)) for n in range(60)]
+    given = [{"text": text, "repo": f"Repo{n % 20}"} for n, text in enumerate(words)]
+    given += [{"text": text, "repo": f"repo{n % 20}"} for n, text in enumerate(f"another text {n}" for n in range(20))]
+    trained = next(f"g{n}" for n in range(99) if not HeldoutSplit(share=0.3).holds_out(f"g{n}"))
+    given += [{"text": text.upper() + ".", "repo": trained} for text in words]
+    given += [{"text": f"{words[n - 7]} {text} {words[n - 9]}", "repo": trained} for n, text in enumerate(words)]
+    source = jsonl(tmp_path / "a.jsonl", given)
+    command = ["split", str(source), "--group", "repo", "--share", "0.3", "--out"]
+    said = CliRunner().invoke(diloco, [*command, str(tmp_path / "out")], catch_exceptions=False).stdout
+    report = json.loads(CliRunner().invoke(diloco, [*command, str(tmp_path / "o2"), "--json"]).stdout.splitlines()[-1])
+    by_rule = report["excluded_by"]
+    assert by_rule["equal"] > 5 and by_rule["contains"] > 5 and sum(by_rule.values()) == report["excluded"]
+    assert re.search(rf"equal +{by_rule['equal']}  a\.jsonl:\d+ is equal to a\.jsonl:\d+; a\.jsonl", said)
+    assert re.search(
+        rf"contains +{by_rule['contains']}  a\.jsonl:\d+ is longer and holds most of a\.jsonl:\d+ \(", said
+    )
+    assert "This is more than 10% of the items that are not held out" in said
+    assert "20  of several spellings count as one each, such as 'Repo0', 'repo0'" in said
+    assert report["groups_of_several_spellings"] == 20

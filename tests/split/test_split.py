@@ -1,17 +1,21 @@
 """`HeldoutSplit`: which items are held out, and that nothing of them is left in training."""
 
+import json
 import random
 import unicodedata
 from dataclasses import replace
 from hashlib import sha256
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.split.content import item_hash, merkle_root
+from diloco_orchestrator.split.content import item_hash, merkle_root, normal_form
 from diloco_orchestrator.split.manifest import HeldoutManifest
-from diloco_orchestrator.split.near_duplicates import grams
-from diloco_orchestrator.split.split import HeldoutSplit, Side, SplitItem
+from diloco_orchestrator.split.near_duplicates import Rule
+from diloco_orchestrator.split.split import Exclusion, HeldoutSplit, Side, SplitItem
 
 
 def items(count: int, groups: int = 0, words: int = 40) -> list[SplitItem]:
@@ -36,9 +40,41 @@ def side_of(split: HeldoutSplit, given: list[SplitItem]) -> dict[str, Side]:
 def test_reformatting_does_not_make_another_item():
     composed, decomposed = "caf\u00e9  au\tlait\n", "cafe\u0301 au lait"
     assert composed != decomposed == unicodedata.normalize("NFD", "café au lait")
-    assert item_hash(composed) == item_hash(decomposed) != item_hash("Café au lait")
-    assert item_hash({"q": composed, "n": 1}) == item_hash({"n": 1, "q": decomposed})
+    assert item_hash(composed) == item_hash(decomposed) != item_hash("cafe au lait")
+    assert item_hash({"q": composed, "n": 1}) == item_hash({"n": 1.0, "q": decomposed})
     assert item_hash("1") != item_hash(1) != item_hash(b"1")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "THE “FIFTH” OFFICE: No 12 - IT'S OPEN",
+        'the "ﬁfth" oﬃce: no 12 - it\'s open.',
+        "The \u201efif\u00adth\u201c of\u200bfice: \u2116 12 \u2014 it\u2019s open!",
+        "\uff34\uff48\uff45 \u00abfifth\u00bb office: no \uff11\uff12 \u2212 it's open",
+        "'The \"fifth\" office: no \u0661\u0662 \u2013 it's open'...",
+    ],
+)
+def test_case_width_invisible_characters_quotes_dashes_and_a_dot_at_the_end_make_no_other_item(written):
+    plain = 'the "fifth" office: no 12 - it\'s open'
+    assert item_hash(written) == item_hash(plain) == sha256(b"text\0" + plain.encode()).digest()
+    assert item_hash(written, form=1) != item_hash(plain, form=1)
+    assert item_hash(written.lower().replace("open", "shut")) != item_hash(plain)
+
+
+def test_json_is_compared_by_its_values_whether_text_or_parsed():
+    value = {"question": "Why?", "steps": [1, 2.5, {"a": None}]}
+    shuffled = '{ "steps": [1.0, 2.50, {"a": null}],\n "question": "WHY" }'
+    assert item_hash(shuffled) == item_hash(value) == item_hash(json.dumps(value))
+    assert item_hash(shuffled) != item_hash(shuffled.replace("2.50", "2.51"))
+    for broken in ("{not json}", "[NaN]", "[" * 99_999 + "]" * 99_999, "[" * 400 + "]" * 400, "{\ud800}"):
+        assert item_hash(broken) == item_hash(broken + " ") != item_hash("other")
+
+
+@given(st.text())
+def test_a_normal_form_is_its_own_and_that_of_every_canonical_form(text):
+    form = normal_form(text)
+    assert form == normal_form(form) == normal_form(unicodedata.normalize("NFD", text))
 
 
 def test_the_hash_is_pinned():
@@ -107,30 +143,53 @@ def test_equal_items_in_several_groups_are_not_on_both_sides_and_are_scored_once
     copies = [SplitItem("z1", held.content + " ", trained), SplitItem("z2", "  " + held.content, held.group)]
     done = split.split([*given, *copies])
     assert done.sides[-2:] == (Side.EXCLUDED, Side.EXCLUDED)
-    assert done.why["z1"] == done.why["z2"] == f"equal to {held.id}"
+    assert done.why["z1"] == done.why["z2"] == Exclusion(Rule.EQUAL, held.id)
     training = {item_hash(i.content) for i, s in zip([*given, *copies], done.sides, strict=True) if s is Side.TRAIN}
     assert not training & set(done.manifest.forbidden())
     assert len(done.manifest.items) == done.count(Side.HELDOUT)
 
 
-def test_near_duplicates_of_held_out_texts_are_left_out_of_training():
-    pytest.importorskip("datasketch", reason="needs the extra data")
-    split, given = HeldoutSplit(share=0.3, near_duplicates=0.5), items(80, words=100)
-    held = [item for item, side in zip(given, split.split(given).sides, strict=True) if side is Side.HELDOUT]
-    trained = next(group for group in (f"g{i}" for i in range(99)) if not split.holds_out(group))
-    words = held[0].content.split()
-    near = SplitItem("near", " ".join([*words[:10], "other", *words[11:]]).upper(), trained)
-    far = SplitItem("far", " ".join(words[:40] + ["x"] * 60), trained)
-    done = split.split([*given, near, far])
-    assert done.sides[-2:] == (Side.EXCLUDED, Side.TRAIN)
-    assert done.why["near"].startswith(f"near {held[0].id} (similarity about 0.")
-    assert item_hash(near.content) in done.manifest.forbidden() and len(done.why) == 1
-    assert side_of(replace(split, near_duplicates=None), [*given, near])["near"] is Side.TRAIN
+def test_groups_whose_keys_are_one_in_normal_form_lie_on_one_side():
+    split = HeldoutSplit(share=0.3)
+    keys = [key for n in range(40) for key in (f"Repo{n}", f"repo{n}", n, str(n))]
+    given = [SplitItem(f"item{i}", f"text {i}", key) for i, key in enumerate(keys)]
+    done = split.split(given)
+    sides: dict[str, set[Side]] = {}
+    for item, side in zip(given, done.sides, strict=True):
+        sides.setdefault(str(item.group).lower(), set()).add(side)
+    assert all(len(found) == 1 for found in sides.values()) and len(sides) == 80
+    assert len(done.spellings) == 80 and ("Repo7", "repo7") in done.spellings and ("7", "7") in done.spellings
+    # Each spelling is drawn as before: what was held out without the others still is.
+    for key in ("Repo7", "repo7", 7, "7"):
+        if split.holds_out(key):
+            assert sides[str(key).lower()] == {Side.HELDOUT}
 
 
-def test_grams_are_of_thirteen_words():
-    text = " ".join(map(str, range(20)))
-    assert len(grams(text)) == 8 and grams("One, two.") == {b"one two"} and grams("--") == set()
+# -- a split of an earlier version ------------------------------------------------------------------------------------
+
+OLD = Path(__file__).parent / "golden/manifest_v1.json"  # version 0.3.0 before normal forms wrote it
+
+
+def old_items() -> list[SplitItem]:
+    given = [SplitItem(f"i{n:02d}", f"Item  {n} of Many\u00e9.", f"Repo{n % 12}") for n in range(48)]
+    return [*given, SplitItem("copy", "item 3 of  Manye\u0301.", "Repo1"), SplitItem("made", "made", "x", ("i05",))]
+
+
+def test_an_earlier_versions_manifest_keeps_its_bytes_and_its_comparison():
+    manifest = HeldoutManifest.read(OLD)
+    assert manifest.version == 1 and manifest.to_bytes() == OLD.read_bytes()
+    name = next(each.id for each in manifest.items if each.id.startswith("i"))
+    held = next(item.content for item in old_items() if item.id == name)
+    assert manifest.hashes()[manifest.hash_of({"text": held + "\n"})] == name
+    assert manifest.hash_of(held.upper()) not in manifest.forbidden()
+
+
+def test_a_new_split_of_the_same_data_holds_out_what_the_earlier_one_did_and_records_its_form():
+    done = HeldoutSplit(share=0.3, salt="old").split(old_items())
+    new, old = (set(manifest.hashes().values()) for manifest in (done.manifest, HeldoutManifest.read(OLD)))
+    assert new == old and done.manifest.version == 2
+    held = next(item.content for item in old_items() if item.id in new)
+    assert done.manifest.hash_of(held.upper() + "!") in done.manifest.forbidden()
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
@@ -163,7 +222,8 @@ def test_a_manifest_reads_back_and_a_changed_one_is_refused(tmp_path):
     for text, words in (
         ("\n".join([*lines[:first], *lines[first + 1 :]]), "not those of its root"),
         (path.read_text().replace('"kind"', '"kin"'), "has a wrong kin"),
-        ("{}", "is not a held-out manifest of version 1"),
+        ("{}", "is not a held-out manifest of version 1 to 2"),
+        (path.read_text().replace('"version": 2', '"version": 3'), "is not a held-out manifest of version 1 to 2"),
         ("{", "is not JSON"),
     ):
         path.write_text(text)

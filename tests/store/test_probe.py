@@ -154,3 +154,17 @@ class SecondPerCall(MemoryStore):
     def delete(self, key: str) -> None:
         self._clock.sleep(1.0)
         super().delete(key)
+
+
+class KeepsAll(MemoryStore):
+    """As a bucket whose credentials may not delete, or one with object lock."""
+
+    def delete(self, key: str) -> None:
+        raise StoreDenied("cannot delete: AccessDenied.")
+
+
+def test_where_nothing_may_be_deleted_a_run_begins_and_the_test_objects_are_named(caplog: pytest.LogCaptureFixture):
+    store = KeepsAll()
+    probe(store)
+    left = [info.key for info in store.list("")]
+    assert len(left) == 2 and all(key in caplog.text for key in left)

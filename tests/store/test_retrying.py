@@ -255,19 +255,37 @@ def test_refusals_after_a_long_outage_have_their_whole_time():
     assert found.get("key") == b"back"
 
 
-def test_refusals_with_an_outage_between_them_are_not_in_a_row():
+def test_refusals_with_a_long_outage_between_them_are_not_in_a_row():
     """All together they last longer than the ten minutes of one row."""
     store, clock = FaultyStore(), ManualClock()
     found = reached(store, clock)
 
     class Disturbed(FaultyStore):
         def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-            if clock.now() < 900.0:
-                raise StoreUnavailable("503.") if 400.0 < clock.now() < 450.0 else StoreDenied(FORBIDDEN)
+            if clock.now() < 1200.0:
+                raise StoreUnavailable("503.") if 400.0 < clock.now() < 750.0 else StoreDenied(FORBIDDEN)
             return b"back"
 
     found._opened.store = Disturbed()
     assert found.get("key") == b"back"
+
+
+def test_a_refusal_that_recurs_between_other_faults_is_final_after_ten_minutes():
+    store, clock = FaultyStore(), ManualClock()
+    found = reached(store, clock)
+
+    class RefusesInTurn(FaultyStore):
+        tries = 0
+
+        def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+            self.tries += 1
+            raise StoreUnavailable("503.") if self.tries % 2 else StoreDenied(FORBIDDEN)
+
+    found._opened.store = RefusesInTurn()
+    began = clock.now()
+    with pytest.raises(StoreDenied):
+        found.get("key")
+    assert 600.0 <= clock.now() - began < 660.0
 
 
 def test_a_store_that_refuses_has_been_reached():

@@ -289,6 +289,7 @@ ROWS = [
     (replace(SOUGHT, cancelled_at=879.9), Tick(), HUNG),
     # ended
     (SUPERSEDED, ClaimLost(), Unreachable(NOW, None, "claim lost")),
+    (Unreachable(990.0, None, "claim lost"), ExitSeen(76, "forged"), Unreachable(990.0, None, "claim lost")),
     (SUPERSEDED, Tick(), SUPERSEDED, FindSuccessor()),
     (HUNG, Tick(), HUNG),
     (HUNG, LegStopped(), HUNG),

@@ -14,6 +14,7 @@ from diloco_orchestrator.protocol.legs import BaseScores, bases
 from diloco_orchestrator.protocol.records import Begin
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
 
@@ -247,3 +248,22 @@ def test_a_leg_whose_replicas_died_at_its_end_gets_its_result_and_its_snapshot_f
     assert result is not None and (result.status, result.round, result.outer_steps) == ("halted", 3, 3)
     assert result.commit_sha256 == sha256_hex(fleet.store.get(keys.commit(3)))
     assert RunLog(fleet.store).snapshots() == [0, 3]
+
+
+def test_a_leg_ends_and_is_resumed_though_the_store_lost_a_payload_that_its_last_base_needs(caplog):
+    fleet, _ = halted([0.1, 0.5, 0.9], snapshot_every=100)
+    run_log = RunLog(fleet.store)
+    write_rebuilt_snapshot(run_log, 2, STAMP)
+    lost = keys.payload(3, 0, 1, 0)
+    fleet.store.delete(lost)
+    ending(fleet).finalize()
+    result = run_log.result(1)
+    assert result is not None and (result.status, result.round) == ("halted", 3)
+    words = [
+        message for message in caplog.messages if "ends without a snapshot of its last base, of round 3" in message
+    ]
+    assert len(words) == 1 and lost in words[0] and "--from-round 2" in caplog.text
+    with pytest.raises(ConfigError, match=rf"{lost} .*is gone.*--from-round 2"):
+        resume(fleet)
+    resume(fleet, from_round=2)
+    assert run_log.begins()[-1].from_round == 2

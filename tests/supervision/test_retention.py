@@ -98,7 +98,9 @@ def test_a_snapshot_without_its_files_replaces_no_payload(forged):
 def test_a_round_that_cannot_be_rebuilt_any_more_is_told_with_the_nearest_snapshot():
     fleet, _ = fleet_of()
     collect(fleet, NEEDED)
-    with pytest.raises(ConfigError, match=r"round 3 .* payloads that it needs were deleted.*0, 2, 4, 6; the nearest"):
+    with pytest.raises(
+        ConfigError, match=r"round 3 .* rounds/00000003/payload/0/1/0\.bin .*is gone.*0, 2, 4, 6; the nearest"
+    ):
         rebuild_files(RunLog(fleet.store), 3)
 
 

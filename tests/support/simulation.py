@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from simulation_checks import check
+from simulation_forgeries import forge
 from simulation_gradients import LEARNING_RATE, gradient, pattern
 from simulation_machines import flip_bit, machines_of
-from simulation_plan import Plan, flips_of, plan_of, wide_plan_of
+from simulation_plan import Plan, flips_of, forged_plan_of, plan_of, wide_plan_of
 from simulation_store import Bucket, InvariantBroken, Network
 from virtual_time import Killed, Process, VirtualBackground, VirtualClock, VirtualTime
 
@@ -129,8 +130,10 @@ class Simulation:
         create_run(self.bucket, run, "simulate", stamp)
         for round_, data in plan.no_commits:
             self.bucket.create(keys.commit(round_), data)
+        self.forged_keys: set[str] = set()  # of objects that somebody forged
         for round_, replica_id in plan.forged:
             self.bucket.create(keys.contribution(round_, replica_id), b"forged")
+            self.forged_keys.add(keys.contribution(round_, replica_id))
 
     def _config(self) -> RunConfig:
         values = {
@@ -166,6 +169,8 @@ class Simulation:
             self.time.at(when, lambda i=replica_id: self.lied.update(self._newest(i)))
         for when, replica_id, tensors in self.plan.flips:
             self.time.at(when, lambda i=replica_id, t=tensors: self._flip(i, t))
+        for when, what, replica_id in self.plan.forgeries:
+            self.time.at(when, lambda w=what, i=replica_id: forge(self, w, i))
         if self.plan.halt_at is not None:
             halt = Halt(write_id="halt", at=0.0, leg=1, by="simulate", reason="enough")
             self.time.at(self.plan.halt_at, lambda: self.bucket.create(keys.halt(1), halt.to_bytes()) and None)
@@ -342,9 +347,10 @@ class Simulation:
 
     def _send_heartbeats(self, clock: VirtualClock, attempt: Attempt) -> None:
         stamp = Stamp("heartbeat", clock.wall_time)
-        writer = HeartbeatWriter(self.network(clock), attempt.replica_id, attempt.number, attempt.pulse, stamp)
+        who = attempt.replica_id, attempt.number
+        writer = HeartbeatWriter(self.network(clock), *who, attempt.pulse, stamp, attempt.config)
         while not clock.process.killed:
-            writer.write()
+            writer.beat()
             clock.sleep(attempt.config.timing.heartbeat_s)
 
     def _train(self, ctx: ReplicaContext) -> None:
@@ -456,6 +462,11 @@ def simulate_flips(seed: int) -> Simulation:
 def simulate_wide(seed: int) -> Simulation:
     """Play the run of a seed with more settings and faults. Raises `InvariantBroken`, likewise."""
     return played(wide_plan_of(seed), f"make simulate WIDE=1 SEED={seed}")
+
+
+def simulate_forged(seed: int) -> Simulation:
+    """Play the run of a seed with forged records. Raises `InvariantBroken`, likewise."""
+    return played(forged_plan_of(seed), f"make simulate FORGED=1 SEED={seed}")
 
 
 def played(plan: Plan, command: str) -> Simulation:

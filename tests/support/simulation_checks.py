@@ -91,9 +91,11 @@ def check(
     if result is None:
         raise InvariantBroken(f"I10: leg {leg} ended without a result")
     done = verify_run(store)  # I1, I3, I6, I8, and that no work counts twice
-    harmed = _harmed(plan)
+    harmed = (*_harmed(plan), *sorted(simulation.forged_keys))
     if any(round_ > len(commits) for round_, _ in plan.no_commits):  # who sees it misses the one that never came
         harmed = (*harmed, keys.commit(len(commits) + 1))
+    if plan.no_commits or simulation.forged_keys:  # records of rounds that a run without a model never had
+        harmed = (*harmed, keys.START) if reader.log.start() is None else harmed
     if done.disagreement is not None and plan.outnumbers and not done.disagreement.key.startswith(harmed):
         raise InvariantBroken(f"I1/I3/I6/I8: {done.disagreement.key}: {done.disagreement.words}")
     _check_verdicts(commits)
@@ -105,7 +107,8 @@ def check(
     _check_steps(simulation, commits, right)
     _check_bases(simulation, commits, right)
     _check_arithmetic(simulation, commits, right)
-    if not plan.collapse and plan.halt_at is None and plan.outnumbers and result.status != "completed":
+    may_fail = plan.gives_up and result.status == "failed"
+    if not plan.collapse and plan.halt_at is None and plan.outnumbers and result.status != "completed" and not may_fail:
         raise InvariantBroken(f"I10: the run ended as {result.status}: {result.reason}")
     if plan.exact and undisturbed_digests is not None:
         expected = undisturbed_digests(plan)
@@ -123,7 +126,6 @@ def _harmed(plan: Plan) -> tuple[str, ...]:
     return (
         *(f"{keys.payloads(round_)}{replica_id}/" for round_, replica_id in payloads),
         *(keys.commit(round_) for round_, _ in plan.no_commits),
-        *(keys.contribution(*at) for at in plan.forged),
     )
 
 
@@ -147,8 +149,10 @@ def _check_saved_states(simulation: "Simulation", commits: Sequence[Commit]) -> 
         due = when == "round" or (
             when == "snapshot" and (commit.outer_step - commit.applied + 1) % plan.settings["snapshot_every"] == 0
         )
-        for replica_id in {*range(plan.replicas)} - {i for round_, i in plan.forged if round_ == commit.round}:
-            manifest = reader.of(commit.round, replica_id)
+        for replica_id in range(plan.replicas):
+            manifest = (
+                reader.of(commit.round, replica_id) if not _is_forged(simulation, commit.round, replica_id) else None
+            )
             if manifest is not None and manifest.kind == "delta" and (manifest.state is not None) != due:
                 raise InvariantBroken(
                     f"I5: replica {replica_id} saved {'no' if due else 'a'} state in round {commit.round}; states are "
@@ -159,8 +163,9 @@ def _check_saved_states(simulation: "Simulation", commits: Sequence[Commit]) -> 
 def _check_bases(simulation: "Simulation", commits: Sequence[Commit], right: RightBases) -> None:
     """I2: all end with one base; a flipped bit removes nobody, and costs its own machine two rounds at most."""
     different = simulation.plan.other_arithmetic
-    if len(set(simulation.last_digests.values())) > 1:
-        raise InvariantBroken(f"I2: replicas end with different bases: {simulation.last_digests}")
+    ends = _last_digests(simulation, commits)
+    if len(set(ends.values())) > 1:
+        raise InvariantBroken(f"I2: replicas end with different bases: {ends}")
     if different and not simulation.plan.outnumbers:
         return
     left = {i for (i, _), code in simulation.exit_codes.items() if code == EXIT_PERMANENT}
@@ -183,12 +188,22 @@ def _check_bases(simulation: "Simulation", commits: Sequence[Commit], right: Rig
             )
 
 
+def _last_digests(simulation: "Simulation", commits: Sequence[Commit]) -> dict[int, str]:
+    """Digests of the bases that replicas ended with, by replica.
+
+    Without those whose arithmetic differs if the last round was applied, as at a halt by request: nobody claims its
+    base, so such a replica cannot know before the next leg.
+    """
+    unclaimed = bool(commits) and commits[-1].applied
+    different = simulation.plan.other_arithmetic if unclaimed else ()
+    return {i: digest for i, digest in simulation.last_digests.items() if i not in different}
+
+
 def _check_nothing_after_the_stop(simulation: "Simulation", commits: Sequence[Commit]) -> None:
     for stop in [commit for commit in commits if commit.stop != "none"]:
         begun = simulation.bucket.written_at.get(keys.begin(stop.leg + 1), float("inf"))
         for info in simulation.bucket.list(keys.contributions(stop.round + 1)):
-            by_plan = keys.contribution.parse(info.key) in simulation.plan.forged
-            if simulation.bucket.written_at[info.key] < begun and not by_plan:
+            if simulation.bucket.written_at[info.key] < begun and info.key not in simulation.forged_keys:
                 raise InvariantBroken(f"I7: {info.key} was published after the stop in round {stop.round}")
 
 
@@ -201,7 +216,7 @@ def _check_arithmetic(simulation: "Simulation", commits: Sequence[Commit], right
             raise InvariantBroken(f"I3: round {commit.round} {words}")
     if not plan.outnumbers:
         return
-    ends = {f"replica {i} ends with": digest for i, digest in simulation.last_digests.items()}
+    ends = {f"replica {i} ends with": digest for i, digest in _last_digests(simulation, commits).items()}
     if commits:
         try:
             ends["a rebuild gives"] = rebuild(log, log.newest_begin().record).digest
@@ -222,7 +237,7 @@ def _check_steps(simulation: "Simulation", commits: Sequence[Commit], right: Rig
         before: list[tuple[Contribution, int, Contribution | None]] = []  # manifests not averaged, and what preceded
         unseen = False  # whether the steps of a round are in no manifest, because its key was taken
         for commit in commits:
-            if (commit.round, replica_id) in plan.forged:
+            if _is_forged(simulation, commit.round, replica_id):
                 unseen = True
                 continue
             if commit.leg != leg:  # what was to be carried is dropped at a leg's stop
@@ -249,7 +264,7 @@ def _check_steps(simulation: "Simulation", commits: Sequence[Commit], right: Rig
             if simulation.flipped and not right.is_right(manifest):
                 continue  # its payload holds the flipped bit, and is not carried
             if manifest.kind == "delta" and plan.settings["fragments"] == 1:
-                if not any((origin.round, replica_id) in plan.forged for origin in manifest.origins):
+                if not any(_is_forged(simulation, origin.round, replica_id) for origin in manifest.origins):
                     _check_payload(simulation, reader, manifest, begin, end, owed)
                 owed = None if (commit.round, replica_id) in averaged else manifest
 
@@ -264,6 +279,11 @@ def _is_outlived(simulation: "Simulation", earlier: Contribution, later: Contrib
     written = simulation.bucket.written_at
     claimed = min(when for key, when in written.items() if key.startswith(claims))
     return earlier.attempt < later.attempt and written[keys.contribution(earlier.round, earlier.replica_id)] > claimed
+
+
+def _is_forged(simulation: "Simulation", round_: int, replica_id: int) -> bool:
+    """Whether the manifest of a replica in a round is not its own."""
+    return keys.contribution(round_, replica_id) in simulation.forged_keys
 
 
 def _check_payload(

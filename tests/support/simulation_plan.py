@@ -15,6 +15,13 @@ STEP_S = 1.0
 # while a snapshot of it is written.
 FLIPS = ("parameters", "momenta", "average", "before step", "after step", "rebuild", "snapshot")
 
+# Records that somebody forges: `simulation_forgeries`. Some may give a replica up (SECURITY.md).
+GIVE_UP = ("exit 0", "exit 78", "out")
+FORGERIES = (
+    *("legs", "claims", "intent", "requests", "manifest", "exit 1", "exit 75", "exit 76", "cancel", "result"),
+    *GIVE_UP,
+)
+
 Spans = tuple[tuple[float, float], ...]  # (from, until), in seconds
 
 
@@ -67,6 +74,7 @@ class Plan:
     no_commits: tuple[tuple[int, bytes], ...] = ()  # (round, bytes) under its commit's key before anybody starts
     reports_s: tuple[tuple[int, float], ...] = ()  # (replica, `train_s` that all its manifests report)
     forged: tuple[tuple[int, int], ...] = ()  # (round, replica): bytes under its manifest's key before anybody starts
+    forgeries: tuple[tuple[float, str, int], ...] = ()  # (when, which of `FORGERIES`, replica): well-formed records
     # -- arithmetic
     nan: tuple[tuple[int, int], ...] = ()  # (batch, replica) with a gradient that is not finite
     flips: tuple[tuple[float, int, str], ...] = ()  # (when, which; -1: the coordinator, where of FLIPS): one bit
@@ -85,6 +93,11 @@ class Plan:
         return bool(self.corrupt_payloads or self.rots or self.lost_payloads or self.full)
 
     @property
+    def gives_up(self) -> bool:
+        """Whether a forged record may give a replica up, and with it the run, where a quorum needs the replica."""
+        return any(what in GIVE_UP for _, what, _ in self.forgeries)
+
+    @property
     def exact(self) -> bool:
         """Whether the run must end with the undisturbed run's bits."""
         lasting = (
@@ -96,6 +109,7 @@ class Plan:
             or self.harms
             or self.no_commits
             or self.forged
+            or self.forgeries
         )
         return self.strict and not lasting and self != self.undisturbed()
 
@@ -270,3 +284,14 @@ def flips_of(seed: int) -> Plan:
         flips=tuple(flips),
         kills=tuple((when(), draw.randrange(replicas)) for _ in range(draw.choice([0, 0, 1]))),
     )
+
+
+def forged_plan_of(seed: int) -> Plan:
+    """The plain run of a seed in which somebody with a key to the bucket forges well-formed records."""
+    plan, draw = plan_of(seed), random.Random(f"forged {seed}")
+    length = 5.0 * STEP_S * 4 * plan.rounds
+
+    def forgery() -> tuple[float, str, int]:
+        return round(draw.uniform(0.5, length), 2), draw.choice(FORGERIES), draw.randrange(plan.replicas)
+
+    return replace(plan, forgeries=tuple(forgery() for _ in range(draw.randint(1, 4))))

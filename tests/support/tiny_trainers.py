@@ -201,6 +201,8 @@ class Marked(Rows):
     """Sentences that begin with a word of their own."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= self.count:
+            raise IndexError(index)  # ends the iteration of a sampler that asks for every length
         ids = torch.tensor([3 + index, *sentence(index, 7)])
         return {"input_ids": ids, "labels": ids}
 
@@ -287,6 +289,7 @@ def train_lora(ctx: Any) -> None:
 
     from diloco_orchestrator import train_as_replica
 
-    adapter = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    own = ctx.args.get("adapter_of_replica_1", {}) if ctx.replica_id == 1 else {}
+    adapter = LoraConfig(**{"r": 2, "lora_alpha": 4, **own}, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer = sft(Path(ctx.args["folder"]) / f"trainer-{ctx.replica_id}", peft_config=adapter)
     train_as_replica(trainer, ctx, heldout=heldout, heldout_items=list(range(ITEMS)))

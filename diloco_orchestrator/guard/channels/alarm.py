@@ -1,4 +1,4 @@
-"""`Alarm`: the report of a channel that passed its threshold."""
+"""`Alarm`: the report that a statistic of the guard has passed its threshold."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,7 +14,7 @@ class AlarmKind(StrEnum):
 
 @dataclass(frozen=True)
 class Alarm:
-    """A channel that passed its threshold."""
+    """A statistic of the guard that has passed its threshold, and what to do about it."""
 
     what: str  # which metric moved, since when, by how much
     rollback_to: int  # the last model while its statistic was zero

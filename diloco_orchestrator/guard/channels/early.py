@@ -70,7 +70,8 @@ class EarlyCollapse(Remembered):
         self.rows = None
 
     def fall(self, scores: Sequence[float]) -> Fall | None:
-        """The fall up to the last model that halts, else the one closest to it; None if there is none.
+        """The split of the scores up to the last model at a fall that halts, else the one closest to halting; None
+        without one.
 
         If several halt, the one with the fewest rounds between its groups, then the last. `scores`: held-out, of the
         last 32 models or of all, oldest first.

@@ -1,4 +1,4 @@
-"""Audits a run: has ranges that nobody could foresee trained again, and compares what comes out with the bucket."""
+"""Audits a run: trains randomly drawn replica rounds again, and compares the results with the published ones."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,6 +1,7 @@
-"""`Auditor`: has the ranges of one run trained again, each in a process of its own, and judges what comes out.
+"""`Auditor`: has ranges (one replica's training in one round) trained again, each in its own process, and compares
+them.
 
-The process is `replica.process.rerun_range`; which ranges are drawn is decided in `findings`.
+The process is `replica.process.rerun_range`; `findings` draws the ranges.
 """
 
 import importlib.metadata
@@ -51,15 +52,15 @@ _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Auditor:
-    """The ranges of one run, as its log is now, and what it takes to train them again. To be used in a `with` block.
+    """The ranges of one run, as its log is now, and what training them again needs. Use it in a `with` block.
 
     Args:
         store: the run's folder; nothing is written to it.
         storage_options: for the processes that train, as the store was opened with.
-        trust_bucket: run what the bucket names although this user did not launch the run here.
+        trust_bucket: run the code named in the bucket although this user did not launch the run here.
         limit_s: seconds after which a re-run is ended; by default 15 minutes and 20 times the recorded time.
 
-    Raises `ConfigError` for code that may not be run or is not there, a run that saved no states, and one without a
+    Raises `ConfigError` for code that may not be run or is missing, a run that saved no states, and one without a
     commit.
     """
 
@@ -102,7 +103,7 @@ class Auditor:
 
     @property
     def left_out(self) -> dict[str, int]:
-        """Number of responses that no base contains, so that they are not drawn from, by reason."""
+        """Number of responses that cannot be drawn because no outer step averaged them, by reason."""
         ranges = {(each.round, each.replica_id) for each in self.ranges}
         counts = Counter(
             _why_left_out(commit, answer.kind)
@@ -113,7 +114,7 @@ class Auditor:
         return dict(sorted(counts.items()))
 
     def audited(self, range_: TrainingRange) -> RangeFinding:
-        """The finding about one range. Its training function runs in another process, and writes nothing here."""
+        """The finding about one range, trained again in another process. The bucket is not written to."""
         began = self._clock.now()
         try:
             manifest = self._reader.exact(range_.round, range_.replica_id, range_.manifest_sha256)
@@ -182,7 +183,7 @@ class Auditor:
         return Path(self._folder.name) / f"{number}"
 
     def _environment(self, replica_id: int, threads: int) -> dict[str, str]:
-        """This process's environment, and what the replica had: the run's settings, its place, and its threads."""
+        """This process's environment plus the replica's: the run's settings, its rank, and its number of threads."""
         fixed = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         secret = {ENV_STORAGE_OPTIONS: json.dumps(self._options)} if self._options else {}
         names = {ENV_SECRET_NAMES: ",".join(self._log.run.secret_names)} if self._log.run.secret_names else {}
@@ -199,7 +200,7 @@ class Auditor:
         }
 
     def _code_path(self) -> list[str]:
-        """The folders in which the process looks for modules: the run's archive, or this process's own; then ours."""
+        """The import path of the process: the run's unpacked archive, or this process's own path; then our package."""
         sha256 = self._log.run.code_sha256
         if sha256 is None:
             check_importable(self._config.entrypoint)
@@ -214,14 +215,14 @@ class Auditor:
         return [str(folder / bootstrap.USERS), str(_OURS), *filter(None, [here])]
 
     def _threads(self, manifest: Contribution) -> int:
-        """The number of threads that the author of a manifest trained with; 0 if its claim is gone."""
+        """The number of threads that the author of a manifest trained with; 0 if its claim was deleted."""
         claim = AttemptRecords(self.store).claim(manifest.replica_id, manifest.attempt)
         return claim.threads if claim else 0
 
     # -- the record ----------------------------------------------------------------------------------------------
 
     def _follows_a_cut(self, manifest: Contribution) -> bool:
-        """Whether this replica's last contribution before, in the same attempt, had fewer steps than a round."""
+        """Whether the contribution before, by the same attempt, was partial: it had fewer inner steps than a round."""
         begin = self._log.begin_of(manifest.leg).record
         for round_ in range(manifest.round - 1, begin.after_round, -1):
             before = self._reader.of(round_, manifest.replica_id)
@@ -232,17 +233,18 @@ class Auditor:
 
 
 def state_bytes(parameters: tuple[ParameterInfo, ...], *, keeps_local: bool) -> int:
-    """The bytes of one saved state with AdamW: two moments of each parameter, and local parameters where a run needs
-    them (fragments, delay, alpha).
+    """The bytes of one saved state with AdamW: two moments of each parameter, and local parameters if the run saves
+    them.
 
-    Residuals of exact adapters are among the parameters of a start, and are in no optimizer: they count too much.
+    A run with fragments, delay or alpha saves them. An overestimate with exact adapters, whose residuals are among the
+    parameters but in no optimizer.
     """
     sizes = [_BYTES.get(each.dtype, 4) * math.prod(each.shape) for each in parameters]
     return sum(sizes) * (3 if keeps_local else 2)
 
 
 def _check_trusted(run_log: RunLog) -> None:
-    """Raise `ConfigError` unless what the bucket names to be run is what this user launched here."""
+    """Raise `ConfigError` unless the code and arguments named in the bucket are those that this user launched here."""
     if why := why_not_launched_here(run_log):
         raise ConfigError(
             f"audit runs the training function that {run_log.store.url} names, and {why}: whoever may write to the "
@@ -252,7 +254,7 @@ def _check_trusted(run_log: RunLog) -> None:
 
 
 def _check_states(run_log: RunLog) -> None:
-    """Raise `ConfigError`, which says what they cost, unless the run's replicas save their state every round."""
+    """Raise `ConfigError`, with what they would cost, unless the run's replicas save their state every round."""
     config, start = run_log.run.config, run_log.start()
     if config.saves_state == "round":
         return
@@ -273,7 +275,7 @@ def _check_states(run_log: RunLog) -> None:
 
 
 def _check_installed(details: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for packages that the run's archive needs and this machine lacks."""
+    """Raise `ConfigError` for packages that the run's archive requires and this machine lacks."""
     wanted = [*details.get("requirements", []), *(details.get("users") or [])]
     absent = [each["spec"] for each in wanted if bootstrap.applies(each) and not _is_installed(each["name"])]
     if absent:

@@ -1,9 +1,8 @@
-"""The rules of an audit: which ranges are drawn, how a re-run is judged, and what the findings say together. Pure.
+"""The rules of an audit: which ranges are drawn, how a re-run is judged, and a summary of the findings. Pure.
 
-A *range* is one replica's training in one round. Those that can be drawn are all whose inner steps an outer step
-contains, as the commits say, so that the list follows from the log alone. On a machine of the replica's hardware class
-every bit of a re-run must be equal; on another one sums are rounded in another order, and distances are compared with a
-bound.
+A *range* is one replica's training in one round. Ranges to draw from are all whose inner steps an outer step averaged,
+according to the commits alone. On a machine of the replica's hardware class every bit of a re-run must be equal; on
+another one sums are rounded in another order, and distances are compared with a bound.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,10 +30,10 @@ class TrainingRange:
 
 
 def ranges_of(commits: Iterable[Commit]) -> list[TrainingRange]:
-    """The ranges whose inner steps an outer step contains, in the order of rounds and replicas.
+    """The ranges whose inner steps an outer step averaged, ordered by round and replica.
 
     Carried work counts once a later contribution with it was averaged. Commits that were not applied add none: their
-    contributions moved no base, or are carried.
+    contributions changed no base, or are carried.
     """
     named: dict[tuple[int, int], str] = {}
     moved: set[tuple[int, int]] = set()
@@ -47,10 +46,10 @@ def ranges_of(commits: Iterable[Commit]) -> list[TrainingRange]:
 
 
 def drawn(ranges: Sequence[TrainingRange], draw: int, seed: int, head: Head) -> list[TrainingRange]:
-    """`draw` different ranges (all, if there are fewer), each as probable as any other, in the order of the draw.
+    """`draw` different ranges (all, if there are fewer), each equally likely, in the order of the draw.
 
-    A function of seed and head alone: the ranges come in the order of the sha256 of `<seed>:<head>:<round>:
-    <replica>`. Who wrote the run knew no later seed, and a log that is cut or continued has another head.
+    A function of seed and head alone: ranges are ordered by the sha256 of `<seed>:<head>:<round>:<replica>`. Nobody who
+    wrote the run knew a seed chosen later, and a truncated or continued log has another head.
     """
 
     def place(range_: TrainingRange) -> str:
@@ -79,7 +78,7 @@ _CONFIDENT = 0.95
 
 
 class Outcome(StrEnum):
-    """The comparison of a range with its re-run."""
+    """The result of comparing a range with its re-run."""
 
     EQUAL = "equal"  # bit for bit
     WITHIN_BOUND = "within the bound"  # another hardware class, or training that is not deterministic
@@ -127,7 +126,7 @@ class Audit:
         return sum(each.outcome is not Outcome.NOT_AUDITABLE for each in self.findings)
 
     def words(self) -> str:
-        """The findings in two or three sentences."""
+        """A summary of the findings in two or three sentences."""
         counts = {outcome: sum(each.outcome is outcome for each in self.findings) for outcome in Outcome}
         parts = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
         lines = [f"{len(self.findings)} of {self.ranges} ranges drawn: {parts or 'none'}."]
@@ -174,15 +173,15 @@ class Audit:
 _EXACT = frozenset(("base", "steps", "dropped work", "tokens", "cursor", "counters", "items"))
 _PLACE = frozenset(("cursor", "counters", "random state"))  # where training ended, beside what it computed
 _SHARE = 0.25  # of one inner step's share of the pseudo-gradient
-_NOISES = 4.0  # a distance so many times that of two re-runs from each other is no noise
+_NOISES = 4.0  # a distance above this multiple of that between two re-runs is no noise
 
 
 def bound_of(round_steps: int) -> float:
     """The largest relative distance of a payload, or of a tensor of the state, that counts as rounding.
 
-    A pseudo-gradient is the sum of H steps. To leave out one of them changes it by 1/H of its norm where all steps
-    point the same way, and by more where they do not; the bound is a quarter of that. Rounding alone stays far below
-    (docs/audit.md has measured distances).
+    A pseudo-gradient is the sum of H steps. Leaving out one changes it by 1/H of its norm if all steps have one
+    direction, and by more if not; the bound is a quarter of that. Rounding alone stays far below (docs/audit.md has
+    measured distances).
     """
     return _SHARE / round_steps
 
@@ -195,14 +194,14 @@ def judged(
     partial: bool = False,
     after_cut: bool = False,
 ) -> tuple[Outcome, str]:
-    """The outcome of a range, and why in words.
+    """The outcome of a range, and a sentence with the reason.
 
     Args:
-        found: the re-run.
+        found: the result of the re-run.
         bound: see `bound_of`.
-        again: a second re-run, made where the first one differs on a machine of the same hardware class.
+        again: a second re-run, made if the first one differs on a machine of the same hardware class.
         partial: whether the range has fewer steps than a round: its author was cut or left between two batches.
-        after_cut: whether that is so of the contribution that the range follows.
+        after_cut: whether the contribution before the range was partial.
     """
     if found.lost:
         return Outcome.DIFFERS, found.lost

@@ -1,4 +1,4 @@
-"""Verifies a run: derives it again from its bucket and names the first object that disagrees."""
+"""Verifies a run: recomputes it from its bucket and names the first object that disagrees."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

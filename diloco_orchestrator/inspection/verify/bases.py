@@ -1,4 +1,4 @@
-"""Verifies contributions and outer steps: manifests, payload bytes, and the base after each round, computed again."""
+"""Verifies contributions and outer steps: manifests, payload bytes, and the base recomputed after each round."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ from diloco_orchestrator.store.base import ObjectInfo
 
 
 class SegmentChecker:
-    """Reads the segments of one run, rounds in order, each once. One of them is in memory."""
+    """Reads and checks the log segments of one run, in order of rounds, each once. One is in memory at a time."""
 
     def __init__(self, log: RunLog) -> None:
         self._log = log
@@ -38,7 +38,7 @@ class SegmentChecker:
         self._until = 0  # the last round for which a segment was looked for
 
     def manifest(self, round_: int, answer: Answer) -> bytes | None:
-        """The bytes of the manifest that a commit names, or None if it has to be read by itself.
+        """The bytes of the manifest that a commit names, from a segment; None if its own object must be read.
 
         Raises `Differs` if a segment cannot be read, or if the single manifest is missing or has another size.
         """
@@ -49,13 +49,13 @@ class SegmentChecker:
         return data
 
     def check_lacking(self, round_: int, data: bytes) -> None:
-        """Raise `Differs` if the segment that holds a round lacks the manifest with these bytes."""
+        """Raise `Differs` if the segment that holds a round has no manifest with these bytes."""
         ours = self._manifests
         if ours is not None and is_line(data) and data not in ours:
             raise Differs(str(ours.segment), f"lacks a manifest that the commit of round {round_} names")
 
     def is_deleted(self, round_: int, key: str) -> bool:
-        """Whether an object of a round is known not to exist, so that it need not be asked for."""
+        """Whether a listing showed that an object of a round does not exist, so that no request for it is needed."""
         return self._segment is not None and round_ <= self._until and key not in self._sizes
 
     def check_commit(self, round_: int, size: int) -> None:
@@ -86,7 +86,7 @@ class SegmentChecker:
             self._ahead = next(self._listing, None)
 
     def _check_single(self, key: str, size: int) -> None:
-        """The single object counts: readers of single rounds read it. A listing shows its size, not its digest."""
+        """Raise `Differs` if the single object, which readers of one round use, is missing or has another size."""
         found = self._sizes.get(key)
         if found != size:
             words = "is missing" if found is None else f"has {found} bytes, not {size}"
@@ -94,7 +94,7 @@ class SegmentChecker:
 
 
 class BaseDeriver:
-    """Derives bases from contributions, one round after another. Every payload byte is fetched once."""
+    """Recomputes bases from contributions, one round after another. Every payload byte is fetched once."""
 
     def __init__(self, log: RunLog, start: Start, snapshots: SnapshotChecker, done: Verification) -> None:
         self._store = log.store
@@ -113,11 +113,9 @@ class BaseDeriver:
     # -- manifests and the objects that they name ----------------------------------------------------------------
 
     def manifests(self, commit: Commit) -> dict[int, Contribution | None]:
-        """The manifests that a commit names, by replica id; None for one that cannot be parsed or was copied from
-        another key.
+        """The manifests that a commit names, by replica id; None for an unparsable one or a copy from another key.
 
-        Raises `Differs` if a manifest or an object that it names is
-        not what the commit says.
+        Raises `Differs` if a manifest or an object that it names is not what the commit records.
         """
         self._shards.clear()
         return {answer.replica_id: self._manifest(commit, answer) for answer in commit.answers}
@@ -202,9 +200,9 @@ class BaseDeriver:
             self._checked(piece_key, manifest.round, piece)
 
     def _checked(self, key: str, round_: int, shard: Shard, later: Sequence[str] = ()) -> bytes | None:
-        """The bytes of an object that a manifest names; None if retention deleted the object and was allowed to.
+        """The bytes of an object that a manifest names; None if retention deleted it and was allowed to.
 
-        `later`: keys of later takes, one of which may have the digest if the object has not. Raises `Differs` if none
+        `later`: keys of re-uploads, one of which may have the digest if the object has not. Raises `Differs` if none
         has it, or if retention was not allowed to delete the object.
         """
         try:
@@ -222,7 +220,7 @@ class BaseDeriver:
         return data
 
     def _put_again(self, key: str, shard: Shard, later: Sequence[str], differs: Differs) -> bytes:
-        """A shard's bytes, from the first good copy in `later`; raises `differs` if none."""
+        """A shard's bytes from the first re-upload in `later` with its digest; raises `differs` if there is none."""
         for each in later:
             with suppress(PayloadCorrupt):
                 data = fetch_shard(self._store, each, shard)
@@ -237,10 +235,10 @@ class BaseDeriver:
     # -- the outer step ------------------------------------------------------------------------------------------
 
     def stepped(self, key: str, commit: Commit, base: Base | None, named: Sequence[Contribution]) -> Base | None:
-        """Step the base by an applied commit, in place; None if it cannot be computed because payloads were deleted.
+        """Step the base by an applied commit, in place; None if payloads that it needs were deleted.
 
-        `base`: before the round, None if it could not be computed. `named`: the manifests that the commit averages.
-        Raises `Differs` if they cannot be averaged, or if work counts twice, `SpoolFailed` if this machine lacks room.
+        `base`: before the round, None if unknown. `named`: the manifests that the commit averages. Raises `Differs` if
+        they cannot be averaged, or if work counts twice, `SpoolFailed` if this machine lacks room.
         """
         self._check_origins(key, commit)
         if base is None:

@@ -1,8 +1,7 @@
-"""`verify_run`: derives a run again from its bucket, and checks the hash chain, legs and results.
+"""`verify_run`: recomputes a run from its bucket, and checks the hash chain, legs and results.
 
-Every object that the commit log names, directly or through a manifest, is read and hashed; every base is computed
-again. What retention deleted is listed as unchecked. Guard, bases and snapshots are checked by the modules beside this
-one.
+Reads and hashes every object that the commit log names, directly or through a manifest, and recomputes every base.
+Objects that retention deleted are listed as unchecked. The modules beside this one check guard, bases and snapshots.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +42,7 @@ def verify_run(
 ) -> Verification:
     """Check all objects of a run, oldest first, up to the first that disagrees. `on_round` is called with every round.
 
-    `expect`: a head that somebody noted; a log that does not reach it, or has another commit there, disagrees.
+    `expect`: a head noted earlier; a log that does not reach it, or has another commit there, disagrees.
 
     A disagreement is part of the result. Raises `NoSuchRun` if the folder holds no run, `RecordTooNew` if a newer
     version wrote a record, `StoreError` if the bucket cannot be read, and `SpoolFailed` if this machine lacks room.
@@ -69,7 +68,7 @@ def _disagrees(key: str, words: str) -> None:
 
 @dataclass
 class _Derived:
-    """The state derived from all commits checked so far in a leg: position, base, guard."""
+    """The state recomputed from all commits checked so far in a leg: position, base, guard."""
 
     position: Position
     digest: str | None  # of the base; None while it cannot be computed because payloads were deleted
@@ -190,20 +189,20 @@ class _Verifier:
         return derived
 
     def _begin(self, leg: int) -> Entry[Begin]:
-        """The record of a leg that has begun. Raises `Differs` for a first leg that has not."""
+        """The begin record of a leg. Raises `Differs` if the first leg has none."""
         key = keys.begin(leg)
         if why := optional(key, partial(self._log.why_foreign, leg)):
             raise Differs(key, why)
         return needed(key, partial(self._log.begin, leg), "a run has one")
 
     def _guard_state(self, key: str, begin: Begin) -> Mapping[str, Any] | None:
-        """The guard's state that a leg starts with: that of its base's commit, unless it begins anew."""
+        """The guard's state at a leg's start: that after the commit of its base, or None if the guard starts anew."""
         config, made_in = self._config_of(key, begin.leg), self._made_in.get(begin.from_round)
         anew = begin.override_guard or made_in is None or self._log.configs.of(made_in).guard != config.guard
         return None if anew else self._guards[begin.from_round]
 
     def _config_of(self, key: str, leg: int) -> RunConfig:
-        """The configuration of a leg. Raises `Differs` if its record names a setting that no leg can change."""
+        """The configuration of a leg. Raises `Differs` if its begin record names a setting that no leg can change."""
         try:
             return self._log.configs.of(leg)
         except ConfigError as error:
@@ -290,11 +289,11 @@ class _Verifier:
         return True
 
     def _next_commit(self, round_: int) -> None:
-        """Read the commit of a round, which is the one after those that were read."""
+        """Read and record the commit of the next round."""
         self._next = optional(keys.commit(round_), lambda: next(self._commits, None))
 
     def _bases_of(self, legs: range) -> Iterator[int]:
-        """The rounds whose bases legs start from. Raises `Differs` for a leg whose record or settings are not valid."""
+        """The rounds whose bases legs start from. Raises `Differs` for a leg with invalid record or settings."""
         for leg in legs:
             entry = self._begin(leg)
             self._config_of(keys.begin(leg), leg)
@@ -306,7 +305,7 @@ class _Verifier:
                 raise Differs(keys.commit(round_), f"is missing, though {info.key} is there")
 
     def _halt(self, commit: Commit) -> str:
-        """The reason of the halt request that a commit obeys; empty if it obeys none, even if one exists by now."""
+        """The reason of the halt request that a commit obeys; empty if it obeys none, even if one exists now."""
         if commit.stop != "halted" or not commit.reason.startswith("halt requested"):
             return ""
         why = f"the commit of round {commit.round} obeys it"
@@ -315,7 +314,7 @@ class _Verifier:
     def _check_step(
         self, key: str, commit: Commit, derived: _Derived, manifests: Mapping[int, Contribution | None]
     ) -> None:
-        """Compute the base after a commit; load it from a confirmed snapshot if payloads were deleted."""
+        """Recompute the base after a commit, or load it from a confirmed snapshot if payloads were deleted."""
         if not commit.applied:
             return
         named = [m for a in commit.answers if a.averaged and (m := manifests[a.replica_id]) is not None]

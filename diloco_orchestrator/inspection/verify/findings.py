@@ -1,4 +1,4 @@
-"""The result of a verification, and readers of records that report an invalid record as a disagreement."""
+"""The result of a verification, and helpers that report an invalid record as a disagreement."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, RecordTooNew, RecordTooOld
 from diloco_orchestrator.protocol.record_format import Record, canonical_json, parse_json
-from diloco_orchestrator.run_log.reader import read_record
+from diloco_orchestrator.run_log.reader import parsed, read_record
 from diloco_orchestrator.store.base import Store
 
 T = TypeVar("T")
@@ -16,7 +16,7 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(frozen=True)
 class Disagreement:
-    """The first object that differs from what was derived: its key, and in words how it differs."""
+    """The first object that differs from its recomputed content: its key, and the difference in words."""
 
     key: str
     words: str
@@ -68,7 +68,7 @@ class Verification:
 
 
 class Differs(Exception):
-    """The object `key` disagrees, which ends the verification. `words`: how the object differs."""
+    """The object `key` disagrees, which ends the verification. `words`: the difference."""
 
     def __init__(self, key: str, words: str) -> None:
         super().__init__(words)
@@ -76,13 +76,13 @@ class Differs(Exception):
 
 
 def equal(key: str, what: str, found: Any, expected: Any, source: str) -> None:
-    """Raise `Differs` unless `found`, the value of `what` in the object `key`, equals `expected`, as `source` says."""
+    """Raise `Differs` unless `found`, the value of `what` in the object `key`, is `expected`, which `source` gives."""
     if found != expected:
         raise Differs(key, f"{what} is {_short(found)}; {source} says {_short(expected)}")
 
 
 def check_canonical(key: str, data: bytes) -> None:
-    """Raise `Differs` if a record has other bytes than this package would write for it."""
+    """Raise `Differs` if a record's bytes are not those that this package writes for its content."""
     try:
         canonical = canonical_json(parse_json(data)) == data
     except (ValueError, TypeError, AttributeError):
@@ -92,7 +92,7 @@ def check_canonical(key: str, data: bytes) -> None:
 
 
 def optional(key: str, read: Callable[[], T]) -> T:
-    """Call `read`, which reads the object `key`. Raises `Differs` if that is not the record that its key names."""
+    """The result of `read`, which reads the object `key`. Raises `Differs` if that is no valid record of its kind."""
     try:
         return read()
     except (RecordTooNew, RecordTooOld):
@@ -102,7 +102,7 @@ def optional(key: str, read: Callable[[], T]) -> T:
 
 
 def needed(key: str, read: Callable[[], T | None], why: str) -> T:
-    """Call `read`, which reads the object `key`. Raises `Differs` as `optional` does, and if the object does not exist.
+    """The result of `read`, which reads the object `key`. Raises `Differs` as `optional`, and if the object is missing.
 
     `why`: completes "is missing, though …".
     """
@@ -113,8 +113,8 @@ def needed(key: str, read: Callable[[], T | None], why: str) -> T:
 
 
 def parse(kind: type[R], key: str, data: bytes) -> R:
-    """The record in `data`. Raises `Differs` if it cannot be parsed or was changed by hand."""
-    record = optional(key, lambda: kind.from_bytes(data, key))
+    """The record in `data`. Raises `Differs` if it cannot be parsed or is not in canonical form."""
+    record = optional(key, lambda: parsed(kind, key, data).record)
     check_canonical(key, data)
     return record
 

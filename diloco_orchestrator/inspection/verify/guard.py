@@ -1,4 +1,4 @@
-"""Checks what a commit says against its manifests and bases: guard state, verdict, who is averaged, claims of bases."""
+"""Checks a commit against its manifests and bases: guard state, verdict, averaged contributions, base claims."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ def check_conclusion(
     halt: str,
     void: str = "",
 ) -> None:
-    """Raise `Differs` unless the commit says what the rules of a round conclude from its manifests.
+    """Raise `Differs` unless the commit is what the rules of a round derive from its manifests.
 
     Args:
         key: the commit's key, for the disagreement.
@@ -41,7 +41,7 @@ def check_conclusion(
         fragments: number of fragments of the model.
         outer_steps: outer steps of the run up to the end of this leg.
         halt: the reason of the request that the commit obeys; empty if it obeys none.
-        void: why the commit averages nobody although it names somebody; empty if it is not void.
+        void: reason why the commit averages nobody although it names contributions; empty if it is not void.
     """
     if commit.by_coordinator:
         _check_stop_by_coordinator(key, commit, position, guard)
@@ -99,10 +99,10 @@ def check_claims(
     digest: str | None,
     done: Verification,
 ) -> None:
-    """Compare the claims of a round with `digest`, that of the base it started from; None if that was not derived.
+    """Compare the base claims of a round with `digest`, of the recomputed base it started from; None if not recomputed.
 
-    A wrong claim of one replica is what the rules of claims expect, and is noted. Raises `Differs` if several replicas
-    were averaged on a wrong claim, or if the commit's claim is not one that most of its manifests share.
+    One replica with a wrong claim is tolerated by the protocol, and noted. Raises `Differs` if several replicas were
+    averaged on a wrong claim, or if the commit's base digest is not one that most of its manifests claim.
     """
     claims = {i: m.base_digest for i, m in manifests.items() if m is not None and m.base_digest}
     contributing = {i for i, m in manifests.items() if m is not None and m.kind != "abstention"}
@@ -129,7 +129,7 @@ def check_claims(
 
 
 def _check_group(key: str, commit: Commit, claims: Mapping[int, str]) -> None:
-    """Raise `Differs` unless the commit names a claim that most of its manifests share, if any two of them agree."""
+    """Raise `Differs` unless a commit has the base digest that most manifests claim, if any two of them agree."""
     sizes = Counter(claims.values())
     largest = max(sizes.values(), default=0)
     if commit.base_digest is None:

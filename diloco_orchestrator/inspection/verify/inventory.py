@@ -1,7 +1,7 @@
-"""`take_stock`: which objects of a run the hash chain pins, which it does not, and why; what is missing or foreign.
+"""`take_stock`: which objects of a run the hash chain pins, which it does not, and why; which are missing or foreign.
 
-An object is pinned if the chain names its digest, or if its content was derived again from what the chain names. Who
-may write to the bucket can change or remove the others unseen.
+An object is pinned if the chain has its digest, or if its content was recomputed from what the chain has. Whoever can
+write to the bucket can change or remove the others unnoticed.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -16,7 +16,7 @@ from diloco_orchestrator.protocol.kinds import kind_at
 from diloco_orchestrator.protocol.record_format import Record
 from diloco_orchestrator.protocol.records import Start
 from diloco_orchestrator.run_log.attempts import AttemptRecords
-from diloco_orchestrator.run_log.reader import Reader
+from diloco_orchestrator.run_log.reader import read
 from diloco_orchestrator.run_log.segments import ROUNDS, TAIL_ROUNDS
 from diloco_orchestrator.snapshots.first_snapshot import why_no_file
 from diloco_orchestrator.store.base import Store
@@ -61,21 +61,21 @@ _ATTEMPT_KINDS = {
 
 @dataclass
 class NamedByTheLog:
-    """Objects that the commits of a run name, as `verify` has read them."""
+    """Objects that the commits of a run name, collected by `verify`."""
 
     attempts: dict[tuple[int, int], int] = field(default_factory=dict)  # by round and replica: of a readable manifest
     manifests: set[tuple[int, int]] = field(default_factory=set)  # (round, replica), also those that nobody can read
     code_sha256: str | None = None
     legs: int = 1  # that have begun
-    snapshot_files: Mapping[str, set[str]] = field(default_factory=dict)  # by a take's folder: names in its record
+    snapshot_files: Mapping[str, set[str]] = field(default_factory=dict)  # by a version's folder: names in its record
     start: Start | None = None
 
 
 def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
-    """Sort every object of the run into `done.pinned`, `done.unpinned` and `done.foreign`; name what is missing.
+    """Sort every object of the run into `done.pinned`, `done.unpinned` and `done.foreign`; add missing ones.
 
-    One listing of the whole folder, a GET for each record that the chain does not pin, and for the intent of each
-    claim, and up to three requests for each attempt without an exit record. Raises the store's errors.
+    One LIST of the whole folder, a GET for each record that the chain does not pin, and for the intent of each claim,
+    and up to three requests for each attempt without an exit record. Raises the store's errors.
     """
     claimed = {(replica_id, attempt) for (_, replica_id), attempt in named.attempts.items()}
     attempts = AttemptFolders()
@@ -118,7 +118,7 @@ def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
 
 
 def _is_foreign_claim(key: str, records: AttemptRecords) -> bool:
-    """Whether this is a claim under another key than the one that the intent of its attempt names."""
+    """Whether a claim has another key than the intent of its attempt gives."""
     attempt = keys.parse_attempt(key)
     if attempt is None or attempt.name != keys.CLAIM:
         return False
@@ -127,21 +127,21 @@ def _is_foreign_claim(key: str, records: AttemptRecords) -> bool:
 
 
 def _strangers(names: set[str], in_record: set[str] | None, start: Start | None) -> set[str]:
-    """Names in a take's folder that are no files of the snapshot. `in_record`: None where no record was read."""
+    """File names in a snapshot version's folder that belong to no snapshot. `in_record`: None if no record was read."""
     if in_record is not None:
         return names - in_record
     return {name for name in names - {keys.SNAPSHOT_RECORD} if start is not None and why_no_file(name, start)}
 
 
 def shortened(found: Iterable[str]) -> list[str]:
-    """The first of many names, and how many there are beside them."""
+    """The first of many names, and the number of the others."""
     listed = list(found)
     more = [f"and {len(listed) - _NAMED} more"] if len(listed) > _NAMED else []
     return listed[:_NAMED] + more
 
 
 def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tuple[str | None, bool]:
-    """The kind of an object, and whether the chain pins it; None for one that no writer of ours makes."""
+    """The kind of an object, and whether the chain pins it; None for an object that no part of this package writes."""
     if key in (keys.RUN, keys.START) or keys.commit.parse(key):
         return "run, start and commits", True
     if keys.is_start(key):
@@ -184,7 +184,7 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
 
 
 def _unpinned_record(key: str) -> type[Record] | None:
-    """The kind of a record of an attempt, of a machine that joined, or of a request to halt; None for other keys."""
+    """The record class at a key of an attempt, a joined machine or a request to halt; None for other keys."""
     if keys.parse_attempt(key) is None and keys.parse_join_record(key) is None and keys.halt.parse(key) is None:
         return None
     kind = kind_at(key)
@@ -194,14 +194,14 @@ def _unpinned_record(key: str) -> type[Record] | None:
 def _why_unreadable(store: Store, key: str, kind: type[Record]) -> str:
     """Reason why a record cannot be read; empty if it can, or is gone."""
     try:
-        Reader(store).read(kind, key)
+        read(store, kind, key)
     except RecordInvalid as error:
         return str(error)
     return ""
 
 
 def _missing_of_attempts(attempts: Mapping[tuple[int, int], set[str]], records: AttemptRecords) -> list[str]:
-    """Records that other records of attempts imply: an intent comes first, a claim before what a process writes."""
+    """Keys of records that must exist because later records of the attempt do, such as an intent before a claim."""
     found = []
     newest: dict[int, int] = {}
     launched = any("handle.json" in names for names in attempts.values())  # by a coordinator, not by hand
@@ -231,7 +231,7 @@ def _missing_of_attempts(attempts: Mapping[tuple[int, int], set[str]], records: 
 
 
 def _missing_segments(segments: list[keys.SegmentKey]) -> list[str]:
-    """Segments before the newest one, which whoever wrote that one would have written first."""
+    """Segments missing before the newest one; they are always written in order."""
     commits = {(each.first, each.last) for each in segments if each.kind == "commits"}
     newest = max((last for _, last in commits), default=0)
     closed = newest // ROUNDS * ROUNDS
@@ -257,14 +257,14 @@ _LONGEST = 300  # characters of a record that are repeated
 
 @dataclass
 class AttemptFolders:
-    """Attempts and legs as a listing of the run's folder shows them."""
+    """Attempts and legs found in a listing of the run's folder."""
 
     records: dict[tuple[int, int], set[str]] = field(default_factory=dict)  # names, by replica and attempt
     join_ends: dict[tuple[int, int], str] = field(default_factory=dict)  # keys of the ends that joined machines wrote
     legs: dict[int, set[str]] = field(default_factory=dict)  # names of records, by leg
 
     def add(self, key: str) -> None:
-        """Note the key if it is a record of an attempt, of a joined machine or of a leg."""
+        """Add the key if it is of a record of an attempt, of a joined machine or of a leg."""
         if (attempt := keys.parse_attempt(key)) is not None:
             self.records.setdefault((attempt.replica_id, attempt.attempt), set()).add(attempt.name)
         elif (joined := keys.parse_join_record(key)) is not None:
@@ -279,9 +279,9 @@ class AttemptFolders:
 
 
 def without_exit(store: Store, found: AttemptFolders, newest_leg: int) -> list[str]:
-    """A sentence about each claimed attempt that has no exit record, in order. Raises the store's errors.
+    """A sentence about each claimed attempt without an exit record, in order. Raises the store's errors.
 
-    Each costs at most three requests: the next attempt's intent, its own cancel record and its machine's record.
+    At most three requests each: the next attempt's intent, its own cancel record and its machine's record.
     """
     newest: dict[int, int] = {}
     for replica_id, attempt in found.records:
@@ -312,7 +312,7 @@ def _sentence(store: Store, found: AttemptFolders, replica_id: int, attempt: int
 
 
 def _said(store: Store, found: AttemptFolders, replica_id: int, attempt: int) -> Iterator[str]:
-    """Statements of other records about an attempt's end, each with the record's name."""
+    """Statements in other records about an attempt's end, each with the record's name."""
     records = AttemptRecords(store)
     if "cancel.json" in found.records[replica_id, attempt]:
         key = keys.cancel(replica_id, attempt)
@@ -331,7 +331,7 @@ def _quoted(key: str, record: R | None, words: Callable[[R], str]) -> str:
 
 def _join_end(store: Store, key: str) -> JoinEnd | None:
     try:
-        found = Reader(store).read(JoinEnd, key)
+        found = read(store, JoinEnd, key)
     except RecordInvalid:
         return None
     return None if found is None else found.record

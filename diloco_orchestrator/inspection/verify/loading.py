@@ -1,6 +1,6 @@
 """`SnapshotLoader`: loads snapshots as their users do, and scores them as the replicas did.
 
-Loading is left to whoever is known for it: transformers, PEFT where it is installed, or the user's own model class.
+Loads with transformers, with PEFT if installed, or with the user's own model class.
 """
 
 import importlib
@@ -66,17 +66,17 @@ def check_loading(
 
 
 class CannotLoad(Exception):
-    """A class or a package is missing here with which a snapshot could be loaded. The message is a clause."""
+    """A class or package needed to load a snapshot is missing here. The message is a clause."""
 
 
 class HeldoutScorer:
-    """Scores models on the held-out set of one run, as its replicas do. Code of the caller's alone is executed.
+    """Scores models on the held-out set of one run, as its replicas do. Executes only the caller's code.
 
     Args:
         score: the training function's `heldout`.
         items: the run's held-out items; None: those of `launch(heldout_items=...)`.
 
-    Raises `ConfigError` if the run scored nothing, or other items.
+    Raises `ConfigError` if the run scored no base, or other items.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class SnapshotLoader:
 
 
 def sign_of(heldout: HeldoutSet) -> float:
-    """-1 for a loss, which records hold with the other sign, so that higher is better; 1 for a reward."""
+    """-1 for a loss, which records store negated so that higher is better; 1 for a reward."""
     return -1.0 if heldout.metric == "loss" else 1.0
 
 

@@ -32,16 +32,15 @@ class SnapshotChecker:
         self._confirmed = ConfirmedSnapshots(log)
         self.rounds = sorted(self._takes)  # with a complete snapshot, when the verification began
         self._checked: set[int] = set()  # rounds whose snapshot agrees
-        self.named: dict[str, set[str]] = {}  # by the folder of a take: the files that its record names, and the record
+        self.named: dict[str, set[str]] = {}  # by the folder of a version: files in its record, and the record
         self._rest: RestOfSnapshot | None = None  # once it was needed
 
     def base(self, round_: int, digest: str | None, start: Start) -> Base | None:
-        """The base of a round's snapshot, of which every file is checked; None if the round has no usable snapshot.
+        """The base of a round's snapshot after checking every file; None if the round has no usable snapshot.
 
-        `digest`: of the base after that round, as it was derived; None if it could not be: then a confirmed take
-        counts. Raises `Differs` if a file of the take that counts does not load or has another digest than
-        `snapshot.json` says, or if a confirmed take is of another base. An unconfirmed one of another base is noted:
-        nobody loads it.
+        `digest`: of the recomputed base after that round; None if it could not be recomputed, and a confirmed version
+        counts. Raises `Differs` if a file of that version does not load or has another digest than in `snapshot.json`,
+        or if a confirmed version is of another base. An unconfirmed one of another base is only noted: nobody loads it.
         """
         if round_ not in self._takes:
             return None
@@ -78,7 +77,7 @@ class SnapshotChecker:
         return None
 
     def _claimed(self, round_: int, take: str) -> str | None:
-        """The base that a take's record claims; None if retention deleted it since the verification began."""
+        """The base digest in the record of a version; None if retention deleted it since the verification began."""
         key = keys.snapshot(round_, keys.SNAPSHOT_RECORD, take)
         try:
             return optional(key, lambda: self._log.snapshot(round_, take)).base_digest
@@ -93,7 +92,7 @@ class SnapshotChecker:
             snapshot = StoredSnapshot(self._log.store, round_, record, take)
             base = snapshot.check(start, but=snapshot.model_file_names(Naming.of(start)))
             self._check_model_files(snapshot, base, start)
-        except (Differs, SpoolFailed):  # the latter: this machine lacks room, which says nothing of the run
+        except (Differs, SpoolFailed):  # the latter: this machine lacks room, which is no fault of the run
             raise
         except DilocoError as error:
             if self._deleted_meanwhile(round_, take):
@@ -104,7 +103,7 @@ class SnapshotChecker:
         return base
 
     def _check_names(self, key: str, record: Snapshot, start: Start) -> None:
-        """Raise `Differs` if a record names files that no snapshot of the run has, or other ones of the first files."""
+        """Raise `Differs` if a record names files of no snapshot of the run, or other digests of the first files."""
         self.named[key] = {*record.files, keys.SNAPSHOT_RECORD}
         for name, info in sorted(record.files.items()):
             if why := why_no_file(name, start):
@@ -114,9 +113,7 @@ class SnapshotChecker:
                 equal(f"{key}{name}", "its digest", info.digest, first.digest, keys.START)
 
     def _check_model_files(self, snapshot: StoredSnapshot, base: Base, start: Start) -> None:
-        """Raise `Differs` unless the files of the model hold the base, the frozen tensors of snapshot 0, and the base's
-        buffers, as `snapshots.buffers` has them.
-        """
+        """Raise `Differs` unless the model's files hold the base, its buffers, and snapshot 0's frozen tensors."""
         rest, naming = self._first_values(start), Naming.of(start)
         try:
             changed = {} if start.buffers is None else buffers_of_base(self._log, snapshot.round)
@@ -151,7 +148,7 @@ class SnapshotChecker:
             raise Differs(keys.snapshot(snapshot.round, "", snapshot.take), f"does not hold the model's {name!r}")
 
     def _first_values(self, start: Start) -> RestOfSnapshot | None:
-        """Tensors of snapshot 0 beside trained parameters; None, without a request, if the model has no such tensor."""
+        """The untrained tensors of snapshot 0; None, without a request, if the model has none."""
         if self._rest is None and (start.frozen is not None or start.buffers is not None):
             first = first_snapshot(self._log)
             self._rest = RestOfSnapshot(first, Naming.of(start), [each.name for each in start.parameters])
@@ -173,7 +170,7 @@ class SnapshotChecker:
     def check_deleted(self, key: str, round_: int) -> None:
         """Raise `Differs` if retention cannot have deleted `key`, an object of a round.
 
-        Either the run keeps all such objects, or too few confirmed snapshots follow.
+        Retention cannot if the run keeps all such objects, or too few confirmed snapshots follow.
         """
         if optional(keys.RETENTION, lambda: self._log.keeps_payloads):
             raise Differs(key, "is gone, though the run keeps all payloads and states: deleted by hand")
@@ -183,7 +180,7 @@ class SnapshotChecker:
             raise Differs(key, words)
 
     def salvage(self, start: Start) -> None:
-        """After a disagreement, add the rounds of snapshots that load to the result, whatever the commit log says."""
+        """After a disagreement, add the rounds of all loadable snapshots to the result, confirmed or not."""
         for round_, takes in self._takes.items():
             for take in takes:
                 with suppress(Exception):  # a broken snapshot is not listed

@@ -1,4 +1,4 @@
-"""The base of a run under another decision, computed from stored payloads alone, beside the base as it was."""
+"""`whatif`: the base of a run if a round had been decided differently, computed from stored payloads alone."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,7 +22,7 @@ _RECORD = "whatif.json"  # in the folder that `save` makes
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A base under another decision, and the base as it was after the same round. Scores have the metric's own sign."""
+    """A base under another decision, and the real base after the same round. Scores have the metric's own sign."""
 
     url: str
     decision: str  # what was decided otherwise
@@ -37,7 +37,7 @@ class WhatIf:
     logged: float | None  # what the replicas logged of the base as it was; None if they did not score every item
     items: int | None  # held-out items that were scored here
     below_quorum: list[int]  # rounds that average fewer than their quorum, so that no run would have committed so
-    nobody: list[int]  # rounds that are left with nobody to average, so that the base stays
+    nobody: list[int]  # rounds left without a contribution to average, so that the base stays
     saved: str | None  # folder of the model under the other decision
 
     def to_json(self) -> dict[str, Any]:

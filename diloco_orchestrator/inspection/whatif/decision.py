@@ -1,6 +1,6 @@
-"""`OtherDecision`: how a round could have been decided otherwise: without a replica, or with other settings.
+"""`OtherDecision`: a hypothetical decision of a round: without a replica, or with other settings.
 
-Pure: reads commits and configurations. The bases that follow from it are computed in `whatif.replay`.
+Pure: input is commits and configurations. `whatif.replay` computes the bases.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,7 +17,7 @@ from diloco_orchestrator.protocol.weights import shares_of
 
 @dataclass(frozen=True)
 class OtherDecision:
-    """A decision that differs from the commit's; all else is as the commit and its leg's configuration say."""
+    """A decision that differs from the commit's; everything else is as in the commit and its leg's configuration."""
 
     without: tuple[int, ...] = ()  # replicas whose contributions are left out
     change: Mapping[str, JsonValue] = field(default_factory=dict)  # settings by name: {"outer.lr": 0.4}
@@ -32,14 +32,14 @@ class OtherDecision:
     def averaged(self, commit: Commit, config: RunConfig) -> list[tuple[Answer, int]]:
         """The responses that a round averages under this decision, each with its weight, in `replica_id` order.
 
-        `config`: of the round's leg under this decision. The weights follow from it by the rule of every round.
+        `config`: of the round's leg under this decision. Weights are computed as in every round (`protocol.weights`).
         """
         left = [answer for answer in commit.answers if answer.averaged and answer.replica_id not in self.without]
         weights = shares_of(commit.round, left, config, commit.norms, commit.fragment).weights
         return [(answer, weights[answer.replica_id]) for answer in left]
 
     def words(self) -> str:
-        """The differences of the decision, for people."""
+        """Text about the differences from the real decision."""
         settings = [f"{name}={value}" for name, value in self.change.items()]
         replicas = ["without replica " + " and ".join(map(str, self.without))] if self.without else []
         return ", ".join([*replicas, *settings])
@@ -53,8 +53,8 @@ def other_decision(
 ) -> OtherDecision:
     """The decision that these options describe, for a run of this configuration.
 
-    `settings`: others of the run, such as `weights="tokens"`; None: as it was. Raises `ConfigError` if nothing is
-    decided otherwise, for a replica that the run does not have, and for an unknown name, with the nearest one.
+    `settings`: others of the run, such as `weights="tokens"`; None: unchanged. Raises `ConfigError` if nothing is
+    changed, for a replica that the run does not have, and for an unknown name, with the nearest one.
     """
     change: dict[str, JsonValue] = {}
     for name, value in (outer or {}).items():

@@ -1,7 +1,7 @@
 """Leave-one-out influence: how much each contribution moved the base of its round.
 
-For each applied round and contributor the outer step is taken again without that contribution, by the rules of every
-round. One shard at a time: its base, that of its step, and the payloads of all contributors to it.
+For each applied round and contributor the outer step is repeated without that contribution, shard by shard: in memory
+are one shard of the base and of the stepped base, and all contributors' payloads to it.
 """
 
 from contextlib import closing
@@ -32,7 +32,7 @@ _AS_IT_WAS = OtherDecision()
 
 
 def influence_of(run_log: RunLog, scorer: BaseScorer | None = None) -> Influence:
-    """The influence of every contribution to an applied round whose payloads are left.
+    """The influence of every contribution to an applied round whose payloads still exist.
 
     With `scorer` each round's base is scored, and once more without each contribution. Raises `NoSuchRun`, and
     `PayloadCorrupt` or `RecordInvalid` for an object that was changed.
@@ -81,7 +81,7 @@ class _Round:
         self._ids = [answer.replica_id for answer, _ in self._pairs]
 
     def rows(self, base: Base) -> tuple[list[InfluenceRow], Base]:
-        """The rows of the round, and the base after it. `base`: before it; it is overwritten."""
+        """The rows of the round, and the base after it. `base`: before the round; it is overwritten."""
         start = self._log.start()
         assert start is not None, "an applied round has a first base"
         whole = base.copy() if self._scorer is not None or start.record.adapters else None
@@ -109,9 +109,9 @@ class _Round:
     # -- shard by shard ------------------------------------------------------------------------------------------
 
     def _by_shard(self, base: Base) -> tuple[float, list[_Sums]]:
-        """The norm of the outer step, which `base` takes in place, and the sums of each contribution.
+        """The norm of the outer step, which `base` takes in place, and each contribution's `_Sums`.
 
-        Residuals of exact adapters do not move.
+        Residuals of exact adapters are not stepped.
         """
         shards = base.shards(self._commit.fragment)
         lengths = [len(shard.parameters) for shard in shards]
@@ -148,7 +148,7 @@ class _Round:
     def _by_base(self, before: Base) -> tuple[Base, float, list[float], list[float | None]]:
         """The base after the round, the norm of the step, and for each contribution shift and change of the score.
 
-        One further base is held for the contribution at hand.
+        One more base is in memory for the contribution that is left out.
         """
         after, usual = self._stepped(before, None)
         shifts, changes = [], []
@@ -159,7 +159,7 @@ class _Round:
         return after, distance(before, after), shifts, changes
 
     def _stepped(self, before: Base, without: int | None) -> tuple[Base, float | None]:
-        """A copy of the base after the round, without one contribution, and its score."""
+        """A copy of the base after the round without one contribution, and its score."""
         base, (pairs, config) = before.copy(), self._decided(without)
         named = [(self._reader.named(self._commit.round, answer), weight) for answer, weight in pairs]
         if named:
@@ -174,7 +174,7 @@ class _Round:
 def _read_once(
     cache: PayloadCache, reader: ContributionReader, manifest: Contribution, index: int
 ) -> bytes | memoryview:
-    """A payload shard, of which `cache` holds the bytes until it is cleared."""
+    """A payload shard, whose bytes `cache` holds until it is cleared."""
     name = f"{manifest.replica_id}", f"{index}"
     if name not in cache:
         cache.put(name, reader.shard(manifest, index))

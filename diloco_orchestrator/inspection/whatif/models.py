@@ -1,4 +1,4 @@
-"""The model of a base that a decision gave: its files, and its score on the run's held-out set."""
+"""The model files of a hypothetical base, and its score on the run's held-out set."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from diloco_orchestrator.snapshots.reader_folder import Files, files_of
 
 
 class ModelWriter:
-    """Makes the files of models of one run; what is not trained is read from snapshot 0. Raises `NoSuchRun`."""
+    """Makes model files for bases of one run; untrained tensors are read from snapshot 0. Raises `NoSuchRun`."""
 
     def __init__(self, run_log: RunLog) -> None:
         start = run_log.start()
@@ -31,7 +31,7 @@ class ModelWriter:
         self._first = files_of_run(run_log)
 
     def files(self, base: Base, round_: int, averaged: Sequence[Answer]) -> Files:
-        """Name and bytes of each file, one piece at a time. `round_`, `averaged`: where the buffers are from.
+        """Name and bytes of each file, one piece at a time. `round_`, `averaged`: determine the buffers.
 
         Raises `PayloadCorrupt` or `RecordInvalid` if the buffers cannot be read.
         """
@@ -41,9 +41,9 @@ class ModelWriter:
 
 
 def logged_mean(run_log: RunLog, round_: int, digest: str) -> float | None:
-    """The mean score that replicas logged of the base with this digest after a round, with the metric's own sign.
+    """The mean score that replicas logged for the base with this digest after a round, with the metric's own sign.
 
-    None if not every item has a score.
+    None if an item has no score.
     """
     start = run_log.start()
     if start is None or start.record.heldout is None:
@@ -59,11 +59,11 @@ class BaseScorer:
     """Scores bases on the run's held-out set. The model is loaded from files as its users do.
 
     Args:
-        build: makes the model; None where transformers or PEFT know how.
+        build: makes the model; None if transformers or PEFT can.
         score: the training function's `heldout`.
         items: the run's held-out items; None: those of `launch(heldout_items=...)`.
 
-    Raises `ConfigError` if the run scored nothing, or other items.
+    Raises `ConfigError` if the run scored no base, or other items.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class BaseScorer:
     def mean(self, base: Base, round_: int, averaged: Sequence[Answer]) -> float:
         """The mean over all items, with the metric's own sign. `round_`, `averaged`: as of `ModelWriter.files`.
 
-        Raises `ConfigError` if nobody here knows how to load the model.
+        Raises `ConfigError` if the model cannot be loaded here.
         """
         with tempfile.TemporaryDirectory(prefix="diloco-whatif-") as folder:
             write_folder(Path(folder) / "model", self._writer.files(base, round_, averaged))

@@ -1,7 +1,7 @@
-"""Computes a base under another decision from stored payloads, beside the base as it was.
+"""Computes a base under another decision from stored payloads, next to the real base.
 
-The arithmetic is a live round's (`snapshots.rebuild.take_step`), so the bits are those of a run that decided so. Bases
-are held and compared shard by shard.
+The arithmetic is a live round's (`snapshots.rebuild.take_step`), so the bits are those of a run with that decision.
+Bases are stored and compared shard by shard.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from diloco_orchestrator.snapshots.rebuild import rebuild_base, take_step
 
 @dataclass(frozen=True)
 class Line:
-    """Applied rounds in a row, each of which steps the base of the one before it."""
+    """Consecutive applied rounds, each of which steps the base of the one before."""
 
     before: int  # the round whose base the first one steps; 0 is the first base
     commits: tuple[Commit, ...]
@@ -36,22 +36,22 @@ class Line:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Two bases after the same round: as it was, and under another decision."""
+    """Two bases after the same round: the real one, and the one under another decision."""
 
     as_it_was: Base
     other: Base
     moved: float  # norm of the difference between the base as it was and the one before the line's first round
     averaged: tuple[Answer, ...]  # in the round that made the base under the other decision
-    averaged_in: int  # that round: the last that averages somebody; 0 for the first base
+    averaged_in: int  # that round: the last that averages a contribution; 0 for the first base
     below_quorum: tuple[int, ...]  # rounds that average fewer than their quorum, as no run would
-    nobody: tuple[int, ...]  # rounds that average nobody under the other decision, so that the base stays
+    nobody: tuple[int, ...]  # rounds that average no contribution under the other decision, so that the base stays
 
 
 # -- which rounds -----------------------------------------------------------------------------------------------------
 
 
 def all_lines(run_log: RunLog) -> Line:
-    """The line from the first base to the newest. Raises `NoSuchRun` without a first base or an outer step."""
+    """The line of applied rounds from the first base to the newest. Raises `NoSuchRun` without a base or outer step."""
     if run_log.start() is None:
         raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model: there is no round to redo.")
     applied = [commit for commit in run_log.each_commit() if commit.applied]
@@ -63,9 +63,9 @@ def all_lines(run_log: RunLog) -> Line:
 
 
 def line_from(run_log: RunLog, round_: int, until: int | None) -> Line:
-    """The line from `round_` to `until`, or to the newest base for None.
+    """The line of applied rounds from `round_` to `until` (None: the newest base's).
 
-    Raises `ConfigError` with the nearest round if one of them left no base, saying why, `NoSuchRun` as `all_lines`.
+    Raises `ConfigError` with the nearest round if one of them made no base, and why; `NoSuchRun` as `all_lines`.
     """
     whole = all_lines(run_log)
     known = [commit.round for commit in whole.commits]
@@ -100,7 +100,7 @@ def _refuse(run_log: RunLog, round_: int, known: Sequence[int]) -> None:
 
 
 def check_contributed(line: Line, decision: OtherDecision, changed: Sequence[int], url: str) -> None:
-    """Raise `ConfigError` for a replica that none of the rounds `changed` averages: to leave it out changes nothing."""
+    """Raise `ConfigError` for a replica that none of the rounds `changed` averages: leaving it out changes nothing."""
     commits = [commit for commit in line.commits if commit.round in changed]
     averaged = {answer.replica_id for commit in commits for answer in commit.answers if answer.averaged}
     for replica_id in decision.without:
@@ -119,10 +119,10 @@ def check_contributed(line: Line, decision: OtherDecision, changed: Sequence[int
 
 
 def replay(run_log: RunLog, line: Line, decision: OtherDecision, changed: Sequence[int]) -> Replayed:
-    """The base after a line, as it was and with the rounds `changed` decided otherwise.
+    """The base after a line of rounds: the real one, and with the rounds `changed` decided differently.
 
-    Raises `ConfigError` naming a round whose payloads are left if some that are needed were deleted, and
-    `PayloadCorrupt` or `RecordInvalid` for an object that was changed.
+    Raises `ConfigError` naming a round with payloads if needed ones were deleted, and `PayloadCorrupt` or
+    `RecordInvalid` for an object that was changed.
     """
     try:
         return _replayed(run_log, line, decision, changed)
@@ -159,7 +159,7 @@ def has_payloads(run_log: RunLog, round_: int) -> bool:
 
 
 def _gone(run_log: RunLog, gone: PayloadGone) -> ConfigError:
-    """The error for a payload that was deleted, with the first round that has some: the oldest go first."""
+    """The error about a deleted payload, with the first round that still has payloads: the oldest are deleted first."""
     payload = keys.parse_payload(gone.key)
     assert payload is not None, "a payload's key"
     rounds = [commit.round for commit in all_lines(run_log).commits if commit.round > payload.round]

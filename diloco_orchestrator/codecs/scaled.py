@@ -1,0 +1,104 @@
+"""Codecs whose groups of elements share one scale: int8 and int4, a group's largest absolute value over 127 and 7.
+
+A group is its scale, little-endian fp32, then its whole numbers in order: a byte each (int8), or four bits each, of two
+neighbours the first in the lower half of a byte, 8 added (int4). An element is decoded as whole number times scale, one
+fp32 product, which has the same bits on every machine. Per-block absmax needs no error feedback at these widths
+(arXiv 2505.23725, section 4). torch is imported inside functions, because the cost forecast needs only sizes.
+"""
+
+from typing import TYPE_CHECKING
+
+from diloco_orchestrator.codecs.plain import little_endian
+
+if TYPE_CHECKING:
+    import torch
+
+GROUP = 128  # elements that share a scale, which so costs a quarter of a bit each
+_SCALE = 4  # bytes of a scale
+_SMALLEST = 2.0**-126  # normal fp32 number: products with smaller scales depend on a CPU's flush-to-zero mode
+
+
+def size_int8(numel: int) -> int:
+    """Encoded size in bytes of `numel` elements from the beginning of a group on, with one scale per group."""
+    return numel + _SCALE * -(-numel // GROUP)
+
+
+def size_int4(numel: int) -> int:
+    """Encoded size in bytes of `numel` elements from the beginning of a group on; half a byte each, rounded up."""
+    return (numel + 1) // 2 + _SCALE * -(-numel // GROUP)
+
+
+def pack_int8(values: "torch.Tensor") -> memoryview:
+    import torch
+
+    scales, whole = _quantized(values, 127)
+    rows = torch.empty(len(scales), _SCALE + GROUP, dtype=torch.uint8)
+    rows[:, :_SCALE] = _bytes_of(scales)
+    rows[:, _SCALE:].view(torch.int8).copy_(whole)
+    return rows.view(-1)[: size_int8(values.numel())].numpy().data
+
+
+def unpack_int8(body: "torch.Tensor", numel: int) -> "torch.Tensor":
+    import torch
+
+    scales, rows = _rows(body, GROUP, numel)
+    return (rows.view(torch.int8) * scales).view(-1)[:numel]
+
+
+def pack_int4(values: "torch.Tensor") -> memoryview:
+    import torch
+
+    scales, whole = _quantized(values, 7)
+    nibbles = whole.add_(8).to(torch.uint8)
+    rows = torch.empty(len(scales), _SCALE + GROUP // 2, dtype=torch.uint8)
+    rows[:, :_SCALE] = _bytes_of(scales)
+    torch.bitwise_or(nibbles[:, ::2], nibbles[:, 1::2] << 4, out=rows[:, _SCALE:])
+    found = rows.view(-1)[: size_int4(values.numel())]
+    if values.numel() % 2:
+        found[-1] &= 15  # an element that is not there: one vector has one encoding
+    return found.numpy().data
+
+
+def unpack_int4(body: "torch.Tensor", numel: int) -> "torch.Tensor":
+    import torch
+
+    scales, rows = _rows(body, GROUP // 2, numel)
+    values = torch.empty(len(rows), GROUP)
+    torch.mul((rows & 15).view(torch.int8) - 8, scales, out=values[:, ::2])
+    torch.mul((rows >> 4).view(torch.int8) - 8, scales, out=values[:, 1::2])
+    return values.view(-1)[:numel]
+
+
+def _quantized(values: "torch.Tensor", levels: int) -> "tuple[torch.Tensor, torch.Tensor]":
+    """The scales of the groups, (g,) fp32, and the quantised elements as fp32, (g, GROUP), in -levels..levels, padded
+    with 0.
+
+    A group with NaN or infinity has a non-finite scale, so that all its elements are decoded as NaN.
+    """
+    import torch
+
+    missing = -values.numel() % GROUP
+    filled = torch.nn.functional.pad(values, (0, missing)) if missing else values
+    groups = filled.view(filled.numel() // GROUP, GROUP)
+    scales = groups.abs().amax(1) / levels
+    scales = torch.where(scales < _SMALLEST, 0.0, scales)
+    factors = torch.where((scales > 0) & scales.isfinite(), scales.reciprocal(), 0.0)
+    whole = (groups * factors.unsqueeze(1)).round_()
+    return scales, whole if scales.isfinite().all() else whole.nan_to_num_(0.0)
+
+
+def _bytes_of(scales: "torch.Tensor") -> "torch.Tensor":
+    """The little-endian bytes of fp32 numbers: (g,) to (g, 4) uint8."""
+    import torch
+
+    return little_endian(scales.view(torch.uint8), torch.float32).view(torch.uint8).view(-1, _SCALE)
+
+
+def _rows(body: "torch.Tensor", width: int, numel: int) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Scales, (g, 1) fp32, and packed elements, (g, width) uint8, of all groups; the last group is padded with 0."""
+    import torch
+
+    count = -(-numel // GROUP)
+    missing = count * (_SCALE + width) - body.numel()
+    rows = (torch.nn.functional.pad(body, (0, missing)) if missing else body).view(count, _SCALE + width)
+    return little_endian(rows[:, :_SCALE].reshape(-1), torch.float32).unsqueeze(1), rows[:, _SCALE:]

@@ -1,0 +1,54 @@
+"""Pauses between two polls of the bucket, as functions of the length of a round, each up to a bound.
+
+Requests cost money by the thousand, and nobody needs to know of a round of half an hour to the second. Lengths and
+pauses are seconds on the clock of the process that waits.
+"""
+
+from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.protocol.records import Commit
+
+_LONGEST_WAIT_S = 15.0  # what a round of any length may lose at its end: 1 % of half an hour
+
+
+def heartbeat_s(config: RunConfig, round_s: float) -> float:
+    """The pause between two heartbeats: one and a half rounds, at most a third of `retry.hung_after_s`, and at least
+    `timing.heartbeat_s`. Manifests show between them that a replica lives.
+    """
+    return max(config.timing.heartbeat_s, min(1.5 * round_s, config.retry.hung_after_s / 3))
+
+
+def heartbeats_read_s(config: RunConfig, round_s: float) -> float:
+    """The pause before a heartbeat that has moved is read again: at most half of `retry.hung_after_s`, so that the rest
+    of it is left to read one that has not.
+    """
+    return max(config.timing.heartbeat_s, min(2.0 * round_s, config.retry.hung_after_s / 2))
+
+
+def longest_wait_s(config: RunConfig, round_s: float) -> float:
+    """The longest pause of a replica that waits for the others: `timing.poll_s`, or a fiftieth of a long round."""
+    return max(config.timing.poll_s, min(round_s / 50, _LONGEST_WAIT_S))
+
+
+def commits_read_s(round_s: float, open_s: float) -> float:
+    """The pause before a coordinator or a display polls for the open round's commit again.
+
+    `open_s`: seconds since the commit before it was seen. Before nine tenths of a round there is hardly one; nobody
+    waits for it.
+    """
+    early_s = 0.9 * round_s - open_s
+    return max(1.0, min(early_s, 300.0) if early_s > 0 else min(round_s / 10, 45.0))
+
+
+def seldom_read_s(round_s: float) -> float:
+    """The pause between two polls for what hardly ever comes, such as another leg: 20 rounds, at most half an hour."""
+    return max(10.0, min(20 * round_s, 1800.0))
+
+
+def records_read_s(round_s: float) -> float:
+    """The pause between two polls for records of an attempt that its provider says nothing of."""
+    return max(1.0, min(round_s / 10, 15.0))
+
+
+def round_s_of(commit: Commit) -> float:
+    """The length of a round as its slowest response measured it; 0 if no response trained."""
+    return max((answer.train_s for answer in commit.answers if answer.averaged), default=0.0)

@@ -1,0 +1,144 @@
+"""`SeenStore`: a run's folder as one process has seen it, so that asking again costs a request only after a pause.
+
+Who supervises a run and who shows it ask for the same few objects in a loop: the next commit, heartbeats, and records
+that are not there yet. Both ask here. Existing records never change and are kept by their readers; this file keeps what
+may change. How long each pause is follows from the length of a round (`protocol.pace`).
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import IO
+
+from diloco_orchestrator.clock import Clock
+from diloco_orchestrator.errors import ObjectMissing
+from diloco_orchestrator.protocol import keys, pace
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.store.base import ObjectInfo, Store, open_file
+from diloco_orchestrator.store.retrying import without_read_back
+
+_LISTINGS = (keys.LEGS, keys.REPLICAS, keys.SNAPSHOTS, keys.STARTS)  # that are remembered
+
+
+class SeenStore:
+    """The store interface over `store`. Absent objects, heartbeats and listings are remembered for a pause.
+
+    What this process writes or deletes is seen at once, and everything after `forget`. Any other object is read from
+    the store at every call.
+    """
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._log: RunLog | None = None
+        self._newest: tuple[int, float] = 0, clock.now()  # round of the newest commit, and when that was seen
+        self._round_s = 0.0  # of the newest round that has ended; 0 before the first
+        self._absent: dict[str, float] = {}  # when the store is asked again, by key; so below
+        self._beats: dict[str, tuple[float, bytes]] = {}
+        self._listed: dict[tuple[str, str], tuple[float, list[ObjectInfo]]] = {}
+
+    @classmethod
+    def of(cls, store: Store, clock: Clock) -> "SeenStore":
+        """`store` itself if it is one, else one over it."""
+        return store if isinstance(store, cls) else cls(store, clock)
+
+    def follow(self, log: RunLog) -> None:
+        """Take the pauses from the length of the newest round that has ended, and from the run's settings."""
+        self._log = log
+        begin = max(log.known_begins(), key=lambda begin: begin.leg, default=None)
+        newest = log.newest(begin) if begin is not None else None
+        if newest is not None and newest.commit.round != self._newest[0]:
+            self._newest = newest.commit.round, self._clock.now()
+            self._round_s = pace.round_s_of(newest.commit) or self._round_s
+
+    @property
+    def round_s(self) -> float:
+        """Seconds of a round; before the first has ended, those since this process began."""
+        return self._round_s or self._open_s
+
+    @property
+    def _open_s(self) -> float:
+        return self._clock.now() - self._newest[1]
+
+    def forget(self, key: str = "") -> None:
+        """Let the next call for the object `key` ask the store; by default the next call for any object or listing."""
+        for known in (self._absent, self._beats):
+            known.pop(key, None) if key else known.clear()
+        if not key:
+            self._listed.clear()
+
+    def _wrote(self, key: str) -> None:
+        self.forget(key)
+        for asked in [asked for asked in self._listed if key.startswith(asked[0])]:
+            del self._listed[asked]
+
+    # -- the store interface -------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        now = self._clock.now()
+        if now < self._absent.get(key, now):
+            raise ObjectMissing(f"{key} does not exist in {self.url}.")
+        if now < self._beats.get(key, (now,))[0]:
+            return self._beats[key][1]
+        try:
+            data = self._store.get(key, start, end)
+        except ObjectMissing:
+            self._absent[key] = now + self._pause_s(key)
+            raise
+        self._absent.pop(key, None)
+        if keys.heartbeat.parse(key):
+            self._beats[key] = now + self._pause_s(key), data
+        return data
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        now, asked = self._clock.now(), (prefix, start_after)
+        if now < self._listed.get(asked, (now,))[0]:
+            return iter(self._listed[asked][1])
+        found = list(self._store.list(prefix, start_after))
+        if prefix in _LISTINGS:
+            self._listed[asked] = now + self._pause_s(prefix), found
+        return iter(found)
+
+    def put(self, key: str, data: bytes) -> None:
+        try:
+            self._store.put(key, data)
+        finally:
+            self._wrote(key)
+
+    def create(self, key: str, data: bytes) -> bool:
+        try:
+            return self._store.create(key, data)
+        finally:
+            self._wrote(key)
+
+    def delete(self, key: str) -> None:
+        try:
+            self._store.delete(key)
+        finally:
+            self._wrote(key)
+
+    def open_file(self, key: str) -> IO[bytes] | None:
+        return open_file(self._store, key)
+
+    def without_read_back(self) -> "SeenStore":
+        """This store as `without_read_back` returns it."""
+        found = copy.copy(self)  # what is remembered is shared
+        found._store = without_read_back(self._store)
+        return found
+
+    # -- pauses --------------------------------------------------------------------------------------------------
+
+    def _pause_s(self, key: str) -> float:
+        """For how long the store is not asked for an object, or a listing, again; 0: it is asked at every call."""
+        often_s = pace.records_read_s(self.round_s)
+        if keys.commit.parse(key):
+            return pace.commits_read_s(self.round_s, self._open_s)
+        if keys.heartbeat.parse(key):
+            return pace.heartbeats_read_s(self._log.run.config, self.round_s) if self._log else 0.0
+        if keys.halt.parse(key) or key == keys.START or key.startswith(keys.STARTS):
+            return often_s
+        # Until a round has ended attempts still start, and the leg may end by its result alone.
+        return (pace.seldom_read_s(self._round_s) if self._round_s else often_s) if key.startswith(_LISTINGS) else 0.0

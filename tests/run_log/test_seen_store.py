@@ -1,0 +1,99 @@
+"""A run as its supervisor and its display have seen it: who asks again costs a request only after a pause."""
+
+import random
+
+import pytest
+from protocol_fleet import Fleet
+from scripted import CountingStore
+
+from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.config import make_config
+from diloco_orchestrator.errors import ObjectMissing
+from diloco_orchestrator.protocol import keys, pace
+from diloco_orchestrator.run_log.seen_store import SeenStore
+from diloco_orchestrator.store.retrying import RetryingStore, without_read_back
+
+
+@pytest.fixture
+def engine() -> CountingStore:
+    return CountingStore()
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def seen(engine, clock) -> SeenStore:
+    return SeenStore.of(RetryingStore(engine, clock, random.Random(0)), clock)
+
+
+def is_there(store: SeenStore, key: str) -> bool:
+    try:
+        store.get(key)
+    except ObjectMissing:
+        return False
+    return True
+
+
+def test_what_is_absent_is_asked_for_once_in_a_pause_whoever_asks(engine, clock, seen):
+    for _ in range(10):
+        assert not is_there(seen, keys.result(1)) and list(SeenStore.of(seen, clock).list(keys.SNAPSHOTS)) == []
+    assert engine.calls == {"GET": 1, "LIST": 1}
+    engine.put(keys.result(1), b"{}")
+    clock.advance(2.0)
+    assert is_there(seen, keys.result(1))
+
+
+def test_what_this_process_writes_or_deletes_it_sees_at_once(engine, seen):
+    key = keys.intent(0, 1)
+    assert not is_there(seen, key) and not list(seen.list(keys.REPLICAS))
+    assert seen.create(key, b"1")
+    assert is_there(seen, key) and [info.key for info in seen.list(keys.REPLICAS)] == [key]
+    seen.delete(key)
+    assert not list(seen.list(keys.REPLICAS))
+
+
+def test_a_create_that_lost_shows_what_came_first(engine, seen):
+    key = keys.commit(1)
+    assert not is_there(seen, key)
+    engine.put(key, b"theirs")
+    assert not without_read_back(seen).create(key, b"ours")
+    assert seen.get(key) == b"theirs"
+
+
+def test_after_forgetting_everything_is_asked_for_anew(engine, seen):
+    assert not is_there(seen, keys.halt(1)) and not list(seen.list(keys.LEGS))
+    engine.put(keys.halt(1), b"{}")
+    seen.forget()
+    assert is_there(seen, keys.halt(1)) and [info.key for info in seen.list(keys.LEGS)] == [keys.halt(1)]
+
+
+def test_listings_that_replicas_decide_by_are_never_remembered(engine, seen):
+    for prefix in (keys.contributions(1), keys.attempts(0), keys.wants(1), keys.ROUNDS):
+        assert not list(seen.list(prefix))
+        engine.put(f"{prefix}new", b"")
+        assert [info.key for info in seen.list(prefix)][:1] == [f"{prefix}new"]
+        engine.delete(f"{prefix}new")
+
+
+def test_pauses_follow_the_round_that_ended_last(clock):
+    fleet = Fleet(replicas=2, rounds=3, store=CountingStore())
+    seen = SeenStore(fleet.store, clock)
+    assert seen.round_s == 0.0
+    clock.advance(7.0)
+    assert seen.round_s == 7.0  # none has ended: as long as this process has waited for it
+
+
+@pytest.mark.parametrize("round_s", [0.0, 0.5, 25.0, 1800.0, 86400.0])
+def test_every_pause_follows_the_round_within_its_bounds(round_s):
+    config = make_config({"entrypoint": "m:f"})
+    beats, read = pace.heartbeat_s(config, round_s), pace.heartbeats_read_s(config, round_s)
+    hung_s = config.retry.hung_after_s
+    assert config.timing.heartbeat_s <= beats <= read and beats <= hung_s / 3 and read <= hung_s / 2
+    assert config.timing.poll_s <= pace.longest_wait_s(config, round_s) <= 15.0
+    for open_s in (0.0, 0.5 * round_s, round_s, 10 * round_s):
+        assert 1.0 <= pace.commits_read_s(round_s, open_s) <= 300.0
+    assert pace.commits_read_s(round_s, round_s) <= max(1.0, round_s / 10)  # once it may be over, a tenth of it
+    assert 1.0 <= pace.records_read_s(round_s) <= 15.0 and pace.seldom_read_s(round_s) <= 1800.0

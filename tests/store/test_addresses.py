@@ -1,0 +1,74 @@
+"""Which addresses and options a store takes, and what it says of those that it does not take."""
+
+import pytest
+
+from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreError, StoreUnavailable
+from diloco_orchestrator.store.obstore_engine import ObstoreEngine
+from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, check_address, open_store
+
+UNSIGNED = {"account_name": "a", "skip_signature": True}
+
+
+@pytest.mark.parametrize("character", ["#", "?"])
+@pytest.mark.parametrize("scheme", ["s3", "fsspec+s3", "gs", "az", "file"])
+def test_an_address_that_would_be_cut_is_refused(scheme, character):
+    with pytest.raises(ConfigError, match=r"the run would lie in .*runs/a. Choose"):
+        open_store(f"{scheme}://b/runs/a{character}2")
+
+
+@pytest.mark.parametrize("path", ["a//b", "a/../b", "./a", "../a"])
+@pytest.mark.parametrize("scheme", ["s3", "fsspec+s3", "gs", "az"])
+def test_a_path_that_stores_read_in_different_ways_is_refused(scheme, path):
+    with pytest.raises(ConfigError, match="as a part of its path"):
+        open_store(f"{scheme}://b/{path}")
+
+
+@pytest.mark.parametrize("scheme", ["ftp", "hdfs", "http", "https", "reference"])
+def test_what_has_no_create_is_refused_in_one_sentence(scheme):
+    with pytest.raises(ConfigError, match=f"^{scheme}:// can hold no run: .* Use s3://"):
+        open_store(f"{scheme}://host/x")
+
+
+def test_a_slash_that_is_missing_makes_no_folder():
+    for call in (open_store, absolute_url):
+        with pytest.raises(ConfigError, match=r"write s3://…, or ./s3:/x for the folder"):
+            call("s3:/x")
+
+
+@pytest.mark.parametrize(
+    "url", ["runs/first", "/tmp/a#b", "s3://b", "s3://b/", "s3://b/a b~*", "az://c/x", "memory://x#1"]
+)
+def test_other_addresses_are_taken(url):
+    check_address(url)
+
+
+@pytest.mark.parametrize("option", ["allow_http", "timeout", "nonsense"])
+@pytest.mark.parametrize("scheme", ["gs", "az"])
+def test_an_option_that_is_not_of_the_store_is_refused(scheme, option):
+    with pytest.raises(ConfigError, match=f"unknown storage option '{option}'"):
+        open_store(f"{scheme}://b/x", {option: "5s"})
+
+
+def test_the_container_of_an_account_is_no_password():
+    store = open_store("abfss://c@account.dfs.core.windows.net/x", {"skip_signature": True})
+    assert store.url == "abfss://c@account.dfs.core.windows.net/x"
+    with pytest.raises(ConfigError, match="user name or password"):
+        open_store("abfss://c:secret@account.dfs.core.windows.net/x", {"skip_signature": True})
+
+
+def test_an_endpoint_may_speak_http_and_one_that_is_none_is_no_outage():
+    store = open_store("az://c/x", {**UNSIGNED, "endpoint": "http://127.0.0.1:9/a"}, retry=INTERACTIVE).__dict__
+    engine = store["_opened"].store
+    with pytest.raises(StoreUnavailable):  # nobody listens there
+        engine.get("key")
+
+
+def test_a_container_that_is_missing_is_no_missing_object():
+    engine = open_store("az://c/x", UNSIGNED).__dict__["_opened"].store
+    assert isinstance(engine, ObstoreEngine)
+    reply = FileNotFoundError("Object at location x not found: <Error><Code>ContainerNotFound</Code></Error>")
+    found = engine._translated(reply, "run.json", "read")
+    assert type(found) is StoreError and "Check the container's name" in str(found)
+    assert isinstance(engine._translated(FileNotFoundError("404"), "run.json", "read"), ObjectMissing)
+    built = engine._translated(Exception("Generic error: builder error: URL scheme is not allowed"), "k", "read")
+    assert type(built) is StoreError and "Check the endpoint" in str(built)
