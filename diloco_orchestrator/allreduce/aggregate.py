@@ -21,15 +21,15 @@ _SHORTEST = 4096  # elements of a piece that is sorted at once, at the least; al
 
 
 class Aggregate(Protocol):
-    """One pseudo-gradient computed from those of several contributions (`Part`), shard by shard."""
+    """One pseudo-gradient computed shard by shard from several contributions, each given as a `Part`."""
 
     @property
     def left_out(self) -> Sequence[LeftOut]:
-        """The parts that were left out of the shards computed so far."""
+        """The contributions left out of the shards computed so far, such as those that agree least with the others."""
         ...
 
     def shard(self, index: int) -> ShardBlocks:
-        """The aggregate of one shard, for which every part is read once. Its elements are computed lazily.
+        """The aggregate of one shard, for which every contribution is read once. Its elements are computed lazily.
 
         Raises `PayloadCorrupt` for bytes that are not the shard in the manifest, and what a part's `read` raises.
         """
@@ -37,10 +37,11 @@ class Aggregate(Protocol):
 
 
 def aggregate_of(how: str, parts: Sequence[Part], lengths: Sequence[int]) -> Aggregate:
-    """The aggregate named `how`, one of `AGGREGATES`, of all `parts`. Parts of weight zero are ignored.
+    """The aggregate named `how`, one of `AGGREGATES`, of all contributions in `parts`. Those of weight zero are
+    ignored.
 
-    Raises `ConfigError` for another name, `PayloadCorrupt` for a payload of another length or cut into other shards.
-    `lengths`: elements of each shard.
+    `lengths`: elements of each shard. Raises `ConfigError` for another name, `PayloadCorrupt` for a payload of another
+    length or cut into other shards.
     """
     if how not in AGGREGATES:
         raise ConfigError(unknown_name("aggregate", how, AGGREGATES))

@@ -1,1 +1,1 @@
-"""Machines that join a run through its bucket: an executor offers attempts in it, a machine runs them."""
+"""Machines that join a run through its bucket: an executor offers attempts in it, and a machine runs them."""

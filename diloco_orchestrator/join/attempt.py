@@ -1,4 +1,4 @@
-"""`TakenAttempt`: one attempt on the joined machine that runs it: process, lease, output, and record of its end."""
+"""`TakenAttempt`: an attempt that a joined machine has taken: its process, sign of life, output, record of its end."""
 
 import logging
 import os
@@ -109,8 +109,7 @@ class LocalProcess:
 
 
 def end_of(code: int, asked: ReplicaStatus | None) -> ReplicaStatus:
-    """The end of an attempt whose process exited with `code`. `asked`: the reason for which it was asked to end, or
-    None.
+    """The end of an attempt whose process exited with `code`. `asked`: reason for which it was asked to end, or None.
 
     A finished process has succeeded, whatever it was asked. The replica's own exit code for a preemption is kept if its
     machine leaves.

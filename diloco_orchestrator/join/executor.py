@@ -122,9 +122,9 @@ class JoinExecutor(RemoteExecutor):
     # -- launching -----------------------------------------------------------------------------------------------
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
-        """The offer, its key, and the names of the secrets that the machine must have itself. Writes nothing.
+        """The offer of an attempt to joining machines, its key, and the secrets' names that a machine must have itself.
 
-        Raises ValueError if a variable of `request.env` looks like a credential.
+        Writes nothing. Raises ValueError if a variable of `request.env` looks like a credential.
         """
         offer = self._offer(request)
         return {
@@ -153,7 +153,7 @@ class JoinExecutor(RemoteExecutor):
         )
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
-        """Create the attempt's offer, or adopt the one that exists. Returns at once: it waits for a machine.
+        """Create the attempt's offer to joining machines, or adopt the one that exists. Does not wait for a machine.
 
         Raises ValueError as `plan` does, before anything is written.
         """
@@ -312,17 +312,20 @@ def _lost(why: str) -> ReplicaStatus:
 
 
 def _listed(store: Store, name: str = "") -> dict[str, set[keys.JoinKey]]:
-    """The keys of offers and of records about them, by attempt name; of `name` alone if given. One LIST request."""
+    """The keys of offers (attempts for joining machines) and of their records, by attempt name. One LIST request.
+
+    `name`: only of this attempt.
+    """
     return by_attempt(store.list(f"{keys.JOINS}{name}/" if name else keys.JOINS))
 
 
 def _offer_in(handle: ReplicaHandle) -> str:
-    """The digest of the offer of a handle, in the keys of the records about it."""
+    """The digest of the offer (attempt for joining machines) in a handle, by which the keys of its records name it."""
     return str(handle.native.get("offer", ""))
 
 
 def _offer_of(store: Store, name: str) -> Entry[Offer] | None:
-    """The offer of the attempt `name`; None if it is gone, or cannot be read (logged)."""
+    """The record that offers the attempt `name` to joining machines; None if it is gone, or cannot be read (logged)."""
     try:
         return read(store, Offer, keys.join_offer(name))
     except RecordInvalid as error:
@@ -331,12 +334,12 @@ def _offer_of(store: Store, name: str) -> Entry[Offer] | None:
 
 
 def _has_exit(store: Store, handle: ReplicaHandle) -> bool:
-    """Whether the attempt has an exit record, which says more than a lost machine; the coordinator reads it."""
+    """Whether the attempt has its replica's exit record, which says more of its end than that its machine is lost."""
     return read_optional(store, keys.exit_record(handle.replica_id, handle.attempt)) is not None
 
 
 def _counter_of(store: Store, name: str, offer: str) -> int:
-    """The counter of an attempt's lease; 0 if the lease is missing or cannot be read."""
+    """The counter of the lease by which a joined machine shows that it is alive; 0 if missing or unreadable."""
     try:
         lease = read(store, Lease, keys.join_record(name, offer, keys.JOIN_LEASE))
     except RecordInvalid:

@@ -50,7 +50,7 @@ class JoinSettings:
 
 @dataclass(frozen=True)
 class Identity:
-    """The machine that takes an attempt, for its `Taken` record."""
+    """The machine that takes an attempt, as its record of the taking (`Taken`) names it."""
 
     token: str  # random, other for each process
     host: str  # for people
@@ -106,7 +106,7 @@ class Machine:
         self._said = ""
 
     def leave(self, why: str) -> None:
-        """Ask the replica here to end, and `run` to return; the second call kills it. Safe in a signal handler."""
+        """Ask the replica's process here to end, and `run` to return; a second call kills it. For signal handlers."""
         again, self._signalled = self._signalled, True
         self._leaving = self._leaving or why
         if self._attempt is not None:
@@ -160,7 +160,7 @@ class Machine:
     # -- the run and its offers ----------------------------------------------------------------------------------
 
     def _end_of_run(self) -> str:
-        """A sentence about the run's end; empty before it. Raises `ConfigError` for missing secrets."""
+        """A sentence about how the run ended; empty before its end. Raises `ConfigError` for missing secrets."""
         if self._log is None:
             try:
                 self._log = RunLog(self._store)
@@ -183,7 +183,7 @@ class Machine:
             )
 
     def _take(self) -> Entry[Offer] | None:
-        """Take an offer that no machine has taken; None if there is none for this machine."""
+        """Take an offered attempt that no machine has taken; None if there is none for this machine."""
         listed = offers_in(self._store.list(keys.JOINS))
         for name in sorted(name for name in listed if name not in self._refused):
             data = self._bytes_of(name)
@@ -203,7 +203,7 @@ class Machine:
         return None
 
     def _bytes_of(self, name: str) -> bytes | None:
-        """The bytes of an attempt's offer as first read, cached; None if it was deleted."""
+        """The bytes of the record that offers an attempt, as first read, cached; None if it was deleted."""
         if name not in self._read:
             data = read_optional(self._store, keys.join_offer(name))
             if data is None:

@@ -1,4 +1,4 @@
-"""Parses a listing of a run's folder: attempts offered to joining machines, and the records about each offer."""
+"""Parses a listing of a run's folder: offers, which are attempts for machines that join, and the records about each."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,7 +10,7 @@ from diloco_orchestrator.store.base import ObjectInfo
 
 
 def by_attempt(listing: Iterable[ObjectInfo]) -> dict[str, set[keys.JoinKey]]:
-    """Keys of offers and of records about them, by attempt name."""
+    """Parsed keys of offers (attempts for machines that join) and of the records about them, by attempt name."""
     found: dict[str, set[keys.JoinKey]] = {}
     for info in listing:
         if (parsed := keys.parse_join_record(info.key)) is not None:
@@ -19,22 +19,22 @@ def by_attempt(listing: Iterable[ObjectInfo]) -> dict[str, set[keys.JoinKey]]:
 
 
 def offers_in(listing: Iterable[ObjectInfo]) -> dict[str, set[keys.JoinKey]]:
-    """The entries of `by_attempt` that have an offer."""
+    """Parsed keys of offers and of their records, by attempt name; attempts without an offer left out."""
     found = by_attempt(listing)
     return {name: records for name, records in found.items() if any(each.record == keys.JOIN_OFFER for each in records)}
 
 
 def records_about(listed: Mapping[str, Iterable[keys.JoinKey]], name: str, offer_sha256: str) -> set[str]:
-    """The names of an attempt's offer, if it has one, and of the records about the offer with this digest."""
+    """Names of an attempt's offer to joining machines, if any, and of the records about the offer with this digest."""
     records = listed.get(name, ())
     return {each.record for each in records if each.record == keys.JOIN_OFFER or each.is_about(offer_sha256)}
 
 
 def name_of(offer: Offer) -> str:
-    """The name of an offered attempt, in the keys of its records."""
+    """The name of an attempt offered to joining machines, as the keys of its records hold it."""
     return attempt_name(LaunchRequest(offer.run_id, offer.replica_id, offer.attempt, []))
 
 
 def who(offer: Offer) -> str:
-    """Text that names the offered attempt."""
+    """The offered attempt as text for people: run, replica and attempt number."""
     return f"replica {offer.replica_id}, attempt {offer.attempt}"

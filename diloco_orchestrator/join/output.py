@@ -50,7 +50,7 @@ class OutputPieces:
             self._pieces += 1
 
     def _next(self, to_end: bool) -> tuple[bytes, int] | None:
-        """The next piece and the offset after it; None if there is none yet.
+        """The next piece of the process's output and the offset after it in the file; None if there is none yet.
 
         A piece is whole lines, or a part of a line that is longer than a piece.
         """
@@ -102,7 +102,7 @@ def _split(text: str) -> tuple[list[str], str]:
 
 
 def _last_pieces(store: Store, found: list[str], tail: int) -> str:
-    """The text of the last pieces, as many as contain `tail` lines."""
+    """The text of the last pieces of an attempt's output, as many as contain `tail` lines."""
     text = ""
     for key in reversed(found):
         if text.count("\n") > tail:

@@ -13,7 +13,7 @@ from diloco_orchestrator.protocol.record_format import Record
 
 
 class Intent(Record):
-    """attempts/<attempt>/intent.json: created before a launch by the one coordinator that may launch this attempt."""
+    """attempts/<attempt>/intent.json: announces an attempt; only the coordinator that creates it may launch that."""
 
     record: ClassVar[str] = "intent"
     replica_id: int = Field(ge=0)
@@ -47,9 +47,10 @@ class Waiting(Record):
 
 
 class Claim(Record):
-    """attempts/<attempt>/claim.<token>.json: created by the process of the attempt; a second process fails to.
+    """attempts/<attempt>/claim.<token>.json: created by the process that is the attempt; a second process fails to.
 
-    `<token>` is the `claim_token` of the attempt's intent: random, so nobody can create the claim before the intent.
+    `<token>` is random and stored in the attempt's intent, the record that announces it, so nobody can create the claim
+    before the intent.
     """
 
     record: ClassVar[str] = "claim"
@@ -101,7 +102,7 @@ class Heartbeat(Record):
 
 
 class Offer(Record):
-    """join/attempts/<name>/offer.json: an attempt for any machine that runs `diloco join`, without any secret value."""
+    """join/attempts/<name>/offer.json: an attempt that a machine may take with `diloco join`; holds no secret."""
 
     record: ClassVar[str] = "offer"
     run_id: str
@@ -115,7 +116,7 @@ class Offer(Record):
 
 
 class Taken(Record):
-    """join/attempts/<name>/<offer>.taken.json: a machine runs the attempt, or a coordinator has withdrawn the offer."""
+    """join/attempts/<name>/<offer>.taken.json: a machine runs the attempt, or a coordinator withdrew its offer."""
 
     record: ClassVar[str] = "taken"
     by: str  # the machine's random id; empty: the offer was withdrawn before a machine had taken it
@@ -124,14 +125,14 @@ class Taken(Record):
 
 
 class Lease(Record):
-    """join/attempts/<name>/<offer>.lease.json, overwritten: the machine is alive while `counter` keeps increasing."""
+    """join/attempts/<name>/<offer>.lease.json, overwritten: the joined machine is alive while `counter` increases."""
 
     record: ClassVar[str] = "lease"
     counter: int = Field(ge=1)
 
 
 class JoinCancel(Record):
-    """join/attempts/<name>/<offer>.cancel.json: a request to the machine to end the attempt."""
+    """join/attempts/<name>/<offer>.cancel.json: a request to the joined machine to end the attempt that it runs."""
 
     record: ClassVar[str] = "join_cancel"
 

@@ -34,11 +34,12 @@ class BaseClaim:
 
 
 def shared_claim(claims: Sequence[BaseClaim], own: str, *, own_is_rebuilt: bool) -> str | None:
-    """The base digest that most manifests claim, which the commit names; None without manifests.
+    """The base digest that most manifests name, which the commit names too; None without manifests.
 
-    Abstentions count only where there is nothing else. In a tie `own`, the digest of this replica's base, wins, else
-    the digest of the lowest replica id. `own_is_rebuilt`: `own` was rebuilt from the bucket in this round; it is then
-    returned if no two manifests agree, so that a commit averages nobody if no manifest claims `own`.
+    Manifests without a contribution (abstentions) count only if there are no others. In a tie `own`, the digest of this
+    replica's base, wins, else the digest of the lowest replica id. `own_is_rebuilt`: `own` was rebuilt from the bucket
+    in this round; it is then returned if no two manifests agree, so that a commit averages nobody if no manifest names
+    `own`.
     """
     counted = [claim for claim in claims if claim.kind != "abstention"] or list(claims)
     if not counted:
@@ -67,7 +68,7 @@ def contradictions(claims: Iterable[BaseClaim], own: str, asked: Collection[str]
 
 
 def judged(answers: Sequence[Answer], claims: Iterable[BaseClaim], shared: str | None) -> tuple[Answer, ...]:
-    """`answers` with kind "wrong_base" for every replica whose manifest claims another base than `shared`."""
+    """`answers` with kind "wrong_base" for every replica whose manifest names another base digest than `shared`."""
     outside = {claim.replica_id for claim in claims if claim.digest != shared}
     return tuple(
         answer.model_copy(update={"kind": "wrong_base", "reason": "it claims another base than most others"})

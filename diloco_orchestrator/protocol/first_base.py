@@ -14,14 +14,14 @@ from diloco_orchestrator.protocol.digests import Sha256
 
 @dataclass(frozen=True)
 class ChosenStart:
-    """The start record (first base) that most replicas adopted. `final`: the missing votes cannot change it."""
+    """The start record (of a first base) that most replicas adopted. `final`: the missing votes cannot change it."""
 
     sha256: Sha256
     final: bool
 
 
 def chosen_start(follows: Mapping[int, Sha256], replicas: int) -> ChosenStart | None:
-    """The start record that most replicas adopted, of equal votes that of the lowest replica id; None without votes."""
+    """The start record (of a first base) that most replicas adopted; in a tie the lowest id's; None without votes."""
     if not follows:
         return None
     counts = Counter(follows[replica_id] for replica_id in sorted(follows))
@@ -33,7 +33,7 @@ def chosen_start(follows: Mapping[int, Sha256], replicas: int) -> ChosenStart | 
 
 @dataclass(frozen=True)
 class StartDecision:
-    """The start record that a replica adopts, by digest, or writes if it does not exist. None: the replica waits."""
+    """The start record (of a first base) that a replica adopts or writes, by digest. None: the replica waits."""
 
     sha256: Sha256 | None
     why: str

@@ -82,7 +82,7 @@ _OF_LEG = re.compile(rf"legs/({_N})/([a-z]+\.json)")
 
 
 def parse_leg(key: str) -> tuple[int, str] | None:
-    """(leg, file name) of any record of a leg, or None for any other key."""
+    """(leg, file name) of a record of a leg (start or resume to stop), or None for any other key."""
     found = _OF_LEG.fullmatch(key)
     return (int(found[1]), found[2]) if found else None
 
@@ -96,7 +96,7 @@ start_take = Form("start/takes/<token>.json")
 
 
 def is_start(key: str) -> bool:
-    """Whether this is the key of a start record: start.json, or one of start/takes/."""
+    """Whether this is the key of a start record, which describes a first base: start.json, or one of start/takes/."""
     return key == START or start_take.parse(key) is not None
 
 
@@ -120,17 +120,17 @@ CLAIMS = (
 
 
 def claim(replica_id: int, attempt: int, token: str) -> str:
-    """The key of an attempt's claim. `token`: the `claim_token` of its intent, 16 hex digits; empty in runs of old
+    """The key of the claim by which a process becomes an attempt. `token`: 16 hex digits; empty in runs of old
     versions.
 
-    The token is random, so that nobody can create the claim before the intent exists.
+    The token is random and named in the attempt's intent, so that nobody can create the claim before the intent exists.
     """
     return CLAIMS[0](replica_id, attempt, token) if token else CLAIMS[1](replica_id, attempt)
 
 
 @dataclass(frozen=True)
 class AttemptKey:
-    """The parts of the key of an object about an attempt, such as claim.json."""
+    """The parts of the key of an object about an attempt: replica, attempt number and file name."""
 
     replica_id: int
     attempt: int
@@ -171,17 +171,17 @@ join_output = Form("join/output/<job>/")  # the prefix of the pieces of an offer
 
 
 def about_offer(record: str) -> Form:
-    """The key pattern of one record about offers to joining machines. `record`: its file name, such as "taken.json"."""
+    """The key pattern of a record about offers, attempts for joining machines. `record`: its name, "taken.json", …."""
     return Form(f"{JOINS}<job>/<offer>.{record}")
 
 
 def join_record(name: str, offer_sha256: str, record: str) -> str:
-    """The key of a record about the offer with this sha256: nobody can create it before the offer exists."""
+    """The key of a record about the offer (attempt for joining machines) with this sha256, which exists before it."""
     return f"{JOINS}{name}/{offer_sha256[:_OFFER_DIGITS]}.{record}"
 
 
 def join_piece(name: str, piece: int) -> str:
-    """The key of one piece of an offered attempt's output. Pieces count from 0, and key order is their order."""
+    """The key of one piece of the output of an attempt on a joined machine. Pieces count from 0, in key order."""
     return f"{join_output(name)}{piece:06d}.txt"
 
 
@@ -194,7 +194,7 @@ _JOB_OF_ATTEMPT = re.compile(rf"dl-.+-r({_N})-a({_N})")
 
 @dataclass(frozen=True)
 class JoinKey:
-    """The parts of the key of an offer, or of a record about one."""
+    """The parts of the key of an offer (an attempt for machines that join), or of a record about one."""
 
     name: str  # of the attempt
     offer: str  # the first digits of the offer's digest; empty for the offer itself
@@ -212,7 +212,7 @@ class JoinKey:
 
 
 def parse_join_record(key: str) -> JoinKey | None:
-    """The parts of the key of an offer or of a record about one, or None for any other key."""
+    """The parts of the key of an offer (an attempt for machines that join) or of a record about one; else None."""
     found = _JOIN_RECORD.fullmatch(key)
     if found is None or bool(found[2]) == (found[3] == JOIN_OFFER):
         return None
@@ -220,7 +220,7 @@ def parse_join_record(key: str) -> JoinKey | None:
 
 
 def is_join_piece(key: str) -> bool:
-    """Whether this is the key of a piece of an offered attempt's output."""
+    """Whether this is the key of a piece of the output of an attempt that runs on a machine that joined."""
     return _JOIN_PIECE.fullmatch(key) is not None
 
 
@@ -253,7 +253,7 @@ def end_of_round(round_: int) -> str:
 
 @dataclass(frozen=True)
 class PayloadKey:
-    """The parts of the key of a payload shard, or of a re-upload request for one."""
+    """The parts of the key of a payload shard, or of a request to upload one again."""
 
     round: int
     replica_id: int
@@ -277,7 +277,7 @@ def parse_payload(key: str) -> PayloadKey | None:
 
 
 def parse_want(key: str) -> PayloadKey | None:
-    """The payload shard and version that the re-upload request with this key asks for, or None for any other key."""
+    """The payload shard and version that the request with this key asks to be uploaded again; else None."""
     found = want.parse(key)
     return PayloadKey(*found) if found else None
 
@@ -286,7 +286,10 @@ _OF_ROUND = re.compile(rf"rounds/({_ROUND})/.*")
 
 
 def parse_round(key: str) -> int | None:
-    """The round of an object of a round, saved state, segment (its last round) or snapshot; None for any other key."""
+    """The round in the key of a round's object, a saved state or a snapshot; None for any other key.
+
+    For a segment (an object that joins the records of ten or a hundred rounds), its last round.
+    """
     if found := _OF_ROUND.fullmatch(key):
         return int(found[1])
     if (saved := parse_state(key)) is not None:
@@ -300,7 +303,7 @@ def parse_round(key: str) -> int | None:
 
 @dataclass(frozen=True)
 class SegmentKey:
-    """The parts of the key of a log segment: rounds `first` to `last`; `kind`: whether of commits or of manifests."""
+    """The parts of the key of a segment, which joins the commits or manifests (`kind`) of rounds `first` to `last`."""
 
     first: int
     last: int
@@ -314,7 +317,7 @@ _SEGMENT = re.compile(rf"log/({_ROUND})-({_ROUND})\.(commits|manifests)\.jsonl")
 
 
 def parse_segment(key: str) -> SegmentKey | None:
-    """The parts of the key of a log segment, or None for any other key."""
+    """The parts of the key of a segment, which joins the commits or manifests of ten or a hundred rounds; else None."""
     found = _SEGMENT.fullmatch(key)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         return None
@@ -328,12 +331,12 @@ SHARED_TAKE = ""  # the version of a snapshot that every replica may write; only
 
 
 def own_take(replica_id: int | None) -> str:
-    """The version of a snapshot that only this replica writes; for None, that of a process that is no replica."""
+    """The snapshot version that only this replica writes; for None, that of a process that is no replica."""
     return "rebuilt" if replica_id is None else f"r{replica_id}"
 
 
 def snapshot(round_: int, name: str, take: str = SHARED_TAKE) -> str:
-    """The key of one file of a snapshot. `take`: the version, by default the shared one, else that of one writer."""
+    """The key of one file of a snapshot. `take`: the version, by default the one that all writers share."""
     return f"{SNAPSHOTS}{_snapshot_name(round_, take)}/{name}"
 
 
@@ -369,5 +372,5 @@ def parse_snapshot_record(key: str) -> tuple[int, str] | None:
 
 
 def is_replay(key: str) -> bool:
-    """Whether this is the key of an obsolete record of rebuilt bases: earlier versions wrote it, nothing reads it."""
+    """Whether this is the key of a record of rebuilt bases, which only earlier versions wrote and nothing reads."""
     return _REPLAY.fullmatch(key) is not None

@@ -50,7 +50,7 @@ class Kind:
         return any(form.parse(key) is not None for form in self.forms)
 
     def row(self) -> str:
-        """The kind's line in the table of docs/protocol.md."""
+        """The kind's line in the table of records in docs/protocol.md."""
         texts = (form.text.replace("<job>", "dl-<run>-r<id>-a<attempt>") for form in self.forms)
         forms = " or ".join(f"`{text}`" for text in texts)
         writers = ", ".join("its attempt" if self.by_itself else role for role in self.writers)
@@ -105,7 +105,7 @@ def kind_at(key: str) -> Kind | None:
 
 
 def most_bytes(key: str) -> int:
-    """The most bytes that a reader accepts of the object at `key`: a record, a log segment or an attempt's log.txt."""
+    """The most bytes that a reader accepts of the object at `key`: a record, a log segment or a log.txt."""
     if keys.parse_segment(key) is not None:
         return 256 * MIB  # the commits or manifests of 100 rounds, which are parsed one by one
     kind = kind_at(key)
@@ -113,7 +113,7 @@ def most_bytes(key: str) -> int:
 
 
 def table() -> Iterator[str]:
-    """The lines of the table in docs/protocol.md."""
+    """The lines of the table of records in docs/protocol.md."""
     yield "| record | key | written by | at most |"
     yield "|---|---|---|---|"
     yield from (kind.row() for kind in KINDS)

@@ -21,13 +21,13 @@ _RUN, _SETTINGS = "--run-sha256", "--settings-sha256"
 
 
 def settings_sha256(settings: Mapping[str, JsonValue]) -> Sha256:
-    """The sha256 of the settings (name to value) that a leg changes; empty if it changes none."""
+    """The sha256 of the settings (name to value) that a leg, from start or resume to stop, changes; empty if none."""
     return sha256_hex(canonical_json(dict(settings))) if settings else ""
 
 
 @dataclass(frozen=True)
 class Launched:
-    """The digests of run.json and of the settings that one leg changes."""
+    """Digests of run.json and of the settings that one leg, the rounds from a start or resume to a stop, changes."""
 
     run_sha256: Sha256  # of the bytes of run.json
     settings_sha256: Sha256 = ""  # of the settings that the leg changes; empty if it changes none
@@ -43,7 +43,7 @@ class Launched:
         return cls(options.run_sha256, options.settings_sha256)
 
     def arguments(self) -> list[str]:
-        """The digests as command line options."""
+        """The digests of run.json and of the leg's settings as command line options."""
         settings = [_SETTINGS, self.settings_sha256] if self.settings_sha256 else []
         return [_RUN, self.run_sha256, *settings]
 

@@ -15,9 +15,9 @@ SAFE_SNAPSHOTS = 2  # complete snapshots at or after a round that retention need
 
 
 def leg_position(begin: Begin, start_sha256: str) -> Position:
-    """The position in the commit log at which a leg begins: after the last commit before the leg, with the leg's base.
+    """The position in the commit log at which a leg (start or resume to stop) begins: after the commit before it.
 
-    `start_sha256`: digest of start.json, needed for leg 1.
+    It has the base that the leg starts from. `start_sha256`: digest of start.json, needed for leg 1.
     """
     if begin.leg == 1:
         return Position.at_start(start_sha256)
@@ -25,7 +25,7 @@ def leg_position(begin: Begin, start_sha256: str) -> Position:
 
 
 def why_no_begin(begin: Begin, leg: int, run_sha256: str) -> str:
-    """Reason why `begin`, from legs/<leg>/begin.json, is invalid by its own fields; empty if it may be valid."""
+    """Reason why a leg's begin record is invalid by itself; empty if it may be valid. Leg: start or resume to stop."""
     if begin.leg != leg:
         return f"it says leg {begin.leg}"
     if leg > 1:
@@ -36,7 +36,10 @@ def why_no_begin(begin: Begin, leg: int, run_sha256: str) -> str:
 
 
 def leg_of_base(begins: Sequence[Begin], round_: int) -> Begin | None:
-    """The begin record of the leg that made the base after `round_`; None if the newest base has another ancestry."""
+    """The record that began the leg (start or resume to stop) in which the base after `round_` was made.
+
+    None if the newest base does not descend from that base.
+    """
     for begin in reversed(begins):
         if round_ > begin.after_round or begin.leg == 1:
             return begin
@@ -51,7 +54,8 @@ def bases(commits: Iterable[Commit], begins: Sequence[Begin]) -> list[int]:
 
 
 class BaseScores:
-    """Held-out scores of bases, and the bases at which legs ended, collected from commits, oldest first.
+    """Held-out scores of bases, and the bases at which legs ended (a leg: start or resume to stop), from commits in
+    order.
 
     The commit of round r holds the score of the base before that round.
     """

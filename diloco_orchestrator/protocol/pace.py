@@ -18,34 +18,35 @@ def heartbeat_s(config: RunConfig, round_s: float) -> float:
 
 
 def heartbeats_read_s(config: RunConfig, round_s: float) -> float:
-    """The pause before a heartbeat that has moved is read again: at most half of `retry.hung_after_s`, so that the rest
-    of it is left to read one that has not.
+    """Seconds until a heartbeat that has moved is read again: at most half of `retry.hung_after_s`.
+
+    The other half is left to read again one that has not moved.
     """
     return max(config.timing.heartbeat_s, min(2.0 * round_s, config.retry.hung_after_s / 2))
 
 
 def longest_wait_s(config: RunConfig, round_s: float) -> float:
-    """The longest pause of a replica that waits for the others: `timing.poll_s`, or a fiftieth of a long round."""
+    """The longest pause of a replica that waits for others, seconds: `timing.poll_s` or a fiftieth of a round."""
     return max(config.timing.poll_s, min(round_s / 50, _LONGEST_WAIT_S))
 
 
 def commits_read_s(round_s: float, open_s: float) -> float:
-    """The pause before a coordinator or a display polls for the open round's commit again.
+    """Seconds until a coordinator or a display polls for the open round's commit again.
 
-    `open_s`: seconds since the commit before it was seen. Before nine tenths of a round there is hardly one; nobody
-    waits for it.
+    `round_s`: usual length of a round. `open_s`: seconds since the commit before was seen. A commit hardly ever exists
+    before nine tenths of `round_s`, so the first poll is then, or after 300 s if that is earlier.
     """
     early_s = 0.9 * round_s - open_s
     return max(1.0, min(early_s, 300.0) if early_s > 0 else min(round_s / 10, 45.0))
 
 
 def seldom_read_s(round_s: float) -> float:
-    """The pause between two polls for what hardly ever comes, such as another leg: 20 rounds, at most half an hour."""
+    """Seconds between two polls for what hardly ever comes, such as a resume: 20 rounds, at most half an hour."""
     return max(10.0, min(20 * round_s, 1800.0))
 
 
 def records_read_s(round_s: float) -> float:
-    """The pause between two polls for records of an attempt that its provider says nothing of."""
+    """Seconds between two polls for records of an attempt whose status the provider does not report."""
     return max(1.0, min(round_s / 10, 15.0))
 
 

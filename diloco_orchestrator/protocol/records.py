@@ -145,7 +145,7 @@ class Start(Record):
 
 
 class Began(Record):
-    """start/<replica>/began.<attempt>.json: an attempt's vote on the first base: the start record of its own model."""
+    """start/<replica>/began.<attempt>.json: an attempt's vote on the first base: digest of its model's start record."""
 
     record: ClassVar[str] = "began"
     replica_id: int = Field(ge=0)
@@ -155,7 +155,7 @@ class Began(Record):
 
 
 class Follows(Record):
-    """start/<replica>/follows.json: the start record that a replica has adopted for good and trains from."""
+    """start/<replica>/follows.json: digest of the start record (of a first base) that a replica adopted for good."""
 
     record: ClassVar[str] = "follows"
     replica_id: int = Field(ge=0)
@@ -177,7 +177,7 @@ class Probe(Record):
 
 
 class Begin(Record):
-    """legs/<leg>/begin.json: which base a leg starts from, and how many outer steps it takes."""
+    """legs/<leg>/begin.json: begins a leg (start or resume to stop): its base and its number of outer steps."""
 
     record: ClassVar[str] = "begin"
     leg: int = Field(ge=1)
@@ -196,7 +196,7 @@ class Begin(Record):
 
 
 class Halt(Record):
-    """legs/<leg>/halt.json: a request to stop the leg after the open round."""
+    """legs/<leg>/halt.json: a request to stop the leg (the run since its start or last resume) after the open round."""
 
     record: ClassVar[str] = "halt"
     leg: int = Field(ge=1)
@@ -216,7 +216,7 @@ class Out(Record):
 
 
 class Result(Record):
-    """legs/<leg>/result.json: how a leg ended."""
+    """legs/<leg>/result.json: how a leg, the rounds from a start or resume to a stop, ended."""
 
     record: ClassVar[str] = "result"
     leg: int = Field(ge=1)
@@ -263,7 +263,7 @@ class Payload(Part):
 
 
 class Disagreeing(Part):
-    """A contribution of which `aggregate="agreeing_mean"` left some shards out of the average of `round`."""
+    """A contribution that `aggregate="agreeing_mean"` left out of the average of `round` in some shards."""
 
     replica_id: int = Field(ge=0)
     round: int = Field(ge=1)
@@ -333,7 +333,7 @@ class Metric(Part):
 
 
 class Origin(Part):
-    """A number of inner steps of one round whose work a contribution contains."""
+    """A number of inner steps that the author of a contribution took in `round` and whose work it contains."""
 
     round: int = Field(ge=1)
     steps: int = Field(ge=0, le=MOST_COUNTED)
@@ -460,7 +460,7 @@ class Clipped(Part):
 
 
 class UsualNorms(Part):
-    """Running statistics of contribution norms in a leg, from which the clip's limit follows (`weights.limit_of`)."""
+    """Statistics of contribution norms since a start or resume, which fix the norm limit (`weights.limit_of`)."""
 
     rounds: int = Field(ge=0)  # that averaged two contributions or more
     spread: float = Field(ge=0)  # how far the norms of a round are apart: mean over recent rounds
@@ -529,7 +529,7 @@ class Commit(Record):
         return self.verdict is not None and self.verdict.fire and self.verdict.kind is VerdictKind.HALT
 
     def decided_about(self) -> set[int]:
-        """Replicas whose contribution this commit averages or quarantines, so that none of them carries it over."""
+        """Replicas whose contribution this commit averages or quarantines: none adds its work to a later one."""
         return {each.replica_id for each in self.quarantined} | {a.replica_id for a in self.answers if a.averaged}
 
     def quarantines(self, replica_id: int) -> str:
@@ -572,7 +572,7 @@ class Snapshot(Record):
 
 
 class Retention(Record):
-    """retention.json: `gc` deleted payloads of a run configured to keep them all, so `verify` expects gaps."""
+    """retention.json: `gc` deleted payloads of a run whose settings keep them all, so `verify` expects gaps."""
 
     record: ClassVar[str] = "retention"
     payloads: Literal["needed"]

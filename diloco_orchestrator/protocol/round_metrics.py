@@ -68,7 +68,7 @@ def never_observed(metric: str, observed: Collection[str]) -> str:
 
 
 def _disagreeing(manifests: Sequence[Contribution]) -> tuple[Disagreeing, ...]:
-    """Replicas that the aggregate left out of the round before, by majority of the manifests that name any.
+    """Replicas that the aggregate left out of the round before, as most manifests that list any do.
 
     Honest manifests agree, because equal payloads give equal numbers. In a tie the first list counts.
     """

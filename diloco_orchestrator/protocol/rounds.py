@@ -117,7 +117,7 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
 
 
 def is_ready(view: View, now: float, policy: Policy) -> bool:
-    """Whether every replica on the round's roster has responded, or the straggler deadline has passed."""
+    """Whether all replicas that the round waits for (its roster) have responded, or the deadline has passed."""
     deadline_s = view.deadline.deadline_s if view.deadline else policy.startup_timeout_s
     return (
         set(view.roster) <= {a.replica_id for a in view.answers} | set(view.out) or now >= view.opened_at + deadline_s
@@ -125,14 +125,14 @@ def is_ready(view: View, now: float, policy: Policy) -> bool:
 
 
 def _straggler_time_left(view: View, deadline_s: float, now: float) -> float:
-    """Seconds until a round that has its quorum ends without the missing replicas: after both deadline and grace."""
+    """Seconds until a round that has its quorum ends without missing replicas: after straggler deadline and grace."""
     grace_s = view.deadline.grace_s if view.deadline else 0.0
     quorum_since = now if view.quorum_since is None else view.quorum_since
     return max(view.opened_at + deadline_s, quorum_since + grace_s) - now
 
 
 def _nobody(view: View, contributors: Sequence[int], missing: Sequence[int], out: Sequence[int], policy: Policy) -> str:
-    """The reason, for commit and output log, of a commit that averages no contribution."""
+    """The reason, for commit and process log, of a commit that averages no contribution."""
     others = "; ".join(f"replica {a.replica_id}: {_kind(a)}" for a in view.answers if not contributes(a))
     who = f"no answer from {_listed(missing)}" if missing else "all answered"
     who += f" but {_listed(out)}, out for good" if out and not missing else ""
@@ -160,7 +160,7 @@ def carry_weight(staleness: int) -> float:
 
 @dataclass(frozen=True)
 class Position:
-    """A position in the commit log: the state right after one commit. Round 0: before any commit."""
+    """A position in the commit log: the run's state right after one commit. Round 0: before any commit."""
 
     round: int
     outer_step: int  # outer steps in the base there
@@ -256,7 +256,7 @@ def told_with(
     disagreeing: Sequence[Disagreeing] = (),
     discounted: Sequence[Discounted] = (),
 ) -> str:
-    """The reason of a commit, followed by every replica that was left out, clipped or discounted, and why."""
+    """The text of a commit's `reason`, with every replica that was left out, clipped or discounted, and why."""
     said = [f"replica {each.replica_id} is left out: {each.reason}" for each in quarantined]
     said += [f"replica {each.replica_id} is clipped: {each.reason}" for each in clipped]
     said += [f"replica {each.replica_id} was left out of round {each.round}: {each.reason}" for each in disagreeing]
@@ -270,7 +270,7 @@ def named_answers(answers: Sequence[Answer], averaged: Sequence[int]) -> tuple[A
 
 
 def result_of(commit: Commit, commit_sha256: str, stamp: StampFields) -> Result:
-    """The result record of the leg that `commit` stopped. `commit_sha256`: of the commit's exact bytes."""
+    """The result record of a leg (start or resume to stop) from `commit`, which stopped it, and its digest."""
     assert commit.stop != "none"
     return Result(
         **stamp,

@@ -108,12 +108,12 @@ class RoundTimes:
         return {replica_id: median(each) for replica_id, each in self._by_replica().items()}
 
     def spread_s(self) -> float:
-        """By how much a replica's train times differ from its own median, as a rule; 0 before the first."""
+        """Median difference in seconds of a replica's train times from their median; 0 before the first."""
         found = [median(abs(time - median(each)) for time in each) for each in self._by_replica().values()]
         return median(found) if found else 0.0
 
     def deadline(self) -> StragglerDeadline | None:
-        """The deadline that follows from the recorded times; None before the first that is believed."""
+        """The straggler deadline that follows from the recorded train times; None before the first that is believed."""
         typical = self.typical_s()
         most = {i: _MOST_TIMES * _usual(typical, i, self._own) for i in typical}
         believed = [

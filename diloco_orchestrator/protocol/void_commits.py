@@ -18,7 +18,7 @@ from diloco_orchestrator.protocol.weights import is_said
 
 @dataclass(frozen=True)
 class LegRules:
-    """Inputs of a leg that fix, with the commits themselves, what each of its commits must contain."""
+    """Settings and begin record of a leg (start or resume to stop), which fix what its commits may contain."""
 
     begin: Begin
     begin_sha256: str
@@ -33,7 +33,7 @@ class LegRules:
 
 @dataclass(frozen=True)
 class Before:
-    """The state of a run before one round of a leg, as every reader derives it from the log."""
+    """The state of a run before one round, as every reader derives it from the commits."""
 
     position: Position
     guard: Mapping[str, Any] | None
@@ -42,7 +42,7 @@ class Before:
 
 
 def first_of_leg(rules: LegRules, position: Position) -> Before:
-    """The state before the first round of a leg. `position`: the position in the log at which the leg begins."""
+    """The state before the first round after a start or resume. `position`: the position in the commit log there."""
     return Before(position, rules.begin.guard, tuple(range(rules.config.replicas)), norms=None)
 
 
@@ -60,7 +60,7 @@ def why_not_concluded(commit: Commit, before: Before, rules: LegRules) -> str:
 def why_answers_differ(commit: Commit, manifests: Mapping[int, Contribution]) -> str:
     """The first difference between the responses in a commit and the manifests that they name; empty if there is none.
 
-    `manifests`: by replica id, without manifests of another round, leg or replica.
+    `manifests`: by replica id, without manifests that name another round, leg or replica.
     """
     for answer in commit.answers:
         i, manifest = answer.replica_id, manifests.get(answer.replica_id)
@@ -79,7 +79,7 @@ def why_answers_differ(commit: Commit, manifests: Mapping[int, Contribution]) ->
 
 
 def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> Commit:
-    """The commit used in place of a void one: it averages nobody and stops nothing. `why`: the contradiction."""
+    """The commit in place of one that contradicts the log (void): it averages nobody, stops nothing. `why`: reason."""
     position, failed = before.position, _fails_the_run(before)
     return commit.model_copy(
         update={
@@ -125,12 +125,12 @@ def read_without_weights(commit: Commit, before: Before, why: str) -> Commit:
 
 
 def _fails_the_run(before: Before) -> bool:
-    """Whether one more empty round reaches `MAX_EMPTY_ROUNDS` and so stops the leg as failed."""
+    """Whether one more round that averages nobody is the `MAX_EMPTY_ROUNDS`th in a row, so that the run fails."""
     return before.position.stop == "none" and before.position.empty_rounds + 1 >= MAX_EMPTY_ROUNDS
 
 
 def _who_wrote(commit: Commit, before: Before, failed: bool) -> str:
-    """Advice for the reason of a void commit that stops the run as failed; empty if it does not."""
+    """Advice for the reason of an invalid (void) commit that stops the run as failed; empty if it does not."""
     if not failed:
         return ""
     return (

@@ -85,7 +85,7 @@ def shares_of(
 
 
 def is_said(answer: Answer, manifest: Contribution) -> bool:
-    """Whether an answer has the origins, tokens, norm and payload digest (they fix its weight) of its manifest."""
+    """Whether a response in a commit has its manifest's origins, tokens, norm and payload digest."""
     norm, payload = (manifest.payload.norm, manifest.payload.digest) if manifest.payload else (0.0, "")
     said = manifest.origins, manifest.tokens, norm, payload
     return said == (answer.origins, answer.tokens, answer.norm, answer.payload)
@@ -139,7 +139,7 @@ def as_read(commit: Commit, config: RunConfig) -> Commit:
 
 
 def _by_steps(round_: int, origins: Sequence[Origin], config: RunConfig) -> int:
-    """`sync_every`, less the steps by which a payload falls short of a whole round. Carried work adds no weight."""
+    """`sync_every`, less the steps that a payload lacks of a whole round. Work of earlier rounds adds none."""
     own = sum(origin.steps for origin in origins if origin.round == round_)
     steps = sum(origin.steps for origin in origins)
     return config.sync_every - (max(0, config.round_steps - steps) if own else 0)
@@ -214,8 +214,8 @@ def norms_after(commit: Commit, config: RunConfig) -> UsualNorms | None:
 def folded(before: UsualNorms | None, fragment: int, norms: Sequence[float], fewest: int = 2) -> UsualNorms | None:
     """The norm statistics after one more round of `fragment` whose contributions have these norms, all above zero.
 
-    A round adds its median norm and the median ratio of a norm to it (upper median), so that while most replicas are
-    honest no forged norm widens the limit. A round of fewer than `fewest` (2 or more) contributions adds nothing.
+    A round adds its median norm, and the upper median of the ratios of its norms to that, so that while most replicas
+    are honest no forged norm widens the limit. A round of fewer than `fewest` (2 or more) contributions adds nothing.
     """
     if len(norms) < fewest:
         return before

@@ -1,4 +1,4 @@
-"""Creates run.json, the first leg's begin record, commits, and requests to halt.
+"""Creates run.json, the first leg's begin record, commits, and requests to halt. A leg: start or resume to stop.
 
 Every function may be repeated and raced: of several creates of one object exactly one wins.
 """
@@ -17,7 +17,7 @@ from diloco_orchestrator.store.retrying import without_read_back
 
 
 def create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
-    """Create run.json and the first leg; returns the run's log. Raises `RunFolderTaken` if the folder holds a run."""
+    """Create run.json and the record of the first leg. Raises `RunFolderTaken` if the folder holds a run."""
     if Writer(store, Role.LAUNCHER).create(run) is None:
         raise RunFolderTaken(
             f"{store.url} already holds a run. Give the new run a folder of its own, or inspect that one with "
@@ -39,7 +39,7 @@ def join_or_create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
 
 
 def _begin_first_leg(log: RunLog, by: str, stamp: Stamp) -> RunLog:
-    """Create the record of leg 1 unless it exists."""
+    """Create the begin record of leg 1, the run until its first stop, unless it exists."""
     begin = Begin(
         **stamp(),
         leg=1,
@@ -67,9 +67,9 @@ def append_commit(log: RunLog, commit: Commit) -> CommitEntry:
 
 
 def request_halt(log: RunLog, by: str, reason: str, stamp: Stamp) -> None:
-    """Create the request to stop the newest leg after its open round, unless there is one.
+    """Create the request to stop the run after its open round, unless there is one.
 
-    Raises `ConfigError` if the leg has ended.
+    Raises `ConfigError` if the newest leg (stretch since start or resume) has ended.
     """
     leg = log.newest_begin().record.leg
     if (result := log.result(leg)) is not None:

@@ -30,7 +30,7 @@ R = TypeVar("R", bound=Record)
 
 
 def counted(intents: Iterable[int]) -> list[int]:
-    """The valid attempts of those with an intent: 1 up to the first missing number.
+    """The valid attempts among those with an intent, the announcing record: 1 up to the first missing number.
 
     So nobody can fence a replica's attempts by an attempt number without intent or far ahead, nor by a claim from
     before the intent, because the intent holds a token of the claim's key (`AttemptRecords.claim_key`).
@@ -66,9 +66,9 @@ class AttemptRecords:
         return {replica_id: numbers for replica_id, numbers in found.items() if numbers}
 
     def claims(self, replica_id: int) -> set[int]:
-        """The valid attempts of a replica that a process has claimed.
+        """The valid attempts of a replica that a process has claimed, that is, become.
 
-        One LIST request, and a GET of the intent of each attempt that has a claim.
+        One LIST request, and a GET of the intent (announcing record) of each attempt that has a claim.
         """
         return set(self._claimed(replica_id, 0))
 
@@ -95,12 +95,12 @@ class AttemptRecords:
         return next(self._claimed(replica_id, above), above)
 
     def claim_key(self, replica_id: int, attempt: int) -> str | None:
-        """The key of the claim of a valid attempt; None if its intent is missing or cannot be read."""
+        """The key under which a process claims a valid attempt; None if the intent that announces it is unreadable."""
         intent = self.intent(replica_id, attempt)
         return None if intent is None else keys.claim(replica_id, attempt, intent.claim_token)
 
     def intent(self, replica_id: int, attempt: int) -> Intent | None:
-        """The intent of an attempt; None if it is missing, cannot be read, or names another attempt."""
+        """The intent, which announces an attempt; None if it is missing, cannot be read, or names another attempt."""
         found = self._read(Intent, keys.intent(replica_id, attempt))
         return found if found is not None and (found.replica_id, found.attempt) == (replica_id, attempt) else None
 
@@ -166,7 +166,7 @@ class AttemptRecords:
 
 
 class Authors:
-    """Checks whether manifests are by the attempts that they name. Two threads may share one."""
+    """Checks whether manifests are by the attempts that they name, by their claims. Two threads may share one."""
 
     def __init__(self, store: Store, background: Background) -> None:
         self._store = store
@@ -174,7 +174,7 @@ class Authors:
         self._claims: dict[tuple[int, int], str] = {}  # sha256 of the claim of an attempt that counts
 
     def know(self, replica_id: int, attempt: int, claim_sha256: str) -> None:
-        """Cache the digest of an attempt's claim, which the caller has just created, so that it is not fetched."""
+        """Cache the digest of an attempt's claim, by which its process became the attempt and just created it."""
         self._claims[replica_id, attempt] = claim_sha256
 
     def why_not(self, manifest: Contribution) -> str:

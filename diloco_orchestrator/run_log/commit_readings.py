@@ -34,7 +34,10 @@ log = logging.getLogger(__name__)
 
 
 class Conclusions:
-    """Checks the commits of one run against its log. start.json must exist."""
+    """Checks whether each commit of a run follows from the log before it. start.json must exist.
+
+    If not, it is void: it ends its round and averages nobody. A leg is a run's stretch from start or resume to stop.
+    """
 
     def __init__(self, records: LegRecords) -> None:
         self._records = records
@@ -93,15 +96,16 @@ class Conclusions:
         return entry.voided(read_as_void(commit, before, rules, why), why)
 
     def why_not_concluded(self, entry: CommitEntry, previous: CommitEntry | None) -> str:
-        """Reason why `entry` does not follow from `previous`, judged by these two alone; empty if it may follow."""
+        """Reason why the commit `entry` does not follow from `previous`, judged by these two alone; empty if it may."""
         rules, before = self._before(previous)
         return why_unlinked(entry.written, before) or why_not_concluded(entry.written, before, rules)
 
     def _check_unchanged(self, entry: CommitEntry, previous: CommitEntry | None, before: Before) -> None:
-        """Raise `RecordInvalid` if a broken chain may come from a changed or misread record and not from a void commit.
+        """Raise `RecordInvalid` if a commit does not name the digest of the one before because one of the two was
+        changed.
 
-        The cause may be such a record if the commit before is void, or if a second GET of either record gives other
-        bytes than the first.
+        That may be so if the commit before is void (it averages nobody), or if a second GET of either record gives
+        other bytes than the first. Otherwise the commit itself is wrong, and is read as void.
         """
         commit, position = entry.written, before.position
         if not entry.unreadable and previous is not None and previous.contradicts:
@@ -116,12 +120,12 @@ class Conclusions:
                 )
 
     def manifests(self, entry: CommitEntry) -> Mapping[int, Contribution]:
-        """The manifests, by replica id, of the commit whose verdict was checked last; empty for any other commit."""
+        """The manifests named by the commit whose verdict was checked last, by replica id; empty for another commit."""
         digest, found = self._last
         return found if digest == entry.sha256 else {}
 
     def _before(self, previous: CommitEntry | None) -> tuple[LegRules, Before]:
-        """The rules of the leg of the commit after `previous`, and the run's state before it."""
+        """The rules (settings) for the commit after `previous`, and the run's state before it."""
         if previous is None:
             rules = self._rules_of(self._begin_of(1))
             return rules, first_of_leg(rules, leg_position(rules.begin, self._start().sha256))
@@ -141,7 +145,7 @@ class Conclusions:
         return begin
 
     def _start(self) -> Entry[Start]:
-        """The run's start record. May cost a LIST request, so callers cache what they need of it."""
+        """The run's start record, which describes its first base. May cost a LIST, so callers cache what they need."""
         start = self._records.start()
         assert start is not None, "a log with commits has a start"
         return start

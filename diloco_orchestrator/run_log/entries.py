@@ -48,16 +48,16 @@ class CommitEntry:
 
     @classmethod
     def of_no_commit(cls, round_: int, sha256: str, why: str) -> Self:
-        """The entry of an object at the key of `round_`'s commit that is no commit. `why`: the parse error."""
+        """The entry for an object that does not parse as the commit of `round_`, its key. `why`: the parse error."""
         stands_for_it = no_commit(round_, why)
         return cls(stands_for_it, sha256, stands_for_it, unreadable=why)
 
     def voided(self, commit: Commit, why: str, unlinked: bool = False) -> Self:
-        """This entry marked void, with `commit` in place of what is stored. `why`: its contradiction to the log."""
+        """This entry marked void, with `commit`, which averages nobody, instead. `why`: contradiction to the log."""
         return replace(self, commit=commit, void=why, contradicts=why, unlinked=unlinked)
 
     def counted(self, commit: Commit) -> Self:
-        """This entry, void for its weights alone, with `commit`, which counts one more empty round."""
+        """This entry, void for wrong weights alone, with `commit`, which counts one more round that averages nobody."""
         return replace(self, commit=commit)
 
     @property
@@ -67,13 +67,13 @@ class CommitEntry:
 
 
 def check_link(entry: CommitEntry, position: Position) -> None:
-    """Raise `RecordInvalid` unless the commit's `previous` is `position.sha256`, the digest of the record before it."""
+    """Raise `RecordInvalid` unless the commit's `previous` is the digest of the record before it, in `position`."""
     if entry.commit.previous != position.sha256:
         raise changed(entry.commit.round, entry.commit.previous, position.sha256)
 
 
 def changed(round_: int, previous: str, sha256: str) -> RecordInvalid:
-    """The error that a record of the log was changed: round `round_` names it by `previous`, it has `sha256`."""
+    """The error for a changed record of the log: round `round_` names digest `previous`, the record has `sha256`."""
     before = f"the commit of round {round_ - 1}" if round_ > 1 else keys.START
     return RecordInvalid(
         f"{keys.commit(round_)} follows {previous[:12]}, but {before} has sha256 {sha256[:12]}: one of the two was "

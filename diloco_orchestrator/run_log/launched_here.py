@@ -54,7 +54,7 @@ def note_head(run_log: RunLog, head: str) -> None:
 
 
 def remember_leg(run_log: RunLog, begin: Begin) -> None:
-    """Note the settings of a leg that this user has begun. Does nothing if the run was not launched here."""
+    """Note the settings of a leg (start or resume to stop) that this user began, if the run was launched here."""
     if begin.settings and _known_of(run_log):
         remember(run_log, settings=sorted({*settings_begun_here(run_log), settings_sha256(begin.settings)}))
 
@@ -86,9 +86,9 @@ def check_launched_here(run_log: RunLog, need: str) -> None:
 
 
 def why_not_launched_here(run_log: RunLog) -> str:
-    """Reason why the settings of the run or of its newest leg are not trusted; empty if this user launched both here.
+    """Reason why the settings of the run, or those since its last resume, are not trusted; empty if launched here.
 
-    The leg counts too: whoever can write to the bucket could begin one with other training arguments.
+    Those of a resume count too: whoever can write to the bucket could begin a leg with other training arguments.
     """
     known = _known(run_log.store.url)
     if known.get("run_sha256") != run_log.run_sha256:
@@ -103,7 +103,7 @@ def why_not_launched_here(run_log: RunLog) -> str:
 
 
 def settings_begun_here(run_log: RunLog) -> frozenset[Sha256]:
-    """Digests of the settings of all legs that this user began on this machine; empty if it did not launch the run."""
+    """Digests of the settings of all starts and resumes by this user here; empty if it did not launch the run."""
     return frozenset(each for each in _known_of(run_log).get("settings", ()) if isinstance(each, str))
 
 

@@ -1,6 +1,6 @@
-"""`LegRecords`: reads and caches all records of a run's log but commits: run, start, begins of legs, requests to halt.
+"""`LegRecords`: reads and caches all records of a run's log but commits: run, start, begin of each leg, halt requests.
 
-`run_log.RunLog` adds the commits.
+A leg is a run's stretch from a start or resume to the next stop. `run_log.RunLog` adds the commits.
 """
 
 import logging
@@ -26,7 +26,7 @@ R = TypeVar("R", bound=Record)
 
 
 class LegConfigs:
-    """Validated configuration of each leg. `run`: that of run.json. `begin_of`: a leg's begin record or None."""
+    """Validated configuration of each leg (start or resume to stop). `run`: run.json's. `begin_of`: record or None."""
 
     def __init__(self, run: RunConfig, begin_of: Callable[[int], Entry[Begin] | None]) -> None:
         self._run = run
@@ -51,7 +51,10 @@ class LegConfigs:
 
 
 class LegRecords:
-    """Caches each record that it has read; a missing one is fetched again at every call. Arguments as of `RunLog`."""
+    """Caches each record of a leg (start or resume to stop) that it has read; a missing one is fetched at every call.
+
+    Arguments as of `RunLog`.
+    """
 
     def __init__(self, store: Store, on_read: Callable[[str, bytes], None] | None, run_json: bytes | None) -> None:
         self.store = store
@@ -72,7 +75,7 @@ class LegRecords:
         self.starts = Starts(store, self.run.config.replicas, self.run_sha256, self.run.config.first_base)
 
     def start(self) -> Entry[Start] | None:
-        """The start record that most replicas adopted; None before the first vote. Final once more than half agree."""
+        """The start record (of the first base) that most replicas adopted; final once more than half did; or None."""
         return self.starts.chosen()
 
     def begin(self, leg: int) -> Entry[Begin] | None:
@@ -165,7 +168,8 @@ class LegRecords:
         return (leg, keys.result(leg).rpartition("/")[2]) in self._listed
 
     def passed_over(self) -> dict[str, str]:
-        """Keys of the objects about legs that are ignored or cannot be read, each with the reason.
+        """Keys of the objects about legs (start or resume to stop) that are ignored or unreadable, each with the
+        reason.
 
         Uses the listing of the last `newest_leg` call. Costs a GET for each ignored begin record, and one for the
         newest leg's request to halt.
@@ -226,7 +230,7 @@ class LegRecords:
         return self.known_out(leg)
 
     def known_out(self, leg: int) -> dict[int, Out]:
-        """The same as `out` without its LIST request: from the keys that `newest_leg` or `out` listed last."""
+        """Replicas launched no more in a leg, as `out` returns, from the keys that `newest_leg` or `out` listed."""
         found = {}
         for key in self._listed_outs:
             of_leg, replica_id = keys.out.parse(key) or (0, 0)
@@ -285,7 +289,7 @@ _UNREADABLE = "cannot be read"  # part of commits' reasons, so equal for every r
 
 
 def _unreadable(leg: int) -> Halt:
-    """The halt request that readers use in place of an unparsable one."""
+    """The halt request that readers use in place of one that cannot be parsed."""
     return Halt(write_id="", at=0.0, leg=leg, by="unknown", reason=f"{keys.halt(leg)} {_UNREADABLE}")
 
 

@@ -100,9 +100,10 @@ class RunLog(LegRecords):
             yield entry
 
     def settled(self, position: Position) -> Iterator[CommitEntry]:
-        """The entries of `after`, each delayed until later commits have been read that may show that it is void.
+        """The entries of `after`, each delayed until the later commits that may show that it is void have been read.
 
-        The delay is `MAX_EMPTY_ROUNDS` commits, the most void ones in a row; the newest ones are yielded at the end.
+        A void commit contradicts the log and averages nobody. The delay is `MAX_EMPTY_ROUNDS` commits, the most void
+        ones in a row; the newest ones are yielded at the end.
         """
         held = deque[CommitEntry]()
         for entry in self.after(position):
@@ -112,15 +113,15 @@ class RunLog(LegRecords):
         yield from map(self._known, held)
 
     def _known(self, entry: CommitEntry) -> CommitEntry:
-        """The cached entry of the same round if that was found void since, else `entry`."""
+        """The cached entry of the same round if it was found void (contradicting the log) since, else `entry`."""
         known = self._commit_entries.get(entry.commit.round)
         return known if known is not None and known.void else entry
 
     def _each_after(self, position: Position, derive_verdicts: bool = False) -> Iterator[CommitEntry]:
         """The commits after `position`, as `after` yields them.
 
-        Lists segments (one LIST request, then one GET for each) once ten single commits were read or the newest known
-        snapshot is ten rounds ahead. At most two segments are in memory.
+        Lists segments, objects with the commits of many rounds (one LIST, then one GET for each), once ten single
+        commits were read or the newest known snapshot is ten rounds ahead. At most two segments are in memory.
         """
         singles, listed = 0, False
         previous = self.as_read(position.round) if position.round else None
@@ -143,11 +144,11 @@ class RunLog(LegRecords):
             position, singles = previous.position, singles + 1
 
     def as_read(self, round_: int) -> CommitEntry | None:
-        """The checked commit of a round that may be the last of its leg; None if it is missing.
+        """The checked commit of a round that may be the last of its leg (start or resume to stop); None if missing.
 
-        A void last commit does not itself say that it stops the leg. So if the commit is void, contradicts the one
-        before it, or does not stop the leg though another begins after it, the whole leg is read; in the third case all
-        its verdicts are checked too.
+        An invalid (void) last commit does not itself say that it stops the leg. So if the commit is void, contradicts
+        the one before it, or does not stop the leg though another begins after it, the whole leg is read; in the third
+        case all its verdicts are checked too.
         """
         entry = self.commit(round_)
         if entry is None or entry.contradicts:
@@ -164,7 +165,7 @@ class RunLog(LegRecords):
         return self._read_in_leg(leg, round_)
 
     def _read_in_leg(self, leg: Begin, round_: int) -> CommitEntry | None:
-        """The checked commit of a round of `leg`, for which the leg is read from its begin; None if it is missing."""
+        """The checked commit of a round; to check it, its whole leg (start or resume to stop) is read. Else None."""
         return next((each for each in self._each_after(self.leg_position(leg)) if each.commit.round == round_), None)
 
     def _follows(self, leg: int, round_: int, sha256: str) -> bool:
@@ -234,12 +235,12 @@ class RunLog(LegRecords):
         return self._kept(found)
 
     def doubt(self) -> None:
-        """From now on check every verdict, in the newest leg from its begin: a record contradicts the commits."""
+        """From now on check every verdict since the start or last resume, because a record contradicts the commits."""
         if not self.in_doubt:
             self.in_doubt, self._newest = True, None
 
     def _kept(self, entry: CommitEntry) -> CommitEntry:
-        """`entry`, which also replaces the cached one of its round if it is void."""
+        """`entry`, which also replaces the cached one of its round if it is void, that is, contradicts the log."""
         if entry.void:
             round_ = entry.commit.round
             self._commit_entries[round_] = entry
@@ -250,7 +251,7 @@ class RunLog(LegRecords):
     def commits(self) -> Sequence[Commit]:
         """All commits so far, oldest first; only new ones are fetched. Empty without a start.json.
 
-        Raises `RecordInvalid` at the first that breaks the hash chain.
+        Raises `RecordInvalid` at the first that does not name the digest of the one before.
         """
         if self._position is None:
             start = self.start()
@@ -269,13 +270,14 @@ class RunLog(LegRecords):
             yield entry.commit
 
     def position(self) -> Position | None:
-        """The position after the last commit that `commits` returned; None before its first call or without a start."""
+        """The log position after the last commit that `commits` returned; None before its first call or a start."""
         return self._position
 
     def newest(self, begin: Begin) -> CommitEntry | None:
-        """The newest commit of the leg `begin` or a later one; before its first commit, the last one before the leg.
+        """The newest commit since `begin` (a start or resume); None before the run's first commit.
 
-        None before the run's first commit. Reads only the end of a long log, without checking the chain up to there.
+        Before the first one since `begin`, the last one before it. Reads only the end of a long log, without checking
+        the chain up to there.
         """
         if self.start() is None:
             return None
@@ -290,7 +292,7 @@ class RunLog(LegRecords):
         return last
 
     def _far_ahead(self, last: CommitEntry) -> CommitEntry | None:
-        """The last commit in a segment if it is after `last` and neither it nor its predecessor is void; else None."""
+        """The last commit in a segment (of many rounds) if it is after `last`, and it and the one before are valid."""
         self.segments.refresh()
         far = self.segments.newest_round()
         previous, entry = (self.commit(far - 1), self.commit(far)) if far > last.commit.round + 1 else (None, None)
@@ -300,7 +302,7 @@ class RunLog(LegRecords):
         return None if found.void or previous.void else found
 
     def leg_position(self, begin: Begin) -> Position:
-        """The position in the commit log at which a leg begins. start.json must exist."""
+        """The position in the commit log at which a leg (start or resume to stop) begins. start.json must exist."""
         return leg_position(begin, self._start().sha256)
 
     def _start(self) -> Entry[Start]:
@@ -347,7 +349,7 @@ class RunLog(LegRecords):
         return Result(**stamp, leg=1, status="halted", round=0, outer_steps=0, reason=halt.reason)
 
     def _last_of(self, leg: int) -> CommitEntry | None:
-        """The last commit of a leg so far; None if it has none."""
+        """The last commit so far of a leg (start or resume to stop); None if it has none."""
         begin, following = self.begin_of(leg).record, self.begin(leg + 1)
         if following is None:
             last = self.newest(begin)
@@ -375,8 +377,7 @@ class RunLog(LegRecords):
         return found.record
 
     def snapshots_ahead(self, round_: int, begin: Begin) -> list[int]:
-        """The rounds of a leg's snapshots at least ten rounds ahead of `round_`, where loading one saves replaying
-        commits.
+        """Rounds since `begin` with a snapshot at least ten rounds after `round_`: loading one saves replaying commits.
 
         No request if this reader has seen the round open, one GET if it is less than ten rounds behind, else a LIST
         too.

@@ -20,7 +20,7 @@ _LISTINGS = (keys.LEGS, keys.REPLICAS, keys.SNAPSHOTS, keys.STARTS)  # that are 
 
 
 class SeenStore:
-    """The store interface over `store`. Absent objects, heartbeats and listings are remembered for a pause.
+    """The store interface over `store`, with absent objects, heartbeats and listings cached for a pause.
 
     What this process writes or deletes is seen at once, and everything after `forget`. Any other object is read from
     the store at every call.

@@ -29,7 +29,7 @@ TAIL_ROUNDS = 10  # of the segments, without manifests, of the rounds for which 
 
 
 def missing_segments(existing: Sequence[SegmentKey], newest_round: int) -> list[SegmentKey]:
-    """The segments that a log with `newest_round` commits should have and has not, oldest first."""
+    """The segments (each joins many rounds' commits or manifests) missing of `newest_round` rounds, oldest first."""
     closed = newest_round // ROUNDS * ROUNDS
     wanted = [
         SegmentKey(first, first + ROUNDS - 1, kind)
@@ -44,10 +44,10 @@ def missing_segments(existing: Sequence[SegmentKey], newest_round: int) -> list[
 def write_segments(
     store: Store, read_commit: Callable[[int], CommitEntry | None], newest_round: int, complete_until: int = 0
 ) -> None:
-    """Write the missing segments of a log with `newest_round` commits. Safe to race and to repeat.
+    """Write the missing segments, which join many rounds' commits or manifests, of a log with `newest_round` commits.
 
-    `complete_until`: segments up to this round are known to exist; 0: list them. Raises `RecordInvalid` or
-    `ObjectMissing` if an object is not what the log names, and then writes no further segment.
+    Safe to race and to repeat. `complete_until`: segments up to this round are known to exist; 0: list them. Raises
+    `RecordInvalid` or `ObjectMissing` if an object is not what the log names, and then writes no further segment.
     """
     existing = [] if complete_until else list_segments(store)
     for segment in missing_segments(existing, newest_round):
@@ -65,7 +65,7 @@ def _closed(read_commit: Callable[[int], CommitEntry | None], round_: int) -> Co
 
 
 def segment_bytes(store: Store, segment: SegmentKey, commits: Sequence[CommitEntry]) -> bytes:
-    """The content of a segment of these commits. One GET for each line that is not in memory.
+    """The content of a segment that joins these commits or their manifests. One GET for each line not in memory.
 
     Manifests that are no records, which no round averages, are left out. Raises `RecordInvalid` or `ObjectMissing` if
     an object is not what the log names.
@@ -96,7 +96,7 @@ def _manifest_line(store: Store, round_: int, answer: Answer) -> bytes:
 
 
 def is_line(data: bytes) -> bool:
-    """Whether the bytes of an object can be one line of a segment. All records can; junk may not."""
+    """Whether an object's bytes can be one line of a segment, which joins records. All records can; junk may not."""
     return data.endswith(b"\n") and data.count(b"\n") == 1
 
 
@@ -104,7 +104,10 @@ def is_line(data: bytes) -> bool:
 
 
 class SegmentReader:
-    """Lists and reads the segments of one run, as listed by the last `refresh`. Caches at most two segments."""
+    """Lists and reads a run's segments (each joins many rounds' commits or manifests), as of the last `refresh`.
+
+    Caches at most two.
+    """
 
     def __init__(self, store: Store, config: RunConfig) -> None:
         self._store = store
@@ -192,7 +195,7 @@ class SegmentReader:
 
 
 class Manifests:
-    """The manifests in one segment."""
+    """The manifests in one segment, which joins those of many rounds."""
 
     def __init__(self, segment: SegmentKey, lines: Sequence[bytes]) -> None:
         self.segment = segment
@@ -207,7 +210,7 @@ class Manifests:
 
 
 def list_segments(store: Store, after: SegmentKey | None = None) -> list[SegmentKey]:
-    """The existing segments in key order, only those after `after` if it is given. One LIST request."""
+    """The segments (each joins many rounds' commits or manifests) that exist, in key order, after `after`. One LIST."""
     parsed = (keys.parse_segment(info.key) for info in store.list(keys.LOG, str(after) if after else ""))
     return [segment for segment in parsed if segment is not None]
 
@@ -217,7 +220,7 @@ def _parsed(line: bytes, number: int) -> Commit:
 
 
 class CheckedSegments:
-    """Reads commits a segment at a time and checks them against the single commits.
+    """Reads commits a segment (of ten or a hundred rounds) at a time and checks them against the single commits.
 
     `read_commit`: returns the single commit of a round, or None. `on_read` is called with key and exact bytes of every
     commit; `on_bad_segment` with the key of a segment that disagrees with the log, and how (default: it is logged).

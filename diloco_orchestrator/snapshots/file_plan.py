@@ -39,7 +39,7 @@ class Naming:
 
     @classmethod
     def of(cls, start: Start) -> "Naming":
-        """The naming of a run's snapshots."""
+        """The file and tensor names in the snapshots of the run with this start record: whole models or adapters."""
         if start.adapters:
             return cls(for_readers=start.adapter or {})
         return cls() if start.adapter is None else cls(ADAPTER_GROUP, start.adapter)

@@ -1,7 +1,7 @@
-"""The tensors of a model: trained ones, and those that no outer step changes, under the names used in records.
+"""The tensors of a model under the names used in records: trained, frozen (no gradient), and persistent buffers.
 
-The latter are frozen parameters, equal in every replica (`start.json` has their digest), and persistent buffers such as
-BatchNorm's, which change in training and are each replica's own; `snapshots.buffers` has those of a base.
+Frozen parameters are equal in every replica (`start.json` has their digest). Buffers such as BatchNorm's change in
+training and are each replica's own; `snapshots.buffers` has those of a base.
 """
 
 import json

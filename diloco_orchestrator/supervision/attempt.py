@@ -1,11 +1,9 @@
 """State machine of one attempt (launched process): `advance` gives the next state, the effects to perform, and why.
 
-`ReplicaView` tracks one replica through its attempts of a leg.
-
-Pure: the time is an argument, nothing is read or written. `attempt_types` defines states, events and effects, `fleet`
-performs effects, and `fleet_policy` decides which attempt to launch, cancel or give up.
-
-`python -m diloco_orchestrator.supervision.attempt` prints the diagram in docs/protocol.md.
+`ReplicaView` tracks one replica through its attempts of a leg (start or resume to stop). Pure: the time is an argument,
+nothing is read or written. `attempt_types` defines states, events and effects, `fleet` performs effects, and
+`fleet_policy` decides which attempt to launch, cancel or give up. `python -m diloco_orchestrator.supervision.attempt`
+prints the diagram in docs/protocol.md.
 """
 
 from collections.abc import Callable, Mapping
@@ -108,7 +106,7 @@ def _pairs(states: _States, events: _Events) -> list[tuple[StateClass, EventClas
 
 
 def on(states: _States, events: _Events, to: _States = ()) -> Callable[[_Rule], _Rule]:
-    """Decorator that enters a rule `(state, event, now, policy) -> Step` for all pairs of `states` and `events`.
+    """Decorator that adds a rule `(state, event, now, policy) -> Step` to the table for `states` and `events`.
 
     `to`: the state classes that the rule may return; by default the class does not change.
     """
@@ -122,14 +120,14 @@ def on(states: _States, events: _Events, to: _States = ()) -> Callable[[_Rule], 
 
 
 def refuse(states: _States, events: _Events, why: str) -> None:
-    """Enter `why` as the reason that the pairs of `states` and `events` without rule or reason are impossible."""
+    """Add to the table `why` pairs of `states` and `events` that have no rule cannot occur."""
     for pair in _pairs(states, events):
         if pair not in MOVES:
             REFUSED.setdefault(pair, why)
 
 
 def advance(state: State, event: Event, now: float, policy: AttemptPolicy) -> Step:
-    """The next state of an attempt, the effects to perform, and why. Raises `RefusedEvent` for a pair in `REFUSED`."""
+    """The attempt's next state, effects to perform, and why. Raises `RefusedEvent` for a pair in `REFUSED`."""
     move = MOVES.get((type(state), type(event)))
     if move is None:
         raise RefusedEvent(
@@ -184,7 +182,7 @@ def _exit_of_unreachable(state: Unreachable, event: ExitSeen, now: float, policy
 
 @on((Reserved, Running, Unreachable, Cancelling), Replaced, to=Ended)
 def _replaced(state: Alive, event: Replaced, now: float, policy: AttemptPolicy) -> Step:
-    """A new coordinator finds that the attempt has a successor: the attempt ended, though without an exit record."""
+    """End an attempt that has a successor, as a new coordinator finds, though it left no exit record."""
     outcome, reason = event.outcome or Outcome.ERROR, event.reason or "it left no exit record"
     step = end_step(state, outcome, reason, now)
     assert isinstance(step.state, Ended)
@@ -193,7 +191,7 @@ def _replaced(state: Alive, event: Replaced, now: float, policy: AttemptPolicy) 
 
 @on(Ended, Replaced)
 def _judged(state: Ended, event: Replaced, now: float, policy: AttemptPolicy) -> Step:
-    """The outcome in the successor's intent replaces the one seen here, so that all coordinators count alike."""
+    """Replace the outcome seen here by that in the next attempt's intent, so that all coordinators count alike."""
     if event.outcome is None:
         return Step(state)
     return Step(Ended(event.outcome, state.at, event.reason, event.took_part))
@@ -225,7 +223,7 @@ def _adopt(state: Reserved, event: Tick, now: float, policy: AttemptPolicy) -> S
 
 @on((Reserved, Postponed), LegStopped, to=Reserved)
 def _not_wanted(state: Reserved | Postponed, event: LegStopped, now: float, policy: AttemptPolicy) -> Step:
-    """After the stop, do not launch, but search for the process: a coordinator that died may have launched it."""
+    """After the run's stop: launch nothing, but search for a process that a dead coordinator may have launched."""
     at = state.launch_at if isinstance(state, Reserved) else state.retry_at
     return Step(Reserved(state.since, state.beat, launch_at=at, wanted=False))
 
@@ -368,7 +366,7 @@ def _cancel(state: Running, event: CancelAsked | CancelSeen, now: float, policy:
 def _cancel_launch(
     state: Reserved | Postponed | Launching, event: CancelAsked, now: float, policy: AttemptPolicy
 ) -> Step:
-    """Without a handle no cancel can be sent yet: the launch call returns one, or the process is searched for."""
+    """Cancel an attempt without a handle: its process is ended once the launch call or a search finds it."""
     search_at = None if isinstance(state, Launching) else state.launch_at if isinstance(state, Reserved) else now
     cancelled = Cancelling(state.since, state.beat, event.why, now, None, search_at)
     return Step(cancelled, (WriteCancel(event.why),), f"cancelling it: {event.why}")
@@ -383,7 +381,7 @@ def _cancel_recorded(state: Reserved, event: CancelSeen, now: float, policy: Att
 def _replace_unreachable(
     state: Unreachable, event: CancelAsked | CancelSeen, now: float, policy: AttemptPolicy
 ) -> Step:
-    """End the attempt: its process can be neither cancelled nor polled here; if alive, it is superseded later."""
+    """End an attempt whose process can be neither cancelled nor polled here; a later one supersedes it."""
     effects = (WriteCancel(event.why),) if isinstance(event, CancelAsked) else ()
     return end_step(state, Outcome.ERROR, event.why, now)._replace(effects=effects)
 
@@ -442,7 +440,7 @@ def _cancel_accepted(state: Cancelling, event: CancelAccepted, now: float, polic
 
 @on(Cancelling, CancelFailed, to=(Cancelling, Ended))
 def _cancel_failed(state: Cancelling, event: CancelFailed, now: float, policy: AttemptPolicy) -> Step:
-    """Wait for the next Tick, which repeats the cancel; with an unknown status, end the attempt instead."""
+    """Repeat the refused cancel at the next `Tick` event; if the status is unknown, end the attempt instead."""
     if state.blind:
         return end_step(state, Outcome.ERROR, state.why, now)
     return Step(state, (), f"it could not be cancelled: {event.error}")
@@ -450,7 +448,7 @@ def _cancel_failed(state: Cancelling, event: CancelFailed, now: float, policy: A
 
 @on(Cancelling, Tick, to=(Cancelling, Ended))
 def _cancel_on(state: Cancelling, event: Tick, now: float, policy: AttemptPolicy) -> Step:
-    """Stop waiting for a lost machine, which never reports its end; if alive, its process is superseded later."""
+    """Repeat the cancel, or the search for the process; end the attempt `cancelled_for_s` after one without effect."""
     unanswered = state.accepted or state.handle is None
     if unanswered and now - state.cancelled_at > policy.cancelled_for_s:
         calling = state.handle is None and state.search_at is None
@@ -513,7 +511,7 @@ refuse(STATES, (CancelSeen, Replaced), "these records are read when a coordinato
 
 @dataclass(frozen=True)
 class ReplicaView:
-    """A coordinator's view of one replica in one leg: its newest attempt, and how earlier ones ended.
+    """A coordinator's view of one replica since start or resume: its newest attempt, and how earlier ones ended.
 
     A running coordinator and a new one build it with the same function, `follow`: the former from events as they
     happen, the latter from the bucket's records (`record_events`).
@@ -536,7 +534,7 @@ class ReplicaView:
 
 
 def follow(view: ReplicaView, event: Event, now: float, policy: AttemptPolicy) -> tuple[ReplicaView, Step]:
-    """Advance the newest attempt by one event and count its end. Raises `RefusedEvent` for an impossible event."""
+    """Advance the replica's newest attempt by one event and count its end. Raises `RefusedEvent` if that cannot be."""
     step = advance(view.state, event, now, policy)
     endings = view.endings
     if isinstance(step.state, Ended) and step.state.took_part:
@@ -547,7 +545,7 @@ def follow(view: ReplicaView, event: Event, now: float, policy: AttemptPolicy) -
 
 
 def _counted(endings: Mapping[Outcome, int], state: State, change: int) -> Mapping[Outcome, int]:
-    """Add `change` to the count of the outcome of `state` if that is an end that counts.
+    """The number of ends by outcome, `endings`, with `change` added for `state` if it is an end that counts.
 
     Superseded attempts do not count: another attempt of the replica was alive.
     """

@@ -1,4 +1,7 @@
-"""The outcome of an attempt: from its exit code and the provider's status, and as text in the next attempt's intent."""
+"""The outcome of an attempt, from exit code and provider's status, or as text in the intent of the next attempt.
+
+An intent is the record that announces an attempt.
+"""
 
 import re
 
@@ -42,7 +45,7 @@ _TOOK_PART = ", took part"
 
 
 def named(number: int, ended: Ended) -> str:
-    """The `why` of the next attempt's intent, which names how attempt `number` ended.
+    """The `why` of the next attempt's intent, the record that announces it: how attempt `number` ended.
 
     It is the only record of the end of an attempt without exit record.
     """
@@ -51,7 +54,7 @@ def named(number: int, ended: Ended) -> str:
 
 
 def named_in(why: str, number: int) -> Replaced:
-    """The end of attempt `number` as `named` wrote it into the next intent's `why`.
+    """The end of attempt `number` as `named` wrote it into the `why` of the record that announces the next one.
 
     Without an outcome for any other text, such as that of version 0.1.0.
     """

@@ -54,7 +54,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Unlaunched:
-    """State: no intent exists yet."""
+    """State: nothing announces the attempt yet: it has no intent record."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Alive:
 
 @dataclass(frozen=True)
 class Reserved(Alive):
-    """State: an intent exists but no handle; another coordinator is launching the attempt, or died meanwhile."""
+    """State: the attempt is announced (intent) but has no handle: another coordinator launches it, or has died."""
 
     launch_at: float  # when to launch it here; once it is not wanted, when to search for its process
     wanted: bool = True  # False: the leg has stopped
@@ -90,7 +90,7 @@ class Postponed(Alive):
 
 @dataclass(frozen=True)
 class Running(Alive):
-    """State: launched, with a handle. The provider may still be waiting for a machine."""
+    """State: launched, with the handle by which the provider knows it, which may still be waiting for a machine."""
 
     handle: ReplicaHandle
     running_since: float | None = None  # when the provider first reported RUNNING
@@ -129,7 +129,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class GivenUp:
-    """State: no further attempt of this replica is launched in this leg."""
+    """State: no further attempt of this replica is launched until the run is resumed."""
 
     reason: str
 
@@ -142,12 +142,12 @@ State = Unlaunched | Reserved | Launching | Postponed | Running | Unreachable | 
 
 @dataclass(frozen=True)
 class IntentWritten:
-    """Event: this coordinator created the intent, so it launches the attempt."""
+    """Event: this coordinator created the intent, which announces the attempt, so it launches it."""
 
 
 @dataclass(frozen=True)
 class IntentTaken:
-    """Event: the attempt has an intent that this coordinator did not create."""
+    """Event: another coordinator created the intent, the record that announces the attempt."""
 
 
 @dataclass(frozen=True)
@@ -268,12 +268,12 @@ class SearchFailed:
 
 @dataclass(frozen=True)
 class LegStopped:
-    """Event: the leg has stopped, so nothing is launched any more. Sent at every step after the stop."""
+    """Event: the run has stopped (its leg is over), so nothing is launched any more. Sent at every step after that."""
 
 
 @dataclass(frozen=True)
 class Replaced:
-    """Event: a later attempt of this replica exists. `outcome`, `took_part`: of this one, if that intent names them."""
+    """Event: a later attempt of the replica exists. `outcome`, `took_part`: of this one, if its record names them."""
 
     outcome: Outcome | None = None
     reason: str = ""
@@ -341,7 +341,7 @@ class WriteCancel:
 
 @dataclass(frozen=True)
 class WriteOut:
-    """Effect: create the record that the replica is launched no more in the leg."""
+    """Effect: create the record that the replica is launched no more before the next resume."""
 
     why: str
 

@@ -1,4 +1,4 @@
-"""The limits on a leg's hours and dollars: checked before a launch, enforced by a halt while the leg runs."""
+"""The limits on the hours and dollars of a leg (start or resume to stop): checked before a launch, then enforced."""
 
 import logging
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _COSTS_EVERY_S = 5.0  # adding them up is a LIST and a few GETs; five seconds of
 
 
 def limit_reached(config: RunConfig, used: LegCost) -> str:
-    """The reason why the leg must be halted after `used` hours and dollars; empty while its limits are kept."""
+    """Reason why the run must be halted after `used` hours and dollars of its leg; empty while limits are kept."""
     if config.max_hours is not None and used.hours >= config.max_hours:
         return f"max_hours={config.max_hours:g} is reached"
     if config.max_cost_usd is not None and used.usd is not None and used.usd >= config.max_cost_usd:
@@ -40,7 +40,7 @@ def check_cost_limit(config: RunConfig, hourly_usd: Sequence[float | None]) -> N
 
 
 class LegBudget:
-    """Enforces `max_hours` and `max_cost_usd` for one leg. Each leg has its own budget."""
+    """Enforces `max_hours` and `max_cost_usd` for one leg (start or resume to stop). Each leg has its own budget."""
 
     def __init__(self, reader: RunReader, begin: Begin, by: str, stamp: Stamp) -> None:
         self._reader = reader

@@ -53,7 +53,7 @@ class Means:
 
 
 class Coordinator:
-    """Supervises the newest leg of one run. The caller repeats `step` until it returns True.
+    """Supervises the newest leg (start or resume to stop) of one run. The caller repeats `step` until it returns True.
 
     `background` runs launch calls, which may take minutes; `sending` runs requests to the store that do not wait for
     one another.
@@ -99,7 +99,7 @@ class Coordinator:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Observe, decide and act once. True when the leg has stopped and no attempt of it is known to run."""
+        """Read all states, decide and act, once. True when the leg has stopped and no attempt of it is known to run."""
         self._observe()
         actions = self._decide()
         self._fleet.launch([action for action in actions if isinstance(action, fleet_policy.Launch)])
@@ -151,7 +151,7 @@ class Coordinator:
                 self.stop(status, why)
 
     def _keep_house(self) -> None:
-        """Enforce limits and retention while the leg goes on; after its stop the next leg may need any object."""
+        """Enforce limits and delete old objects while the leg goes on; after its stop the next may need any object."""
         self._budget.enforce(self._clock.now(), self._clock.wall_time())
         try:
             self._sweeper.step()

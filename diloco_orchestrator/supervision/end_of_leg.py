@@ -1,6 +1,7 @@
-"""Writes the last records of a leg if no replica is left to do it: stop commit, result, last snapshot.
+"""Writes the last records of a leg, a run's stretch from start or resume to stop, if no replica is left to do it.
 
-Replicas write all of these themselves when they can. `fleet_policy` decides when to stop a leg.
+They are the stop commit, the result and the last snapshot, which replicas write themselves when they can.
+`fleet_policy` decides when to stop a leg.
 """
 
 import logging
@@ -23,7 +24,11 @@ log = logging.getLogger(__name__)
 
 
 class EndOfLeg:
-    """Writes the missing records at the end of the leg `begin`. Every method is safe to repeat and to race."""
+    """Writes the missing last records of a leg: stop commit, result, snapshot. Every method is safe to repeat and to
+    race.
+
+    `begin`: the leg's begin record. A leg is a run's stretch from start or resume to stop.
+    """
 
     def __init__(self, run_log: RunLog, begin: Entry[Begin], stamp: Stamp) -> None:
         self._log = run_log
@@ -71,7 +76,7 @@ class EndOfLeg:
             ensure_default_snapshot(self._log, self._stamp)
 
     def last_base(self) -> int:
-        """The round whose commit made the leg's newest base."""
+        """The round whose commit made the newest base of the leg (start or resume to stop)."""
         entry = self._last()
         while entry is not None and not entry.commit.applied and entry.commit.round - 1 > self._begin.after_round:
             entry = self._log.commit(entry.commit.round - 1)

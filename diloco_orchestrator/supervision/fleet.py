@@ -1,4 +1,4 @@
-"""`Fleet`: one coordinator's view of the replicas of a leg; passes events to their attempts and performs the effects.
+"""`Fleet`: one coordinator's view of all replicas: passes events to their attempts and performs the effects.
 
 `attempt` has the transitions; `fleet_policy` decides which attempt is launched, cancelled or given up.
 """
@@ -59,7 +59,7 @@ _SHORT = 24  # characters of a cause that is repeated rather than referred to
 
 
 class Fleet:
-    """The newest attempt of every replica.
+    """The newest attempt of every replica in one leg (start or resume to stop).
 
     The views are built from the bucket alone (`_recover`), so a new coordinator has those of the old one; `numbers`:
     all attempts in the bucket by replica id, oldest first. `seen`: the store that `records` reads from. `background`:
@@ -132,11 +132,10 @@ class Fleet:
         self._advance_all(self._vendor.answered_launches())
 
     def launch(self, launches: Sequence[Launch]) -> None:
-        """Create the intents of attempts, in parallel, and launch them. If another coordinator has created an intent,
-        its attempt is only tracked.
+        """Create the intents, which announce attempts, in parallel, and launch the attempts.
 
-        A crash in between leaves intents or handles, from which the next coordinator continues. Raises the first error
-        once the other attempts are launched.
+        If another coordinator has created an intent, its attempt is only tracked. A crash in between leaves intents or
+        handles, from which the next coordinator continues. Raises the first error once the other attempts are launched.
         """
         if launches:
             self._vendor.check()
@@ -164,14 +163,14 @@ class Fleet:
         )
 
     def _created(self, intent: Intent) -> bool | StoreError:
-        """True if the intent was created, False if another coordinator has created it; a store's error is returned."""
+        """True if the intent, which announces the attempt, was created; False if it existed; errors are returned."""
         try:
             return self._writer.create(intent) is not None
         except StoreError as error:
             return error
 
     def _launch(self, replica_id: int, number: int, why: str, ours: bool | StoreError) -> None:
-        """Launch an attempt. `ours`: the result of `_created` for its intent; an error is raised."""
+        """Launch an attempt. `ours`: result of `_created` for the intent that announces it; an error is raised."""
         if isinstance(ours, StoreError):
             raise ours
         if not ours:
@@ -216,7 +215,7 @@ class Fleet:
                 events += self._perform(who, effect)
 
     def _once(self, words: str, who: Who | None, state: State) -> str:
-        """`words` for the log, in which a cause already logged for another attempt is replaced by that attempt's name.
+        """`words` for the log, with a cause already logged for another attempt replaced by that attempt's name.
 
         `who`: the attempt that has come to `state`; None: the words repeat why it ended.
         """
@@ -304,7 +303,7 @@ class Fleet:
 
 
 def took_part(run_log: RunLog, leg: int, replica_id: int, attempt: int) -> bool:
-    """Whether one of the last 50 commits of a leg averages a contribution of an attempt.
+    """Whether one of the last 50 commits since the start or resume averages a contribution of an attempt.
 
     Costs a GET for each of these commits that was not read before, and one for the open round.
     """

@@ -35,7 +35,7 @@ _NO_CAPACITY_PAUSE_S = 10.0  # the first one; providers find machines within min
 
 @dataclass(frozen=True)
 class FleetView:
-    """A coordinator's view of the replicas, of a requested halt, and of the leg's end."""
+    """A coordinator's view of the replicas, of a requested halt, and of the run's stop."""
 
     replicas: Sequence[ReplicaView]
     stopped_at: float | None  # when the coordinator saw the stop; None while the leg goes on
@@ -59,7 +59,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Launch no further attempt of this replica in this leg; the run goes on without it.
+    """Action: launch no further attempt of this replica until a resume; the run goes on without it.
 
     `why`: a phrase that continues "replica 1".
     """
@@ -71,7 +71,7 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Stop:
-    """Stop the run: as failed if its quorum is out of reach, as halted if too few replicas can commit a halt."""
+    """Action: stop the run as failed (its quorum is out of reach) or as halted (too few replicas can commit a halt)."""
 
     status: rounds.Stop
     why: str
@@ -122,7 +122,7 @@ def _asked_seldom(replica: ReplicaView, action: GiveUp, now: float) -> Launch | 
 
 
 def _cancel_leftovers(view: FleetView, stopped_for_s: float, policy: AttemptPolicy) -> list[Action]:
-    """Cancel attempts that have not ended by themselves `leftover_s` after the stop."""
+    """Actions that cancel attempts which have not ended by themselves `leftover_s` after the run's stop."""
     if stopped_for_s < policy.leftover_s:
         return []
     alive = (r for r in view.replicas if isinstance(r.state, Alive) and not isinstance(r.state, Cancelling))
@@ -197,7 +197,7 @@ def silence_s(state: State, now: float, policy: AttemptPolicy) -> float:
 
 @dataclass(frozen=True)
 class _Budget:
-    """The number of relaunches allowed after attempts with one outcome, and the first pause between them."""
+    """The number of relaunches allowed after attempts with one outcome, and the first pause (s) between them."""
 
     relaunches: int
     words: str

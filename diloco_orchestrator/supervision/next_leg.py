@@ -1,4 +1,4 @@
-"""Begins the next leg of a stopped run: chooses its base, settings and number of outer steps, and writes its record.
+"""Begins the next leg (stretch to the next stop) of a stopped run: its base, its settings, its number of outer steps.
 
 `auto_resume` does so by itself after a halt by the guard, if the run was launched with `on_halt`. `protocol.legs`
 decides which bases exist.
@@ -42,7 +42,7 @@ def begin_next_leg(
     override_guard: str = "",
     guard: Mapping[str, JsonValue] | None = None,
 ) -> Begin:
-    """Create the record with which the next leg begins.
+    """Create the record with which the next leg begins: the run from this resume to its next stop.
 
     Args:
         rounds: outer steps of the leg; by default those that the run has left.
@@ -108,7 +108,7 @@ def _config(
     override_guard: str,
     guard: Mapping[str, JsonValue],
 ) -> RunConfig:
-    """The configuration of the next leg. Raises `ConfigError` for settings that it cannot have."""
+    """The configuration of the run after the resume. Raises `ConfigError` for settings that it cannot have."""
     config_of_leg(run_log.run.config, change)
     if guard and not override_guard:
         raise ConfigError(
@@ -124,7 +124,7 @@ def _config(
 
 
 def _differences(before: RunConfig, after: RunConfig) -> dict[str, JsonValue]:
-    """The settings of a leg that differ from run.json, by name, as the leg's begin record stores them."""
+    """The settings of a resumed run that differ from run.json, by name, as the begin record of its leg stores them."""
     found: dict[str, JsonValue] = {}
     for part in ("args", "guard", "outer"):
         old, new = before.model_dump(mode="json")[part], after.model_dump(mode="json")[part]
@@ -133,13 +133,13 @@ def _differences(before: RunConfig, after: RunConfig) -> dict[str, JsonValue]:
 
 
 def _guard_state(run_log: RunLog, origin: CommitEntry | None, config: RunConfig) -> dict[str, JsonValue] | None:
-    """The guard's state after the round of a leg's base; None, a new baseline, if other settings computed it."""
+    """The guard's state after the round resumed from; None, a new baseline, if other settings computed it."""
     judged_alike = origin is not None and run_log.configs.of(origin.commit.leg).guard == config.guard
     return origin.commit.guard if origin and judged_alike else None
 
 
 def _ensure_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> str | None:
-    """Write the snapshot of the base that a leg starts from, unless it exists, so that replicas need no older objects.
+    """Write the snapshot of the base that is resumed from, unless it exists, so that replicas need no older objects.
 
     Returns the digest of that base. Raises `ConfigError` naming the newest snapshot if payloads that the base needs
     cannot be read any more.
@@ -160,10 +160,10 @@ def _ensure_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> str | None:
 
 
 def auto_resume(run_log: RunLog, stamp: Stamp) -> Begin | None:
-    """Begin the next leg if the guard has halted the newest one and `on_halt` allows another leg; else None.
+    """Resume the run if the guard has halted its newest leg (start or resume to stop) and `on_halt` allows one more.
 
-    Safe to repeat and to race: of several coordinators one begins the leg, and all return its record. If somebody has
-    requested a halt of the leg, none begins.
+    Returns the begin record of the new leg, else None. Safe to repeat and to race: of several coordinators one begins
+    the leg, and all return its record. If somebody has requested a halt of the leg, none begins.
     """
     on_halt, begins = run_log.run.config.on_halt, run_log.begins()
     leg = begins[-1].leg

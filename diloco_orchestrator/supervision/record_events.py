@@ -60,7 +60,7 @@ class RecordedAttempt:
 
     @property
     def handle_to_poll(self) -> ReplicaHandle | None:
-        """The attempt's handle, if its state depends on the provider's status and it can be polled here; else None."""
+        """The handle by which the provider knows the attempt, if its state depends on the status there; else None."""
         return self.handle.handle if self.handle and self.handle.ours else None
 
     def events(self, status: Event | None) -> Iterator[Event]:
@@ -82,7 +82,7 @@ class RecordedAttempt:
 def read_attempts(
     records: AttemptRecords, replica_id: int, numbers: Sequence[int], leg: int, is_ours: IsOurs
 ) -> list[RecordedAttempt]:
-    """The attempts of a replica in leg `leg`, oldest first; earlier legs have budgets of their own.
+    """A replica's attempts in one leg (start or resume to stop), oldest first; each leg has budgets of its own.
 
     `numbers`: all attempts of the replica in the bucket, oldest first.
     """
@@ -139,7 +139,7 @@ def recovered(
 
     Args:
         numbers: all attempts of the replica in the bucket.
-        attempts: their records in this leg, oldest first.
+        attempts: their records since the run's start or last resume, oldest first.
         statuses: the provider's statuses of the handles to poll, as events.
     """
     view = ReplicaView(replica_id)

@@ -1,7 +1,8 @@
 """Retention: which objects of a run may be deleted (old payloads, old states, surplus snapshots), and their deletion.
 
-Commits, manifests, log segments and leg records always stay. Nothing is deleted that a resume, a rebuild of a kept
-round or a late replica still needs. Deletion may be repeated and interrupted at any line.
+Commits, manifests, segments (copies of many of these) and records of starts and resumes always stay. Nothing is deleted
+that a resume, a rebuild of a kept round or a late replica still needs. Deletion may be repeated and interrupted at any
+line.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -39,9 +40,9 @@ class RetentionPlan:
 def plan(
     run_log: RunLog, retention: RetentionConfig, after_round: int = 0, scores: BaseScores | None = None
 ) -> RetentionPlan:
-    """The objects that retention allows to delete now.
+    """The objects that retention allows to delete now. `after_round`: payloads of rounds up to it are left out.
 
-    `after_round`: payloads of rounds up to it are left out. `scores`: collected from all commits; None: read here.
+    `scores`: collected from all commits; None: read here.
     """
     store, begins = run_log.store, run_log.begins()
     confirmed = ConfirmedSnapshots(run_log)
@@ -70,13 +71,13 @@ def plan(
 
 
 def note_wider(run_log: RunLog, retention: RetentionConfig, by: str, stamp: Stamp) -> None:
-    """Record, before anything is deleted, that `by` deletes payloads of a run whose own settings keep them all."""
+    """Record that `by` deletes payloads of a run whose settings keep them all. Called before anything is deleted."""
     if retention.payloads == "needed" and run_log.keeps_payloads:
         Writer(run_log.store, Role.ANYBODY).create(Retention(**stamp(), payloads="needed", by=by))
 
 
 def delete(store: Store, plan: RetentionPlan) -> None:
-    """Delete the objects of a plan, in its order. Safe to repeat and to interrupt."""
+    """Delete the objects of a retention plan, in its order. Safe to repeat and to interrupt."""
     for info in plan.objects:
         store.delete(info.key)
 
@@ -122,7 +123,7 @@ def _snapshot_objects(store: Store, round_: int) -> list[ObjectInfo]:
 def _orphans(store: Store, complete: Sequence[int], before: int) -> Iterator[ObjectInfo]:
     """Files of snapshots without a record, left by an interrupted writer or deletion.
 
-    Called only after a stop, because a replica may be writing a snapshot while the run goes on.
+    Called only after the run's stop, because before it a replica may be writing a snapshot.
     """
     for info in store.list(keys.SNAPSHOTS):
         parsed = keys.parse_snapshot_file(info.key)
@@ -133,10 +134,10 @@ def _orphans(store: Store, complete: Sequence[int], before: int) -> Iterator[Obj
 def _newest_contributions(
     run_log: RunLog, last: int, fragments: Collection[int], begin: Begin
 ) -> dict[tuple[int, int], Contribution]:
-    """Each replica's newest contribution of each fragment in the newest leg, by (replica id, fragment).
+    """Each replica's newest contribution of each fragment since the last resume, by (replica id, fragment).
 
-    They are kept, because their authors may carry their work on, and they name the newest states. `last`: round of the
-    last commit.
+    They are kept, because unaveraged work is added to the next contribution, and they name the newest states. `last`:
+    round of the last commit.
     """
     newest: dict[tuple[int, int], Contribution] = {}
     listing, reader = ManifestListing(run_log.store, last + 1), ContributionReader(run_log.store)
@@ -167,7 +168,7 @@ def _readable(reader: ContributionReader, round_: int, replica_id: int) -> Contr
 def _payloads(
     run_log: RunLog, horizon: int, newest: dict[tuple[int, int], Contribution], after_round: int
 ) -> Iterator[ObjectInfo]:
-    """Payloads of rounds after `after_round` up to `horizon`, except of contributions that may still be carried."""
+    """Payloads of rounds after `after_round` up to `horizon`, without work that may still be added to a later round."""
     carried = {(m.round, m.replica_id) for m in newest.values() if not _is_averaged(run_log, m)}
     authors: set[tuple[int, int]] = set()  # of the round that is being listed: its manifests come before its payloads
     for info in run_log.store.list(keys.ROUNDS, start_after=keys.end_of_round(after_round)):

@@ -47,7 +47,7 @@ class RoundTracker:
         self._failed = False
 
     def update(self, rows: Iterable[RoundRow]) -> None:
-        """Send those of `rows`, oldest first, that were not sent yet."""
+        """Send the metrics of those rounds in `rows`, one row a round, oldest first, that were not sent yet."""
         for row in rows:
             if row.round > self._sent:
                 self._guarded(lambda row=row: self._send(row))  # type: ignore[misc]

@@ -172,7 +172,7 @@ class Vendor:
         return VendorSaid(replace(status, message=self._requests.without_secrets(status.message)))
 
     def with_last_words(self, events: Iterable[Addressed]) -> Iterator[Addressed]:
-        """The events; a failure without exit record gets the error from the exit line that the process printed.
+        """The events, in which a failure without exit record has the error from the line that the process printed last.
 
         Such a process could not write to the bucket: it was refused there, or its code could not be fetched.
         """

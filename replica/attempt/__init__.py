@@ -1,1 +1,1 @@
-"""One launched process of a replica: its claim, its heartbeat, and facts about its machine."""
+"""One attempt (launched process of a replica): the claim that makes it one, its heartbeat, facts about its machine."""

@@ -1,4 +1,4 @@
-"""`Attempt`: one launched process of a replica, the objects it works with, and the claim that it holds.
+"""`Attempt`: one launched process of a replica, the objects it works with, and the claim by which it became one.
 
 What the process does is decided by `run_attempt`.
 """
@@ -32,7 +32,7 @@ _BY_HAND = "by hand"  # in place of the executor that launched an attempt
 
 @dataclass(frozen=True)
 class Attempt:
-    """A claimed attempt (process) of a replica: its leg, the run's log, and clock, stamp and background threads."""
+    """A claimed attempt (process) of a replica: its leg (start or resume to stop), the run's log, clock and threads."""
 
     log: RunLog
     leg: Entry[Begin]
@@ -68,7 +68,7 @@ class Attempt:
 
     @property
     def outer_steps(self) -> int:
-        """Number of outer steps of the whole run at the end of this leg."""
+        """Number of outer steps of the whole run at the end of this leg (start or resume to stop)."""
         return self.begin.from_outer_step + self.begin.outer_steps
 
     def check_superseded(self) -> None:
@@ -98,13 +98,16 @@ def claim_attempt(
     background: Background | None = None,
     launched: Launched | None = None,
 ) -> Attempt:
-    """Create the claim of attempt `number` of a replica in the newest leg.
+    """Create the claim of attempt `number` of a replica in the newest leg: the record that makes this process the
+    attempt.
 
-    The coordinator that launched the attempt has created its intent. `number=None`, for replicas that their user
-    starts: the next free number, with an intent of its own. `should_leave`: whether a preemption notice has come.
-    `launched`: digests that the configuration must have; None for replicas that their user starts. Raises `Superseded`
-    if another process has claimed that number, `ConfigError` if the run has no such replica, the attempt does not
-    count, or the configuration is another.
+    The coordinator that launched the attempt has created its intent, the record that announces it. `number=None`, for
+    replicas that their user starts: the next free number, with an intent of its own. `should_leave`: whether a
+    preemption notice has come. `launched`: digests that the configuration must have; None for replicas that their user
+    starts.
+
+    Raises `Superseded` if another process has claimed that number, `ConfigError` if the run has no such replica, no
+    intent of the attempt can be read, or the configuration is another.
     """
     run_json = read_optional(store, keys.RUN)
     if launched is not None and run_json is not None:
@@ -141,7 +144,10 @@ def claim_attempt(
 
 
 def _intended(store: Store, replica_id: int, number: int) -> Intent:
-    """The intent of an attempt that a coordinator launched. Raises `ConfigError` if the attempt does not count."""
+    """The intent (the record that announces an attempt) with which a coordinator launched attempt `number`.
+
+    Raises `ConfigError` if it cannot be read, or if an earlier attempt of the replica has none.
+    """
     records = AttemptRecords(store)
     intent = records.intent(replica_id, number) if number in records.numbers(replica_id) else None
     if intent is None:
@@ -153,7 +159,7 @@ def _intended(store: Store, replica_id: int, number: int) -> Intent:
 
 
 def _intend_first_free(store: Store, replica_id: int, leg: int, stamp: Stamp) -> Intent:
-    """Create the intent of the replica's first attempt number without one, which this process then claims."""
+    """Create the intent, the record that announces an attempt, of the replica's first number without one."""
     number = len(AttemptRecords(store).numbers(replica_id))
     created = None
     while created is None:
@@ -172,7 +178,7 @@ def _intend_first_free(store: Store, replica_id: int, leg: int, stamp: Stamp) ->
 
 
 def _claim(replica_id: int, number: int, stamp: Stamp) -> Claim:
-    """The record of this process's claim."""
+    """The record by which this process claims the attempt, with its machine's name, hardware and package versions."""
     return Claim(
         **stamp(),
         replica_id=replica_id,
@@ -207,7 +213,7 @@ def hardware_here(proc: Path = Path("/proc")) -> dict[str, str]:
 
 
 def differences(versions: Mapping[str, str], hardware: Mapping[str, str]) -> list[str]:
-    """Sentences about each fact by which a claim's machine is of another hardware class than this one; empty if equal.
+    """Sentences about hardware and versions in which the machine of a claim differs from this one; empty if none.
 
     The number of threads does not count: a re-run sets the recorded number.
     """

@@ -29,7 +29,10 @@ log = logging.getLogger(__name__)
 
 
 class BaseClaims:
-    """Hashes, checks and rebuilds one replica's base. `requests`: requests re-upload of unreadable payloads."""
+    """Hashes, checks and rebuilds one replica's base, by the base claims (base digests) in the others' manifests.
+
+    `requests`: requests re-upload of unreadable payloads.
+    """
 
     def __init__(self, attempt: Attempt, tip: HeldTip, requests: ReuploadRequests) -> None:
         self.rebuilt_after = tip.position.round  # the commit up to which the base was last rebuilt
@@ -57,7 +60,7 @@ class BaseClaims:
         return self._digest
 
     def note(self) -> None:
-        """Keep the digest of a base about to be stepped in place: an interrupted step is found by hashing again."""
+        """Keep the digest of a base about to be stepped in place: hashing it again shows an interrupted step."""
         self._digests[self._tip.value.base_round], self._digest = self.digest, None
 
     @property
@@ -173,7 +176,7 @@ class BaseClaims:
             return None
 
     def _take(self, tip: Tip, digest: str | None) -> None:
-        """Replace the held base by `tip`, which was rebuilt just now. `digest`: of its base, if it was hashed."""
+        """Replace the held base by that of `tip`, which was rebuilt just now. `digest`: of it, if it was hashed."""
         self._tip.hold(tip)
         self.rebuilt_after = tip.position.round
         self._digest = digest
@@ -185,7 +188,7 @@ class BaseClaims:
         return self._tip.position.round + 1
 
     def _asked_now(self) -> set[str]:
-        """Claims because of which the open round's base was rebuilt already."""
+        """Base digests of other replicas because of which the open round's base was rebuilt already."""
         if self._asked[0] != self._round:
             self._asked = self._round, set()
         return self._asked[1]

@@ -30,7 +30,10 @@ _SHARDS_AT_ONCE = 4  # each is in memory until it is in the cache
 
 
 class CarriedWork:
-    """The unaveraged work that one replica carries in one leg. `late`: the run's setting, "carry" or "drop"."""
+    """One replica's work that no commit averaged and that it adds to a later contribution of the same leg.
+
+    A leg is a run's stretch from start or resume to stop. `late`: the run's setting, "carry" or "drop".
+    """
 
     def __init__(self, store: Store, fragments: int, late: str, background: Background) -> None:
         self._background = background
@@ -71,7 +74,7 @@ class CarriedWork:
         self._lost = {round_: origins for round_, origins in self._lost.items() if round_ not in listed}
 
     def settle(self, manifest: Contribution, commit: Commit, is_right: Callable[[Contribution], bool]) -> bool:
-        """Update the carried work of a fragment once a round with a contribution of this replica is committed.
+        """Update the unaveraged work of a fragment once a round with a contribution of this replica is committed.
 
         If the commit averages the contribution, nothing is carried. If the guard quarantines it, its work is dropped
         and the next manifest lists it as dropped. Otherwise this replica checks the contribution against its own base,
@@ -98,7 +101,7 @@ class CarriedWork:
         return True
 
     def drop_all(self, why: str) -> None:
-        """Discard all carried work because the leg has stopped and can never average it. `why`: for the log."""
+        """Discard all unaveraged work because the run has stopped and can never average it. `why`: for the log."""
         for manifest in self._carried.values():
             log.warning("%d inner steps of round %d are dropped: %s", _steps(manifest), manifest.round, why)
         self._carried.clear()
@@ -185,12 +188,12 @@ class WithCarry:
         return values
 
     def close(self) -> None:
-        """Free the bytes of the carried payload."""
+        """Free the bytes of the payload that is added."""
         self._shards.close()
 
 
 def _name(index: int) -> tuple[str, str]:
-    """The name in the cache of a shard of carried work."""
+    """The name in the payload cache of a shard of unaveraged work."""
     return str(index), ""
 
 

@@ -36,7 +36,7 @@ _POLL_SELDOM_S = 10.0  # between LIST requests for a later attempt of this repli
 
 
 class RoundCloser:
-    """Ends one round after another. Not thread-safe; the calling thread may change between calls."""
+    """Ends each round: reads responses, commits or awaits the commit, applies it to the base. Not thread-safe."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class RoundCloser:
         return self._apply(entry, keep_average)
 
     def _sleep(self, seconds: float) -> None:
-        """Wait, in pieces of a second at most, until then or until this process is to leave."""
+        """Wait for so many seconds, in pieces of a second at most, or until this process is to leave."""
         clock, until = self._attempt.clock, self._attempt.clock.now() + seconds
         while (left_s := until - clock.now()) > 0 and not (self._attempt.should_leave() or self._given_up):
             clock.sleep(min(left_s, 1.0))
@@ -164,7 +164,7 @@ class RoundCloser:
         return entry
 
     def _commit_of_others(self) -> CommitEntry | None:
-        """The open round's commit, after a pause for who has responded last, and was the first to know that all have.
+        """The open round's commit, after a pause if this replica, the last to respond, was the first to know of all.
 
         The pause is as long as receiving took here. To create what exists costs as much as to read it twelve times.
         """
@@ -181,19 +181,19 @@ class RoundCloser:
         return self._attempt.log.commit(self._round)
 
     def _may_be_committed(self) -> bool:
-        """Whether the open round may have a commit though not everybody was seen to respond."""
+        """Whether the open round may have a commit though this replica has not seen all responses."""
         own = self._contributor.own
         if own is None or own.attempt != self._attempt.number:
             return True  # another attempt of this replica has responded, whenever that was
         return self._timing.may_be_committed() or self._attempt.clock.now() - self._commit_asked_at >= self._seldom_s
 
     def _missing(self, unread: Collection[int]) -> set[int]:
-        """The replicas that the round waits for, without those that have responded. `unread`: who else has."""
+        """The replicas that the round waits for, without those that responded or have a manifest in `unread`."""
         responded = {answer.replica_id for answer in self._received.answers()}.union(unread)
         return set(self._tip.open.roster) - responded - set(self._is_out())
 
     def _put_wanted(self) -> None:
-        """Put what others ask for: whoever waits for long, and in any round one replica in turn."""
+        """Upload payload shards that others request again: if this replica waits for long, or in its turn."""
         roster = self._tip.open.roster or (self._attempt.replica_id,)
         in_turn = roster[self._round % len(roster)] == self._attempt.replica_id
         if in_turn or self._attempt.clock.now() - self._waiting_since >= max(WANTS_EVERY_S, self._timing.usual_s / 10):
@@ -204,7 +204,7 @@ class RoundCloser:
         self._halt = self._attempt.log.halt(self._attempt.begin.leg)
 
     def _decide(self) -> tuple[rounds.Decision, str | None, tuple[Answer, ...]]:
-        """The decision, the base digest that a commit would name now, and the responses as it would list them."""
+        """Wait, commit or give up; the base digest that a commit would name now; the responses it would list."""
         claims = self._received.claims()
         shared = shared_claim(claims, self._claims.digest, own_is_rebuilt=self._claims.is_rebuilt)
         answers = judged(self._received.answers(), claims, shared)
@@ -213,7 +213,7 @@ class RoundCloser:
         return decision, shared, answers
 
     def _heal_if_contradicted(self) -> bool:
-        """Once the round is ready, rebuild a base that is not the one most manifests claim. Returns whether it did."""
+        """Once the round can end, rebuild a base that is not the one most manifests name. Returns whether it did."""
         claims = self._received.claims()
         if not self._claims.contradicted(claims):
             return False
@@ -225,7 +225,7 @@ class RoundCloser:
         return True
 
     def _heal(self, claims: Collection[str]) -> None:
-        """Rebuild the base if `claims` contradict it; then drop carried work that was trained from the wrong base."""
+        """Rebuild the base if digests in `claims` contradict it; then drop unaveraged work from the wrong base."""
         if self._claims.heal(claims):
             self._healed = True
             self._contributor.recover_carry()
@@ -241,7 +241,7 @@ class RoundCloser:
         )
 
     def _read_late(self) -> None:
-        """Find replicas whose manifest came after the last closed round's commit: they are alive."""
+        """Mark replicas as alive whose manifest of the last closed round exists, though its commit lacks them."""
         last, replicas = self._tip.last, self._attempt.config.replicas
         decided = last.decided_about() if last else set()
         if last is None or not self._timing.elastic or len(decided) == replicas:
@@ -259,7 +259,7 @@ class RoundCloser:
             self._attempt.check_superseded()
 
     def _read_out(self) -> None:
-        """Find replicas that coordinators launch no more in this leg (`Out` records)."""
+        """Mark replicas that coordinators launch no more before the next resume, as `Out` records say."""
         attempt, now, round_ = self._attempt, self._attempt.clock.now(), self._round
         if now - self._out_polled_at < self._seldom_s:
             return

@@ -1,5 +1,4 @@
-"""`Contributor`: publishes this replica's contribution to the open round; afterwards carries work that was not
-averaged.
+"""`Contributor`: publishes this replica's contribution to the open round, and keeps its work if no commit averages it.
 
 Writes payload, saved state and manifest, in this order. `close_round` ends the round.
 """
@@ -103,7 +102,7 @@ class Contributor:
         return self._create("scores", fields)
 
     def announce(self) -> None:
-        """Put this replica on the roster of the next round, by an abstention in the round that closed last.
+        """Make the next round wait for this replica (put it on the roster), by an abstention in the last closed round.
 
         Does nothing if this replica has a manifest in that round, or if the open round waits for it anyway.
         """
@@ -187,32 +186,30 @@ class Contributor:
     # -- after a round -------------------------------------------------------------------------------------------
 
     def settle(self, commit: Commit) -> None:
-        """Update carried work after a commit: this replica's contribution was averaged, is carried, or is dropped."""
+        """Update this replica's unaveraged work after a commit: averaged, added to a later payload, or dropped."""
         manifest = self.own or self.history.of(commit.round)
         if manifest is not None:
             self._carry.settle(manifest, commit, self._claims.is_right)
 
     def open_round(self) -> None:
-        """Reset for a new open round without a contribution yet. After the run's stop, drop carried work."""
+        """Reset for a new open round without a contribution yet. After the run's stop, drop unaveraged work."""
         self.own = self.created = None
         if self._tip.open.stopped:
             self._carry.drop_all("the run has stopped")
 
     def recover(self) -> None:
-        """Restore carried work and the train times of the last rounds from the bucket."""
+        """Restore unaveraged work and the train times of the last rounds from the bucket."""
         self.recover_carry()
         self._timing.recover()
         if self._attempt.begin.leg > 1 and not self._tip.closed_rounds:
             self._warn_of_work_that_its_leg_left()
 
     def recover_carry(self) -> None:
-        """Restore carried work from the bucket, after a rebuild without the work of rounds that began from a wrong
-        base.
-        """
+        """Restore unaveraged work from the bucket, after a rebuild without rounds that began from a wrong base."""
         self._carry.recover(self._tip.closed_rounds, self.history.of, self._tip.commit_of, self._claims.is_right)
 
     def _warn_of_work_that_its_leg_left(self) -> None:
-        """Warn if this replica's last contribution, of an earlier leg, was not averaged: no new leg averages it."""
+        """Warn if this replica's last contribution, from before the last resume, was not averaged: it never will be."""
         newest = self.history.newest()
         if newest is None or newest.kind != "delta" or newest.leg == self._attempt.begin.leg:
             return

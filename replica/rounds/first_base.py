@@ -70,7 +70,7 @@ class OwnModel:
 
 
 def agree_on_first_base(attempt: Attempt, own: OwnModel) -> tuple[Entry[Start], FirstBase | None]:
-    """Adopt the run's start record, or create one together with snapshot 0, the first base, if there is none.
+    """Adopt the run's start record, which describes its first base, or create it with snapshot 0, that base.
 
     Returns the adopted start record, and the first base if this process has it in memory, else None.
 
@@ -89,7 +89,7 @@ def agree_on_first_base(attempt: Attempt, own: OwnModel) -> tuple[Entry[Start], 
 
 
 class _Agreement:
-    """One replica's vote on the first base, until it has adopted a start record."""
+    """One replica's vote on the first base, until it has adopted a start record, which describes one."""
 
     def __init__(self, attempt: Attempt, own: OwnModel) -> None:
         self._attempt = attempt
@@ -167,7 +167,7 @@ class _Agreement:
         self._said = decision.why
 
     def _pause(self) -> None:
-        """Sleep until the next poll. Raises `Preempted` after a preemption notice."""
+        """Sleep until the next poll of the votes. Raises `Preempted` after a preemption notice."""
         if self._attempt.should_leave():
             raise Preempted(
                 f"replica {self._attempt.replica_id} got a preemption notice while another one was writing the first "
@@ -235,7 +235,7 @@ class _Agreement:
 
 
 def _start_of(attempt: Attempt, writing: "_FirstSnapshot", own: OwnModel) -> Start:
-    """The start record of this replica's model. It has no time or write id, so equal models give equal bytes."""
+    """The start record: digest and shapes of this replica's model. Equal models give equal bytes, without a time."""
     base = writing.base
     return Start(
         write_id="start",
@@ -263,7 +263,7 @@ def _buffers_digest(stored: StoredSnapshot, start: Start, buffers: Sequence[str]
 
 
 def patience_s(replica_id: int, next_size: int) -> float:
-    """Seconds without a new file after which a waiting replica uploads the next one itself. `next_size`: its bytes."""
+    """Seconds without a new file of snapshot 0 until a waiting replica uploads the next one, of `next_size` bytes."""
     return (1 + replica_id % _TURNS) * (_GRACE_S + next_size / _SLOW_LINK)
 
 
@@ -335,7 +335,7 @@ class _FirstSnapshot:
                 return
 
     def _wrote(self, take: str) -> bool:
-        """Write the missing files of a version; False if the version holds a file with other bytes."""
+        """Write the missing files of a snapshot version; False if the version holds a file with other bytes."""
         infos = {}
         for each in self._planned:
             data = each.encode()
@@ -352,11 +352,11 @@ class _FirstSnapshot:
         return without_read_back(self._attempt.store).create(keys.snapshot(0, name, take), data)
 
     def _holds(self, take: str, name: str, data: bytes) -> bool:
-        """Whether the existing file `name` of a version has the bytes `data`."""
+        """Whether the existing file `name` of a snapshot version has the bytes `data`."""
         return self._attempt.store.get(keys.snapshot(0, name, take), 0, len(data) + 1) == data
 
     def _complete(self, take: str, infos: Mapping[str, FileInfo]) -> bool:
-        """Create the snapshot record of a version; False if an existing one names other files."""
+        """Create `snapshot.json` of a snapshot version; False if an existing one names other files."""
         ours = Snapshot(**self._attempt.stamp(), round=0, base_digest=self.base.digest(), by=None, files=dict(infos))
         return create_snapshot_record(self._attempt.store, ours, take)
 

@@ -95,7 +95,8 @@ class RunRounds(Rounds, Protocol):
     """`Rounds` plus what a supervised run needs: commits without this replica, restarts, scores, snapshots, the end.
 
     Only `publish_scores`, `announce`, `write_snapshot_if_due` and `finish_leg`, of the methods added here, write to the
-    bucket. Each may be repeated: existing objects stay as they are.
+    bucket. Each may be repeated: existing objects stay as they are. A leg is the run from a start or resume to the next
+    stop.
     """
 
     @property
@@ -139,11 +140,11 @@ class RunRounds(Rounds, Protocol):
         ...
 
     def announce(self) -> None:
-        """Publish that this replica is back, so that the next round waits for it, unless that one does anyway."""
+        """Publish that this replica is back, so that the next round waits for it, unless it would anyway."""
         ...
 
     def reopen(self, round_: int) -> None:
-        """Go back to a closed round of this leg and its base, to train it again as a restarted attempt would.
+        """Go back to a closed round since the last resume and its base, to train it again as a restarted attempt would.
 
         No round may be in flight. Raises the errors of rebuilding a base; then nothing has changed.
         """

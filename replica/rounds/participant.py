@@ -264,11 +264,11 @@ class Participant:
         return self._timing.is_behind(steps)
 
     def announce(self) -> None:
-        """Put this replica on the roster of the next round, unless rounds wait for it anyway."""
+        """Make the next round wait for this replica (put it on the roster), unless rounds wait for it anyway."""
         self._contributor.announce()
 
     def reopen(self, round_: int) -> None:
-        """Restore base and carried work as they were when a closed round of this leg was open, to train it again."""
+        """Restore base and unaveraged work as when a closed round since the last resume was open, to train it again."""
         self._claims.rebuild(until=round_ - 1)
         self._attempt.pulse.round = self.open.round
         self._timing.open_round()

@@ -50,7 +50,7 @@ Dealing = Callable[[Iterable[Contribution]], list[PayloadShard]]
 
 
 def everything(manifests: Iterable[Contribution]) -> list[PayloadShard]:
-    """All shards of all payloads: the assignment of an all-gather, the same for every replica."""
+    """All shards of all payloads as those to download, the same for every replica, as in an all-gather."""
     return [PayloadShard(m, index) for m in manifests if m.payload for index in range(len(m.payload.shards))]
 
 
@@ -70,7 +70,7 @@ class ReceivedContribution:
 
 @dataclass(frozen=True)
 class ExpectedContribution:
-    """The properties that a contribution to the open round must have: round, leg, fragment, length, codec."""
+    """Properties that a contribution to the open round must have: round, number of the leg, fragment, length, codec."""
 
     round: int
     leg: int
@@ -109,7 +109,7 @@ class ReceivedResponses:
         self._sent: bytes | None = None  # this replica's manifest, while it was not read back
 
     def clear(self) -> None:
-        """Forget all responses at the end of a round, and the cached payload bytes of the round before it."""
+        """Drop all responses at the end of a round, and the cached payload bytes of the round before it."""
         self._received.clear()
         self._sent = None
         self._cache.end_round(self._background)
@@ -124,14 +124,14 @@ class ReceivedResponses:
         return found
 
     def take_own(self, data: bytes, replica_id: int, expected: ExpectedContribution) -> None:
-        """Take this replica's response as it was sent, without a request. `confirm_own` reads it before a commit."""
+        """Count this replica's response as received, without a request. `confirm_own` reads it before a commit."""
         self._received[replica_id] = self._parsed(
             keys.contribution(expected.round, replica_id), data, replica_id, expected
         )
         self._sent = data
 
     def confirm_own(self, replica_id: int, round_: int) -> bool:
-        """Whether the store holds what `take_own` took, if it took any. One GET request; if not, it is forgotten.
+        """Whether the bucket holds this replica's response as `take_own` noted it. One GET; if not, it is dropped.
 
         A commit names the bytes that others read: a store may damage an object that it has acknowledged.
         """
@@ -183,7 +183,10 @@ class ReceivedResponses:
         return {sha256: manifest for sha256, manifest in found if manifest is not None}
 
     def claims(self) -> list[BaseClaim]:
-        """Base claims of the readable manifests, in replica_id order, except announcements, which claim no base."""
+        """Base claims (base digests named in manifests) of the readable manifests, in replica_id order.
+
+        Except those of announcements, manifests by which a replica only reports that it is back: they name no base.
+        """
         return [BaseClaim.of(manifest) for manifest in self.manifests() if manifest.base_digest]
 
     def averaged_by(self, commit: Commit, expected: ExpectedContribution) -> list[tuple[Contribution, int]]:
@@ -309,7 +312,7 @@ def _log_not_averaged(manifest: Contribution, error: PayloadCorrupt) -> None:
 
 
 def _belongs(manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> bool:
-    """Whether a manifest names the round, leg and replica that its key does; if not, somebody copied it there."""
+    """Whether a manifest names the round, leg and replica that its key does; if not, it is a copy of another one."""
     return (manifest.round, manifest.leg, manifest.replica_id) == (expected.round, expected.leg, replica_id)
 
 

@@ -33,7 +33,10 @@ _POLL_CLAIMS_S = 10.0  # between two LIST requests for a later attempt of this r
 
 
 class ReuploadRequests:
-    """One replica's re-upload requests and its replies to others'. `payloads`: cached bytes of the last two rounds."""
+    """One replica's requests to upload payload shards again, and its replies to others' requests.
+
+    `payloads`: cached bytes of the last two rounds.
+    """
 
     def __init__(self, attempt: Attempt) -> None:
         self.payloads = RecentPayloads()
@@ -43,7 +46,7 @@ class ReuploadRequests:
     # -- asking --------------------------------------------------------------------------------------------------
 
     def rebuild(self, until: int | None = None, first: FirstBase | None = None) -> Tip:
-        """This leg's base, rebuilt after round `until` (default: the newest), with unreadable payloads requested again.
+        """The base after round `until` (default: the newest), rebuilt; unreadable payloads are requested again.
 
         `first`: the first base, if it is in memory. Raises as `until_readable` does.
         """
@@ -52,7 +55,7 @@ class ReuploadRequests:
         return self.until_readable(lambda: rebuild(run_log, begin, until, first=bases.pop() if bases else None), until)
 
     def rebuild_beside(self, base: Base, until: int) -> Comparison:
-        """Compare `base` with this leg's base rebuilt after round `until`, with unreadable payloads requested again.
+        """Compare `base` with the base rebuilt after round `until`; uploads of unreadable payloads are requested again.
 
         Raises as `until_readable` does.
         """
@@ -129,7 +132,7 @@ class ReuploadRequests:
         return {each.take for each in found if each is not None and each.first_take == shard.first_take}
 
     def _newest_snapshot(self) -> int:
-        """The newest round of this leg with a confirmed snapshot; 0 if there is none."""
+        """The newest round since the last resume with a confirmed snapshot (its base is as others claim); 0 if none."""
         begin, snapshots = self._attempt.begin, ConfirmedSnapshots(self._attempt.log)
         of_leg = (r for r in reversed(snapshots.rounds) if r > begin.after_round and snapshots.take_of(r) is not None)
         return next(of_leg, 0)

@@ -210,10 +210,10 @@ def _going_on_without(round_: int) -> Iterator[None]:
 
 
 class SegmentWriter:
-    """Writes log segments for one replica.
+    """Writes segments for one replica: objects that join the commits or manifests of ten or a hundred rounds.
 
-    After every tenth round the averaged replica with the lowest id writes all missing ones, so that ten rounds later
-    another replica replaces one that died. It lists the segments unless it wrote the last ones itself.
+    After every tenth round the averaged replica with the lowest id writes all missing segments, so that ten rounds
+    later another replica replaces one that died. It lists the segments unless it wrote the last ones itself.
     """
 
     def __init__(self, attempt: Attempt, tip: HeldTip) -> None:
@@ -223,7 +223,7 @@ class SegmentWriter:
         self._writing: Future[None] | None = None
 
     def write_if_due(self) -> None:
-        """Start to write the missing segments if it is this replica's turn. Returns at once."""
+        """Write the missing segments in the background, if this replica is to do so after this round."""
         commit = self._tip.last
         if commit is None or commit.round % TAIL_ROUNDS:
             return

@@ -99,7 +99,7 @@ class RoundTiming:
         return self._now() - self._opened_at
 
     def deadline(self) -> StragglerDeadline | None:
-        """The straggler deadline of the open round. None in a leg's first round, which waits for all to start."""
+        """The straggler deadline of the open round; None in the first after a start or resume, which waits for all."""
         first = self._tip.open.round == self._attempt.begin.after_round + 1
         return None if first else self._times.deadline()
 
@@ -165,9 +165,9 @@ class RoundTiming:
         return step_s * whole > deadline.deadline_s and elapsed + step_s > deadline.median_s
 
     def view(self, answers: Sequence[Answer], out: Sequence[int] = ()) -> rounds.View:
-        """The open round as input of `rounds.decide`. Records when a quorum was first seen.
+        """The open round as input of `rounds.decide`, with the time at which a quorum was first seen.
 
-        `out`: replicas that are launched no more in this leg.
+        `out`: replicas that are launched no more before a resume.
         """
         if self._quorum_since is None and sum(map(rounds.contributes, answers)) >= self.policy.quorum:
             self._quorum_since = self._now()

@@ -1,6 +1,6 @@
-"""`HeldTip`: the newest base that this replica has computed, its position in the commit log, and the round open there.
+"""`HeldTip`: the newest base that this replica has computed, with the round of the last commit in it.
 
-It advances by commits. `base_claims` checks the digest of the base; `close_round` ends rounds.
+Each commit advances it. `base_claims` checks the digest of the base; `close_round` ends rounds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from diloco_orchestrator.snapshots.rebuild import Tip
 
 @dataclass(frozen=True)
 class OpenRound:
-    """The open round as a training loop sees it, with the position in the commit log before it."""
+    """The open round as a training loop sees it, with outer step and roster as the commit before it fixes them."""
 
     round: int  # its number
     fragment: int  # index of the fragment that it synchronises
@@ -37,9 +37,10 @@ class OpenRound:
 
 
 class HeldTip:
-    """A base in memory and its position in the log, which advance commit by commit.
+    """A base in memory and its position in the commit log, which advance commit by commit.
 
-    `tip`: where to begin. `fragments`: parameter names of each fragment, for a run without start record yet.
+    `tip`: base and position to begin with. `fragments`: parameter names of each fragment, for a run whose start record,
+    with its first base, does not exist yet.
     """
 
     def __init__(self, attempt: Attempt, tip: Tip, fragments: Sequence[tuple[str, ...]]) -> None:
@@ -62,7 +63,7 @@ class HeldTip:
 
     @property
     def last(self) -> Commit | None:
-        """The last commit of this leg that was applied or skipped; None before the first."""
+        """The last commit since the start or resume that was applied or skipped; None before the first."""
         return self.value.last.commit if self.value.last else None
 
     @property
@@ -86,7 +87,7 @@ class HeldTip:
 
     @property
     def closed_rounds(self) -> range:
-        """Rounds of this leg whose commits were applied or skipped, newest first."""
+        """Rounds since the start or resume whose commits were applied or skipped, newest first."""
         return range(self.position.round, self._attempt.begin.after_round, -1)
 
     def commit_of(self, round_: int) -> Commit:
@@ -96,7 +97,7 @@ class HeldTip:
         return entry.commit
 
     def made_before(self, round_: int) -> int:
-        """The round whose outer step made the base that `round_`, of this leg, started from."""
+        """The round whose outer step made the base that `round_`, after the last resume, started from."""
         begin = self._attempt.begin
         earlier = range(round_ - 1, begin.after_round, -1)
         return next((each for each in earlier if self.commit_of(each).applied), begin.from_round)

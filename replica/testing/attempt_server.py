@@ -201,7 +201,11 @@ def _attempt_in_memory(job: Job) -> Attempt:
 
 
 def main() -> None:
-    """Import what jobs need, then serve. Command line arguments, as JSON: entrypoint, search path, most jobs, limit."""
+    """Import the libraries and the user's module, then run jobs from standard input until it ends.
+
+    Its command line argument is a JSON object: `entrypoint`, `path` (the module search path), `most` (jobs at a time),
+    and `limit_s` (seconds until a job is killed).
+    """
     given = json.loads(sys.argv[1])
     sys.path[:] = given["path"]
     replies = os.fdopen(os.dup(1), "w")

@@ -1,7 +1,8 @@
-"""The rows of a conformance report: pure functions from the results of a check's processes to findings.
+"""The rows of a conformance report, each the result of one check of a training function: pure functions that compute
+them.
 
-Later rows depend on earlier ones: if training does not end, or is not repeatable, the rows that compare bits are "not
-applicable", so that one fault is one failed row.
+The input is results of a check's processes. Later rows depend on earlier ones: if training does not end, or is not
+repeatable, the rows that compare bits are "not applicable", so that one fault is one failed row.
 """
 
 from collections.abc import Callable, Mapping
@@ -53,7 +54,7 @@ def absent(name: str, detail: str, remedy: str = "") -> Finding:
 
 
 def steps(checked: Checked) -> Finding:
-    """Row: inner steps are taken with the attached optimizer, and change the attached model."""
+    """Report row: the training function steps the attached optimizer, which changes the attached model."""
     name, first = "steps", checked.first
     if "NeverStepped" in first.error:
         return failed(
@@ -76,7 +77,7 @@ def steps(checked: Checked) -> Finding:
 
 
 def completes(checked: Checked) -> Finding:
-    """Row: a run of one replica takes all its rounds and ends."""
+    """Report row: the training function, as a run of one replica, takes all rounds and ends."""
     name, first = "completes", checked.first
     if "NeverStepped" in first.error:
         return absent(name, "no step was taken")
@@ -91,7 +92,7 @@ def completes(checked: Checked) -> Finding:
 
 
 def observed(checked: Checked) -> Finding:
-    """Row: every round has the training metric that `attach` announced."""
+    """Report row: every round has the training metric that the training function named when it called `attach`."""
     name, metric = "observed", checked.first.notes.metric
     missing = [str(manifest.round) for manifest in checked.first.rounds if manifest.in_loop is None]
     if missing:
@@ -106,7 +107,7 @@ def observed(checked: Checked) -> Finding:
 
 
 def frozen(checked: Checked) -> Finding:
-    """Row: parameters without `requires_grad` keep their bits."""
+    """Report row: parameters without `requires_grad` keep their bits."""
     name, notes = "frozen", checked.first.notes
     if not notes.frozen:
         return absent(name, "every parameter is trainable")
@@ -124,7 +125,7 @@ def frozen(checked: Checked) -> Finding:
 
 
 def repeatable(checked: Checked) -> Finding:
-    """Row: two runs with one seed have equal bits after every round."""
+    """Report row "repeatable": two runs of the training function with one seed have equal bits after every round."""
     name, again = "repeatable", checked.seen["again"]
     if checked.repeatable:
         return passed(name, f"two runs with one seed have equal bits after each of {checked.rounds} rounds")
@@ -137,7 +138,7 @@ def repeatable(checked: Checked) -> Finding:
 
 
 def plain(checked: Checked) -> Finding:
-    """Row: one replica with outer rate 1 and no momentum ends with the parameters of training without a run."""
+    """Report row: one replica with outer rate 1 and no momentum ends with the parameters of training without a run."""
     name, run, alone = "plain", checked.seen.get("unscored", checked.first), checked.seen["plain"]
     if not checked.repeatable:
         return absent(name, _NOT_REPEATABLE)
@@ -171,7 +172,7 @@ def plain(checked: Checked) -> Finding:
 
 
 def kept(checked: Checked) -> Finding:
-    """Row: the next inner step starts from the parameters that were written at the end of a round."""
+    """Report row: the next inner step starts from the parameters written into the model at the end of a round."""
     name, straight, disturbed = "kept", checked.seen["plain"], checked.seen["disturbed"]
     if not checked.repeatable:
         return absent(name, _NOT_REPEATABLE)
@@ -197,7 +198,7 @@ def kept(checked: Checked) -> Finding:
 
 
 def digests(checked: Checked) -> Finding:
-    """Row: all replicas have equal models at every round's first step."""
+    """Report row: all replicas have equal models at every round's first step."""
     name = "digests"
     fleet = [checked.seen[f"fleet-{i}"] for i in range(checked.replicas)]
     for index, seen in enumerate(fleet):
@@ -222,7 +223,7 @@ def digests(checked: Checked) -> Finding:
 
 
 def saved(checked: Checked) -> Finding:
-    """Row: the optimizers' state, saved and loaded again, has the same dtypes and bits."""
+    """Report row: the optimizers' state, saved and loaded again, has the same dtypes and bits."""
     name, notes = "saved", checked.first.notes
     if notes.state_lost:
         return failed(
@@ -243,7 +244,7 @@ def saved(checked: Checked) -> Finding:
 
 
 def resumed(checked: Checked) -> Finding:
-    """Row: a replica that was killed and restarted ends with the bits of the undisturbed run."""
+    """Report row: a replica that was killed and restarted ends with the bits of the undisturbed run."""
     name = "resumed"
     if not checked.repeatable:
         return absent(name, _NOT_REPEATABLE)
@@ -270,7 +271,7 @@ def resumed(checked: Checked) -> Finding:
 
 
 def evaluation(checked: Checked) -> Finding:
-    """Row: scoring the held-out set does not affect training."""
+    """Report row: scoring the held-out set does not affect training."""
     name = "evaluation"
     if not checked.first.notes.scores:
         return absent(name, "nothing is scored", "attach(heldout=…) is what the kill-switch needs.")
@@ -292,7 +293,7 @@ def evaluation(checked: Checked) -> Finding:
 
 
 def planted(checked: Checked) -> Finding:
-    """Row: a held-out item among the training items ends the run before it is trained on."""
+    """Report row: a held-out item among the training items ends the run before it is trained on."""
     name, notes = "planted", checked.first.notes
     if not notes.compares:
         return absent(
@@ -359,7 +360,7 @@ NAMES = tuple(row.__name__ for row in ROWS)
 
 
 def findings(checked: Checked) -> tuple[Finding, ...]:
-    """All rows in order. If the first run did not end, the later ones are not applicable."""
+    """All rows of the report, in order. If the first run did not end, the later ones are not applicable."""
     if checked.first.completed:
         return tuple(row(checked) for row in ROWS)
     ended = [row(checked) for row in ALONE]

@@ -31,7 +31,10 @@ RoundFn = Callable[[RoundView], None]
 
 
 class RoundHooks:
-    """The functions added to one attempt. `sign`: -1 if the metric is a loss, which verdicts store negated, else 1."""
+    """The user's functions that one attempt calls with a `RoundView` after each commit.
+
+    `sign`: -1 if the metric is a loss, which verdicts store negated, else 1.
+    """
 
     def __init__(self, attempt: Attempt, rounds: RunRounds, sign: float) -> None:
         self._attempt = attempt
@@ -50,7 +53,10 @@ class RoundHooks:
             function(self._view(newest))
 
     def tell(self) -> None:
-        """Call the functions for all commits not passed to them yet, in order. Their errors are raised here."""
+        """Call every function with the view of each commit applied since the last call, in order of rounds.
+
+        Raises what the functions raise.
+        """
         if not self._functions:
             return
         newest = self._newest()

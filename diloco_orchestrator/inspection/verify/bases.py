@@ -26,7 +26,11 @@ from diloco_orchestrator.store.base import ObjectInfo
 
 
 class SegmentChecker:
-    """Reads and checks the log segments of one run, in order of rounds, each once. One is in memory at a time."""
+    """Reads and checks one run's segments, objects that join the commits or manifests of ten or a hundred rounds.
+
+    Each is read once, in order of rounds, and one is in memory at a time. What was joined stays in the bucket beside
+    it.
+    """
 
     def __init__(self, log: RunLog) -> None:
         self._log = log
@@ -38,9 +42,9 @@ class SegmentChecker:
         self._until = 0  # the last round for which a segment was looked for
 
     def manifest(self, round_: int, answer: Answer) -> bytes | None:
-        """The bytes of the manifest that a commit names, from a segment; None if its own object must be read.
+        """The bytes of the manifest that a commit names, from a segment; None if no segment holds it.
 
-        Raises `Differs` if a segment cannot be read, or if the single manifest is missing or has another size.
+        Raises `Differs` if a segment cannot be read, or if the manifest's own object is missing or has another size.
         """
         self._move_to(round_)
         data = self._manifests.find(answer.manifest_sha256) if self._manifests else None
@@ -59,7 +63,7 @@ class SegmentChecker:
         return self._segment is not None and round_ <= self._until and key not in self._sizes
 
     def check_commit(self, round_: int, size: int) -> None:
-        """Raise `Differs` if the single commit of a round in a segment is missing or has another size."""
+        """Raise `Differs` if a segment holds the round's commit but its own object is missing or has another size."""
         self._move_to(round_)
         if self._segment is not None:
             self._check_single(keys.commit(round_), size)
@@ -86,7 +90,7 @@ class SegmentChecker:
             self._ahead = next(self._listing, None)
 
     def _check_single(self, key: str, size: int) -> None:
-        """Raise `Differs` if the single object, which readers of one round use, is missing or has another size."""
+        """Raise `Differs` if the own object of a commit or manifest in a segment is missing or has another size."""
         found = self._sizes.get(key)
         if found != size:
             words = "is missing" if found is None else f"has {found} bytes, not {size}"

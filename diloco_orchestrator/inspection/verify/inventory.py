@@ -231,7 +231,7 @@ def _missing_of_attempts(attempts: Mapping[tuple[int, int], set[str]], records: 
 
 
 def _missing_segments(segments: list[keys.SegmentKey]) -> list[str]:
-    """Segments missing before the newest one; they are always written in order."""
+    """Missing segments, objects that join the commits of ten or a hundred rounds, though a later one exists."""
     commits = {(each.first, each.last) for each in segments if each.kind == "commits"}
     newest = max((last for _, last in commits), default=0)
     closed = newest // ROUNDS * ROUNDS

@@ -22,7 +22,7 @@ _RECORD = "whatif.json"  # in the folder that `save` makes
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A base under another decision, and the real base after the same round. Scores have the metric's own sign."""
+    """The base that another decision would give, beside the real base. Scores have the metric's own sign."""
 
     url: str
     decision: str  # what was decided otherwise

@@ -17,7 +17,7 @@ from diloco_orchestrator.protocol.weights import shares_of
 
 @dataclass(frozen=True)
 class OtherDecision:
-    """A decision that differs from the commit's; everything else is as in the commit and its leg's configuration."""
+    """A decision of a round without some contributions or with other settings; all else as in its commit and leg."""
 
     without: tuple[int, ...] = ()  # replicas whose contributions are left out
     change: Mapping[str, JsonValue] = field(default_factory=dict)  # settings by name: {"outer.lr": 0.4}
