@@ -1,16 +1,16 @@
-"""How often the guard's rules halt healthy runs, and how late they halt the others: the grid of docs/kill-switch.md.
+"""How often the guard's default rule halts healthy runs, and how late it halts the others: docs/kill-switch.md.
 
-    python benchmarks/guard.py                  # about two minutes
-    python benchmarks/guard.py --runs 1000 --docs
+    PYTHONPATH=. python benchmarks/guard.py --quick            # two minutes
+    PYTHONPATH=. python benchmarks/guard.py --runs 300 --docs
 
-Every cell is some hundred simulated runs of 600 rounds; the change is after round 100, and delays count from there.
 Rules are judged by twins on arrays (`guard_rules`), which are first compared with the product's own folds, run by run.
-False halts are per 1000 rounds lived, with 95 % Poisson intervals; delays are means with 95 % intervals.
+False halts are per 1000 rounds lived, with 95 % Poisson intervals; delays are means over runs that were alive when the
+fault began. "now" is the rule of the version before, "sequential-v1", on the same runs.
 """
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from math import sqrt
@@ -20,6 +20,24 @@ from typing import Any
 import guard_pictures
 import guard_rules
 import numpy as np
+from guard_curves import (
+    BASES,
+    CURVES,
+    GAPS,
+    HELD_BACK,
+    HELD_BACK_FALLS,
+    ODD,
+    OF_LOSSES,
+    SCORES,
+    UNPROMISED,
+    Runs,
+    bump,
+    falling,
+    falls,
+    gap,
+    restarts,
+)
+from guard_rules_v1 import sequential_v1
 from guard_trajectories import (
     BOTH_MOVE,
     CHANGE,
@@ -29,10 +47,7 @@ from guard_trajectories import (
     HEALTHY,
     LIES,
     LOSSES,
-    ROUNDS,
-    Array,
     Fleet,
-    Pair,
     collapsing,
     faulty,
     gao,
@@ -44,171 +59,271 @@ from guard_trajectories import (
 )
 from measuring import ROOT, Results, Sample, markdown, pick, publish
 
-from diloco_orchestrator.guard import items_needed
+from diloco_orchestrator.config import GuardConfig
+from diloco_orchestrator.guard import RoundReports, SequentialGuard, fold, items_needed
+from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
 
-NOISES = ((0.0, 0.01), (0.0, 0.02), (0.5, 0.01), (0.5, 0.02), (0.7, 0.01), (0.7, 0.02), (0.0, 0.05), (0.5, 0.05))
-IN_THE_BAR = NOISES[:6]  # AR(1), sd
-RULES = ("HeldOutGuard", "patience 6", "SequentialGuard")
+Rng = np.random.Generator
+NOISES = ((0.5, 0.0025), (0.5, 0.005), (0.0, 0.01), (0.5, 0.02), (0.7, 0.02), (0.5, 0.05))
 FLEETS = {
     "all honest": Fleet(),
-    "a fifth drops out": Fleet(dropout=0.2),
-    "unequal shares": Fleet(unequal=True),
     "unequal, a fifth drops out": Fleet(dropout=0.2, unequal=True),
     "1 of 8 lies: down by 1 sd": Fleet(liars=1, lie="down by 1 sd"),
     **{f"2 of 8 lie: {lie}": Fleet(liars=2, lie=lie) for lie in LIES},
+    "2 of 8 lie: up by .2 in the first 8 rounds": Fleet(liars=2, at_first=0.2),
     "each score given 4 times": Fleet(repeated=4),
     "each score given 8 times": Fleet(repeated=8),
 }
-FLEET_NOISE = (0.5, 0.02)
-_DOCUMENT, _PICTURES = ROOT / "docs" / "kill-switch.md", ROOT / "docs" / "kill-switch"
-
-
 SIZES = (8, 15, 30, 60)  # rounds of delay that `items_needed` is asked for
 DROP, ITEM_SD = 0.05, 0.5
-
-
-def _size_sd(rounds: int, phi: float) -> float:
-    """The noise of a score of as many items as `items_needed` says."""
-    return ITEM_SD / sqrt(items_needed(DROP, item_sd=ITEM_SD, rounds=rounds, autocorrelation=phi))
-
-
-# -- cells -------------------------------------------------------------------------------------------------------------
+RULES = ("SequentialGuard", "now", "patience 3", "patience 6")  # the last two: `HeldOutGuard`
+_DOCUMENT, _PICTURES = ROOT / "docs" / "kill-switch.md", ROOT / "docs" / "kill-switch"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Runs of one kind. `group`: healthy, fault, early, gao, fleet or size; `fault`: what goes wrong, empty if none."""
+    """Runs of one kind, made by `make`. `share`: of the number of runs that is asked for."""
 
     group: str
     case: str
-    phi: float
-    sd: float
+    make: Callable[[Rng, int], Runs]
+    phi: float = 0.0
+    sd: float = 1.0
     fault: str = ""
-
-    @property
-    def change(self) -> int:
-        """The last round before anything goes wrong."""
-        return {**COLLAPSES, **CLIMBS}[self.case].after if self.group == "early" else CHANGE
+    share: float = 1.0
 
 
 def cells() -> Iterator[Cell]:
+    for phi in (0.5, 0.7):
+        for rounds, share in ((50, 6.0), (100, 6.0), (600, 1.0), (5000, 0.1)):
+            yield Cell(
+                "plateau", f"{rounds}", lambda r, n, p=phi, t=rounds: Runs(noise(r, t, n, p, 1.0)), phi, share=share
+            )
     for phi, sd in NOISES:
-        yield from (Cell("healthy", family, phi, sd) for family in HEALTHY)
-        yield from (Cell("fault", fault, phi, sd, fault) for fault in FAULTS)
-        yield Cell("fault", "divergence, from scratch", phi, sd, "divergence")
-        yield Cell("fault", "jump, from scratch", phi, sd, "jump")
-        yield Cell("gao", "Gao curve", phi, sd, "gao")
-        yield from (Cell("early", case, phi, sd, "collapse") for case in COLLAPSES)
-    for rounds in SIZES:
-        yield from (Cell("size", str(rounds), phi, _size_sd(rounds, phi), "drop") for phi in (0.0, 0.5))
+        for family in HEALTHY:
+            yield Cell(
+                "healthy", family, lambda r, n, f=family, p=phi, s=sd: _pair(healthy(r, f, n, p, s, 300), f), phi, sd
+            )
+        for fault in FAULTS:
+            yield Cell("fault", fault, lambda r, n, f=fault, p=phi, s=sd: _faulty(r, f, n, p, s), phi, sd, fault)
+        for case in (*COLLAPSES, *CLIMBS):
+            yield Cell(
+                "early", case, lambda r, n, c=case, p=phi, s=sd: _collapsing(r, c, n, p, s), phi, sd, "collapse", 0.5
+            )
+        yield Cell("gao", "Gao curve", lambda r, n, p=phi, s=sd: _gao(r, n, p, s), phi, sd, "gao", 0.5)
+    for case, make in SCORES.items():
+        yield Cell("score", case, lambda r, n, m=make: Runs(m(r, n)))
+    for phi in (0.0, 0.5):
+        for case, odd in ODD.items():
+            yield Cell("odd", case, lambda r, n, o=odd, p=phi: Runs(o(r, n, p)), phi)
+    for tau in (1.5, 4.0, 8.0):
+        for base in BASES:
+            for height in (0.05, 0.1, 0.3):
+                for rise in (0, 2):
+                    words = f"{height:g} {base}, {'within 2 rounds' if rise else 'at once'}"
+                    yield Cell(
+                        "bump", words, lambda r, n, b=base, h=height, t=tau, u=rise: bump(r, b, h, t, u, n), sd=tau
+                    )
+        for height in (0.05, 0.1):
+            yield Cell(
+                "bump",
+                f"{height:g}, restart every 40 rounds",
+                lambda r, n, h=height, t=tau: restarts(r, h, t, 40, n),
+                sd=tau,
+            )
+    for case in GAPS:
+        for sd in (0.005, 0.02):
+            yield Cell("gap", case, lambda r, n, c=case, s=sd: gap(r, c, s, n), 0.3, sd, share=0.5)
+    for phi in (0.0, 0.5):
+        for curve, onset, fall in falls():
+            name = f"{curve}; {onset}; {fall[0]} sd in {fall[1]}"
+            yield Cell(
+                "fall",
+                name,
+                lambda r, n, c=curve, o=onset, f=fall, p=phi: falling(r, CURVES[c], o, f, p, n, c not in OF_LOSSES),
+                phi,
+                fault=curve,
+                share=0.15,
+            )
     for case in FLEETS:
-        yield from (Cell("fleet", case, *FLEET_NOISE, fault) for fault in ("", *BOTH_MOVE))
-    for phi, sd in NOISES:
-        yield from (Cell("early", case, phi, sd, "collapse") for case in CLIMBS)
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """Runs of a cell, as rules see them."""
-
-    pair: Pair  # held-out and training metric
-    weight: Array | None = None  # share of the items in each score
-    gains: Array | None = None  # of each share
-    gold: Array | None = None  # the gold score without noise
-
-    def first(self, rounds: int) -> "Simulated":
-        return Simulated(
-            (self.pair[0][:rounds], self.pair[1][:rounds]),
-            None if self.weight is None else np.round(self.weight[:rounds] * 1e9) / 1e9,
-            None if self.gains is None else self.gains[:rounds],
+        for fault in ("", *BOTH_MOVE):
+            yield Cell("fleet", case, lambda r, n, c=case, f=fault: _fleet(r, FLEETS[c], f, n), 0.5, 0.02, fault, 0.4)
+    for rounds in SIZES:
+        for phi in (0.0, 0.5):
+            yield Cell("size", f"{rounds}", lambda r, n, t=rounds, p=phi: _drop(r, t, p, n), phi, 0.0, "drop", 0.5)
+    for case, make_runs in HELD_BACK.items():
+        yield Cell("held back", case, make_runs)
+    for case, (curve, onset, fall, phi) in HELD_BACK_FALLS.items():
+        yield Cell(
+            "held-back fall",
+            case,
+            lambda r, n, c=curve, o=onset, f=fall, p=phi: falling(r, c, o, f, p, n),
+            phi,
+            fault=case,
         )
 
 
-def simulate(cell: Cell, rng: np.random.Generator, runs: int) -> Simulated:
-    if cell.group == "healthy":
-        return Simulated(healthy(rng, cell.case, runs, cell.phi, cell.sd))
-    if cell.group == "early":
-        return Simulated(collapsing(rng, cell.case, runs, cell.phi, cell.sd))
-    if cell.group == "gao":
-        pair, gold = gao(rng, runs, cell.phi, cell.sd)
-        return Simulated(pair, gold=gold)
-    if cell.group == "fault":
-        family = "from scratch" if cell.case.endswith("from scratch") else "plateau"
-        return Simulated(faulty(rng, cell.fault, runs, cell.phi, cell.sd, family))
-    if cell.group == "size":
-        heldout, in_loop = healthy(rng, "plateau", runs, cell.phi, cell.sd)
-        return Simulated((heldout - DROP * (times()[1] > 0)[:, None], in_loop))
-    fleet, u = FLEETS[cell.case], times()[1][:, None]
-    held, trained = (0 * u, 0 * u)
-    if cell.fault:
-        held, trained = FAULTS[cell.fault].heldout(u), FAULTS[cell.fault].in_loop(u)
-    own = noise(rng, ROUNDS, runs, cell.phi, cell.sd)
-    in_loop = repeat(trained + own, fleet.repeated)
+def _pair(pair: tuple[guard_rules.Array, guard_rules.Array], family: str) -> Runs:
+    return Runs(*pair, metric="loss" if family in LOSSES else "reward")
+
+
+def _faulty(rng: Rng, fault: str, runs: int, phi: float, sd: float) -> Runs:
+    pair = faulty(rng, fault, runs, phi, sd, rounds=420)
+    clean = FAULTS[fault].heldout(times(420)[1])[:, None]
+    return Runs(*pair, clean=clean, begins=CHANGE, metric="reward")
+
+
+def _collapsing(rng: Rng, case: str, runs: int, phi: float, sd: float) -> Runs:
+    pair = collapsing(rng, case, runs, phi, sd, 240)
+    return Runs(*pair, begins={**COLLAPSES, **CLIMBS}[case].after, metric="reward")
+
+
+def _gao(rng: Rng, runs: int, phi: float, sd: float) -> Runs:
+    pair, gold = gao(rng, runs, phi, sd)
+    return Runs(*pair, clean=gold[:, None], metric="reward")
+
+
+def _drop(rng: Rng, rounds: int, phi: float, runs: int) -> Runs:
+    sd = ITEM_SD / sqrt(items_needed(DROP, item_sd=ITEM_SD, rounds=rounds, autocorrelation=phi))
+    u = times(500)[1][:, None]
+    return Runs(noise(rng, 500, runs, phi, sd) - DROP * (u > 0), begins=CHANGE)
+
+
+def _fleet(rng: Rng, fleet: Fleet, fault: str, runs: int) -> Runs:
+    u = times(400)[1][:, None]
+    held, trained = (FAULTS[fault].heldout(u), FAULTS[fault].in_loop(u)) if fault else (0 * u, 0 * u)
+    in_loop = repeat(trained + noise(rng, 400, runs, 0.5, 0.02), fleet.repeated)
     if fleet.repeated > 1:
-        return Simulated((repeat(held + noise(rng, ROUNDS, runs, cell.phi, cell.sd), fleet.repeated), in_loop))
-    scores, weight, gains = through_shares(rng, held, cell.phi, cell.sd, fleet, runs)
-    return Simulated((scores, in_loop), weight, gains)
+        return Runs(repeat(held + noise(rng, 400, runs, 0.5, 0.02), fleet.repeated), in_loop, begins=CHANGE)
+    scores, weight, gains = through_shares(rng, held, 0.5, 0.02, fleet, runs)
+    return Runs(scores, in_loop, None, CHANGE, weight, gains)
 
 
-def measure_cell(cell: Cell, seed: Sequence[int], runs: int) -> list[Sample]:
-    """A sample for each rule."""
-    simulated = simulate(cell, np.random.default_rng(list(seed)), runs)
-    heldout, in_loop = simulated.pair
-    sequential, channels = guard_rules.sequential(heldout, in_loop, simulated.weight, simulated.gains)
-    gap = 0.5 if cell.case in LOSSES else 0.10
-    found = {
-        "HeldOutGuard": guard_rules.heldout_guard(heldout, in_loop, 3, gap),
-        "patience 6": guard_rules.heldout_guard(heldout, in_loop, 6, gap),
-        "SequentialGuard": sequential,
-    }
-    by_channel = {name: int((channels == i).sum()) for i, name in enumerate(guard_rules.CHANNELS) if name}
-    return [
-        {
-            **cell.__dict__,
-            "rule": rule,
-            "runs": runs,
-            **_figures(halts, cell.change, simulated.gold),
-            **({"channels": by_channel} if rule == RULES[-1] else {}),
-        }
-        for rule, halts in found.items()
-    ]
+# -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def _figures(halts: guard_rules.Rounds, change: int, gold: Array | None) -> dict[str, Any]:
-    """Halts and rounds lived; halts before the change, misses, and the delay of the others."""
-    late = halts[halts > change] - change
+def measure_cell(number: int, seed: int, runs: int) -> list[Sample]:
+    """A sample for each rule. The rule "now" is judged on a third of the runs."""
+    cell = [*cells()][number]
+    runs = max(4, round(runs * cell.share))
+    made = cell.make(np.random.default_rng([seed, number]), runs)
+    paired = made.in_loop is not None and cell.group in ("healthy", "fault", "early", "gao", "fleet")
+    few = max(4, runs // 3)
+    own = guard_rules.sequential(made.heldout, made.in_loop, made.weight, made.gains, _guard(made))
+    found = {"SequentialGuard": (*own, made)}
+    cut = _first(made, few)
+    if not cell.group.startswith("held"):
+        trained = cut.in_loop if cut.in_loop is not None else 0 * cut.heldout
+        found["now"] = (*sequential_v1(cut.heldout, trained, cut.weight, cut.gains), cut)
+    if paired and cut.in_loop is not None:
+        limit = 0.5 if cell.case in LOSSES else 0.10
+        for patience in (3, 6):
+            halts = guard_rules.heldout_guard(cut.heldout, cut.in_loop, patience, limit)
+            found[f"patience {patience}"] = (halts, np.zeros_like(halts), cut)
+    given = {"group": cell.group, "case": cell.case, "phi": cell.phi, "sd": cell.sd, "fault": cell.fault}
+    return [{**given, "rule": rule, **_figures(*judged, faulty=bool(cell.fault))} for rule, judged in found.items()]
+
+
+def _guard(made: Runs) -> SequentialGuard:
+    return SequentialGuard(gap_sigmas=5.0 if made.metric == "reward" else None)
+
+
+def _first(made: Runs, runs: int) -> Runs:
+    rest = [None if part is None else part[..., :runs] for part in (made.in_loop, made.clean, made.weight, made.gains)]
+    return Runs(made.heldout[:, :runs], rest[0], rest[1], made.begins, rest[2], rest[3], made.metric)
+
+
+def _figures(halts: guard_rules.Rounds, channels: guard_rules.Rounds, made: Runs, *, faulty: bool) -> dict[str, Any]:
+    """Halts and rounds lived; with a fault: halts before it, misses, delays, and what was lost at the rollback."""
+    rounds, runs = made.heldout.shape
     figures: dict[str, Any] = {
+        "runs": runs,
         "halts": int((halts > 0).sum()),
-        "lived": int(np.where(halts > 0, halts, ROUNDS).sum()),
-        "early": int(((halts > 0) & (halts <= change)).sum()),
-        "misses": int((halts == 0).sum()),
+        "lived": int(np.where(halts > 0, halts, rounds).sum()),
+        "gaps": int((channels == guard_rules.CHANNELS.index("gap")).sum()),
+        "gaps_at_best": _gaps_at_best(halts, channels, made.heldout),
+    }
+    if not faulty:
+        return figures
+    late = halts[halts > made.begins] - made.begins
+    alive = int(((halts == 0) | (halts > made.begins)).sum())
+    figures |= {
+        "early": runs - alive,
+        "misses": int((halts == 0).sum() if rounds - made.begins < 200 else alive - (late <= 200).sum()),
         "delay": float(late.mean()) if len(late) else None,
         "delay_error": float(late.std(ddof=1) / sqrt(len(late))) if len(late) > 1 else None,
+        "delays": [int(each) for each in late],
     }
-    if gold is not None:
-        stopped = gold[np.where(halts > 0, halts, ROUNDS) - 1]
-        figures["kept"] = float((stopped / gold.max()).mean())
-        figures["least_kept"] = float((stopped / gold.max()).min())
-        figures["stopped_at"] = float(np.where(halts > 0, halts, ROUNDS).mean())
+    if made.clean is not None:
+        figures |= _kept(halts, made)
     return figures
 
 
-def check(seed: int, runs: int) -> int:
-    """Compare the twins with the product's folds on trajectories of every kind; returns their number."""
-    checked, every = 0, [*cells()][:: 5 if runs < 1000 else 2]
-    for index, cell in enumerate(every):
-        short = simulate(cell, np.random.default_rng([seed, 10**6 + index]), 5).first(250)
-        checked += guard_rules.check_twins(*short.pair, short.weight, short.gains)
+def _kept(halts: guard_rules.Rounds, made: Runs) -> dict[str, Any]:
+    """At the halt: the score without noise as a share of its best; how much of the fall the best-scored model has."""
+    assert made.clean is not None
+    clean = np.broadcast_to(made.clean, made.heldout.shape)[:, 0]
+    lost = []
+    for run in np.flatnonzero(halts > made.begins)[:50]:
+        best = int(made.heldout[: halts[run], run].argmax())
+        fall = clean[: halts[run]].max() - clean[halts[run] - 1]
+        lost += [float((clean[: halts[run]].max() - clean[best]) / fall)] if fall > 0 else []
+    at = clean[np.where(halts > 0, halts, len(clean)) - 1]
+    top = float(clean.max())
+    return {"lost": lost, "kept": float((at / top).mean()) if top > 0 else None, "stopped": float(np.mean(halts))}
+
+
+def _gaps_at_best(halts: guard_rules.Rounds, channels: guard_rules.Rounds, heldout: guard_rules.Array) -> int:
+    """Gap alarms in a round whose last eight held-out scores have the best mean of all."""
+    found = 0
+    for run in np.flatnonzero(channels == guard_rules.CHANNELS.index("gap")):
+        scores = heldout[: halts[run], run]
+        means = np.convolve(scores, np.ones(8) / 8, "valid")
+        found += bool(means[-1] >= means.max())
+    return found
+
+
+def check(seed: int, quick: bool) -> int:
+    """Compare the twin with the product's folds on runs of every kind; returns their number."""
+    checked = 0
+    for number, cell in enumerate(cells()):
+        if number % (12 if quick else 4) or cell.case == "5000":
+            continue
+        made = cell.make(np.random.default_rng([seed, 10**6 + number]), 4)
+        rounds = 150
+        weight = None if made.weight is None else np.round(made.weight[:rounds] * 1e9) / 1e9
+        in_loop = None if made.in_loop is None else made.in_loop[:rounds]
+        gains = None if made.gains is None else made.gains[:rounds]
+        checked += guard_rules.check_twins(made.heldout[:rounds], in_loop, weight, gains, _guard(made))
+        if in_loop is not None and cell.group == "fault":
+            guard_rules.check_heldout(made.heldout[:rounds], in_loop)
     return checked
 
 
+def cost(replicas: int = 32, rounds: int = 60) -> float:
+    """Median milliseconds to fold a round of so many replicas, all of it: shares, means, the rule, the verdict."""
+    rng, took, state = np.random.default_rng(1), [], None
+    heldout = HeldoutSet(metric="reward", shares=(64,) * replicas, digest="0" * 64)
+    for round_ in range(1, rounds + 1):
+        scores = [Score(share=i, sum=64 * float(rng.normal(0.5, 0.05)), count=64) for i in range(replicas)]
+        in_loop = [Metric(sum=float(rng.normal(0.5, 0.05)), count=1) for _ in range(replicas)]
+        began = time.perf_counter()
+        state = fold(state, GuardConfig(), heldout, RoundReports(round_, scores, dict(enumerate(in_loop)))).state
+        took.append(1000 * (time.perf_counter() - began))
+    return float(np.median(took))
+
+
 def measure(given: argparse.Namespace, results: Results) -> None:
-    results.add(group="check", runs=check(given.seed, given.runs))
-    every = [*cells()]
+    results.add(group="check", runs=check(given.seed, given.quick))
+    results.add(group="cost", ms=cost())
+    every = range(len([*cells()]))
+    if given.processes == 1:
+        for number in every:
+            for sample in measure_cell(number, given.seed, given.runs):
+                results.add(**sample)
+        return
     with ProcessPoolExecutor(given.processes) as pool:
-        done = pool.map(
-            measure_cell, every, ([given.seed, i] for i in range(len(every))), [given.runs] * len(every), chunksize=4
-        )
+        done = pool.map(measure_cell, every, [given.seed] * len(every), [given.runs] * len(every), chunksize=4)
         for samples in done:
             for sample in samples:
                 results.add(**sample)
@@ -234,8 +349,17 @@ def rate_words(sample: Sample) -> str:
     return f"{rate(sample):.2f} [{low:.2f}, {high:.2f}]"
 
 
+def share_words(samples: Sequence[Sample]) -> str:
+    """Share of runs halted, with a 95 % interval (Wilson)."""
+    halted, n = sum(s["halts"] for s in samples), sum(s["runs"] for s in samples)
+    p, z = halted / n, 1.96
+    middle, half = p + z * z / (2 * n), z * sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    low, high = (100 * (middle + sign * half) / (1 + z * z / n) for sign in (-1, 1))
+    return f"{100 * p:.1f} % [{low:.1f}, {high:.1f}]"
+
+
 def delay_words(sample: Sample) -> str:
-    """Mean delay, its interval, and what was missed."""
+    """Mean delay, its interval, and what was missed in 200 rounds or in the run."""
     missed = f", {sample['misses']} of {sample['runs']} missed" if sample["misses"] else ""
     if sample["delay"] is None:
         return f"none halted{missed}"
@@ -243,182 +367,259 @@ def delay_words(sample: Sample) -> str:
     return f"{sample['delay']:.1f}{error}{missed}"
 
 
+def fall_words(samples: Sequence[Sample]) -> str:
+    """Mean, 95th percentile and misses of lasting falls; one missed counts as 200 rounds."""
+    delays = [min(delay, 200) for s in samples for delay in s["delays"]]
+    misses = sum(s["misses"] for s in samples)
+    delays += [200] * (sum(s["runs"] - s["early"] for s in samples) - len(delays))
+    mean, error = float(np.mean(delays)), 1.96 * float(np.std(delays)) / sqrt(len(delays))
+    missed = 1000 * misses / len(delays)
+    return f"{mean:.1f} ± {error:.1f}, p95 {np.percentile(delays, 95):.0f}, {missed:.0f} in 1000 missed"
+
+
 def noise_words(phi: float, sd: float) -> str:
     return f"{'white' if not phi else f'AR(1) {phi:g}'}, sd {sd:g}"
 
 
-def table(samples: Sequence[Sample]) -> str:
-    parts = [
-        ("False halts per 1000 healthy rounds, the worst of 12 families, and rounds of delay", _main_table),
-        ("`SequentialGuard` by family: false halts per 1000 healthy rounds", _families),
-        ("Other faults: rounds of delay of `SequentialGuard`", _faults),
-        ("Collapses in the first rounds: rounds of delay of `SequentialGuard`", _early),
-        ("Gao curves: how much of the gold score's peak is left at the halt", _gao),
-        (f"A drop of {DROP:g} in a score of as many items as `items_needed` says", _sizes),
-        (f"Fleets of 8 replicas, {noise_words(*FLEET_NOISE)}", _fleets),
+def worst(samples: Sequence[Sample]) -> str:
+    found = max(samples, key=rate)
+    return f"{rate_words(found)} ({found['case']})"
+
+
+def bar(samples: Sequence[Sample]) -> str:
+    """The bar's lines: what was asked, what was measured, and the same of the rule before."""
+    both = [pick(samples, rule=rule) for rule in RULES[:2]]
+    rows = []
+
+    def line(what: str, asked: str, words: Callable[[Sequence[Sample]], str]) -> None:
+        rows.append([what, asked, *map(words, both)])
+
+    for phi, asked in ((0.5, "1"), (0.7, "2")):
+        line(
+            f"plateaus of 50 to 5000 rounds, AR(1) {phi:g}: halts per 1000",
+            asked,
+            lambda s, p=phi: worst(pick(s, group="plateau", phi=p)),
+        )
+    for phi, asked in ((0.5, "5 %"), (0.7, "8 %")):
+        line(
+            f"plateaus of 100 rounds, AR(1) {phi:g}: runs halted",
+            asked,
+            lambda s, p=phi: share_words(pick(s, group="plateau", phi=p, case="100")),
+        )
+    for phi, asked in ((0.0, "1"), (0.5, "1"), (0.7, "2")):
+        line(
+            f"12 healthy families, sd .0025 to .05, AR(1) {phi:g}: halts per 1000",
+            asked,
+            lambda s, p=phi: worst(pick(s, group="healthy", phi=p)),
+        )
+    for prefix, what in (
+        ("success", "sampled scores of 8 to 256 items"),
+        ("rises", "sparse, then a rise"),
+        ("greedy", "greedy scores of fixed items"),
+    ):
+        line(
+            f"{what}: halts per 1000",
+            "1",
+            lambda s, p=prefix: worst([c for c in pick(s, group="score") if c["case"].startswith(p)]),
+        )
+    line(
+        "a gap alarm while the newest held-out block is the best",
+        "0",
+        lambda s: f"{sum(c['gaps_at_best'] for c in s)} of {sum(c['runs'] for c in s)} runs",
+    )
+    line(
+        "training leaves a held-out score that does not fall: runs halted by a gap",
+        "0",
+        lambda s: f"{sum(c['gaps'] for c in pick(s, group='gap'))} of {sum(c['runs'] for c in pick(s, group='gap'))}",
+    )
+    for words, taus, asked in (("up to 4", (1.5, 4.0), "5 %"), ("of 8", (8.0,), "20 %")):
+        line(
+            f"bumps and restarts that heal, tau {words} rounds, sd .005: runs halted",
+            asked,
+            lambda s, t=taus: share_words([c for c in pick(s, group="bump") if c["sd"] in t]),
+        )
+    for case, asked in zip([c for c in ODD if c not in UNPROMISED], ("1", "1.5", "1.5", "1", "1", "3"), strict=True):
+        line(
+            f"noise: {case}: halts per 1000",
+            asked,
+            lambda s, c=case: rate_words(max(pick(s, group="odd", case=c), key=rate)),
+        )
+    for words, steep in (
+        ("lasting falls of 5 sd and more, after any but steep curves", False),
+        ("the same after curves of 2 to 8 sd a round", True),
+    ):
+        line(
+            f"{words}: delay",
+            "12, p95 25, 0",
+            lambda s, w=steep: fall_words([c for c in pick(s, group="fall") if c["fault"].endswith("steep") == w]),
+        )
+    for fault in (*BOTH_MOVE, "divergence"):
+        line(
+            f"{fault} on a plateau, AR(1) .5, sd .02: delay",
+            f"{FAULTS[fault].within:g}",
+            lambda s, f=fault: delay_words(pick(s, group="fault", case=f, phi=0.5, sd=0.02)[0]),
+        )
+    line(
+        "these four, any noise: missed",
+        "0",
+        lambda s: str(
+            sum(
+                c["misses"]
+                for c in pick(s, group="fault")
+                if c["case"] in (*BOTH_MOVE, "divergence") and c["sd"] < 0.05
+            )
+        ),
+    )
+    line(
+        "2 of 8 lie: halts per 1000",
+        "1",
+        lambda s: worst([c for c in pick(s, group="fleet", fault="") if c["case"].startswith("2 of")]),
+    )
+    for fault in BOTH_MOVE:
+        line(f"2 of 8 lie, {fault}: times later than honest", "2", lambda s, f=fault: _later(s, f))
+    line("share of the fall in the model to go back to", ".1", _lost)
+    line(
+        "Gao curves, AR(1) .5, sd .02: gold score kept",
+        "half",
+        lambda s: f"{pick(s, group='gao', phi=0.5, sd=0.02)[0]['kept']:.0%}",
+    )
+    return markdown(["what", "asked", "SequentialGuard", "the rule before"], rows)
+
+
+def _later(samples: Sequence[Sample], fault: str) -> str:
+    fleets = pick(samples, group="fleet", fault=fault)
+    honest = pick(fleets, case="all honest")[0]
+    found = max((s for s in fleets if s["case"].startswith("2 of")), key=lambda s: s["delay"] or 400)
+    return f"{(found['delay'] or 400) / honest['delay']:.2f} ({found['case']})"
+
+
+def _lost(samples: Sequence[Sample]) -> str:
+    lost = [share for s in samples if s["group"] in ("fall", "fault") for share in s.get("lost", ())]
+    return f"{np.mean(lost):.3f} in the mean, {np.percentile(lost, 95):.2f} at p95"
+
+
+def _by_noise(samples: Sequence[Sample], group: str, words: Callable[[Sample], str]) -> str:
+    """A row for each case of a group, a column for each noise."""
+    ours = pick(samples, group=group, rule=RULES[0])
+    noises = list(dict.fromkeys((s["phi"], s["sd"]) for s in ours))
+    rows = [
+        [case, *(words(pick(ours, case=case, phi=phi, sd=sd)[0]) for phi, sd in noises)]
+        for case in dict.fromkeys(s["case"] for s in ours)
     ]
-    return "\n\n".join(f"**{title}**\n\n{make(samples)}" for title, make in parts)
+    return markdown(["", *(noise_words(*each) for each in noises)], rows)
 
 
-def _main_table(samples: Sequence[Sample]) -> str:
+def _falls(samples: Sequence[Sample]) -> str:
+    ours = pick(samples, group="fall", rule=RULES[0])
+    rows = [[curve, *(fall_words(pick(ours, fault=curve, phi=p)) for p in (0.0, 0.5))] for curve in CURVES]
+    return markdown(["curve", "white", "AR(1) 0.5"], rows)
+
+
+def _cases(samples: Sequence[Sample], group: str, words: Callable[[Sample], str]) -> str:
+    """A row for each case of a group, the worst of its noises."""
+    ours = pick(samples, group=group, rule=RULES[0])
+    cases = dict.fromkeys(s["case"] for s in ours)
+    return markdown(["", ""], [[case, words(max(pick(ours, case=case), key=rate))] for case in cases])
+
+
+def _callbacks(samples: Sequence[Sample]) -> str:
+    """`SequentialGuard` beside a callback with patience: `HeldOutGuard` at its defaults, and with a patience of 6."""
     rows = []
     for phi, sd in NOISES:
         for rule in RULES:
-            worst = max(pick(samples, group="healthy", phi=phi, sd=sd, rule=rule), key=rate)
+            found = max(pick(samples, group="healthy", phi=phi, sd=sd, rule=rule), key=rate)
             late = [
                 pick(samples, group="fault", case=c, phi=phi, sd=sd, rule=rule)[0] for c in (*BOTH_MOVE, "divergence")
             ]
-            rows.append([noise_words(phi, sd), rule, f"{rate_words(worst)} ({worst['case']})", *map(delay_words, late)])
+            name = {"now": "the rule before", "patience 3": "HeldOutGuard", "patience 6": "HeldOutGuard, patience 6"}
+            rows.append(
+                [
+                    noise_words(phi, sd),
+                    name.get(rule, rule),
+                    f"{rate_words(found)} ({found['case']})",
+                    *map(delay_words, late),
+                ]
+            )
     return markdown(
-        ["noise", "rule", "false halts, 95 %", "fast .02", "medium .005", "slow .001", "divergence .05"], rows
+        ["noise", "rule", "false halts, worst family", "fast .02", "medium .005", "slow .001", "divergence"], rows
     )
-
-
-def _families(samples: Sequence[Sample]) -> str:
-    rows = [
-        [
-            family,
-            *(
-                f"{rate(pick(samples, group='healthy', case=family, phi=p, sd=s, rule=RULES[-1])[0]):.2f}"
-                for p, s in NOISES
-            ),
-        ]
-        for family in HEALTHY
-    ]
-    return markdown(["family", *(noise_words(*n) for n in NOISES)], rows)
-
-
-def _faults(samples: Sequence[Sample]) -> str:
-    from_scratch = ["divergence, from scratch", "jump, from scratch"]
-    cases = [*(c for c in FAULTS if c not in (*BOTH_MOVE, "divergence")), *from_scratch]
-    rows = [
-        [
-            case,
-            *(delay_words(pick(samples, group="fault", case=case, phi=p, sd=s, rule=RULES[-1])[0]) for p, s in NOISES),
-        ]
-        for case in cases
-    ]
-    return markdown(["fault", *(noise_words(*n) for n in NOISES)], rows)
-
-
-def _early(samples: Sequence[Sample]) -> str:
-    ours = pick(samples, group="early", rule=RULES[-1])
-    rows = [
-        [case, *(delay_words(pick(ours, case=case, phi=p, sd=s)[0]) for p, s in NOISES)]
-        for case in (*COLLAPSES, *CLIMBS)
-    ]
-    return markdown(["collapse", *(noise_words(*n) for n in NOISES)], rows)
-
-
-def _gao(samples: Sequence[Sample]) -> str:
-    rows = []
-    for phi, sd in IN_THE_BAR:
-        by_rule = [pick(samples, group="gao", phi=phi, sd=sd, rule=rule)[0] for rule in RULES]
-        rows.append(
-            [
-                noise_words(phi, sd),
-                *(f"{s['kept']:.0%} (least {s['least_kept']:.0%}), round {s['stopped_at']:.0f}" for s in by_rule),
-            ]
-        )
-    return markdown(["noise", *RULES], rows)
-
-
-def _sizes(samples: Sequence[Sample]) -> str:
-    rows = []
-    for s in pick(samples, group="size", rule=RULES[-1]):
-        items = items_needed(DROP, item_sd=ITEM_SD, rounds=int(s["case"]), autocorrelation=s["phi"])
-        rows.append([s["case"], "white" if not s["phi"] else f"AR(1) {s['phi']:g}", str(items), delay_words(s)])
-    return markdown(["rounds asked for", "noise", "items", "rounds of delay"], rows)
 
 
 def _fleets(samples: Sequence[Sample]) -> str:
     rows = []
     for case in FLEETS:
-        for rule in RULES:
-            by_fault = {s["fault"]: s for s in pick(samples, group="fleet", case=case, rule=rule)}
-            late = [delay_words(by_fault[fault]) for fault in BOTH_MOVE]
-            rows.append([case, rule, rate_words(by_fault[""]), *late])
-    return markdown(["fleet", "rule", "false halts, 95 %", "fast .02", "medium .005", "slow .001"], rows)
+        by_fault = {s["fault"]: s for s in pick(samples, group="fleet", case=case, rule=RULES[0])}
+        rows.append([case, rate_words(by_fault[""]), *(delay_words(by_fault[fault]) for fault in BOTH_MOVE)])
+    return markdown(["fleet", "false halts per 1000", "fast .02", "medium .005", "slow .001"], rows)
 
 
-def bar(samples: Sequence[Sample]) -> list[tuple[str, bool]]:
-    """Each demand on `SequentialGuard`, with what was measured, and whether it is met."""
-    found = []
-    ours = pick(samples, rule=RULES[-1])
-    for phi, most in ((0.0, 1.0), (0.5, 1.0), (0.7, 2.0)):
-        worst = max((s for s in pick(ours, group="healthy", phi=phi) if s["sd"] <= 0.02), key=rate)
-        words = f"at most {most:g} false halts per 1000 rounds, {noise_words(phi, 0.02)} or less: {rate_words(worst)}"
-        found.append((words, interval(worst["halts"])[1] * 1000 / worst["lived"] <= most))
-    for case, fault in FAULTS.items():
-        if fault.within is None:
-            continue
-        judged = [s for s in pick(ours, group="fault", case=case) if s["sd"] <= 0.02 and s["phi"] <= 0.5]
-        worst = max(judged, key=lambda s: s["delay"] or ROUNDS)
-        found.append((f"{case} within {fault.within:g} rounds: {delay_words(worst)}", worst["delay"] <= fault.within))
-    for within in sorted({c.within for c in COLLAPSES.values() if c.within is not None}):
-        judged = [
-            s
-            for s in pick(ours, group="early")
-            if s["case"] in COLLAPSES and s["sd"] <= 0.02 and s["phi"] <= 0.5 and COLLAPSES[s["case"]].within == within
-        ]
-        worst = max(judged, key=lambda s: s["delay"] or ROUNDS)
-        missing = sum(s["misses"] for s in judged)
-        words = f"early collapses within {within:g} rounds, none missed: {delay_words(worst)} ({worst['case']})"
-        found.append((words, (worst["delay"] or ROUNDS) <= within and not missing))
-    missed = [s for s in ours if s["group"] == "fault" and s["sd"] <= 0.02 and s["phi"] <= 0.5]
-    # A run from scratch rises over a jump again, so that it need not halt.
-    both = [s for s in missed if not s["case"].startswith(("proxy only", "jump, from scratch"))]
-    found.append(
-        (
-            f"no miss in 500 rounds: {sum(s['misses'] for s in both)} of {sum(s['runs'] for s in both)}",
-            not any(s["misses"] for s in both),
-        )
-    )
-    proxy = [s for s in missed if s["case"].startswith("proxy only")]
-    words = f"no proxy-only hack missed: {sum(s['misses'] for s in proxy)} of {sum(s['runs'] for s in proxy)}"
-    found.append((words, not any(s["misses"] for s in proxy)))
-    fleets = pick(ours, group="fleet")
-    worst = max((s for s in fleets if not s["fault"] and FLEETS[s["case"]].liars), key=rate)
-    words = f"at most 1 false halts per 1000 rounds, whatever 2 of 8 report: {rate_words(worst)} ({worst['case']})"
-    found.append((words, interval(worst["halts"])[1] * 1000 / worst["lived"] <= 1))
-    for fault in BOTH_MOVE:
-        honest, *others = sorted(pick(fleets, fault=fault), key=lambda s: s["case"] != "all honest")
-        latest = max((s for s in others if FLEETS[s["case"]].liars), key=lambda s: s["delay"] or ROUNDS)
-        times_later = (latest["delay"] or ROUNDS) / honest["delay"]
-        words = f"{fault}: 2 of 8 delay it {times_later:.2f} times at most ({latest['case']}), less than 2"
-        found.append((words, times_later < 2 and not latest["misses"]))
-    kept = min(s["least_kept"] for s in ours if s["group"] == "gao" and s["sd"] <= 0.02 and s["phi"] <= 0.5)
-    found.append((f"Gao curves keep at least half of the gold peak: {kept:.0%} at least", kept >= 0.5))
-    return found
+def _sizes(samples: Sequence[Sample]) -> str:
+    rows = []
+    for s in pick(samples, group="size", rule=RULES[0]):
+        items = items_needed(DROP, item_sd=ITEM_SD, rounds=int(s["case"]), autocorrelation=s["phi"])
+        rows.append([s["case"], "white" if not s["phi"] else f"AR(1) {s['phi']:g}", str(items), delay_words(s)])
+    return markdown(["rounds asked for", "noise", "items", "rounds of delay"], rows)
+
+
+def table(samples: Sequence[Sample]) -> str:
+    held = pick(samples, group="held-back fall", rule=RULES[0])
+    parts = {
+        "The bar": bar(samples),
+        "Held back: families that no constant was chosen on, halts per 1000 healthy rounds": _cases(
+            samples, "held back", lambda s: f"{rate_words(s)}, {share_words([s])} of runs"
+        ),
+        "Held back: nine lasting falls, rounds of delay": fall_words(held),
+        "Beside single-process callbacks with patience": _callbacks(samples),
+        "Healthy families: false halts per 1000 rounds": _by_noise(samples, "healthy", lambda s: f"{rate(s):.2f}"),
+        "Faults after 100 rounds of a plateau: rounds of delay": _by_noise(samples, "fault", delay_words),
+        "Lasting falls after a curve: rounds of delay, from 3 sd below the best score without noise": _falls(samples),
+        "Collapses in the first rounds: rounds of delay": _by_noise(samples, "early", delay_words),
+        "Bumps that heal: runs halted, of tau 1.5 / 4 / 8 rounds": _bumps(samples),
+        "Other noise: false halts per 1000, the worse of white and AR(1) .5": _cases(samples, "odd", rate_words),
+        "Scores of few items: false halts per 1000": _cases(samples, "score", rate_words),
+        "Training leaves held-out behind: runs halted": _cases(samples, "gap", lambda s: share_words([s])),
+        "Fleets of 8 replicas, AR(1) .5, sd .02": _fleets(samples),
+        f"A drop of {DROP:g} in a score of as many items as `items_needed` says": _sizes(samples),
+    }  # fmt: skip
+    return "\n\n".join(f"**{title}**\n\n{text}" for title, text in parts.items())
+
+
+def _bumps(samples: Sequence[Sample]) -> str:
+    ours = pick(samples, group="bump", rule=RULES[0])
+    rows = []
+    for case in dict.fromkeys(s["case"] for s in ours):
+        shares = [f"{100 * s['halts'] / s['runs']:.0f} %" for s in sorted(pick(ours, case=case), key=lambda s: s["sd"])]
+        rows.append([case, " / ".join(shares)])
+    return markdown(["bump, nats", "runs halted"], rows)
 
 
 def report(session: dict[str, Any], samples: Sequence[Sample]) -> str:
-    runs = sum(s["runs"] for s in pick(samples, rule=RULES[-1]))
-    checked = pick(samples, group="check")[0]["runs"]
-    demands = "\n".join(f"- {'met' if met else 'NOT MET'}: {words}" for words, met in bar(samples))
+    runs = sum(s["runs"] for s in pick(samples, rule=RULES[0]))
     return (
-        f"{runs:,} simulated runs, {session['settings']['runs']} a cell, seed {session['settings']['seed']}; the twins "
-        f"equal the product's folds on {checked} trajectories. Measured {session['session'][:10]} on "
-        f"{session['machine']}.\n\n```\nPYTHONPATH=. .venv/bin/python {session['command']}\n```\n\n"
-        f"{table(samples)}\n\n**The bar for `SequentialGuard`**\n\n{demands}"
+        f"{runs:,} simulated runs of the default rule, seed {session['settings']['seed']}; the twin equals the "
+        f"product's folds on {pick(samples, group='check')[0]['runs']} of them. Folding a round of 32 replicas takes "
+        f"{pick(samples, group='cost')[0]['ms']:.1f} ms. Measured {session['session'][:10]} on {session['machine']}."
+        f"\n\n```\nPYTHONPATH=. .venv/bin/python {session['command']}\n```\n\n{table(samples)}"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=300, help="simulated runs in a cell; default 300")
+    parser.add_argument("--quick", action="store_true", help="24 runs in a cell, and fewer runs of the product's folds")
     parser.add_argument("--seed", type=int, default=1, help="default 1")
     parser.add_argument("--processes", type=int, default=2, help="default 2")
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-guard.jsonl")
     parser.add_argument("--table", action="store_true", help="simulate nothing: print the newest session's tables")
     parser.add_argument("--docs", action="store_true", help="write tables and pictures into docs/kill-switch.md")
     given = parser.parse_args()
+    given.runs = min(given.runs, 24) if given.quick else given.runs
     results = Results("guard", given.results)
     if not given.table:
-        began = time.monotonic()
+        began = time.process_time()
         results.begin([], vars(given))
         measure(given, results)
-        print(f"{time.monotonic() - began:.0f} s\n")
+        print(f"{time.process_time() - began:.0f} s of CPU time here\n")
     session, samples = results.newest()
     text = report(session, samples)
     print(text)

@@ -85,8 +85,8 @@ def overview(samples: Sequence[Sample]) -> str:
     noises = sorted({(s["phi"], s["sd"]) for s in pick(samples, group="healthy")})
     for phi, sd in noises:
         rates: Mapping[str, float] = {
-            rule: max(1000 * s["halts"] / s["lived"] for s in pick(samples, group="healthy", phi=phi, sd=sd, rule=rule))
-            for rule in _RULE_COLOURS
+            rule: max(1000 * s["halts"] / s["lived"] for s in pick(samples, group="healthy", phi=phi, sd=sd, rule=name))
+            for rule, name in zip(_RULE_COLOURS, ("patience 3", "patience 6", "SequentialGuard"), strict=True)
         }
         name = f"{'white noise' if not phi else f'AR(1) {phi:g}'}, sd {sd:g}"
         groups.append(Group(name, [Bar(rule, [value], limit=1.0) for rule, value in rates.items()]))

@@ -4,7 +4,7 @@
 product.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from guard_trajectories import Array
@@ -15,10 +15,10 @@ from diloco_orchestrator.guard import (
     HeldOutGuard,
     SequentialGuard,
 )
-from diloco_orchestrator.guard.channels import breadth, drawdown, early, hacking_gap, metrics, noise, sudden
+from diloco_orchestrator.guard.channels import early, falls, hacking_gap, noise, outliers
 
 Rounds = NDArray[np.int64]  # the round of a halt by run, 0 if there was none
-CHANNELS = ("", "sudden", "drawdown", "gap", "early collapse", "new low")
+CHANNELS = ("", "sudden", "fall", "gap", "early collapse", "new low")
 
 
 def heldout_guard(heldout: Array, in_loop: Array, patience: int = 3, gap: float = 0.10) -> Rounds:
@@ -40,79 +40,8 @@ def heldout_guard(heldout: Array, in_loop: Array, patience: int = 3, gap: float 
     return fired
 
 
-class _Noise:
-    """Twin of `guard.channels.noise.Noise`; counts are the same in all runs."""
-
-    def __init__(self, runs: int) -> None:
-        self.last: list[Array] = []
-        self.count = self.block_count = self.before_count = 0
-        zero = np.zeros(runs)
-        self.squares, self.block, self.before = [zero, zero], [zero, zero], [zero, zero]
-        self.low = self.high = zero
-        self.steps = np.zeros(runs, int)
-
-    def add(self, value: Array) -> None:
-        last, floor = self.last, noise._FLOOR * (self.high - self.low)
-        floor = floor * floor
-        full = len(last) >= 2 * noise.LAG
-        self.block_count += full
-        for index, lag in enumerate((1, noise.LAG)):
-            if len(last) < 2 * lag:
-                continue
-            difference = (value - last[-lag]) - (last[-lag] - last[-2 * lag])
-            square = difference * difference / 6
-            self.count += index == 0
-            seen = self.count if index == 0 else self.count - 2 * (noise.LAG - 1)
-            mean = self.squares[index]
-            if seen > noise._SETTLED:
-                square = np.minimum(square, noise._OUTLIER * np.maximum(mean, floor))
-            self.squares[index] = mean + max(1 / seen, 1 / noise._LONG) * (square - mean)
-            if full:
-                if self.before_count:
-                    most = noise._OUTLIER * np.maximum(self.before[index] / self.before_count, floor)
-                    square = np.minimum(square, most)
-                self.block[index] = self.block[index] + square
-        if self.block_count == noise._BLOCK:
-            self.before, self.before_count = self.block, self.block_count
-            self.block, self.block_count = [0 * value, 0 * value], 0
-        if last:
-            self.steps = self.steps + (value != last[-1])
-        self.low = np.minimum(self.low, value) if last else value
-        self.high = np.maximum(self.high, value) if last else value
-        self.last = [*last, value][-noise._LAST :]
-
-    def sigma(self, value: Array) -> Array:
-        sigma = _long_run(self.squares[0], self.squares[1], min(self.count, noise._LONG))
-        if self.before_count:
-            n = self.before_count + self.block_count
-            near, far = ((self.before[i] + self.block[i]) / n for i in (0, 1))
-            sigma = np.minimum(sigma, noise._RECENT * _long_run(near, far, n))
-        if len(self.last) == noise._LAST:
-            near, far = (_median_square(np.array(self.last), lag) / noise._MEDIAN for lag in (1, noise.LAG))
-            sigma = np.minimum(sigma, noise._BENT * _long_run(near, far, noise._LAST - 2 * noise.LAG))
-        spread = np.maximum(self.high, value) - np.minimum(self.low, value)
-        floor: Array = np.where(self.steps < noise._STEPS, spread, noise._FLOOR * spread)
-        return np.maximum(sigma, floor)
-
-
-def _median_square(values: Array, lag: int) -> Array:
-    """(rounds, runs) -> (runs,)."""
-    difference = (values[2 * lag :] - values[lag:-lag]) - (values[lag:-lag] - values[: -2 * lag])
-    found: Array = np.median(difference * difference / 6, axis=0)
-    return found
-
-
-def _long_run(near: Array, far: Array, n: int) -> Array:
-    error = noise._SHY / np.sqrt(n)
-    far = np.maximum(far, near)
-    ratio = np.divide(near, far, out=np.ones_like(far), where=far > 0)
-    rho = np.minimum(2 - np.sqrt(1 + 3 * ratio) + error, noise._RHO_MAX)
-    found: Array = np.sqrt(far * (1 + rho) / (1 - rho)) * (1 + error)
-    return found
-
-
 @dataclass
-class _Halts:
+class Halts:
     rounds: Rounds
     channels: NDArray[np.int64]
 
@@ -120,81 +49,6 @@ class _Halts:
         new = (self.rounds == 0) & where
         self.rounds = np.where(new, round_, self.rounds)
         self.channels = np.where(new, channel, self.channels)
-
-
-@dataclass
-class _Level:
-    """Twin of `guard.channels.drawdown.BestLevel`."""
-
-    runs: int
-    sums: list[Array] = field(init=False)
-    best: list[Array] = field(init=False)
-    full: list[int] = field(default_factory=lambda: [0, 0])
-
-    def __post_init__(self) -> None:
-        self.sums = [np.zeros(self.runs) for _ in drawdown.BLOCKS]
-        self.best = [np.full(self.runs, -np.inf) for _ in drawdown.BLOCKS]
-
-    def level(self, sigma: Array) -> Array:
-        found = np.full(self.runs, -np.inf)
-        for best, full, size in zip(self.best, self.full, drawdown.BLOCKS, strict=True):
-            if full:
-                width = np.sqrt(1.2 + 1.3 * (full.bit_length() - 1))
-                found = np.maximum(found, best - width * sigma / np.sqrt(size))
-        return found
-
-    def add(self, count: int, value: Array) -> Array | None:
-        filled = None
-        for index, size in enumerate(drawdown.BLOCKS):
-            self.sums[index] = self.sums[index] + value
-            if count % size == 0:
-                mean = self.sums[index] / size
-                self.best[index] = np.maximum(self.best[index], mean)
-                self.sums[index] = 0 * value
-                self.full[index] += 1
-                filled = mean if index == 0 else filled
-        return filled
-
-
-class _Breadth:
-    """Twin of `guard.channels.breadth.Breadth`. `gains`: (rounds, shares, runs), NaN where a share is missing."""
-
-    def __init__(self, gains: Array | None) -> None:
-        self.gains = gains
-        if gains is not None:
-            self.usual = np.full(gains.shape[1:], np.nan)
-            self.parts = [np.full(gains.shape[1:], np.nan) for _ in drawdown.CUSUMS]
-
-    def begin_round(self, t: int) -> None:
-        if self.gains is not None:
-            self.now = self.gains[t] - np.nanmean(self.gains[t], axis=0)
-
-    def broad(self, index: int, statistic: Array, sigma: Array, threshold: float) -> NDArray[np.bool_]:
-        if self.gains is None:
-            return np.ones(statistic.shape, bool)
-        usual = np.where(np.isnan(self.usual), self.now, self.usual)
-        parts = self.parts[index]
-        more = np.where(np.isnan(self.now), parts, np.nan_to_num(parts) - (self.now - usual))
-        self.parts[index] = np.where(statistic == 0, np.nan, more)
-        known = (~np.isnan(self.parts[index])).sum(axis=0)
-        few, ordered = known // breadth._LIARS, np.sort(self.parts[index], axis=0)  # missing ones come last
-        place = np.arange(len(ordered))[:, None]
-        highest = np.where((place >= known - few) & (place < known), ordered, 0.0).sum(axis=0)
-        rest = np.where((place >= few) & (place < known - few), ordered, 0.0).sum(axis=0)
-        next_lowest = np.take_along_axis(ordered, np.minimum(few, len(ordered) - 1)[None], axis=0)[0]
-        among = np.maximum(known - few, 1) * np.where(sigma > 0, sigma, 1.0)
-        lowest = statistic - highest / among
-        extremes = statistic + (rest + few * next_lowest) / among
-        enough = (lowest > breadth._WITHOUT_LOWEST * threshold) | (extremes > breadth._WITHOUT_EXTREMES * threshold)
-        found: NDArray[np.bool_] = enough | (few == 0) | ~(sigma > 0)
-        return found
-
-    def learn(self, count: int, calm: NDArray[np.bool_]) -> None:
-        if self.gains is None:
-            return
-        nearer = self.usual + max(1 / count, 1 / breadth._MEMORY) * (self.now - self.usual)
-        known = np.where(calm & ~np.isnan(self.now), nearer, self.usual)
-        self.usual = np.where(np.isnan(self.usual), self.now, known)
 
 
 class _Groups:
@@ -222,7 +76,7 @@ class _Groups:
         return found
 
 
-def _collapsed(held: Array, trained: Array) -> NDArray[np.bool_]:
+def collapsed(held: Array, trained: Array) -> NDArray[np.bool_]:
     """Twin of `guard.channels.early.EarlyCollapse`: where it halts after the last of these rounds."""
     c, (rounds, runs) = early, held.shape
     one, other, found = _Groups(held), _Groups(-trained), np.zeros(runs, bool)
@@ -243,7 +97,7 @@ def _collapsed(held: Array, trained: Array) -> NDArray[np.bool_]:
     return found
 
 
-class _NewLow:
+class NewLow:
     """Twin of `guard.channels.early.NewLow`. `held`: (rounds, runs), of the whole run."""
 
     def __init__(self, held: Array) -> None:
@@ -270,9 +124,196 @@ class _NewLow:
         return found
 
 
+class _Noise:
+    """Twin of `guard.channels.noise.Noise`."""
+
+    def __init__(self, runs: int) -> None:
+        self.last: list[Array] = []
+        self.count = 0
+        zero = np.zeros(runs)
+        self.changed, self.values = [zero, zero], zero.astype(int)  # the last two that changed; values that did
+        self.step, self.bends, self.bend = np.full(runs, np.inf), zero.astype(int), zero
+        weight, prior = noise._PRIOR
+        self.windows = [np.full(runs, weight * prior), np.full(runs, weight)]
+
+    def add(self, value: Array) -> None:
+        change = np.abs(value - self.last[-1]) if self.last else np.zeros_like(value)
+        self.step = np.where(change > 0, np.minimum(change, self.step), self.step)
+        moved = (change > 0) | (not self.last)
+        self._learn_size(
+            np.abs((value - self.changed[1]) - (self.changed[1] - self.changed[0])), moved & (self.values >= 2)
+        )
+        self.changed = [np.where(moved, self.changed[1], self.changed[0]), np.where(moved, value, self.changed[1])]
+        self.values = self.values + moved
+        self.last, self.count = [*self.last, value][-noise.KEPT :], self.count + 1
+        if self.count >= noise.FIRST_LINE:
+            self._learn_correlation(np.array(self.last[-noise.LINE :]))
+
+    def _learn_size(self, bend: Array, where: NDArray[np.bool_]) -> None:
+        limit = np.where(self.bends >= noise._SETTLED, noise._CLIP * self.bend, np.inf)
+        self.bends = self.bends + where
+        step = (np.minimum(bend, limit) - self.bend) / np.clip(self.bends, 1, noise._MEMORY)
+        self.bend = np.where(where, self.bend + step, self.bend)
+
+    def _learn_correlation(self, values: Array) -> None:
+        count = len(values)
+        places = np.arange(count)[:, None] - (count - 1) / 2
+        left = values - values.sum(axis=0) / count
+        left = left - places * ((places * left).sum(axis=0) / (count * (count * count - 1) / 12))
+        middle = [(count - 1) // 2, count // 2]
+        limit = noise._OUTLIER * np.partition(np.abs(left), middle, axis=0)[middle].sum(axis=0) / 2
+        left = np.clip(left, -limit, limit)
+        square = (left * left).sum(axis=0)
+        known = (square > 0) & (square <= (count - 2) * (noise._BENT * self.bend / noise._MEAN_ABS) ** 2)
+        rho = (left[:-1] * left[1:]).sum(axis=0) / np.where(known, square, 1.0) + noise._LOST / count
+        past = [noise._PAST * each for each in self.windows]
+        self.windows = [past[0] + np.where(known, rho, 0.0), past[1] + known]
+
+    def sigma(self, bend: Array | None = None) -> Array:
+        factor, shift = noise._STRETCH
+        rho = np.clip(factor * (self.windows[0] / self.windows[1]) + shift, 0.0, noise._RHO_MAX)
+        scale = np.sqrt((1 + rho) / (2 * (3 - rho))) / (1 - rho) * (1 + noise._YOUNG / self.count)
+        found = (self.bend if bend is None else bend) / noise._MEAN_ABS * scale
+        return np.maximum(found, np.where(np.isfinite(self.step), self.step, 0.0) / 2)
+
+
+class _Level:
+    """Twin of `guard.channels.falls.BestLevel`."""
+
+    def __init__(self, runs: int) -> None:
+        self.mean = [np.full(runs, -np.inf) for _ in falls.BLOCKS]
+        self.bend = [np.zeros(runs) for _ in falls.BLOCKS]
+
+    def _bound(self, index: int, mean: Array, bend: Array, noise: _Noise) -> Array:
+        errors = np.sqrt(max(noise.count.bit_length() - 1, 1))
+        found: Array = mean - errors * noise.sigma(np.maximum(bend, noise.bend)) / np.sqrt(falls.BLOCKS[index])
+        return found
+
+    def learn(self, noise: _Noise) -> None:
+        for index, size in enumerate(falls.BLOCKS):
+            if noise.count < max(size, falls.FIRST_JUDGED - 2) or (index == 0 and noise.count > falls.SHORT_UNTIL):
+                continue
+            block = np.array(noise.last[-size:])
+            mean = (block.sum(axis=0) - block.max(axis=0) - block.min(axis=0)) / (size - 2)
+            found = self._bound(index, mean, noise.bend, noise)
+            better = found > self._bound(index, self.mean[index], self.bend[index], noise)
+            self.mean[index] = np.where(better, mean, self.mean[index])
+            self.bend[index] = np.where(better, noise.bend, self.bend[index])
+
+    def level(self, noise: _Noise) -> Array:
+        bounds = [self._bound(i, *each, noise) for i, each in enumerate(zip(self.mean, self.bend, strict=True))]
+        found: Array = np.max(bounds, axis=0)
+        return found
+
+
+class _Falls:
+    """Twin of `guard.channels.falls.Falls`."""
+
+    def __init__(self, runs: int, threshold: float) -> None:
+        self.sums = [np.zeros(runs) for _ in falls.CUSUMS]
+        self.limits = [threshold / falls._DEFAULT * limit for _, _, limit in falls.CUSUMS]
+
+    def judge(
+        self, value: Array, noise: _Noise, best: _Level, weight: Array | float, lost: Array | float
+    ) -> NDArray[np.bool_]:
+        level, sigma, scores = best.level(noise), noise.sigma(), [*noise.last, value][-falls._WITHIN - 3 :]
+        known = (sigma > 0) & np.isfinite(level)
+        unit, level = np.where(known, sigma, 1.0), np.where(known, level, 0.0)
+        below = (level - value - lost) / unit
+        rise = (_mean(scores, 2) - _mean(scores[:-2], 2)) / unit
+        now, fours = _mean(scores, 4), range(min(falls._WITHIN, len(scores) - 3))
+        lowest = np.min([_mean(scores[: len(scores) - ago], 4) for ago in fours], axis=0)
+        recovers = (rise > falls._RISES) | (
+            now - lowest > falls._SHARE * np.maximum(level - now, 0.0) + falls._HEALS * unit
+        )
+        halts = np.zeros(value.shape, bool)
+        for index, (slack, most, _) in enumerate(falls.CUSUMS):
+            limit = self.limits[index]
+            total = np.maximum(0.0, self.sums[index] + weight * (np.clip(below, -most, most) - slack))
+            total = np.where(recovers, np.minimum(total, falls._CUT * limit), total)
+            if index == 1:
+                total = np.where(rise > -falls._SINKS, np.minimum(total, limit), total)
+            self.sums[index] = np.where(known, total, self.sums[index])
+            halts |= known & (self.sums[index] > limit)
+        return halts
+
+
+class _Shares:
+    """Twin of `guard.channels.outliers.FallingShares`. `gains`: (rounds, shares, runs), NaN where one is missing."""
+
+    def __init__(self, gains: Array | None) -> None:
+        self.gains = gains
+        if gains is not None:
+            self.usual, self.drift = np.full(gains.shape[1:], np.nan), np.zeros(gains.shape[1:])
+            self.spread = np.zeros(gains.shape[2])
+
+    def judge(self, t: int) -> Array | float:
+        if self.gains is None:
+            return 0.0
+        there = ~np.isnan(self.gains[t])
+        number = there.sum(axis=0)
+        distance = self.gains[t] - np.nansum(self.gains[t], axis=0) / number
+        known = np.where(np.isnan(self.usual), distance, self.usual)
+        above, new = distance - known, outliers._NEW
+        middle = np.nanmedian(np.abs(above), axis=0)
+        self.spread = self.spread + max(1 / (t + 1), new) * (middle - self.spread)
+        self.drift = np.where(there, (1 - new) * self.drift + new * np.where(there, above, 0.0), self.drift)
+        order = np.argsort(np.where(there, self.drift, np.inf), axis=0, kind="stable")
+        rank = np.argsort(order, axis=0, kind="stable")
+        fallen = there & (rank < number // outliers._LIARS) & (self.drift < -outliers._DRIFTED * self.spread)
+        learnt = known + max(1 / (t + 1), 1 / outliers._MEMORY) * above
+        self.usual = np.where(there & ~fallen, learnt, self.usual)
+        found: Array = np.where(fallen, np.maximum(0.0, -above), 0.0).sum(axis=0) / (number - fallen.sum(axis=0))
+        return found
+
+
+class _Gap:
+    """Twin of `guard.channels.hacking_gap.HackingGap`. Rows of `best` and `reference`: held-out, training."""
+
+    def __init__(self, runs: int) -> None:
+        self.total, self.best, self.reference = np.zeros(runs), np.full((2, runs), -np.inf), np.full((2, runs), -np.inf)
+        self.last: list[Array] = []  # of both metrics
+
+    def judge(
+        self, held: Array, trained: Array, score: Array, noise: _Noise, guard: SequentialGuard
+    ) -> NDArray[np.bool_]:
+        c, sigma = hacking_gap, noise.sigma()
+        known = sigma > 0
+        unit = np.where(known, sigma, 1.0)
+        gap = (trained - self.reference[1]) - (held - self.reference[0])
+        allowed = np.maximum((guard.gap_sigmas or 0.0) * unit, c._OF_THE_GAIN * self.best[0])
+        allowed = np.maximum(allowed, c._OF_THE_SCORE * np.abs(score - held + self.reference[0]))
+        total = np.maximum(0.0, self.total + np.clip((gap - allowed) / unit, -c._MOST, c._MOST) - c._SLACK)
+        self.total = np.where(known, total, self.total)
+        newest = np.array([*(each[0] for each in self.last), held][-c.BLOCK :])
+        found: NDArray[np.bool_] = (
+            known & (self.total > guard.threshold) & ~(newest.sum(axis=0) / len(newest) >= self.best[0])
+        )
+        return found
+
+    def learn(self, held: Array, trained: Array, noise: _Noise) -> None:
+        self.last = [*self.last, np.array([held, trained])][-hacking_gap.BLOCK :]
+        if len(self.last) < hacking_gap.BLOCK:
+            return
+        block = np.array(self.last).sum(axis=0) / hacking_gap.BLOCK
+        self.best = np.where(block[0] > self.best[0], block, self.best)
+        least = hacking_gap._IMPROVED * noise.sigma() * np.sqrt(2 / hacking_gap.BLOCK)
+        improved = self.best[0] - self.reference[0] > least
+        self.reference = np.where(improved, self.best, self.reference)
+        self.total = np.where(improved, 0.0, self.total)
+
+
+def _mean(values: list[Array], count: int) -> Array:
+    """The mean of the last `count` values."""
+    total = np.zeros_like(values[-1])
+    for value in values[-count:]:
+        total = total + value
+    return total / count
+
+
 def sequential(
     heldout: Array,
-    in_loop: Array,
+    in_loop: Array | None,
     weight: Array | None = None,
     gains: Array | None = None,
     guard: SequentialGuard | None = None,
@@ -280,76 +321,43 @@ def sequential(
     """Where `SequentialGuard` halts, and by which of `CHANNELS`. `weight`: share of the items in each score."""
     guard = guard or SequentialGuard()
     rounds, runs = heldout.shape
-    zero = np.zeros(runs)
-    halts = _Halts(np.zeros(runs, int), np.zeros(runs, int))
-    held_noise, gap_noise, best = _Noise(runs), _Noise(runs), _Level(runs)
-    falls, gap, first = [zero for _ in drawdown.CUSUMS], zero, zero
-    held_level, trained_level, trained_sum = zero, zero, zero
-    last_trained, largest, strikes = zero, zero, np.zeros(runs, int)
-    quartet, best_quartet = zero, np.full(runs, -np.inf)
-    shares, lows = _Breadth(gains), _NewLow(heldout - heldout[0])
+    halts, first = Halts(np.zeros(runs, int), np.zeros(runs, int)), None if in_loop is None else in_loop[0]
+    own, apart, best, gap = _Noise(runs), _Noise(runs), _Level(runs), _Gap(runs)
+    sums, shares, lows = _Falls(runs, guard.threshold), _Shares(gains), NewLow(heldout - heldout[0])
     for t in range(rounds):
-        held, trained = heldout[t] - heldout[0], in_loop[t] - in_loop[0]
-        w = 1.0 if weight is None else weight[t]
-        shares.begin_round(t)
-        if t >= sudden.FROM:
-            fell = (best_quartet - held > sudden.TIMES * largest) & (largest > 0)
-            strikes = np.where(fell, strikes + 1, 0)
-            halts.at(t + 1, strikes >= sudden.ROUNDS, 1)
-        if t >= metrics.FIRST_JUDGED:
-            late = t + 1 >= guard.min_steps
-            sigma = held_noise.sigma(held)
-            below = _clipped(best.level(sigma) - held, sigma)
-            for index, (slack, share) in enumerate(drawdown.CUSUMS):
-                falls[index] = np.maximum(0.0, falls[index] + w * (below - slack))
-                broad = shares.broad(index, falls[index], sigma, share * guard.threshold)
-                halts.at(t + 1, late & broad & (falls[index] > share * guard.threshold), 2)
-            sigma = gap_noise.sigma(trained - held)
-            allowed = np.maximum(guard.gap_sigmas * sigma, hacking_gap.OF_THE_GAIN * (best.best[0] - first))
-            above = _clipped((trained - trained_level) - (held - held_level) - allowed, sigma)
-            gap = np.maximum(0.0, gap + w * (above - drawdown.CUSUMS[0][0]))
-            halts.at(t + 1, late & (gap > guard.threshold), 3)
-        if t:
-            moved = np.abs(held - held_noise.last[-1])
-            faded = np.where(moved > 0, sudden.FADES * largest, largest)
-            change = np.maximum(moved, np.abs(trained - last_trained))
-            largest = np.where(strikes > 0, largest, np.maximum(faded, change))
-        if t < early.ROUNDS:
-            halts.at(t + 1, _collapsed(heldout[: t + 1] - heldout[0], in_loop[: t + 1] - in_loop[0]), 4)
-        halts.at(t + 1, lows.halts(t, trained), 5)
-        shares.learn(t + 1, falls[0] == 0)
-        last_trained = trained
-        quartet = quartet + held
-        if (t + 1) % sudden.QUARTET == 0:
-            best_quartet, quartet = np.maximum(best_quartet, quartet / sudden.QUARTET), zero
-        held_noise.add(held)
-        gap_noise.add(trained - held)
-        trained_sum = trained_sum + trained
-        mean = best.add(t + 1, held)
-        if mean is not None:
-            if best.full[0] == 1:
-                first, improved = mean, np.ones(runs, bool)
-            else:
-                improved = mean - held_level > metrics.IMPROVED * held_noise.sigma(held) * np.sqrt(
-                    2 / drawdown.BLOCKS[0]
-                )
-            held_level = np.where(improved, mean, held_level)
-            trained_level = np.where(improved, trained_sum / drawdown.BLOCKS[0], trained_level)
-            gap, trained_sum = np.where(improved, 0.0, gap), zero
+        held = heldout[t] - heldout[0]
+        trained = None if in_loop is None else in_loop[t] - first
+        lost = shares.judge(t)
+        if t >= falls.FIRST_JUDGED:
+            halts.at(t + 1, sums.judge(held, own, best, 1.0 if weight is None else weight[t], lost), 2)
+        if trained is not None and guard.gap_sigmas is not None and t >= hacking_gap.FIRST_JUDGED:
+            wrong = gap.judge(held, trained, heldout[t], apart, guard)
+            halts.at(t + 1, wrong & (t + 1 >= guard.min_steps), 3)
+        if trained is not None and t < early.ROUNDS:
+            halts.at(t + 1, collapsed(heldout[: t + 1] - heldout[0], in_loop[: t + 1] - first), 4)  # type: ignore[index]
+        halts.at(t + 1, lows.halts(t, np.zeros(runs) if trained is None else trained), 5)
+        own.add(held)
+        best.learn(own)
+        if trained is not None and guard.gap_sigmas is not None:
+            apart.add(trained - held)
+            gap.learn(held, trained, own)
+        if halts.rounds.all():
+            break
     return halts.rounds, halts.channels
-
-
-def _clipped(value: Array, sigma: Array) -> Array:
-    sigmas = np.divide(value, sigma, out=np.zeros_like(value), where=sigma > 0)
-    return np.minimum(np.maximum(sigmas, -drawdown.CLIP), drawdown.CLIP)
 
 
 # -- the product's own folds -------------------------------------------------------------------------------------------
 
 
-def folded(heldout: Array, in_loop: Array, weight: Array | None = None, gains: Array | None = None) -> tuple[int, str]:
+def folded(
+    heldout: Array,
+    in_loop: Array | None,
+    weight: Array | None = None,
+    gains: Array | None = None,
+    guard: SequentialGuard | None = None,
+) -> tuple[int, str]:
     """The round in which the product's `SequentialGuard` halts one run, 0 if it does not, and its reason."""
-    guard, state = SequentialGuard(), None
+    guard, state = guard or SequentialGuard(), None
     for t in range(len(heldout)):
         total = 10**9
         items = total if weight is None else round(float(weight[t]) * total)
@@ -357,7 +365,7 @@ def folded(heldout: Array, in_loop: Array, weight: Array | None = None, gains: A
         evidence = Evidence(
             round=t + 1,
             heldout=float(heldout[t]),
-            in_loop=float(in_loop[t]),
+            in_loop=None if in_loop is None else float(in_loop[t]),
             items=items,
             total_items=total,
             gains=there,
@@ -377,20 +385,31 @@ def updated(heldout: Array, in_loop: Array, patience: int) -> int:
     return 0
 
 
-def check_twins(heldout: Array, in_loop: Array, weight: Array | None = None, gains: Array | None = None) -> int:
-    """The number of runs in which every twin stops in the same round as the product; ends the program otherwise."""
+def check_twins(
+    heldout: Array,
+    in_loop: Array | None,
+    weight: Array | None = None,
+    gains: Array | None = None,
+    guard: SequentialGuard | None = None,
+) -> int:
+    """The number of runs in which the twin stops in the same round as the product; ends the program otherwise."""
     runs = heldout.shape[1]
-    ours = sequential(heldout, in_loop, weight, gains)[0]
+    ours = sequential(heldout, in_loop, weight, gains, guard)[0]
     for run in range(runs):
         w = None if weight is None else weight[:, run]
         g = None if gains is None else gains[:, :, run]
-        real = folded(heldout[:, run], in_loop[:, run], w, g)[0]
+        trained = None if in_loop is None else in_loop[:, run]
+        real = folded(heldout[:, run], trained, w, g, guard)[0]
         if real != ours[run]:
             raise SystemExit(f"SequentialGuard halts run {run} in round {real}, its twin in {ours[run]}.")
+    return runs
+
+
+def check_heldout(heldout: Array, in_loop: Array) -> None:
+    """End the program unless the twin of `HeldOutGuard` stops each run in the same round as the product."""
     for patience in (3, 6):
         fast = heldout_guard(heldout, in_loop, patience)
-        for run in range(runs):
+        for run in range(heldout.shape[1]):
             real = updated(heldout[:, run], in_loop[:, run], patience)
             if real != fast[run]:
                 raise SystemExit(f"HeldOutGuard halts run {run} in round {real}, its twin in {fast[run]}.")
-    return runs

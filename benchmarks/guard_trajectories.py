@@ -174,6 +174,7 @@ class Fleet:
     unequal: bool = False  # shares of different size and difficulty
     liars: int = 0  # replicas that report a score of their own making from round CHANGE on
     lie: str = ""  # of LIES
+    at_first: float = 0.0  # that the liars add to their scores of the first 8 rounds
     repeated: int = 1  # rounds for which one measurement is given again (accumulation; evaluation every k-th round)
 
 
@@ -188,6 +189,7 @@ LIES: dict[str, Callable[[Array, Array, Array], Array]] = {
     "up by 1 sd": lambda mean, sd, u: mean + sd,
     "up by 1000": lambda mean, sd, u: mean + 1000 + 0 * u,
     "up by .003 more each round": lambda mean, sd, u: mean + 0.003 * u,
+    "mirrored": lambda mean, sd, u: -mean,
 }
 
 
@@ -206,8 +208,9 @@ def through_shares(
     scale = np.sqrt(sizes.sum() / sizes)[:, None]
     noises = np.stack([noise(rng, rounds, runs, phi, sd) for _ in range(SHARES)], axis=1) * scale
     scores = signal[:, None, :] + levels + noises  # (rounds, shares, runs)
+    scores[:8, : fleet.liars] += fleet.at_first
     gains = scores - scores[0]
-    if fleet.liars:
+    if fleet.lie:
         honest, since = gains[:, fleet.liars :], np.arange(rounds, dtype=float)[:, None] - CHANGE
         lies = LIES[fleet.lie](honest.mean(axis=1), honest.std(axis=1), since)
         gains[:, : fleet.liars] = np.where((since >= 0)[:, None], lies[:, None], gains[:, : fleet.liars])

@@ -138,8 +138,10 @@ class GuardConfig(Tree):
     )
     min_steps: int = Field(default=20, ge=1, description="folds before a verdict may fire")
     kl_hard_stop: float = Field(default=0.08, gt=0, description="nats per token of drift from the start that fires")
-    threshold: float = Field(default=10.0, gt=0, description="sequential: sigmas of a fall, added up, that halt")
-    gap_sigmas: float = Field(default=5.0, gt=0, description="sequential: sigmas that training alone may gain")
+    threshold: float = Field(
+        default=10.0, gt=0, description="sequential: sigmas added up that halt: a Hacking Gap; a fall at .6 of it"
+    )
+    gap_sigmas: float = Field(default=5.0, gt=0, description="sequential: sigmas that a training reward alone may gain")
     pause_after: int = Field(
         default=5, ge=1, description="sequential: rounds in a row without enough scores that pause"
     )
@@ -415,7 +417,7 @@ class RunConfig(Tree):
             return ""
         return (
             f"{self.rounds} rounds are fewer than the guard's min_steps={self.guard.min_steps} folds: the kill-switch "
-            "fires in this run only on a sudden fall, an early collapse, a new low or metrics that are not finite"
+            "fires in this run only on a fall, an early collapse, a new low or metrics that are not finite"
         )
 
     @property

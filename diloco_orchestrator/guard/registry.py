@@ -11,11 +11,15 @@ from diloco_orchestrator.errors import ConfigError, RecordTooNew, unknown_name
 from diloco_orchestrator.guard.heldout import HeldOutRule
 from diloco_orchestrator.guard.rule import GuardRule, OffRule
 from diloco_orchestrator.guard.sequential import SequentialGuard
+from diloco_orchestrator.guard.sequential_v1 import SequentialV1
 from diloco_orchestrator.import_names import registered, registered_names
 
 ENTRY_POINTS = "diloco_orchestrator.guard_rules"
 _BY_SETTING: Mapping[str, type[GuardRule]] = {"sequential": SequentialGuard, "heldout": HeldOutRule, "off": OffRule}
-_BY_NAME: Mapping[str, type[GuardRule]] = {kind.name: kind for kind in _BY_SETTING.values()}
+_EARLIER: Mapping[str, list[type[GuardRule]]] = {"sequential": [SequentialV1]}  # by setting: versions before
+_BY_NAME: Mapping[str, type[GuardRule]] = {
+    kind.name: kind for kinds in ([*_BY_SETTING.values()], *_EARLIER.values()) for kind in kinds
+}
 # The rule of a state that names no rule: the first rule does not write its name, so that its commits keep their bytes.
 UNNAMED = HeldOutRule
 
@@ -43,6 +47,16 @@ def rule_of_state(state: Mapping[str, Any] | None, setting: str, where: str) -> 
             f"registers it under {ENTRY_POINTS}, or the version of diloco-orchestrator that run.json names as "
             "package_version, or a later one, and repeat this command."
         ) from None
+
+
+def first_state(written: Mapping[str, Any] | None, setting: str) -> dict[str, Any] | None:
+    """The state before the first fold of a run that another version of this package began; None if this one did.
+
+    `written`: the state after that fold, in its commit. It names an earlier version of the setting's rule, if the
+    replica that wrote it had that one.
+    """
+    name = (written or {}).get("rule")
+    return {"rule": name} if name in [kind.name for kind in _EARLIER.get(setting, ())] else None
 
 
 @cache  # the search of installed packages takes long beside a fold

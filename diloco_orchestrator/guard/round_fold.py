@@ -12,9 +12,10 @@ from typing import Any
 from pydantic import JsonValue
 
 from diloco_orchestrator.config import GuardConfig, RunConfig
+from diloco_orchestrator.errors import RecordTooNew
 from diloco_orchestrator.guard.fold import FoldResult, fold
 from diloco_orchestrator.guard.per_replica import fold_local, local_gain
-from diloco_orchestrator.guard.registry import rule_of_state
+from diloco_orchestrator.guard.registry import first_state, rule_of_state
 from diloco_orchestrator.guard.robust import RoundReports, median
 from diloco_orchestrator.guard.shares import deal
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON
@@ -113,7 +114,7 @@ def fold_of_commit(
     named = contributing if len(contributing) >= config.contributions_needed else []
     valid = [a.replica_id for a in commit.answers if a.kind != "wrong_base"]
     return fold_round(
-        None if guard is None else dict(guard),
+        first_state(commit.guard, config.guard.rule) if guard is None else dict(guard),
         config.guard,
         commit.round,
         heldout,
@@ -150,6 +151,16 @@ def why_verdict_differs(
 def vault_base(state: Mapping[str, Any] | None) -> int | None:
     """The round whose base the confirmation set is compared on, if an alarm awaits it. `state`: before the round."""
     return rule_of_state(state, "off", "the guard's state").vault_base(state.get("guard")) if state else None
+
+
+def outlook(state: Mapping[str, Any] | None, config: GuardConfig) -> str:
+    """Words of the state's rule about what it can judge by now (`GuardRule.outlook`); empty if it is not installed."""
+    try:
+        return (
+            rule_of_state(state, config.rule, "the guard's state").outlook(state.get("guard"), config) if state else ""
+        )
+    except RecordTooNew:
+        return ""
 
 
 def is_rebuildable(config: RunConfig, outer_step: int) -> bool:

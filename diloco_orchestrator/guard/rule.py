@@ -82,6 +82,14 @@ class GuardRule(ABC):
         return
 
     @classmethod
+    def outlook(cls, state: Mapping[str, Any] | None, config: GuardConfig) -> str:
+        """A sentence for readers about what the rule can judge after `state`. Empty if it has none.
+
+        It says how many rounds the rule still needs, or the score below which it would halt soon.
+        """
+        return ""
+
+    @classmethod
     def vault_base(cls, state: Mapping[str, Any] | None) -> int | None:
         """The round whose base the confirmation set is compared on next; None if no alarm awaits confirmation."""
         return None

@@ -1,6 +1,6 @@
 """`SequentialGuard`: judges the rounds of a run one after another, at a stated rate of false halts.
 
-`guard.channels.metrics` and `guard.channels.kl` have the statistics, `guard.fold` computes a round's numbers, and
+`guard.channels` has the statistics, `guard.fold` computes a round's numbers, and
 docs/kill-switch.md has error rates and delays.
 """
 
@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Self
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
-from diloco_orchestrator.guard.channels.drawdown import CUSUMS
+from diloco_orchestrator.guard.channels.hacking_gap import FIRST_JUDGED as FIRST_GAP
 from diloco_orchestrator.guard.channels.kl import KLChannel
-from diloco_orchestrator.guard.channels.metrics import FIRST_JUDGED, MetricChannels
+from diloco_orchestrator.guard.channels.metrics import MetricChannels
 from diloco_orchestrator.guard.rule import LATCHED, Evidence, GuardRule, check_number
 from diloco_orchestrator.guard.vault import Vault
 from diloco_orchestrator.protocol.records import HeldoutSet
@@ -25,8 +25,9 @@ from diloco_orchestrator.protocol.verdict import Statistic, Verdict, VerdictKind
 
 _NONFINITE_ROUNDS = 2  # in a row
 _QUORUM = 0.5  # share of the held-out items that a round needs, as `guard.fold` has it; part of the settings' digest
-# By simulation, the reference of a run of some hundred rounds lies this far below the level that was reached.
-_REFERENCE_SIGMAS = 0.35
+# Sigmas of a lasting drop that is noticed at last, and more of them times the rounds of delay, at the default
+# threshold: found by simulation, within a tenth from 8 to 60 rounds.
+_NOTICED, _FASTER = 0.73, 13.4
 _NOTICED_WITHIN = 15  # rounds, for `GuardConfig.notice_drop`
 
 
@@ -39,12 +40,13 @@ class SequentialGuard(GuardRule):
     (`Evidence.vault`) confirm it (`guard.vault`).
     """
 
-    name: ClassVar[str] = "sequential-v1"
+    name: ClassVar[str] = "sequential-v2"
+    channels: ClassVar[type[MetricChannels]] = MetricChannels
     asks_vault: ClassVar[bool] = True
 
-    min_steps: int = 20  # models before other than sudden alarms may fire
-    threshold: float = 10.0  # of the drawdown and gap statistics, in sigmas added up over rounds
-    gap_sigmas: float = 5.0  # gap of training over held-out that is no reason to halt
+    min_steps: int = 20  # models before a Hacking Gap or drift above its budget may fire
+    threshold: float = 10.0  # of the Hacking Gap, in sigmas added up over rounds; those of falls are .6 of it
+    gap_sigmas: float | None = 5.0  # gap of training over held-out that is no reason to halt; None: no gap is one
     kl_hard_stop: float = 0.08  # nats per token, token mean
     pause_after: int = 5  # inconclusive rounds in a row
     vault_sigmas: float | None = (
@@ -52,20 +54,22 @@ class SequentialGuard(GuardRule):
     )
 
     def __post_init__(self) -> None:
-        for name in ("threshold", "gap_sigmas", "kl_hard_stop"):
+        for name in ("threshold", "kl_hard_stop"):
             check_number(name, getattr(self, name), lambda v: v > 0, "a number > 0")
         for name in ("min_steps", "pause_after"):
             value = getattr(self, name)
             check_number(name, value, lambda v: isinstance(v, int) and v >= 1, "a whole number >= 1")
-        if self.vault_sigmas is not None:
-            check_number("vault_sigmas", self.vault_sigmas, lambda v: v > 0, "a number > 0")
+        for name in ("gap_sigmas", "vault_sigmas"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), lambda v: v > 0, "a number > 0")
 
     @classmethod
     def of(cls, config: GuardConfig, heldout: HeldoutSet) -> Self:
+        """The rule with these settings. A Hacking Gap is judged of rewards: of losses it is memorisation."""
         return cls(
             min_steps=config.min_steps,
             threshold=config.threshold,
-            gap_sigmas=config.gap_sigmas,
+            gap_sigmas=config.gap_sigmas if heldout.metric == "reward" else None,
             kl_hard_stop=config.kl_hard_stop,
             pause_after=config.pause_after,
             vault_sigmas=config.vault_sigmas if heldout.vault else None,
@@ -88,6 +92,11 @@ class SequentialGuard(GuardRule):
     @classmethod
     def vault_base(cls, state: Mapping[str, Any] | None) -> int | None:
         return Vault.restore(state["vault"]).against if state and "vault" in state else None
+
+    @classmethod
+    def outlook(cls, state: Mapping[str, Any] | None, config: GuardConfig) -> str:
+        metrics = cls.channels.restore(copy.deepcopy(state["metrics"])) if state else cls.channels()
+        return metrics.outlook(config.threshold)
 
     @property
     def digest(self) -> str:
@@ -114,14 +123,14 @@ class SequentialGuard(GuardRule):
 
     def _restore(self, state: Mapping[str, Any] | None) -> "_Run":
         if state is None:
-            return _Run()
+            return _Run(self)
         if state.get("rule") != self.name or state.get("settings") != self.digest:
             raise ValueError(
                 f"the guard's state is of rule {state.get('rule')!r} with settings {state.get('settings')!r}, not of "
                 f"{self.name!r} with settings {self.digest!r}: judge a run with the rule and settings of its "
                 "run.json, or begin with a new state."
             )
-        return _Run.from_json(state)
+        return _Run.from_json(state, self)
 
     # -- judging -------------------------------------------------------------------------------------------------
 
@@ -142,7 +151,7 @@ class SequentialGuard(GuardRule):
             if verdict is not None:
                 return verdict
         elif alarms:
-            return _halt(alarms[0], alarms[0].what, numbers)
+            return _halt(run, alarms[0], alarms[0].what, numbers)
         if run.inconclusive >= self.pause_after:
             reason = (
                 f"{run.inconclusive} rounds in a row could not be judged (the last one: {evidence.why_not}). Mend the "
@@ -160,20 +169,20 @@ class SequentialGuard(GuardRule):
         """The verdict of a round in which an alarm is raised or awaits confirmation; None if the alarm is dismissed."""
         certain = [alarm for alarm in alarms if alarm.kind is AlarmKind.CERTAIN]
         if certain:
-            return _halt(certain[0], certain[0].what, numbers)
+            return _halt(run, certain[0], certain[0].what, numbers)
         waiting = run.vault.waiting
         if waiting is None:
             assert evidence.heldout is not None, "an alarm of the metrics has them"
             why_not = run.vault.why_not(alarms[0], evidence.heldout, evidence.final_evaluation)
             if why_not:
-                return _halt(alarms[0], f"{alarms[0].what} ({why_not})", numbers)
+                return _halt(run, alarms[0], f"{alarms[0].what} ({why_not})", numbers)
             reason = run.vault.ask(alarms[0])
         else:
             assert self.vault_sigmas is not None
             heldout = _finite_or_none(evidence.heldout)
             answer = run.vault.answer(evidence.vault, heldout, run.metrics.sigma, self.vault_sigmas)
             if answer.halts or (answer.waits and evidence.final_evaluation):
-                return _halt(waiting, f"{waiting.what}; {answer.words}", numbers)
+                return _halt(run, waiting, f"{waiting.what}; {answer.words}", numbers)
             if not answer.waits:
                 run.metrics.dismiss(evidence.model)
                 numbers["warning"] = f"dismissed: {waiting.what}; {answer.words}"
@@ -208,7 +217,7 @@ class SequentialGuard(GuardRule):
                 evidence.gains,
             )
             alarms += sudden
-            if run.metrics.count >= max(self.min_steps, FIRST_JUDGED):
+            if run.metrics.count >= max(self.min_steps, FIRST_GAP):
                 alarms += slow
         return alarms
 
@@ -223,7 +232,7 @@ class SequentialGuard(GuardRule):
             "folded": folded,
             "value": value,
             "in_loop": in_loop,
-            "warning": run.metrics.falls.narrow if folded else "",
+            "warning": run.metrics.narrow if folded else "",
             "statistics": self._statistics(run),
         }
 
@@ -238,8 +247,8 @@ class SequentialGuard(GuardRule):
 class _Run:
     """The mutable state of the rule while one round is added."""
 
-    def __init__(self) -> None:
-        self.metrics, self.kl, self.vault = MetricChannels(), KLChannel(), Vault()
+    def __init__(self, guard: SequentialGuard) -> None:
+        self.metrics, self.kl, self.vault = guard.channels(), KLChannel(), Vault()
         self.nonfinite = self.inconclusive = 0  # rounds in a row
         self.model = 0  # the last round that was judged
         self.last: list[Any] | None = None  # evidence, as `_recorded`
@@ -260,9 +269,9 @@ class _Run:
         }
 
     @classmethod
-    def from_json(cls, state: Mapping[str, Any]) -> "_Run":
-        run, state = cls(), copy.deepcopy(dict(state))
-        run.metrics, run.kl = MetricChannels.restore(state["metrics"]), KLChannel.restore(state["kl"])
+    def from_json(cls, state: Mapping[str, Any], guard: SequentialGuard) -> "_Run":
+        run, state = cls(guard), copy.deepcopy(dict(state))
+        run.metrics, run.kl = guard.channels.restore(state["metrics"]), KLChannel.restore(state["kl"])
         run.vault = Vault.restore(state["vault"]) if "vault" in state else Vault()
         run.nonfinite, run.inconclusive, run.model = state["counts"]
         run.last = state["last"]
@@ -271,9 +280,12 @@ class _Run:
         return run
 
 
-def _halt(alarm: Alarm, what: str, numbers: Mapping[str, Any]) -> Verdict:
-    reason = f"{what}. Roll back to round {alarm.rollback_to} and {alarm.what_to_do}."
-    return Verdict(fire=True, reason=reason, action=VerdictKind.HALT, rollback_to=alarm.rollback_to, **numbers)
+def _halt(run: _Run, alarm: Alarm, what: str, numbers: Mapping[str, Any]) -> Verdict:
+    """The verdict of an alarm. It goes back no further forward than to the model with the best held-out score."""
+    best = run.metrics.best_model
+    back = alarm.rollback_to if best is None else min(best, alarm.rollback_to)
+    reason = f"{what}. Roll back to round {back} and {alarm.what_to_do}."
+    return Verdict(fire=True, reason=reason, action=VerdictKind.HALT, rollback_to=back, **numbers)
 
 
 def _finite_or_none(value: float | None) -> float | None:
@@ -303,8 +315,8 @@ def items_needed(
 ) -> int:
     """Held-out items with which `SequentialGuard` halts about `rounds` rounds after the score fell by `drop` for good.
 
-    Each round adds (drop / sigma - slack - reference) sigmas to the statistic, which halts at `threshold`; sigma of a
-    score of n items is `item_sd` * sqrt((1 + a) / (1 - a) / n).
+    The drop must be .73 + 13.4 / rounds sigmas, as simulations of the rule say; sigma of a score of n items is
+    `item_sd` * sqrt((1 + a) / (1 - a) / n).
 
     Args:
         drop: in the metric's unit.
@@ -320,7 +332,6 @@ def items_needed(
             f"drop={drop!r}, item_sd={item_sd!r}, rounds={rounds!r}, autocorrelation={autocorrelation!r}, "
             f"threshold={threshold!r}: all must be > 0, rounds >= 1 and autocorrelation in [0, 1)."
         )
-    slowest = min(slack + share * threshold / rounds for slack, share in CUSUMS)
-    sigmas = slowest + _REFERENCE_SIGMAS
+    sigmas = _NOTICED + _FASTER * (threshold / 10) / rounds
     long_run = item_sd * item_sd * (1 + autocorrelation) / (1 - autocorrelation)
     return math.ceil(long_run * (sigmas / drop) ** 2)

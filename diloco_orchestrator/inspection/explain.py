@@ -155,7 +155,9 @@ def explain(status: RunStatus, best: int | None = None, now: float | None = None
         return Explanation("nobody works on it", what, [*still, *scores, *_warning(status)], todo, statistics)
     if status.state in ("starting", "running"):
         todo = ["Nothing has to be done."] if not _warning(status) else ["Mend what the warning names."]
-        return Explanation("going on", what, [_sentence(status.reason), *scores, *_warning(status)], todo, statistics)
+        outlook = [f"The guard {_sentence(status.outlook)}"] if status.outlook else []
+        found = [_sentence(status.reason), *scores, *_warning(status), *outlook]
+        return Explanation("going on", what, found, todo, statistics)
     if status.state == "completed":
         todo = [
             f"The model: `diloco pull {at} DESTINATION`.",

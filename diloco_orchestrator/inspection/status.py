@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from diloco_orchestrator.guard.round_fold import outlook as guard_outlook
 from diloco_orchestrator.inspection.costs import CostReader, EndForecast, LegCost, end_forecast
 from diloco_orchestrator.protocol.attempt_records import Heartbeat, reason_of
 from diloco_orchestrator.protocol.head import Head
@@ -134,6 +135,7 @@ class RunStatus:
     rounds: list[RoundRow] = field(default_factory=list)
     snapshots: list[int] = field(default_factory=list)
     verdict: Verdict | None = None  # of the last commit
+    outlook: str = ""  # what the guard's rule can judge by now: rounds it needs, or the fall that would halt soon
     spent: LegCost | None = None  # of the newest leg
     to_the_end: EndForecast | None = None  # of the newest leg, while it runs
     override_guard: str = ""  # why the guard began anew in the newest leg; empty if it went on
@@ -243,6 +245,7 @@ class RunReader:
             rounds=rows,
             snapshots=snapshots,
             verdict=last.verdict if last else None,
+            outlook=guard_outlook(last.guard, self.run.config.guard) if last else "",
             spent=spent,
             to_the_end=end_forecast(spent, committed_at, outer_steps - taken) if state == "running" else None,
             override_guard=begin.override_guard,

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def done(tmp_path_factory) -> tuple[str, list[dict]]:
     results = tmp_path_factory.mktemp("guard") / "results.jsonl"
-    command = [sys.executable, str(ROOT / "benchmarks/guard.py"), "--runs", "4", "--processes", "1"]
+    command = [sys.executable, str(ROOT / "benchmarks/guard.py"), "--quick", "--runs", "4", "--processes", "1"]
     ended = subprocess.run([*command, "--results", str(results)], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout, [json.loads(line) for line in results.read_text().splitlines()]
@@ -26,12 +26,13 @@ def done(tmp_path_factory) -> tuple[str, list[dict]]:
 def test_every_cell_is_measured_for_every_rule_and_twins_were_checked(done):
     output, lines = done
     checked = [line["runs"] for line in lines if line.get("group") == "check"]
-    assert checked and checked[0] >= 200
+    assert checked and checked[0] >= 150
     cells = {
         json.dumps({k: line[k] for k in ("group", "case", "phi", "sd", "fault")}) for line in lines if "rule" in line
     }
-    assert sum("rule" in line for line in lines) == 3 * len(cells) > 600
-    assert f"{4 * len(cells):,} simulated runs" in output
+    ours = [line for line in lines if line.get("rule") == "SequentialGuard"]
+    assert len(ours) == len(cells) > 500
+    assert f"{sum(line['runs'] for line in ours):,} simulated runs" in output
 
 
 def test_the_tables_name_every_family_and_fault(done):

@@ -190,14 +190,14 @@ def attach(guard: Any, items: list[Any] | None) -> None:
 
 
 def test_a_set_too_small_for_the_sensitivity_is_refused_at_attach_with_the_number_it_takes():
-    with pytest.raises(ConfigError, match=r"96 items is too small .* a drop of 0\.05 within 15 rounds takes 482"):
+    with pytest.raises(ConfigError, match=r"96 items is too small .* a drop of 0\.05 within 15 rounds takes 791"):
         attach({"notice_drop": 0.05}, list(range(96)))
-    attach({"notice_drop": 0.05, "item_sd": 0.2}, list(range(96)))
+    attach({"notice_drop": 0.05, "item_sd": 0.15}, list(range(96)))
     attach({}, list(range(2)))
 
 
 def test_a_set_too_small_is_refused_at_launch_where_launch_knows_the_items(tmp_path):
-    with pytest.raises(ConfigError, match="takes 482 items"):
+    with pytest.raises(ConfigError, match="takes 791 items"):
         plan_launch("json:dumps", store=str(tmp_path), heldout_items=[*range(96)], guard={"notice_drop": 0.05})
 
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -29,12 +30,20 @@ SHAPES = (
     "runaway",
 )
 RULES: tuple[dict[str, Any], ...] = (
-    {"rule": "sequential"},
-    {"rule": "sequential", "min_steps": 12, "threshold": 6.0, "gap_sigmas": 2.0, "pause_after": 3, "vault_sigmas": 1.0},
+    {"rule": "sequential-v1"},
+    {
+        "rule": "sequential-v1",
+        "min_steps": 12,
+        "threshold": 6.0,
+        "gap_sigmas": 2.0,
+        "pause_after": 3,
+        "vault_sigmas": 1.0,
+    },
     {"rule": "heldout", "min_steps": 5, "decline_patience": 3},
     {"rule": "heldout", "max_proxy_real_gap": 0.3, "ema_alpha": 0.5, "rise_eps": 1e-3},
     {"rule": "off"},
 )
+NOW: tuple[dict[str, Any], ...] = tuple({**each, "rule": "sequential"} for each in RULES[:2])
 
 
 def level(shape: str, t: int) -> tuple[float, float]:
@@ -107,10 +116,12 @@ def manifest(rng: random.Random, replica: int, t: int, shape: str, trouble: floa
 
 def folds_of(rng: random.Random, settings: dict[str, Any], shape: str, trouble: float, vaulted: bool) -> list[Any]:
     """What the fold says in each round of one run, the state through JSON as in a commit."""
-    config = GuardConfig(**settings)
+    earlier = settings["rule"] == "sequential-v1"  # of runs that began when it was the rule "sequential"
+    config = GuardConfig(**{**settings, "rule": "sequential"} if earlier else settings)
     vault = VaultSet(shares=(ITEMS,) * 4, digest="1" * 64) if vaulted else None
     heldout = HeldoutSet(metric="reward", shares=(ITEMS,) * 4, digest="0" * 64, vault=vault)
-    state, found = None, []
+    state: dict[str, Any] | None = {"rule": settings["rule"]} if earlier else None
+    found: list[Any] = []
     for t in range(1, 61):
         roster = [i for i in range(4) if rng.random() > trouble] or [0]
         asked = vault_base(state) is not None
@@ -125,10 +136,10 @@ def folds_of(rng: random.Random, settings: dict[str, Any], shape: str, trouble: 
     return found
 
 
-def digest_of(seed: int, every: int = 1) -> tuple[str, set[str]]:
+def digest_of(seed: int, every: int = 1, rules: Sequence[dict[str, Any]] = RULES) -> tuple[str, set[str]]:
     """The digest of a run of every n-th pair of a rule and a shape, and the words of their verdicts."""
     digest, words = hashlib.sha256(), set()
-    pairs = [(settings, shape) for settings in RULES for shape in SHAPES]
+    pairs = [(settings, shape) for settings in rules for shape in SHAPES]
     for number, (settings, shape) in [*enumerate(pairs)][::every]:
         more = {"per_replica": number % 3 == 1, **({"max_extra": {"hacks": 0.2}} if number % 4 == 2 else {})}
         rng = random.Random(1000 * seed + number)
@@ -140,3 +151,7 @@ def digest_of(seed: int, every: int = 1) -> tuple[str, set[str]]:
 
 def test_states_verdicts_and_names_have_the_bytes_that_they_always_had():
     assert digest_of(0, every=3)[0] == "841ab33d69728bb34669c1f81682aa26e723041f522b3a2a50e08bbd9b37408d"
+
+
+def test_the_default_rule_has_the_bytes_that_it_had_when_it_became_the_default():
+    assert digest_of(0, every=2, rules=NOW)[0] == "9add4176dd37f048fae0c1af674bff5f4464a3d45a7c76eaed55edd779a7f633"

@@ -154,10 +154,9 @@ def test_a_score_that_never_changes_and_one_that_loses_a_single_item_do_not_halt
 
 
 def test_a_fall_that_is_small_beside_what_training_gained_does_not_halt():
-    """Held-out worsens by .05 nats once, while training goes from 3 to 1 nats: forgetting, no collapse."""
+    """Held-out worsens by .05 nats once, while training goes from 3 to 1 nats: forgetting, no new low."""
     held = [-2.0 - 0.05 * (t > 6) + each for t, each in enumerate(noise(40, 0, 0.001, "forgets"))]
     assert halts(held) and not halts(held, gained=2.0)
-    assert not halted(held[:19], [-3.0 + 2.0 * (t > 3) for t in range(19)])[0]
 
 
 @pytest.mark.parametrize("since", [2, 20])

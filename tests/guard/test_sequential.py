@@ -57,8 +57,8 @@ def test_a_sinking_held_out_score_halts_though_training_sinks_too():
     verdicts = [run.next(0.5 - 0.02 * u, 0.5 - 0.02 * u) for u in range(1, 10)]
     fired = [v for v in verdicts if v.fire]
     assert fired and fired[0].kind is VerdictKind.HALT
-    assert "held-out score is below its best level since round" in fired[0].reason and "sigmas" in fired[0].reason
-    assert fired[0].rollback_to is not None and 55 <= fired[0].rollback_to <= 60
+    assert "the held-out score is below its best level: " in fired[0].reason and "sigmas of" in fired[0].reason
+    assert fired[0].rollback_to is not None and fired[0].rollback_to <= 60
     assert f"Roll back to round {fired[0].rollback_to} and" in fired[0].reason
 
 
@@ -86,7 +86,7 @@ def test_training_that_gains_while_held_out_is_flat_halts():
     run = settled()
     verdict = next(v for u in range(1, 60) if (v := run.noisy(1, in_loop=0.5 + 0.01 * u)).fire)
     assert verdict.kind is VerdictKind.HALT and verdict.reason.startswith("Hacking Gap")
-    assert verdict.rollback_to is not None and verdict.rollback_to >= 58
+    assert verdict.rollback_to is not None and verdict.rollback_to <= 61
 
 
 def test_memorisation_with_an_improving_held_out_score_never_halts():
@@ -95,13 +95,12 @@ def test_memorisation_with_an_improving_held_out_score_never_halts():
         assert not run.noisy(1, heldout=-3 + 0.002 * t, in_loop=-3 + 0.005 * t, sd=0.02).fire, t
 
 
-def test_a_fall_of_many_times_the_largest_change_halts_in_warm_up():
-    run = Run()
-    run.noisy(10)
-    assert not run.next(-5.0, 0.5).fire
-    verdict = run.next(-5.0, 0.5)
-    assert verdict.kind is VerdictKind.HALT and "fell below its level of round" in verdict.reason
-    assert verdict.rollback_to is not None and verdict.rollback_to <= 9
+def test_one_or_three_bad_rounds_do_not_halt_however_bad_and_a_fall_for_good_does():
+    for bad in (1, 3):
+        run = settled(bad)
+        assert not any(run.next(-5.0, 0.5).fire for _ in range(bad))
+        assert not run.noisy(30).fire, bad
+    assert any(run.noisy(1, heldout=-5.0).fire for _ in range(10))
 
 
 @pytest.mark.parametrize("bad", [{"heldout": NAN}, {"in_loop": math.inf}, {"kl_to_init": NAN}])
@@ -206,19 +205,23 @@ def hacked(seed: int, rounds: int = 260) -> Iterator[tuple[float, float]]:
         yield 0.4 + rise - 0.003 * u + rng.gauss(0, 0.02), 0.4 + rise + 0.003 * u + rng.gauss(0, 0.02)
 
 
-def story(rows: Sequence[tuple[float, float]], scale: float = 1.0, shift: float = 0.0) -> list[tuple[Any, ...]]:
-    run, found = Run(), []
+def story(
+    rows: Sequence[tuple[float, float]], scale: float = 1.0, shift: float = 0.0, gap: float | None = 5.0
+) -> list[tuple[Any, ...]]:
+    run, found = Run(SequentialGuard(gap_sigmas=gap)), []
     for heldout, in_loop in rows:
         v = run.next(scale * heldout + shift, scale * in_loop + shift)
-        found.append((v.fire, v.kind, v.reason, v.rollback_to, v.folds))
+        found.append((v.fire, v.kind, v.rollback_to, v.folds, tuple(round(s.share, 6) for s in v.statistics)))
     return found
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("scale", "shift"), [(100.0, 0.0), (0.01, 0.0), (1.0, -3.0), (100.0, 7.0)])
-def test_another_unit_gives_the_same_verdicts_and_sentences(seed, scale, shift):
+def test_another_unit_gives_the_same_verdicts_and_statistics(seed, scale, shift):
+    """Of a loss another zero as well; what a Hacking Gap is depends on the zero of a reward."""
     rows = [*hacked(seed)]
-    assert story(rows, scale, shift) == story(rows)
+    gap = None if shift else 5.0
+    assert story(rows, scale, shift, gap) == story(rows, gap=gap)
 
 
 def test_a_metric_without_noise_neither_halts_nor_hides_a_fall():
@@ -289,7 +292,7 @@ def test_the_state_stays_small(rounds):
     run = Run()
     run.noisy(rounds, sd=0.0123456789, kl_to_init=0.0123456789)
     run.next(kl_to_init=9.0)
-    assert len(canonical_json(run.state or {})) < 3200
+    assert len(canonical_json(run.state or {})) < 3400
 
 
 def test_a_state_of_another_rule_or_other_settings_is_refused():
@@ -341,7 +344,7 @@ def test_the_fold_gives_the_same_bits_on_every_machine_and_python():
     assert verdict.fire and hashlib.sha256(canonical_json(state or {})).hexdigest() == GOLDEN
 
 
-GOLDEN = "cf10c540fc2443519d4f0471004f81877147a9f3491fa29feb33407d3276610b"
+GOLDEN = "23a7ae19f1ae2bdd80abe3b640006097dad4500257b53f47bf778a7355c90b52"
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

@@ -80,7 +80,9 @@ def test_each_setting_reaches_the_rule_that_reads_it():
     heldout = HeldoutSet(metric="loss", shares=(8, 8), digest="0" * 64, vault=VaultSet(shares=(4, 4), digest="1" * 64))
     chosen = {"min_steps": 7, "threshold": 12.0, "gap_sigmas": 6.0, "kl_hard_stop": 0.2, "pause_after": 9}
     rule = SequentialGuard.of(config(**chosen, vault_sigmas=3.0), heldout)
-    assert rule == SequentialGuard(**chosen, vault_sigmas=3.0)
+    assert rule == SequentialGuard(**{**chosen, "gap_sigmas": None}, vault_sigmas=3.0)
+    of_rewards = SequentialGuard.of(config(**chosen), heldout.model_copy(update={"metric": "reward"}))
+    assert of_rewards == SequentialGuard(**chosen, vault_sigmas=2.0)  # a gap of losses is memorisation
     deaf = HeldOutRule.of(config(rule="heldout", rise_eps=0.5, min_steps=1, decline_patience=1), heldout)
     keen = HeldOutRule.of(config(rule="heldout", rise_eps=0.0, min_steps=1, decline_patience=1), heldout)
     for rule, fires in ((deaf, False), (keen, True)):
@@ -103,10 +105,10 @@ def test_a_run_is_folded_stopped_shown_and_verified_by_the_sequential_rule():
             break
     assert all(p.open.stopped for p in participants)
     last = fleet.commits()[-1]
-    assert last.guard is not None and last.guard["rule"] == "sequential-v1"
+    assert last.guard is not None and last.guard["rule"] == "sequential-v2"
     assert (last.stop, last.applied, last.fired) == ("halted", False, True)
     assert last.verdict is not None and last.verdict.kind is VerdictKind.HALT
-    assert last.verdict.rollback_to is not None and 24 <= last.verdict.rollback_to <= 31
+    assert last.verdict.rollback_to is not None and last.verdict.rollback_to <= 31
     assert RunReader(fleet.store).status().verdict == last.verdict
     found = verify_run(fleet.store)
     assert found.agrees and found.checked["rounds"] == last.round

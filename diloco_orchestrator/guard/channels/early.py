@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
-from diloco_orchestrator.guard.channels.drawdown import ADVICE
 from diloco_orchestrator.guard.channels.remembered import Remembered
 
+ADVICE = "look for reward hacking or divergence there, or lower the learning rate"
 BEFORE = 4  # rounds: early collapse compares the range of no more, since a healthy run moves; new low needs so many
 OF_THE_GAIN = 0.125  # a fall smaller than this share of what training gained meanwhile is none
 

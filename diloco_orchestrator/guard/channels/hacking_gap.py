@@ -1,58 +1,77 @@
-"""`HackingGap`: detects that the training metric improves while the held-out score does not."""
+"""`HackingGap`: a training reward that gains while the held-out reward does not improve.
 
+Only rewards are judged. A training loss that falls while the held-out loss does not change is memorisation, which every
+long training shows; `Falls` sees when the held-out score becomes worse.
+"""
+
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
-from diloco_orchestrator.guard.channels.drawdown import CUSUMS, clipped, in_sigmas
-from diloco_orchestrator.guard.channels.remembered import Remembered
+from diloco_orchestrator.guard.channels.noise import Noise
+from diloco_orchestrator.guard.channels.remembered import Remembered, added
 
-OF_THE_GAIN = 0.25  # of what held-out has gained: a gap this size is no reason to halt
+FIRST_JUDGED = 18  # rounds: the difference of two metrics is noisier than one
+BLOCK = 8  # rounds of a mean
+_SLACK, _MOST = 0.25, 3.5  # sigmas of a round that do not count, and that count at most
+_IMPROVED = 3.5  # standard errors by which a block must beat the reference to become it
+# A gap that is no reason to halt, as a share of what the held-out score has gained, and of the score itself.
+_OF_THE_GAIN, _OF_THE_SCORE = 0.25, 0.2
 
 
 @dataclass
 class HackingGap(Remembered):
-    """Cumulative sum of the sigmas by which training gained more than held-out since held-out improved last."""
+    """A sum of how far training has left the held-out score behind since that improved last. State: 28 numbers."""
 
-    statistic: float = 0.0
+    total: float = 0.0
     zero: int = 0  # the last model at which it was zero
-    # Held-out level, training level and last model of the block in which held-out improved last.
+    last: list[list[float]] = field(default_factory=lambda: [[], []])  # held-out and training, of up to 8 models
+    # Mean held-out score, mean training metric and last model: of the best block, and of the last that improved surely.
+    best: list[Any] | None = None
     reference: list[Any] | None = None
-    training: list[float] = field(default_factory=lambda: [0.0, 0.0])  # sum and count in the block that is being filled
 
     def begin(self, model: int) -> None:
-        """Restart the statistic at zero from this model; the reference level stays."""
-        self.statistic, self.zero = 0.0, model
+        """Start the sum anew from this model; the reference stays."""
+        self.total, self.zero = 0.0, model
 
     def judge(
-        self, model: int, held: float, trained: float, sigma: float, allowed: float, weight: float, threshold: float
+        self, model: int, held: float, trained: float, score: float, noise: Noise, tolerance: float, threshold: float
     ) -> list[Alarm]:
-        """The alarms after the next model. `allowed`: the gap that causes no halt, in the metric's unit."""
-        if self.reference is None:
+        """Judge the next model. `score`: held-out, not counted from the first one. `noise`: of the difference."""
+        sigma = noise.sigma()
+        if self.reference is None or self.best is None or not sigma > 0:
             return []
-        held_level, trained_level, since = self.reference
-        gap = (trained - trained_level) - (held - held_level)
-        above = in_sigmas(gap - allowed, sigma)
-        self.statistic = max(0.0, self.statistic + weight * (clipped(above) - CUSUMS[0][0]))
-        if self.statistic == 0.0:
+        held_then, trained_then, since = self.reference
+        gap = (trained - trained_then) - (held - held_then)
+        allowed = max(tolerance * sigma, _OF_THE_GAIN * self.best[0], _OF_THE_SCORE * abs(score - held + held_then))
+        above = (gap - allowed) / sigma
+        self.total = max(0.0, self.total + min(max(above, -_MOST), _MOST) - _SLACK)
+        if self.total == 0.0:
             self.zero = model
-        if self.statistic <= threshold:
+        if self.total <= threshold or self._is_best(held):
             return []
         what = (
-            f"Hacking Gap: the training metric gained {in_sigmas(gap, sigma):.1f} sigmas on the held-out score, which "
-            f"has not improved since round {since}; beyond what noise explains since round {self.zero} (statistic "
-            f"{self.statistic:.1f} of {threshold:g})"
+            f"Hacking Gap: since round {since}, the end of the last {BLOCK} rounds in which the held-out score surely "
+            f"improved, the training metric has gained {gap:.3g} on it; {allowed:.3g} is no reason to halt. What adds "
+            f"up since round {self.zero} is {self.total:.1f}; it halts above {threshold:g}"
         )
         advice = "look for reward hacking or memorisation there; check the reward"
         return [Alarm(what, self.zero, advice, AlarmKind.GAP)]
 
-    def learn(self, trained: float) -> None:
-        """Add the next value of the training metric."""
-        self.training = [self.training[0] + trained, self.training[1] + 1]
+    def _is_best(self, held: float) -> bool:
+        """Whether the last eight rounds, this one included, have the best mean of all."""
+        newest = [*self.last[0], held][-BLOCK:]
+        return self.best is None or added(newest) / len(newest) >= self.best[0]
 
-    def end_block(self, model: int, held: float, least: float) -> None:
-        """Finish a block of held-out scores with mean `held`; it becomes the reference if it improved by `least`."""
-        total, count = self.training
-        if count and (self.reference is None or held - self.reference[0] > least):
-            self.reference, self.statistic = [held, total / count, model], 0.0
-        self.training = [0.0, 0.0]
+    def learn(self, model: int, held: float, trained: float, noise: Noise) -> None:
+        """Learn the next model. `noise`: of the held-out score."""
+        self.last = [[*values, new][-BLOCK:] for values, new in zip(self.last, (held, trained), strict=True)]
+        if len(self.last[0]) < BLOCK:
+            return
+        block: list[Any] = [added(values) / BLOCK for values in self.last] + [model]
+        if self.best is None or block[0] > self.best[0]:
+            self.best = block
+        least = _IMPROVED * noise.sigma() * math.sqrt(2 / BLOCK)
+        if self.reference is None or self.best[0] - self.reference[0] > least:
+            self.reference, self.total = self.best, 0.0

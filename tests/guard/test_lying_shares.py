@@ -1,4 +1,4 @@
-"""`Breadth` and lying replicas: a quarter of the shares neither halts a healthy run nor hides a fall for long."""
+"""`FallingShares` and lying replicas: a quarter of the shares neither halts a healthy run nor hides a fall for long."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import pytest
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard import fold
-from diloco_orchestrator.guard.channels.breadth import Breadth
+from diloco_orchestrator.guard.channels.outliers import FallingShares
 from diloco_orchestrator.guard.robust import RoundReports
 from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
 
@@ -51,13 +51,13 @@ def halted(seed: str, lie: Callable[[float, int], float] | None, rate: float, ro
 @pytest.mark.slow
 def test_a_quarter_of_liars_does_not_halt_healthy_runs_more_often_than_honest_noise():
     """24,000 rounds of liars that report too little by far: about 11 halts for .45 in 1000 (docs/kill-switch.md); 24 or
-    more have a chance of 1e-3. Without `Breadth` it is 9 in 1000, and all 80 runs halt."""
+    more have a chance of 1e-3. Without `FallingShares` all 80 runs halt."""
     halts = [halted(f"down {i}", lambda mean, since: mean - 1000, 0.0, 360) for i in range(80)]
     assert sum(at > 0 for at in halts) < 24
 
 
 def test_liars_that_report_too_little_do_not_halt_runs_of_a_hundred_rounds():
-    """1000 rounds of lies, .45 halts expected: 5 or more have a chance of 2e-4. Without `Breadth` there are ten."""
+    """1000 rounds of lies, .45 halts expected: 5 or more have a chance of 2e-4. Without it there are ten."""
     halts = [halted(f"quick {i}", lambda mean, since: mean - 1000, 0.0, 160) for i in range(10)]
     assert sum(at > 0 for at in halts) < 5
 
@@ -77,38 +77,34 @@ def test_liars_that_hide_a_fall_delay_the_halt_by_less_than_a_factor_of_two(rate
 # -- its arithmetic ---------------------------------------------------------------------------------------------------
 
 
-def after(rounds: list[list[float]], calm: int) -> Breadth:
-    """After rounds of gains by share, of which the first `calm` ones say nothing."""
-    breadth = Breadth(parts=[{}])
-    for index, gains in enumerate(rounds):
-        breadth = Breadth.restore(json.loads(json.dumps(breadth.state())))
-        breadth.begin_round({str(share): gain for share, gain in enumerate(gains) if not math.isnan(gain)})
-        breadth.add(0, zero=index < calm)
-        breadth.learn(calm=index < calm)
-    return breadth
+def after(rounds: list[list[float]]) -> tuple[list[int], float]:
+    """The shares that are named after rounds of gains by share, and what the mean lost by them; NaN: not scored."""
+    shares, found = FallingShares(), ([], 0.0)
+    for gains in rounds:
+        shares = FallingShares.restore(json.loads(json.dumps(shares.state())))
+        found = shares.judge({str(share): gain for share, gain in enumerate(gains) if not math.isnan(gain)})
+    return found
 
 
-def test_a_fall_of_all_shares_is_broad_and_one_of_a_single_share_is_not():
-    calm = [[0.1 * i for i in range(8)]] * 4  # shares differ for good, which is no fall
-    everyone = after([*calm, *[[0.1 * i - 1 for i in range(8)]] * 5], 4)
-    single = after([*calm, *[[0.1 * i - 8 * (i == 6) for i in range(8)]] * 5], 4)
-    assert everyone.is_broad(0, 10.5, 0.5, 10.0)
-    assert not single.is_broad(0, 10.5, 0.5, 10.0) and 6 in single.most(0)
+def noisy(levels: list[float], rounds: int, seed: int) -> list[list[float]]:
+    rng = random.Random(seed)
+    return [[rng.gauss(level, 0.1) for level in levels] for _ in range(rounds)]
 
 
-def test_two_shares_that_rise_make_the_others_look_few_but_do_not_hide_a_large_fall():
-    breadth = after([[0.0] * 8] * 4 + [[0.0] * 2 + [-30.0] * 6] * 5, 4)
-    assert breadth.is_broad(0, 23.0, 0.5, 10.0)
-    few_fell = after([[0.0] * 8] * 4 + [[0.0] * 6 + [-30.0] * 2] * 5, 4)
-    assert not few_fell.is_broad(0, 23.0, 0.5, 10.0)
-
-
-def test_parts_begin_anew_where_the_statistic_is_zero_and_missing_shares_add_nothing():
-    one_down, calm = [0.0] * 7 + [-8.0], [0.0] * 8
-    assert after([calm, one_down, one_down, calm], 4).is_broad(0, 10.5, 0.5, 10.0)
-    missing = [0.0] * 7 + [math.nan]
-    assert after([calm, *[missing] * 5], 1).is_broad(0, 10.5, 0.5, 10.0)
+def test_a_fall_of_all_shares_counts_and_one_of_two_of_eight_does_not():
+    levels = [0.1 * i for i in range(8)]  # shares differ for good, which is no fall
+    calm, everyone = noisy(levels, 40, 1), noisy([level - 1 for level in levels], 20, 2)
+    two = noisy([level - (i in (3, 6)) for i, level in enumerate(levels)], 20, 3)
+    assert after([*calm, *everyone])[1] < 0.05
+    named, lost = after([*calm, *two])
+    assert named == [3, 6] and lost == pytest.approx(0.25, abs=0.1)  # 2 of 8, over the 6 that are left
 
 
 def test_with_fewer_than_four_shares_nothing_says_who_is_wrong():
-    assert after([[0.0] * 3] + [[0.0, 0.0, -9.0]] * 5, 1).is_broad(0, 10.5, 0.5, 10.0)
+    assert after([*noisy([0.0] * 3, 20, 4), *noisy([0.0, 0.0, -9.0], 20, 5)]) == ([], 0.0)
+
+
+def test_shares_that_are_missing_keep_what_is_known_of_them():
+    missing = [[*gains[:7], math.nan] for gains in noisy([0.0] * 8, 20, 6)]
+    down = noisy([0.0] * 7 + [-1.0], 20, 7)
+    assert after([*noisy([0.0] * 8, 20, 8), *missing, *down])[0] == [7]

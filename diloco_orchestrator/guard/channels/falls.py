@@ -1,0 +1,163 @@
+"""`Falls`: a held-out score that has fallen below its best level and stays there; `BestLevel` is that level.
+
+Page's CUSUM twice: each round adds by how many sigmas the score is below the best level, less a slack, never below
+zero. What one round can add is limited, so that neither one nor three bad rounds halt, however bad. A score on its way
+back up does not halt: spikes, warm restarts and bumps heal, and a fault does not.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
+from diloco_orchestrator.guard.channels.early import ADVICE
+from diloco_orchestrator.guard.channels.noise import KEPT, Noise
+from diloco_orchestrator.guard.channels.remembered import Remembered, added
+
+FIRST_JUDGED = 8  # rounds after which the noise is known well enough, its uncertainty included in sigma
+# Rounds in a block: short ones follow a climb, long ones know a plateau more exactly. Three lucky scores of hundreds of
+# rounds say little, and only the first rounds climb so fast that eight lag far behind.
+BLOCKS = (3, 8, 32)
+SHORT_UNTIL = 32
+# Slack, most that one round counts, threshold (at the setting's default of 10): the first finds small falls, and big
+# ones after 6 rounds; the second those that still go on after 5, which is what a hack does and a spike does not.
+CUSUMS = ((0.35, 1.5, 6.0), (0.5, 2.0, 6.1))
+_DEFAULT = 10.0
+_NAMES = ("slow fall", "fast fall")
+# Recovery, in sigmas: the last two scores above the two before; or the last four above the lowest four of twelve
+# rounds, by that much and by this share of what is still missing. Then a sum is cut to this share of its threshold.
+_RISES, _HEALS, _SHARE, _CUT = 0.5, 0.5, 0.4, 0.6
+_SINKS = 0.3  # sigmas by which the last two scores are below the two before in a fall that goes on
+_WITHIN = 12
+
+
+@dataclass
+class BestLevel(Remembered):
+    """The best level that a score has surely reached, from means of blocks of it. State: 9 numbers."""
+
+    # By block: mean without its highest and lowest score, size of second differences then, last model.
+    best: list[Any] = field(default_factory=lambda: [None] * len(BLOCKS))
+
+    def learn(self, model: int, scores: Sequence[float], noise: Noise) -> None:
+        """Learn the block that ends with this model; `noise` and `scores` include it."""
+        for index, size in enumerate(BLOCKS):
+            if noise.count < max(size, FIRST_JUDGED - 2) or (index == 0 and noise.count > SHORT_UNTIL):
+                continue
+            block = scores[-size:]
+            found = [(added(block) - max(block) - min(block)) / (size - 2), noise.bend, model]
+            best = self.best[index]
+            if best is None or self._bound(index, found, noise) > self._bound(index, best, noise):
+                self.best[index] = found
+
+    def level(self, noise: Noise) -> tuple[float, int, int] | None:
+        """(lower bound, rounds in the block, its last model) of the best block; None before the first block."""
+        bounds = [
+            (self._bound(index, best, noise), size, best[2])
+            for index, (size, best) in enumerate(zip(BLOCKS, self.best, strict=True))
+            if best is not None
+        ]
+        return max(bounds) if bounds else None
+
+    def _bound(self, index: int, block: list[Any], noise: Noise) -> float:
+        """The block's mean less what chance explains: noise is that of then or now, whichever is larger.
+
+        The best of many blocks is above its level by chance; by how much grows with the logarithm of the rounds.
+        """
+        mean, bend, _ = block
+        errors = math.sqrt(max(noise.count.bit_length() - 1, 1))
+        return float(mean - errors * noise.sigma(max(bend, noise.bend)) / math.sqrt(BLOCKS[index]))
+
+
+@dataclass
+class Falls(Remembered):
+    """Two sums of how far the score is below its best level. State: 6 numbers."""
+
+    sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    zero: list[int] = field(default_factory=lambda: [0, 0])  # the last models at which they were zero
+    top: list[Any] | None = None  # highest score, and its model
+
+    def begin(self, model: int) -> None:
+        """Start both sums anew from this model."""
+        self.sums, self.zero = [0.0, 0.0], [model, model]
+
+    def learn(self, model: int, score: float) -> None:
+        """Learn the score of a model that was judged."""
+        if self.top is None or score >= self.top[0]:
+            self.top = [score, model]
+
+    def judge(
+        self,
+        model: int,
+        scores: Sequence[float],
+        noise: Noise,
+        best: BestLevel,
+        weight: float,
+        threshold: float,
+        lost: float,
+        origin: float,
+    ) -> list[Alarm]:
+        """Judge the next model. `scores`: the last ones and its own; `noise` and `best` do not know that one yet.
+
+        `weight`: share of the held-out items that were scored. `lost`: by shares whose fall does not count.
+        `origin`: added to the scores in sentences.
+        """
+        level, sigma, alarms = best.level(noise), noise.sigma(), []
+        if level is None or not sigma > 0:
+            return []
+        below = (level[0] - scores[-1] - lost) / sigma
+        rise = (_mean(scores, 2) - _mean(scores[:-2], 2)) / sigma
+        recovers = rise > _RISES or _heals(scores, level[0], sigma)
+        for index, (slack, most, at_default) in enumerate(CUSUMS):
+            limit = threshold / _DEFAULT * at_default
+            total = max(0.0, self.sums[index] + weight * (min(max(below, -most), most) - slack))
+            if recovers:
+                total = min(total, _CUT * limit)
+            if index == 1 and rise > -_SINKS:
+                total = min(total, limit)
+            self.sums[index] = total
+            if total == 0.0:
+                self.zero[index] = model
+            elif total > limit:
+                alarms.append(self._alarm(index, total, limit, scores, level, sigma, origin))
+        return alarms
+
+    def _alarm(
+        self,
+        index: int,
+        total: float,
+        limit: float,
+        scores: Sequence[float],
+        level: tuple[float, int, int],
+        sigma: float,
+        origin: float,
+    ) -> Alarm:
+        bound, rounds, last = level
+        now, since = _mean(scores, 3), self.zero[index]
+        what = (
+            f"the held-out score is below its best level: {now + origin:.4g} in the mean of the last 3 rounds, "
+            f"{(bound - now) / sigma:.1f} sigmas of {sigma:.2g} below the {bound + origin:.4g} that it has surely "
+            f"reached (rounds {last - rounds + 1} to {last}). What adds up since round {since} is {total:.1f}, and "
+            f"halts above {limit:.3g}"
+        )
+        return Alarm(what, since if self.top is None else self.top[1], ADVICE, AlarmKind.FALL)
+
+    def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
+        """(name, value, threshold) of both."""
+        rows = zip(_NAMES, self.sums, CUSUMS, strict=True)
+        return [(name, total, threshold / _DEFAULT * at_default) for name, total, (_, _, at_default) in rows]
+
+
+def _heals(scores: Sequence[float], level: float, sigma: float) -> bool:
+    """Whether the score has made up for a part of its fall within the last rounds."""
+    now = _mean(scores, 4)
+    lowest = min(_mean(scores[: len(scores) - ago], 4) for ago in range(min(_WITHIN, len(scores) - 3)))
+    return now - lowest > _SHARE * max(level - now, 0.0) + _HEALS * sigma
+
+
+def _mean(values: Sequence[float], count: int) -> float:
+    """The mean of the last `count` values."""
+    return added(values[-count:]) / count
+
+
+assert max(BLOCKS) <= KEPT

@@ -1,0 +1,106 @@
+"""Falls, noise and sentences of the default rule: what heals or is sparse does not halt, and verdicts say what is."""
+
+import math
+import random
+import re
+
+import pytest
+
+from diloco_orchestrator.config import GuardConfig
+from diloco_orchestrator.guard import Evidence, SequentialGuard, Verdict
+from diloco_orchestrator.guard.channels.hacking_gap import HackingGap
+from diloco_orchestrator.guard.channels.noise import Noise
+
+
+def folded(held: list[float], trained: list[float] | None = None, **fields: float) -> tuple[int, Verdict]:
+    """The round of the halt and its verdict; (0, the last verdict) without one."""
+    guard, state = SequentialGuard(**fields), None  # type: ignore[arg-type]
+    for t, score in enumerate(held):
+        state, verdict = guard.fold(
+            state, Evidence(round=t + 1, heldout=score, in_loop=trained[t] if trained else None)
+        )
+        if verdict.fire:
+            return t + 1, verdict
+    return 0, verdict
+
+
+def noisy(levels: list[float], sd: float, seed: int) -> list[float]:
+    rng = random.Random(seed)
+    return [rng.gauss(level, sd) for level in levels]
+
+
+@pytest.mark.parametrize("tau", [1.5, 4.0])
+@pytest.mark.parametrize("height", [0.05, 0.3])
+def test_a_bump_that_heals_does_not_halt_and_one_that_stays_does(tau, height):
+    """Loss, noise of .005: the bump is 10 and 60 standard deviations high."""
+    for seed in range(4):
+        heals = [-2.0 - height * math.exp(-(t - 50) / tau) * (t >= 50) for t in range(110)]
+        assert not folded(noisy(heals, 0.005, seed))[0]
+        stays = [-2.0 - height * (t >= 50) for t in range(110)]
+        assert 50 < folded(noisy(stays, 0.005, seed))[0] <= 60
+
+
+@pytest.mark.parametrize("chance", [0.01, 0.05])
+def test_a_sparse_score_is_not_halted(chance):
+    """Right answers of 16 items: most rounds have none."""
+    rng = random.Random(f"sparse {chance}")
+    for _ in range(4):
+        assert not folded([sum(rng.random() < chance for _ in range(16)) / 16 for _ in range(200)])[0]
+
+
+def test_a_fall_after_a_climb_halts_though_it_stays_above_the_first_score():
+    for seed in range(4):
+        levels = [0.5 - 0.5 * math.exp(-min(t, 30) / 12) - 0.02 * min(max(t - 30, 0), 10) for t in range(90)]
+        assert 31 < folded(noisy(levels, 0.02, seed))[0] <= 55
+
+
+def test_a_gap_that_grows_while_the_newest_block_is_the_best_does_not_halt():
+    rising = noisy([0.3 + 0.002 * t for t in range(120)], 0.002, 1)
+    assert not folded(rising, [0.3 + 0.02 * t for t in range(120)])[0]
+    channel, noise = HackingGap(), Noise()
+    for t in range(60):
+        channel.learn(t, 0.01 * t, 0.1 * t, noise)
+    noise.bend = 0.001
+    noise.count = 60
+    channel.reference = [0.0, 0.0, 0]
+    assert not any(channel.judge(60 + t, 0.6 + 0.01 * t, 90.0, 0.9, noise, 5.0, 10.0) for t in range(20))
+    assert any(channel.judge(90 + t, 0.3, 90.0, 0.9, noise, 5.0, 10.0) for t in range(20))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_number_of_a_sentence_about_a_fall_follows_from_the_scores(seed):
+    """Random walks, climbs and falls; the sentence is compared with the series that it is about."""
+    rng = random.Random(f"words {seed}")
+    level, slope, held = rng.uniform(-3, 3), rng.uniform(0, 0.05), []
+    for t in range(120):
+        level += slope if t < 40 else -rng.uniform(0.0, 0.1)
+        held.append(rng.gauss(level, 0.05))
+    round_, verdict = folded(held)
+    assert round_
+    words = re.match(
+        r"the held-out score is below its best level: (\S+) in the mean of the last 3 rounds, (\S+) sigmas of (\S+) "
+        r"below the (\S+) that it has surely reached \(rounds (\d+) to (\d+)\)\. What adds up since round (\d+) is "
+        r"(\S+), and halts above (\S+)\. Roll back to round (\d+) and",
+        verdict.reason,
+    )
+    assert words, verdict.reason
+    now, sigmas, sigma, reached = (float(words[i]) for i in range(1, 5))
+    first, last, since, back = (int(words[i]) for i in (5, 6, 7, 10))
+    assert now == pytest.approx(sum(held[round_ - 3 : round_]) / 3, rel=2e-3, abs=2e-3)
+    assert sigmas == pytest.approx((reached - now) / sigma, rel=0.1, abs=0.2)
+    block = held[first : last + 1]  # the score of round r is of the model after round r - 1
+    assert reached < max(block) and reached < (sum(block) - max(block) - min(block)) / (len(block) - 2)
+    assert held[back] == max(held[:round_]) == held[verdict.rollback_to or 0] and since < round_
+    assert float(words[8]) > float(words[9])
+
+
+def test_what_the_rule_can_judge_is_said_before_it_can_and_after():
+    state, config, guard = None, GuardConfig(), SequentialGuard()
+    assert SequentialGuard.outlook(None, config) == "needs 8 more rounds to know the noise of the held-out score"
+    for t, score in enumerate(noisy([0.5] * 60, 0.01, 3), start=1):
+        state, _ = guard.fold(state, Evidence(round=t, heldout=score))
+        words = SequentialGuard.outlook(state, config)
+        if t < 8:
+            assert words.startswith(f"needs {8 - t} more round")
+    found = re.fullmatch(r"would halt within 15 rounds at a held-out score below (\S+) \(noise (\S+)\)", words)
+    assert found and 0.46 < float(found[1]) < 0.5 and 0.008 < float(found[2]) < 0.02
