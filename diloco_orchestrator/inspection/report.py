@@ -23,7 +23,7 @@ from diloco_orchestrator.run_log.segments import Manifests
 
 @dataclass(frozen=True)
 class InfluenceRow:
-    """How much one contribution moved the base in one round, compared with the same round without it."""
+    """One contribution's effect on the base in one round, compared with the same round without it."""
 
     round: int
     replica_id: int
