@@ -142,13 +142,13 @@ _TITLE = "payload"
 
 
 class _AuditTable:
-    """Prints the audit's log head and seed, then a line for each audited range. `silent`: prints nothing."""
+    """Prints the audit's last commit and seed, then a line for each audited range. `silent`: prints nothing."""
 
     def __init__(self, *, silent: bool = False) -> None:
         self._silent = silent
 
     def begin(self, drawn: "Audit") -> None:
-        """Print the log's head, the seed of the draw, and the number of ranges drawn."""
+        """Print the last commit audited, the seed of the draw, and the number of rounds drawn."""
         if self._silent:
             return
         echo(f"log up to {drawn.head}, {drawn.ranges} ranges; the draw: --seed {drawn.seed}")

@@ -47,7 +47,7 @@ def fold_round(
     """The guard's new state and verdict after round `round_`; None in a run without a held-out set.
 
     Args:
-        state: the guard's state in the commit before or at the start of the leg; None if neither has one.
+        state: the guard's state in the commit before or at the run's last start or resume; None if neither has one.
         heldout: the run's held-out set, from start.json.
         roster: the replicas among which the round's shares were divided.
         valid: manifests that start from the round's base, whose scores of that base count; in replica order.

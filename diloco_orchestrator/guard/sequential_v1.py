@@ -368,7 +368,7 @@ QUARTET = 4  # rounds in the level that it is measured from
 
 @dataclass
 class SuddenFall(Remembered):
-    """Rounds in a row with a fall, from the best mean of four rounds."""
+    """Statistic: the number of rounds in a row with a held-out score far below its best four-round mean."""
 
     largest: float = 0.0  # recent change of either metric between two rounds
     strikes: int = 0  # rounds in a row with a sudden fall

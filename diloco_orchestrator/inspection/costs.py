@@ -88,8 +88,9 @@ class EndForecast:
 def end_forecast(spent: LegCost, committed_at: Sequence[float], steps_left: int) -> EndForecast | None:
     """The forecast for a run with `steps_left` outer steps until its planned stop; None before the third commit.
 
-    `committed_at`: times of the leg's commits, oldest first, in seconds since 1970. Uses the median interval of the
-    last rounds, so that one long wait does not count, without the first, which includes the start of the machines.
+    `committed_at`: times of the commits since the start or resume, oldest first, in seconds since 1970. Uses the median
+    interval of the last rounds, so that one long wait does not count, without the first, which includes the start of
+    the machines.
     """
     seconds = [after - before for before, after in pairwise(committed_at[1:])][-_FORECAST_ROUNDS:]
     if not seconds:
@@ -149,8 +150,7 @@ class CostReader:
         return leg_cost(list(costs.values()), begin.at, at)
 
     def _of_attempt(self, replica_id: int, attempt: int, leg: int, replaced: bool) -> AttemptCost | None:
-        """The cost of one attempt; None for another leg's, and before a process claimed it, because waiting costs
-        nothing.
+        """The cost of one attempt since the last resume; None before a process claimed it: waiting costs nothing.
 
         `replaced`: whether a later attempt of the replica exists.
         """

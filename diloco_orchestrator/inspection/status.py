@@ -106,7 +106,7 @@ class DefaultModel:
     after_verdict: bool  # the guard halted the run: this is the best model by held-out score, not the newest
 
     def words(self) -> str:
-        """Both models and their scores as text."""
+        """The default model and the newest one, with their scores, as text."""
         if not self.after_verdict:
             return f"round {self.round}, the newest{_scored(self.heldout)}"
         best = f"round {self.round}, the best by held-out score{_scored(self.heldout)}"

@@ -99,7 +99,7 @@ class Run:
         """Supervise until the run ends.
 
         Dead replicas are relaunched within the run's budgets. `on_poll` is called after every step of the supervision.
-        A leg that `on_halt` asks for is begun and supervised too. Ctrl-C halts the run after its open round; a second
+        A resume that `on_halt` asks for is done and supervised too. Ctrl-C halts the run after its open round; a second
         one stops it at once.
 
         Raises:
@@ -142,7 +142,7 @@ class Run:
             on_poll()
 
     def _auto_resume(self) -> bool:
-        """Resume the run after a stop if `on_halt` asks for it. Returns whether a new leg is to be supervised."""
+        """Resume the run after a stop if `on_halt` asks for it. Returns whether it goes on and is to be supervised."""
         run_log = self._reader.log
         if self._interrupted or (begin := auto_resume(run_log, self._means.stamp)) is None:
             return False

@@ -41,7 +41,7 @@ def step_shard(shard: BaseShard, gradient: Iterable[torch.Tensor], outer: OuterC
 def step_in_threads(
     shard: BaseShard, average: ShardBlocks, outer: OuterConfig, kept: torch.Tensor | None = None
 ) -> None:
-    """`step_shard` on several ranges of the shard at a time. `kept`: if given, the average is copied into it."""
+    """`step_shard` on several pieces of a shard at a time. `kept`: if given, the average is copied into it."""
 
     def step_range(start: int, stop: int) -> None:
         gradient = average(start, stop)

@@ -79,7 +79,7 @@ def judged(answers: Sequence[Answer], claims: Iterable[BaseClaim], shared: str |
 
 
 def is_outvoted(own: BaseClaim, commit: Commit, claims: Iterable[BaseClaim], quorum: int) -> bool:
-    """Whether a commit shows that the replica with claim `own` computes wrong bits even from a freshly rebuilt base.
+    """Whether a commit shows that the replica with base digest `own` computes wrong bits even from a fresh rebuild.
 
     True if the replica rebuilt its base for this round, the commit lists its response and names another base, and
     either the averaged manifests outnumber those that claim `own`, or all their authors had rebuilt their bases too, or

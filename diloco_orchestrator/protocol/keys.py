@@ -1,7 +1,7 @@
 """Keys of all objects in a run's folder: functions that build a key and functions that parse one.
 
 The contents of the objects are in `protocol.records`; which keys hold JSON records is in `protocol.kinds`. Rounds,
-attempts and legs count from 1. Snapshot 0 holds the first base.
+attempts and legs (start or resume to stop) count from 1. Snapshot 0 holds the first base.
 """
 
 import re

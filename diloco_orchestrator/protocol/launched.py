@@ -1,7 +1,8 @@
 """Digests that pin a run's configuration, passed on the command line of every process that the run starts.
 
 A process reads its configuration from the bucket, where others may write. So it refuses a run.json or settings of a leg
-whose digests are not those on its command line, which were computed when the run was launched.
+(start or resume to stop) whose digests are not those on its command line, which were computed when the run was
+launched.
 """
 
 import argparse

@@ -115,7 +115,7 @@ class DefaultBases:
         self._applied: list[int] = []  # rounds
 
     def add(self, commit: Commit, begin: Begin) -> None:
-        """Add the next commit, which belongs to the leg of `begin`."""
+        """Add the next commit, which belongs to the leg (start or resume to stop) of `begin`."""
         self.scores.add(commit, begin)
         if commit.applied:
             self._applied.append(commit.round)
@@ -125,7 +125,7 @@ class DefaultBases:
         return [0] + [round_ for round_ in self._applied if leg_of_base(begins, round_) is not None]
 
     def default(self, begins: Sequence[Begin], among: Collection[int] | None = None) -> DefaultBase:
-        """The default base after the added commits. `begins`: of all legs. `among`: candidates; None: all rounds."""
+        """The default base after the added commits. `begins`: of all starts and resumes. `among`: candidates or all."""
         known, last = self.bases(begins), self.scores.last
         halted = last is not None and last.leg == begins[-1].leg and last.halted_by_guard
         chosen = self.scores.best(known if among is None else among) if halted else known[-1]

@@ -205,7 +205,7 @@ class Halt(Record):
 
 
 class Out(Record):
-    """legs/<leg>/out/<replica>.json: the replica is launched no more in this leg, so no round waits for it."""
+    """legs/<leg>/out/<replica>.json: the replica is launched no more until a resume, so no round waits for it."""
 
     record: ClassVar[str] = "out"
     leg: int = Field(ge=1)
@@ -538,7 +538,7 @@ class Commit(Record):
 
     @property
     def by_coordinator(self) -> bool:
-        """Whether a coordinator wrote this commit, as it does only to stop a leg whose replicas cannot commit."""
+        """Whether a coordinator wrote this commit, as it does only to stop a run whose replicas cannot commit."""
         return self.by.is_coordinator
 
 

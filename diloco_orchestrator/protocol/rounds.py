@@ -193,7 +193,7 @@ class Conclusion:
 def is_final_evaluation(position: Position, outer_steps: int) -> bool:
     """Whether the open round is the final evaluation: all outer steps are taken, only scores of the last base are left.
 
-    `outer_steps`: outer steps of the run up to the end of this leg.
+    `outer_steps`: outer steps of the run up to its planned stop.
     """
     return position.outer_step >= outer_steps
 
@@ -205,7 +205,7 @@ def conclude(decision: Decision, position: Position, *, outer_steps: int, fired:
 
     Args:
         position: the position in the log before the round.
-        outer_steps: outer steps of the run up to the end of this leg.
+        outer_steps: outer steps of the run up to its planned stop.
         fired: the guard's reason to stop; empty if it does not fire.
         halt: the reason of a request to halt; empty if there is none.
     """

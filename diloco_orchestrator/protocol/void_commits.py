@@ -130,7 +130,7 @@ def _fails_the_run(before: Before) -> bool:
 
 
 def _who_wrote(commit: Commit, before: Before, failed: bool) -> str:
-    """Advice for the reason of an invalid (void) commit that stops the run as failed; empty if it does not."""
+    """Advice for the reason of a void commit (contradicts the log) that makes the run fail; empty for others."""
     if not failed:
         return ""
     return (
@@ -192,7 +192,7 @@ def _everywhere(commit: Commit, before: Before, rules: LegRules) -> Iterator[str
 
 
 def _of_coordinator(commit: Commit, before: Before) -> Iterator[str]:
-    """Contradictions of a commit that a coordinator wrote: it may end a leg, and change nothing else."""
+    """Contradictions of a commit that a coordinator wrote: it may stop the run, and change nothing else."""
     position = before.position
     yield _differs("outer_step", commit.outer_step, position.outer_step)
     yield _differs("applied", commit.applied, False)

@@ -1,1 +1,1 @@
-"""Reads and writes a run's JSON records in its bucket, caches immutable ones, and checks the hash chain of commits."""
+"""Reads and writes a run's JSON records, caches immutable ones, and checks that each commit names the one before."""

@@ -52,12 +52,12 @@ class AttemptRecords:
         self.unreadable: dict[str, str] = {}  # why, by key, of the records that could not be parsed
 
     def numbers(self, replica_id: int) -> list[int]:
-        """The numbers of a replica's valid attempts (see `counted`), oldest first. One LIST request."""
+        """The numbers of a replica's valid attempts (announced, without a gap), oldest first. One LIST request."""
         found = self._listed(keys.attempts(replica_id))
         return counted(key.attempt for key in found if key.name == keys.INTENT)
 
     def all_numbers(self) -> dict[int, list[int]]:
-        """The numbers of all valid attempts (see `counted`), oldest first, by replica id. One LIST request."""
+        """The numbers of all valid attempts (announced, without a gap), oldest first, by replica id. One LIST."""
         intents: dict[int, set[int]] = {}
         for key in self._listed(keys.REPLICAS):
             if key.name == keys.INTENT:

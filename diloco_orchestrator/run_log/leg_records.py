@@ -294,7 +294,7 @@ def _unreadable(leg: int) -> Halt:
 
 
 def _named_in(data: bytes) -> tuple[int, str]:
-    """(round, sha256) of the last commit before a leg, from a begin record of any schema; (0, "") if it has none."""
+    """(round, sha256) of the last commit before a start or resume, from its record of any schema; else (0, "")."""
     try:
         body = parse_json(data)
         round_, sha256 = body["after_round"], body["previous"]

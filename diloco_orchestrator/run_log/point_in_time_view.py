@@ -16,7 +16,7 @@ _BEGIN = keys.begin(1).rpartition("/")[2]
 
 
 class PointInTimeView:
-    """The objects of `store` from before attempt `attempt` of replica `replica_id` contributed to a round of a leg.
+    """The objects of `store` from before attempt `attempt` of replica `replica_id` contributed to a round.
 
     Hidden are objects of that round, except the other replicas' manifests, of later rounds, and of attempts, except
     intents and claims, by which manifests are checked. Nothing is written to `store`: created objects stay in memory,

@@ -67,7 +67,7 @@ class RunLog(LegRecords):
     # -- commits -------------------------------------------------------------------------------------------------
 
     def commit(self, round_: int) -> CommitEntry | None:
-        """The commit of a round, or None while the round is open. Neither its chain nor its content is checked."""
+        """The commit of a round, or None while the round is open. Neither its content nor its link is checked."""
         known = self._commit_entries.get(round_)
         if known is not None:
             return known
@@ -80,7 +80,8 @@ class RunLog(LegRecords):
     def remember_commit(self, round_: int, data: bytes) -> CommitEntry:
         """Cache the commit of a round, whose exact bytes are `data`, so that no later call fetches it.
 
-        Bytes that are no commit of that round give a void entry. Raises `RecordTooNew` and `RecordTooOld`.
+        Bytes that are no commit of that round give a void entry, which averages nobody. Raises `RecordTooNew` and
+        `RecordTooOld`.
         """
         if len(self._commit_entries) >= _KEPT_COMMITS:
             oldest, *_ = self._commit_entries  # copied at once: another thread may add one
@@ -89,7 +90,7 @@ class RunLog(LegRecords):
         return found
 
     def after(self, position: Position, derive_verdicts: bool = False) -> Iterator[CommitEntry]:
-        """The commits after `position`, oldest first, each checked against the log; invalid ones are marked void.
+        """The commits after `position`, oldest first, checked against the log; ones that contradict it are marked void.
 
         `derive_verdicts`: whether to check every verdict against manifests. Raises `RecordInvalid` if a record was
         changed after it was written.
@@ -169,7 +170,7 @@ class RunLog(LegRecords):
         return next((each for each in self._each_after(self.leg_position(leg)) if each.commit.round == round_), None)
 
     def _follows(self, leg: int, round_: int, sha256: str) -> bool:
-        """Whether `leg` may begin after the commit of this round and digest: the commit stopped the leg before.
+        """Whether `leg` (a resume) may begin after the commit of this round and digest: it stopped the leg before.
 
         If its last commit does not itself stop the leg before, it may be void, one of several: the leg is then read
         whole, the second time with its verdicts checked.
@@ -200,7 +201,7 @@ class RunLog(LegRecords):
         return stops
 
     def _recorded_before_the_first_commit(self) -> bool:
-        """Whether leg 1 has a result.json but no commit."""
+        """Whether the run's first leg (until its first stop) has a result.json but no commit."""
         try:
             return self.recorded_result(1) is not None and self.commit(1) is None
         except RecordInvalid:
@@ -209,8 +210,7 @@ class RunLog(LegRecords):
     def checked(
         self, entry: CommitEntry, last: CommitEntry | None, received: Mapping[str, Contribution]
     ) -> CommitEntry:
-        """`entry`, the commit after `last`, checked against the log with its verdict. `last` None: the first of its
-        leg.
+        """`entry`, the commit after `last` (None: the first after a start or resume), checked with its verdict.
 
         `received`: manifests at hand by sha256, which need not be fetched.
         """
@@ -220,8 +220,8 @@ class RunLog(LegRecords):
     def _concluded(self, entry: CommitEntry, previous: CommitEntry | None, derive_verdict: bool) -> CommitEntry:
         """`entry`, the commit after `previous`, checked against the log.
 
-        If it contradicts the log, all verdicts of its leg are checked: a wrong verdict may make the commit before void,
-        and then this one is right.
+        If it contradicts the log, all verdicts since the start or resume are checked: a wrong verdict may make the
+        commit before void, and then this one is right.
         """
         derive, lenient = derive_verdict or self.in_doubt, not derive_verdict
         found = self.conclusions.read(entry, previous, derive_verdict=derive, lenient=lenient)
@@ -313,7 +313,7 @@ class RunLog(LegRecords):
     # -- the end of a leg ----------------------------------------------------------------------------------------
 
     def result(self, leg: int) -> Result | None:
-        """The result of a leg, derived from its last commit; None while result.json is missing or the leg goes on.
+        """The result of a leg (start or resume to stop) by its last commit; None without result.json, or if it goes on.
 
         A result.json alone proves nothing, because every replica may create it. For a leg 1 without commits, which only
         a coordinator can have stopped, it counts together with a request to halt, which no replica may create.
@@ -338,7 +338,7 @@ class RunLog(LegRecords):
         return rounds.result_of(last.commit, last.sha256, stamp)
 
     def _before_the_first_commit(self, recorded: Result | None) -> Result | None:
-        """The result of a leg 1 without commits; None without a request to halt. `recorded`: result.json or None."""
+        """The result of a run stopped before any commit; None without a request to halt. `recorded`: result.json."""
         halt = self.halt(1)
         if halt is None:
             return None

@@ -1,8 +1,9 @@
 """Which snapshots are confirmed, and so may be loaded: those whose base digest the commit log names after their round.
 
 A snapshot is written by one machine, whose memory may be wrong, or by anybody with write access. The log names base
-digests: `start.json` of the first base, a leg's begin of the base that it starts from, and a commit of the base before
-its round. `snapshots.stored` checks that the files hold that base; `snapshots.rebuild` makes bases without a snapshot.
+digests: `start.json` of the first base, each resume's record of the base that it starts from, and a commit of the base
+before its round. `snapshots.stored` checks that the files hold that base; `snapshots.rebuild` makes bases without a
+snapshot.
 """
 
 import logging
@@ -127,8 +128,8 @@ class ConfirmedSnapshots:
 def claimed_base(run_log: RunLog, round_: int) -> str | None:
     """The digest of the base after a round that the log names; None as long as no record does.
 
-    Named by `start.json` for the first base, by a leg's begin for the base it starts from, else by the next commit with
-    enough contributions. Void commits do not count.
+    Named by `start.json` for the first base, by a resume's record for the base it starts from, else by the next commit
+    with enough contributions. Void commits do not count.
     """
     start = run_log.start()
     if start is None:

@@ -22,8 +22,8 @@ def default_base(
 ) -> DefaultBase:
     """The base used where no round is named: the newest one, or after a halt by the guard the best scored one.
 
-    If retention deletes payloads, the best one with a snapshot. `folded`: all commits; `begins`: of all legs; both are
-    read if not given.
+    If retention deletes payloads, the best one with a snapshot. `folded`: all commits; `begins`: all start and resume
+    records; both are read if not given.
     """
     begins = run_log.begins() if begins is None else begins
     if folded is None:

@@ -120,8 +120,7 @@ class ModelFiles:
         adapters: tuple[AdapterPair, ...] = (),
         frozen: Mapping[str, torch.Tensor] | None = None,
     ) -> "ModelFiles":
-        """The parts of a torch module: of its adapter if it is a PEFT model, with config files if it is of
-        transformers.
+        """The parts of a snapshot from a torch module: a PEFT model's adapter, and transformers' config files.
 
         The module is not changed. With `adapters` (exactly averaged) it is stored whole, with residuals in its frozen
         weights; `frozen` has their values without residuals, by name. Readers get an adapter

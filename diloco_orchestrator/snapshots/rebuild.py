@@ -182,7 +182,7 @@ def digest_of_base(run_log: RunLog, round_: int) -> str:
 def rebuild_scored(run_log: RunLog, model: int) -> Base:
     """The base whose score the guard attributes to round `model`; the newest base must descend from it.
 
-    For the last round before a leg, that is the base which the leg starts from. Raises as `rebuild` does.
+    For the last round before a resume, that is the base resumed from. Raises as `rebuild` does.
     """
     begins = run_log.begins()
     scored_in = next(begin for begin in reversed(begins) if begin.after_round <= model)
@@ -257,8 +257,8 @@ def _ways(run_log: RunLog, begin: Begin, until: int | None, below: int | None) -
 def _candidates(run_log: RunLog, begin: Begin, until: int | None, below: int | None) -> Iterator[tuple[int, str]]:
     """(round, version) of the confirmed snapshots from which a base can be computed, newest first.
 
-    Snapshots of rounds between the base that the leg resumed from and the leg's first round are skipped: the leg does
-    not descend from them.
+    Snapshots of rounds between the base that was resumed from and the resume are skipped: later bases do not descend
+    from them.
     """
     snapshots = ConfirmedSnapshots(run_log)
     for round_ in reversed(snapshots.rounds):

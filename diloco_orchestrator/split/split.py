@@ -227,7 +227,7 @@ def text_of(content: Any) -> str:
 
 
 def _drawn_by(group_or_content: Any) -> bytes:
-    """Hash that decides on a side: in form 1, so that splits of earlier versions are continued with more data."""
+    """Hash by which a group goes to either set: `item_hash` in form 1, so that splits of earlier versions go on."""
     return item_hash(group_or_content, form=1)
 
 

@@ -130,7 +130,7 @@ class RetryingStore:
         return self._retry("create", attempt)
 
     def without_read_back(self) -> "RetryingStore":
-        """This store with a `create` that does not read back (see `without_read_back` below)."""
+        """This store with a `create` that reads no existing object to find out whether it is its own."""
         found = RetryingStore(
             *(self._opened.store, self._clock, self._rng, self._policy), read_back=False, is_leaving=self._is_leaving
         )
@@ -210,7 +210,7 @@ class ReadsBack(Protocol):
     """A store whose `create` reads an existing object to find out whether it is its own."""
 
     def without_read_back(self) -> Store:
-        """The same store, as `without_read_back` says."""
+        """This store with a `create` that reads no existing object to find out whether it is its own."""
         ...
 
 

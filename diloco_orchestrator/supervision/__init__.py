@@ -1,1 +1,1 @@
-"""Supervision: launches and relaunches replicas within budgets, ends legs, and deletes what retention allows."""
+"""Supervision: launches and relaunches replicas within budgets, stops runs, and deletes what retention allows."""

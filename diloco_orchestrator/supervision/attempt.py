@@ -191,7 +191,7 @@ def _replaced(state: Alive, event: Replaced, now: float, policy: AttemptPolicy) 
 
 @on(Ended, Replaced)
 def _judged(state: Ended, event: Replaced, now: float, policy: AttemptPolicy) -> Step:
-    """Replace the outcome seen here by that in the next attempt's intent, so that all coordinators count alike."""
+    """Replace the outcome seen here by that in the record of the next attempt, so that all coordinators count alike."""
     if event.outcome is None:
         return Step(state)
     return Step(Ended(event.outcome, state.at, event.reason, event.took_part))

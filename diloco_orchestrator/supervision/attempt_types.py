@@ -268,7 +268,7 @@ class SearchFailed:
 
 @dataclass(frozen=True)
 class LegStopped:
-    """Event: the run has stopped (its leg is over), so nothing is launched any more. Sent at every step after that."""
+    """Event: the run has stopped (ended its leg), so nothing is launched any more. Sent at every step after that."""
 
 
 @dataclass(frozen=True)

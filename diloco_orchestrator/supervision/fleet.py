@@ -109,7 +109,7 @@ class Fleet:
     # -- events --------------------------------------------------------------------------------------------------
 
     def observe(self, stopped: bool) -> None:
-        """Advance every attempt by what the bucket and the provider report. `stopped`: whether the leg has stopped."""
+        """Advance every attempt by what the bucket and the provider report. `stopped`: whether the run has stopped."""
         self.take_launch_answers()
         for view in self.views:
             # The launch call itself raised in an earlier step: repeat it.
@@ -122,7 +122,7 @@ class Fleet:
         self._advance_all((view.who, TookPart()) for view in self.views if self._has_taken_part(view))
 
     def tick(self, stopped: bool) -> None:
-        """Apply the timeouts of every attempt. `stopped`: whether the leg has stopped."""
+        """Apply the timeouts of every attempt. `stopped`: whether the run has stopped."""
         if stopped:
             self._advance_all((view.who, LegStopped()) for view in self.views)
         self._advance_all((view.who, Tick()) for view in self.views)
@@ -192,7 +192,7 @@ class Fleet:
         self._advance_all((view.who, CancelAsked(why)) for view in self.views if isinstance(view.state, Alive))
 
     def give_up(self, who: Who, why: str) -> None:
-        """Record that the replica gets no further attempt in this leg. `why`: for the record."""
+        """Record that the replica gets no further attempt before a resume. `why`: for the record."""
         self._advance(who, GaveUp(why))
 
     def _advance_all(self, events: Iterable[Addressed]) -> None:

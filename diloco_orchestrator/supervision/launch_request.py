@@ -67,9 +67,9 @@ def extras_for(url: str) -> list[str]:
 class LaunchRequests:
     """Builds the launch request of any attempt of one run.
 
-    `launched`: digests of run.json and of the leg's settings, for every command. `storage_options` and `secrets` reach
-    replicas as secrets of their provider. `dry`: requests are only shown, so no URL is signed (signing needs
-    credentials), and `check` does not look for the replicas' credentials.
+    `launched`: digests of run.json and of settings changed by a resume, for every command. `storage_options` and
+    `secrets` reach replicas as secrets of their provider. `dry`: requests are only shown, so no URL is signed (signing
+    needs credentials), and `check` does not look for the replicas' credentials.
     """
 
     run: Run

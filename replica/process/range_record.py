@@ -27,10 +27,10 @@ class RangeRecord:
         return self.run_log.configs.of(self.manifest.leg).fragment_sync_delay
 
     def delta_before(self) -> Contribution | None:
-        """The contribution whose saved state the range begins from; None at the start.
+        """The contribution from whose saved state the range (one replica's round) begins; None at the start.
 
-        It is the one that a restarted attempt continues from (`newest_delta` of its history), unless base claims
-        disagree.
+        It is the one that a restarted attempt continues from (`newest_delta` of its history), unless replicas' base
+        digests disagree.
         """
         for round_ in (*self._rounds_before(), self._begin.from_round):
             found = self._of(round_) if round_ else None

@@ -1,4 +1,4 @@
-"""`python -m diloco_orchestrator.replica.process.rerun_range`: trains one range of a run again, for an audit.
+"""`python -m diloco_orchestrator.replica.process.rerun_range`: trains one replica's round again, for an audit.
 
 The training function runs unchanged, in a replica's normal attempt, on the bucket as it was then (`PointInTimeView`).
 The attempt restores cursor, random state and optimizer from the manifest and state before the round, as a restarted one
@@ -48,7 +48,7 @@ def rerun(
     earlier: Path | None = None,
     launched: Launched | None = None,
 ) -> RerunResult:
-    """Train the range of `manifest` again, in this process, and compare.
+    """Repeat the training from which `manifest` came, in this process, and compare.
 
     `output`: a folder for the resulting payload; `earlier`: that of an earlier re-run, to measure the noise between two
     re-runs. `launched`: digests that the configuration must have, else raises `ConfigError`.

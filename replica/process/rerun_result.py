@@ -1,4 +1,4 @@
-"""`RerunResult`: what the process that trains a range again reports to the process that audits a run."""
+"""`RerunResult`: what the process that trains one replica's round again reports to the process that audits a run."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -7,7 +7,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True)
 class RerunResult:
-    """The comparison of the range that was trained again with the one in the bucket.
+    """The comparison of one replica's round, trained again, with what the bucket has of it.
 
     A distance is the norm of the difference, divided by the norm of what the bucket has.
     """

@@ -65,7 +65,7 @@ class BaseClaims:
 
     @property
     def is_rebuilt(self) -> bool:
-        """Whether the base was rebuilt in the open round."""
+        """Whether the base was rebuilt from the bucket in the open round."""
         return self.rebuilt_after == self._tip.position.round
 
     # -- claims about closed rounds ------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class BaseClaims:
         return True
 
     def rebuild(self, until: int | None = None) -> None:
-        """Replace the base by one rebuilt from the bucket: the leg's newest, or that after round `until`.
+        """Replace the base by one rebuilt from the bucket: the newest, or that after round `until`.
 
         Raises as `ReuploadRequests.rebuild` does.
         """

@@ -159,7 +159,7 @@ class RunRounds(Rounds, Protocol):
         ...
 
     def finish_leg(self) -> bool:
-        """After the stop: write the last snapshot and the leg's result unless others do.
+        """After the stop: write the last snapshot and `result.json` unless others do.
 
         Returns as `write_snapshot_if_due`.
         """

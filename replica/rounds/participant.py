@@ -96,7 +96,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A round that is carried out in the background, and which round is open meanwhile."""
+    """The round that a background thread publishes and closes, and the open round as training sees it meanwhile."""
 
     open: OpenRound
     transfer: Transfer
@@ -288,8 +288,7 @@ class Participant:
         return healed
 
     def finish_leg(self) -> bool:
-        """After the stop: unless they exist, write the last base's snapshot, after a halt by the guard the best one's,
-        and the leg's result.
+        """After the stop: unless they exist, write the last base's snapshot (after a halt the best's) and result.json.
 
         Returns whether the base was rebuilt first and had other bits; this replica then holds the rebuilt one.
         """

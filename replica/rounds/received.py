@@ -312,7 +312,7 @@ def _log_not_averaged(manifest: Contribution, error: PayloadCorrupt) -> None:
 
 
 def _belongs(manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> bool:
-    """Whether a manifest names the round, leg and replica that its key does; if not, it is a copy of another one."""
+    """Whether a manifest names the round, leg and replica of its key; if not, it was copied from another key."""
     return (manifest.round, manifest.leg, manifest.replica_id) == (expected.round, expected.leg, replica_id)
 
 

@@ -40,7 +40,7 @@ class GuardEvidence:
         self._vault = vault
 
     def is_of(self, opened: OpenRound) -> bool:
-        """Whether everything has been measured on the base that the open round starts from."""
+        """Whether held-out scores and drift have been measured on the base that the open round starts from."""
         others = [each for each in (self._drift, self._vault) if each is not None]
         return self._is_scored(opened) and all(each.is_of(opened) for each in others)
 

@@ -66,7 +66,7 @@ class TrainingSession:
 
     @property
     def stopped(self) -> bool:
-        """Whether the leg is over for all replicas."""
+        """Whether the run has stopped for all replicas."""
         return self._rounds.open.stopped
 
     def detach(self) -> None:
@@ -111,7 +111,7 @@ class TrainingSession:
         return self._going
 
     def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
-        """Batches until the leg stops or this process is preempted; `step` is called between two batches."""
+        """Batches until the run stops or this process is preempted; `step` is called between two batches."""
         cursor = self._position.take(data)
         while self._going:
             yield cursor.next()
@@ -122,7 +122,7 @@ class TrainingSession:
         self.preempted, self._going = True, False
 
     def _end_if_stopped(self) -> None:
-        """After the leg's stop: write the last snapshot and result if due, and load the last base."""
+        """After the run's stop: write the last snapshot and result if due, and load the last base."""
         if self.stopped:
             self._going = False
             if self._rounds.finish_leg():

@@ -43,7 +43,7 @@ class Fall:
 
     @property
     def share(self) -> float:
-        """The fall's ratio as a share of the ratio that halts."""
+        """The fall's ratio (distance of the groups to their width) as a share of the ratio that halts."""
         return self.ratio / self.needs
 
     @property
@@ -138,7 +138,7 @@ class NewLow(Remembered):
     step: float | None = None  # smallest change between two rounds: scores can be no closer than that
 
     def learn(self, model: int, scores: Sequence[float]) -> None:
-        """Add the next model. `scores`: held-out, of at least the last 15 models or of all, oldest first."""
+        """Add the next base's score. `scores`: held-out, of at least the last 15 bases or of all, oldest first."""
         if self.before is not None:
             change = abs(scores[-1] - scores[-2])
             if change and (self.step is None or change < self.step):
@@ -197,7 +197,7 @@ class NewLow(Remembered):
 
 @dataclass(frozen=True)
 class _Group:
-    """Range, largest rise and number of the scores of consecutive rounds."""
+    """Range, largest rise and number of changes of the scores in a group of consecutive rounds."""
 
     low: float
     high: float
@@ -213,7 +213,7 @@ _Groups = tuple[_Group, _Group]  # before a fall, and since
 
 
 def _groups_since(values: Sequence[float]) -> list[_Group]:
-    """For each index, the group of the value there and all later ones."""
+    """For each index, the `_Group` of the score there and all later ones."""
     groups: list[_Group] = []
     for index in range(len(values) - 1, -1, -1):
         value = values[index]

@@ -52,7 +52,7 @@ _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Auditor:
-    """The ranges of one run, as its log is now, and what training them again needs. Use it in a `with` block.
+    """The ranges of one run (each one replica's training in one round), and what training them again needs.
 
     Args:
         store: the run's folder; nothing is written to it.

@@ -46,7 +46,7 @@ def ranges_of(commits: Iterable[Commit]) -> list[TrainingRange]:
 
 
 def drawn(ranges: Sequence[TrainingRange], draw: int, seed: int, head: Head) -> list[TrainingRange]:
-    """`draw` different ranges (all, if there are fewer), each equally likely, in the order of the draw.
+    """`draw` different ranges (one replica's round each), each equally likely, in the order of the draw.
 
     A function of seed and head alone: ranges are ordered by the sha256 of `<seed>:<head>:<round>:<replica>`. Nobody who
     wrote the run knew a seed chosen later, and a truncated or continued log has another head.
@@ -59,10 +59,10 @@ def drawn(ranges: Sequence[TrainingRange], draw: int, seed: int, head: Head) -> 
 
 
 def caught_probability(ranges: int, dishonest: int, draw: int) -> float:
-    """The probability that at least one of `dishonest` ranges is among `draw` of all `ranges`.
+    """The probability that an audit draws at least one of `dishonest` ranges (one replica's round each).
 
-    Without replacement, 1 - C(ranges - dishonest, draw) / C(ranges, draw): never below 1 - (1 - f)^draw with
-    f = dishonest / ranges.
+    Without replacement, 1 - C(ranges - dishonest, draw) / C(ranges, draw): never below 1 - (1 - f)^draw with f =
+    dishonest / ranges.
     """
     draw = min(draw, ranges)
     return 1.0 - comb(ranges - dishonest, draw) / comb(ranges, draw) if ranges else 0.0
