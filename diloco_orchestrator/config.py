@@ -108,7 +108,7 @@ class RetentionConfig(Tree):
 
 
 class OnHaltConfig(Tree):
-    """Automatic resume: the leg that begins after a halt by the guard, from the base with the best held-out score."""
+    """Automatic resume after a halt by the guard, from the base with the best held-out score."""
 
     change: dict[str, JsonValue] = Field(
         default_factory=dict, description='settings of the new leg, {"outer.lr": 0.5}; those of `outer` and `args`'
@@ -566,7 +566,7 @@ def check_track(track: str | None) -> None:
 
 
 def config_of_leg(config: RunConfig, change: Mapping[str, JsonValue], *, guard: bool = False) -> RunConfig:
-    """The configuration of a leg that changes some settings of run.json.
+    """The configuration of a leg (start or resume to stop) that changes some settings of run.json.
 
     `change`: setting -> value, {"outer.lr": 0.5}. A leg may change its outer optimizer, values of `args` that the run
     has, and with `guard` the guard's settings. Raises `ConfigError` naming the nearest of these, or the error in a

@@ -68,7 +68,7 @@ class ReplicaContext:
 
     @property
     def total_steps(self) -> int:
-        """Inner steps of the run up to the end of this leg, for learning-rate schedules: rounds times their steps."""
+        """Inner steps of the run up to its planned stop, for learning-rate schedules: rounds times their steps."""
         return self._attempt.outer_steps * self._attempt.config.round_steps
 
     @property
@@ -222,7 +222,7 @@ class ReplicaSession:
 
     @property
     def stopped(self) -> bool:
-        """Whether the leg is over for all replicas: completed, halted or failed."""
+        """Whether the run has stopped for all replicas: completed, halted or failed."""
         return self._training.stopped
 
     @property
@@ -253,7 +253,7 @@ class ReplicaSession:
         return self._evidence.items is not None
 
     def checked(self, batch: Batch) -> Batch:
-        """The batch, after comparing its items with the held-out ones, as `batches` does. For loops with `step`.
+        """The same batch, after comparing its items with the held-out ones, as `batches` does. For loops with `step`.
 
         Call it before training on the batch. Raises `HeldoutItemInTraining` for a held-out item, `ConfigError` if
         `attach` got no manifest and no items_of.
@@ -261,7 +261,7 @@ class ReplicaSession:
         return self._compared_by("checked").checked(batch)
 
     def declare(self, items: Iterable[Any]) -> None:
-        """Compare items that the next steps train on, beside those of the batch, such as prompts drawn by a sampler.
+        """Compare training items that are not in the batch, such as prompts drawn by a sampler, with the held-out ones.
 
         Raises `HeldoutItemInTraining` for a held-out one, `ConfigError` if `attach` got no manifest and no items_of.
         """

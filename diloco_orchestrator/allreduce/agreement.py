@@ -22,7 +22,7 @@ _PIECE = 16 * _RUN  # elements that are rounded at once: eight contributions of 
 
 
 class AgreeingMean:
-    """The weighted mean of the parts that agree most with the others, one shard at a time.
+    """The weighted mean of the contributions that agree most with the others, one shard at a time.
 
     A quarter of the parts that are not all zeros in a shard, rounded down, is left out there. Arguments and errors as
     of `WeightedMean`.
@@ -36,7 +36,7 @@ class AgreeingMean:
             check_cut(lengths, part)
 
     def shard(self, index: int) -> ShardBlocks:
-        """The mean of one shard, as `Aggregate.shard`. Every part's shard is read once."""
+        """The mean of one shard, as `Aggregate.shard`. Every contribution's shard is read once."""
         held = [_once_read(part, index) for part in self._parts]
         numel = self._lengths[index]
         values = [Encoded(part.read(index), part.payload.codec, numel) for part in held]
@@ -117,6 +117,6 @@ def _products(vectors: Sequence[Encoded], scales: Sequence[float]) -> list[list[
 
 
 def _once_read(part: Part, index: int) -> Part:
-    """`part` with the bytes of one shard fetched, so that they are not read again."""
+    """The contribution `part` with the bytes of one shard fetched, so that they are not read again."""
     data = part.read(index)
     return replace(part, read=lambda _: data)

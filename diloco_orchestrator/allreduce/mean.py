@@ -75,13 +75,13 @@ class WeightedParts:
         return [Encoded(part.read(index), part.payload.codec, numel) for part in self._parts]
 
     def weighted(self, position: int, block: torch.Tensor) -> torch.Tensor:
-        """`block`, elements of the part at `position`, times its weight: float32, read-only."""
+        """`block`, elements of the contribution at `position`, times its weight: float32, read-only."""
         values = block.to(torch.float32)
         return values if self._ones[position] else values * self.weights[position]
 
 
 class WeightedMean:
-    """sum(w_i x_i) / sum(w_i) over all parts, one shard at a time. Arguments and errors as of `WeightedParts`."""
+    """The weighted mean sum(w_i x_i) / sum(w_i) over all contributions, one shard at a time."""
 
     left_out: Sequence[LeftOut] = ()
 
@@ -109,7 +109,7 @@ class WeightedMean:
 
 
 def mean_into(shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
-    """Write the weighted mean of all parts into `shards`, flat tensors of the lengths of the payloads' shards.
+    """Write the weighted mean of all contributions into `shards`, flat tensors of the payload shards' lengths.
 
     Raises as `WeightedMean` does.
     """

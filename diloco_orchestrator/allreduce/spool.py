@@ -58,7 +58,7 @@ class MemoryBudget:
         self._lock = threading.RLock()  # an allocation may end in a garbage collection that begins while it is held
 
     def take(self, nbytes: int) -> Allocation | None:
-        """An allocation of `nbytes`; None if fewer bytes of the budget are left."""
+        """Bytes, `nbytes` of them, reserved from the budget, as an `Allocation`; None if fewer bytes are left."""
         with self._lock:
             if self._used + nbytes > self.limit:
                 return None

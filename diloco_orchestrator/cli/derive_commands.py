@@ -142,26 +142,26 @@ _TITLE = "payload"
 
 
 class _AuditTable:
-    """Prints head and seed of the draw, then a line for each finding. `silent`: prints nothing."""
+    """Prints the audit's log head and seed, then a line for each audited range. `silent`: prints nothing."""
 
     def __init__(self, *, silent: bool = False) -> None:
         self._silent = silent
 
     def begin(self, drawn: "Audit") -> None:
-        """Print head, seed and number of ranges of the draw."""
+        """Print the log's head, the seed of the draw, and the number of ranges drawn."""
         if self._silent:
             return
         echo(f"log up to {drawn.head}, {drawn.ranges} ranges; the draw: --seed {drawn.seed}")
         echo("".join(f"{name:<{width}}" for name, width in _COLUMNS) + _TITLE)
 
     def row(self, found: "RangeFinding") -> None:
-        """Print one finding."""
+        """Print the finding about one range (one replica's training in one round)."""
         if not self._silent:
             echo(_row_of(found))
 
 
 def _row_of(found: "RangeFinding") -> str:
-    """The line of one finding."""
+    """The line of the finding about one range (one replica's training in one round)."""
     follows = f"round {found.follows}" if found.follows else "start"
     cells = (found.range_.round, found.range_.replica_id, found.steps, follows, f"{found.seconds:.1f}")
     line = "".join(f"{cell!s:<{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True))

@@ -58,7 +58,7 @@ def follow(
 
 
 def watch_until_stopped(store: Store, *, as_json: bool) -> int:
-    """Show a run, reading only, until its newest leg has stopped; returns the exit code."""
+    """Show a run, reading only, until it has stopped (its newest leg is over); returns the exit code."""
     console, clock, said = Console(stderr=as_json), SystemClock(), False
     seen = SeenStore.of(store, clock)
     reader = RunReader(seen)

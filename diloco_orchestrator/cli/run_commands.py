@@ -213,7 +213,7 @@ def resume(
     as_json: bool,
     **given: Any,
 ) -> int:
-    """Begin the next leg of the run in URL, which has stopped, and supervise it."""
+    """Resume the run in URL, which has stopped, by a new leg (stretch until its next stop), and supervise it."""
     from diloco_orchestrator.cli.progress import follow
     from diloco_orchestrator.cli.setting_options import take_part
     from diloco_orchestrator.launching.run import attach

@@ -229,7 +229,7 @@ def _headline(status: RunStatus, still: Sequence[str] = ()) -> RenderableType:
 
 
 def _of_leg(status: RunStatus) -> list[str]:
-    """Peculiarities of the newest leg, one line each: an overridden guard, settings, the model after a halt."""
+    """Peculiarities since the last start or resume, one line each: overridden guard, settings, model after a halt."""
     changed = ", ".join(f"{name}={value}" for name, value in status.settings.items())
     lines = [f"leg {status.leg}: the guard began anew: {status.override_guard}"] if status.override_guard else []
     lines += [f"leg {status.leg} has other settings: {changed}"] if changed else []
@@ -237,7 +237,7 @@ def _of_leg(status: RunStatus) -> list[str]:
 
 
 def _passed_over(status: RunStatus) -> list[str]:
-    """The first objects that were ignored as unreadable, one line each, and the number of the others."""
+    """The first objects of the run ignored as unreadable, one line each, and the number of the others."""
     found = status.unreadable
     more = [f"passed over: {len(found) - _SHOWN_UNREADABLE} more"] if len(found) > _SHOWN_UNREADABLE else []
     return [f"passed over: {words}" for words in found[:_SHOWN_UNREADABLE]] + more
@@ -293,7 +293,7 @@ _USUAL = ("starting", "training", "scoring", "waiting", "snapshot")
 
 
 def _replicas_table(replicas: list[ReplicaRow], metric: str, most: int | None = None) -> Table:
-    """A row for each replica; if more than `most`, those in unusual states first, and a row that counts the rest."""
+    """A table row for each replica; if more than `most`, those in unusual states first, and a count of the rest."""
     shown, rest = replicas, list[ReplicaRow]()
     if most is not None and len(replicas) > most:
         unusual_first = sorted(replicas, key=lambda replica: (replica.state in _USUAL, replica.replica_id))

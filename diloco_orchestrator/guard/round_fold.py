@@ -1,4 +1,4 @@
-"""Selects the scores and training metrics of a round's manifests that update the guard.
+"""Selects the scores and training metrics in a round's manifests by which the guard's state is updated.
 
 Pure: equal manifests give equal verdicts on every replica. A manifest's scores count only for shares that the run's
 start record and the roster assign to its author. `guard.fold` updates the guard.

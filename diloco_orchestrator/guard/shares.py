@@ -48,7 +48,7 @@ def shares_of(items: Sequence[Any], n: int) -> list[list[Any]]:
 
 
 def deal(n: int, roster: Sequence[int]) -> dict[int, list[int]]:
-    """Replica id -> the shares that it scores, for the replicas on the roster. `n`: number of shares.
+    """Replica id -> the shares of held-out items that it scores, for the replicas on the roster (who takes part).
 
     A replica scores its own share; shares of replicas off the roster go to the others in turn. Raises `ValueError` for
     an empty roster.

@@ -24,7 +24,7 @@ class VaultChange:
 
 @dataclass(frozen=True)
 class Answer:
-    """The decision about an alarm that awaits confirmation."""
+    """The decision about an alarm of the guard that awaits confirmation: confirmed, dismissed or still waiting."""
 
     halts: bool
     waits: bool
@@ -32,14 +32,14 @@ class Answer:
 
 
 class Vault:
-    """The best base so far, and the alarm that awaits confirmation. State: 2 numbers, and the alarm."""
+    """The best base so far, and the alarm that awaits confirmation on other held-out items. State: 2 numbers, alarm."""
 
     def __init__(self) -> None:
         self._best: list[Any] | None = None  # held-out score and round of the best base that can be rebuilt
         self._waiting: dict[str, Any] | None = None
 
     def learn(self, model: int, heldout: float) -> None:
-        """Add the score of a base that can be rebuilt later."""
+        """Add the held-out score of a base that can be rebuilt later."""
         if self._best is None or heldout > self._best[0]:
             self._best = [heldout, model]
 

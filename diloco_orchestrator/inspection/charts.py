@@ -104,7 +104,7 @@ def _axes(
 
 
 def round_ticks(first: int, last: int) -> list[int]:
-    """At most six rounds of [first, last] to mark on an axis: multiples of 1, 2 or 5 times a power of ten."""
+    """At most six rounds of [first, last] to mark on a chart's axis: multiples of 1, 2 or 5 times a power of ten."""
     step = next(step for step in _steps() if last // step - (first - 1) // step <= _MOST_TICKS)
     return list(range(-(-first // step) * step, last + 1, step))
 

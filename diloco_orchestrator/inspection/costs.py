@@ -41,7 +41,7 @@ class AttemptCost:
 
 @dataclass(frozen=True)
 class LegCost:
-    """The cost of a leg so far."""
+    """The cost so far of a leg, the run from a start or resume to the next stop."""
 
     hours: float  # since it began
     usd: float | None  # of machines whose price is known; None if none is
@@ -58,7 +58,7 @@ class LegCost:
 
 
 def leg_cost(attempts: Sequence[AttemptCost], began: float, now: float) -> LegCost:
-    """The cost of all attempts of a leg.
+    """The cost of all attempts of a leg (start or resume to stop).
 
     `began`: when the leg began. `now`: the newest time known, at which running attempts are counted. Both are seconds
     since 1970.
@@ -74,7 +74,7 @@ def leg_cost(attempts: Sequence[AttemptCost], began: float, now: float) -> LegCo
 
 @dataclass(frozen=True)
 class EndForecast:
-    """Hours and dollars until the end of a leg, if its rounds go on as the last ones did."""
+    """Hours and dollars until the run's planned stop, if its rounds go on as the last ones did."""
 
     hours: float  # from the last commit to the end
     usd: float | None  # of the whole leg; None if no price is known
@@ -86,7 +86,7 @@ class EndForecast:
 
 
 def end_forecast(spent: LegCost, committed_at: Sequence[float], steps_left: int) -> EndForecast | None:
-    """The forecast for a leg with `steps_left` outer steps to go; None before its third commit.
+    """The forecast for a run with `steps_left` outer steps until its planned stop; None before the third commit.
 
     `committed_at`: times of the leg's commits, oldest first, in seconds since 1970. Uses the median interval of the
     last rounds, so that one long wait does not count, without the first, which includes the start of the machines.
@@ -125,7 +125,7 @@ class CostReader:
         last: Commit | None,
         now: float | None,
     ) -> LegCost:
-        """The cost of a leg so far. An attempt without a heartbeat for ten minutes counts as ended.
+        """The cost of a leg (start or resume to stop) so far. An attempt without a heartbeat for ten minutes has ended.
 
         Args:
             numbers: the numbers of all attempts by replica id, oldest first.

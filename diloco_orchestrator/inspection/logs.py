@@ -119,7 +119,7 @@ class LogFollower:
         self._open: set[tuple[int, int]] = set()  # those that are still read
 
     def lines(self) -> Iterator[LogLine]:
-        """All lines; ends once the newest leg has stopped and every attempt's output is read."""
+        """All lines of output; ends once the run has stopped and every attempt's output is read."""
         next_at = self._clock.now()
         while True:
             if self._clock.now() >= next_at:
@@ -136,7 +136,7 @@ class LogFollower:
             yield self._lines.get()
 
     def _has_stopped(self) -> bool:
-        """Whether the newest leg has stopped, by its commits or, without a commit, by its result."""
+        """Whether the run has stopped since its last start or resume, by its commits or, without any, by its result."""
         log, leg = self._reader.log, self._reader.log.begins()[-1]
         newest = log.newest(leg)
         stopped = newest is not None and newest.commit.leg == leg.leg and newest.commit.stop != "none"

@@ -60,7 +60,7 @@ def card_files(facts: CardFacts, folder: Path) -> dict[str, str]:
 
 
 def curves(rows: Sequence[RoundRow]) -> str:
-    """An SVG of the training metric and the held-out score over rounds; empty if neither was reported."""
+    """An SVG of the run's training metric and held-out score over rounds; empty if neither was reported."""
     training = [(row.round, row.loss if row.loss is not None else row.reward) for row in rows]
     heldout = [(row.round, row.heldout) for row in rows]
     return svg_file(

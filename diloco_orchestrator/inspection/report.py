@@ -23,7 +23,7 @@ from diloco_orchestrator.run_log.segments import Manifests
 
 @dataclass(frozen=True)
 class InfluenceRow:
-    """One contribution in one round, compared with the same round without it."""
+    """One contribution's effect on the base in one round, compared with the same round without it."""
 
     round: int
     replica_id: int
@@ -34,7 +34,7 @@ class InfluenceRow:
 
 @dataclass(frozen=True)
 class Influence:
-    """The rows of all applied rounds whose payloads still exist, by round and replica id."""
+    """The influence of each contribution in all applied rounds with stored payloads, by round and replica id."""
 
     rows: list[InfluenceRow] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)  # applied rounds whose payloads were deleted
@@ -43,7 +43,7 @@ class Influence:
         return asdict(self)
 
     def to_csv(self) -> str:
-        """A header and one CSV line per row, numbers in six digits; missing values are empty."""
+        """The influences as CSV: a header and one line each, numbers in six digits; missing values are empty."""
         text = io.StringIO()
         written = csv.writer(text, lineterminator="\n")
         names = [each.name for each in fields(InfluenceRow)]
@@ -84,7 +84,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Report:
-    """A run at one moment."""
+    """The contents of the page about a run, read at one moment."""
 
     status: RunStatus
     config: RunConfig
@@ -186,7 +186,7 @@ def _manifests(log: RunLog, background: Background) -> Iterator[Contribution]:
 
 
 def _readable(reader: ContributionReader, round_: int, answer: Answer, line: bytes | None) -> Contribution | None:
-    """A manifest from its line in a segment, `line`, or from its own object; None if it cannot be read."""
+    """A manifest from its line in a segment (many manifests in one object) or its own object; None if unreadable."""
     try:
         if line is not None:
             return Contribution.from_bytes(line, "a segment's line")

@@ -24,7 +24,7 @@ from diloco_orchestrator.store.base import Store
 
 @dataclass(frozen=True)
 class RoundRow:
-    """One committed round, from its commit alone."""
+    """One committed round as a row of the status, from its commit alone."""
 
     round: int
     outer_step: int  # outer steps in the base after it
@@ -63,7 +63,7 @@ class RoundRow:
 
 @dataclass(frozen=True)
 class ReplicaRow:
-    """One replica's newest attempt, from its heartbeat and exit records."""
+    """One replica's newest attempt as a row of the status, from its heartbeat and exit records."""
 
     replica_id: int
     attempt: int
@@ -84,7 +84,7 @@ class ReplicaRow:
 
 @dataclass(frozen=True)
 class AttemptRow:
-    """One launched process. Times are seconds since 1970 on its machine's clock."""
+    """One launched process as a row of the status. Times are seconds since 1970 on its machine's clock."""
 
     replica_id: int
     attempt: int
@@ -121,7 +121,7 @@ def _scored(heldout: float | None) -> str:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The state of a run's newest leg, and all rounds of the run."""
+    """The state of a run since its last start or resume (its newest leg), and all rounds of the run."""
 
     url: str
     run_id: str
@@ -181,7 +181,7 @@ class RunReader:
         return self.log.run
 
     def commits(self) -> Sequence[Commit]:
-        """All commits so far, oldest first. Raises `RecordInvalid` at one that breaks the hash chain."""
+        """All commits so far, oldest first. Raises `RecordInvalid` where one does not name the digest of the last."""
         return self.log.commits()
 
     def snapshots(self) -> list[int]:
@@ -189,7 +189,7 @@ class RunReader:
         return self.log.snapshots()
 
     def rows(self) -> list[RoundRow]:
-        """One row per commit, oldest first, all in memory. Raises as `commits` does."""
+        """One `RoundRow` per commit, oldest first, all in memory. Raises as `commits` does."""
         for commit, row in self._new_rows.with_commits():
             self._rows.append(row)
             self._committed_at.append((commit.leg, commit.at))
@@ -218,7 +218,7 @@ class RunReader:
         return NewRows(self.log)
 
     def status(self) -> RunStatus:
-        """The state of the newest leg, its replicas and snapshots, and all rounds of the run."""
+        """The state since the last start or resume, its replicas and snapshots, and all rounds of the run."""
         begins = self.log.begins()
         begin = begins[-1]
         snapshots = self.snapshots()  # read first: they show the log whether segments can exist
@@ -263,19 +263,19 @@ class RunReader:
         return [f"{key}: {found[key]}" for key in sorted(found)]
 
     def spent(self, begin: Begin, now: float | None = None) -> LegCost:
-        """The machine cost of a leg so far. `now`: seconds since 1970; None: the newest time in its records."""
+        """The machine cost of a leg (start or resume to stop) so far. `now`: seconds since 1970; None: its records'."""
         numbers = self.attempts.all_numbers()
         beats = self._newest_heartbeats(numbers)
         newest = self.log.newest(begin)
         return self._costs.of_leg(numbers, beats, begin, newest.commit if newest else None, now)
 
     def replicas(self) -> list[ReplicaRow]:
-        """One row for the newest attempt of every replica."""
+        """One row of facts for the newest attempt of every replica."""
         beats = self._newest_heartbeats(self.attempts.all_numbers())
         return self._replicas(beats, self.log.newest_leg())
 
     def all_attempts(self) -> list[AttemptRow]:
-        """One row for every attempt, by replica id, oldest first."""
+        """One row of facts for every attempt, by replica id, oldest first."""
         numbers = self.attempts.all_numbers()
         return [self._attempt(replica_id, attempt) for replica_id in numbers for attempt in numbers[replica_id]]
 
@@ -345,14 +345,14 @@ class RunReader:
 
 
 class NewRows:
-    """The rows of a run's commits, oldest first. Each `read` continues after the one before; none is kept."""
+    """A `RoundRow` for each commit of a run, oldest first. Each `read` continues after the one before; none is kept."""
 
     def __init__(self, run_log: RunLog) -> None:
         self._log = run_log
         self._position: Position | None = None
 
     def read(self) -> Iterator[RoundRow]:
-        """The rows of the commits not read yet. Raises `RecordInvalid` where the hash chain is broken."""
+        """The rows of the commits not read yet. Raises `RecordInvalid` for one that does not name the one before."""
         for _, row in self.with_commits():
             yield row
 
@@ -430,7 +430,7 @@ def _sign_of(heldout: HeldoutSet | None) -> float:
 
 
 def _state(last: Commit | None, begin: Begin, result: Result | None) -> tuple[str, str]:
-    """State (one of `RunStatus.state`) and reason of the newest leg. `last`: the newest commit, of any leg."""
+    """State (one of `RunStatus.state`) since the last start or resume, and reason. `last`: the run's newest commit."""
     if result is not None:
         return result.status, result.reason
     if last is None or last.leg != begin.leg:

@@ -25,7 +25,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Offer:
-    """An executor and the launch plan of the run on it."""
+    """An executor, and the plan (requests and prices) of launching the run on it."""
 
     place: Place
     plan: LaunchPlan
@@ -77,7 +77,7 @@ def compare(places: Sequence[Place], entrypoint: Any, store: str, **arguments: A
 
 
 def table_of(offers: Sequence[Offer]) -> list[str]:
-    """The offers as lines of text with columns, the cheapest first."""
+    """The launch plans on each executor as lines of text with columns, the cheapest first."""
     rows = [["place", "$/h", "s/round", "machines", "transfer", "requests", "$/round", "$/run", "price from"]]
     for offer in offers:
         plan = offer.plan
@@ -95,5 +95,5 @@ def _usd(value: float | None, digits: int = 4) -> str:
 
 
 def offers_json(offers: Sequence[Offer]) -> list[Mapping[str, Any]]:
-    """The offers as JSON, the cheapest first."""
+    """The launch plans on each executor as JSON, the cheapest first."""
     return [{"place": offer.place.name, **offer.plan.to_json()} for offer in offers]

@@ -40,7 +40,7 @@ _LONG = 200  # characters of a value that is shown whole
 
 @dataclass(frozen=True)
 class PreparedLaunch:
-    """Everything about a launch that is known before anything is written or sent."""
+    """Everything about a launch that is known before it: records, code, requests. Nothing is written or sent yet."""
 
     run: Run  # as run.json will hold it
     url: str  # of the run's folder
@@ -198,7 +198,7 @@ class LaunchPlan:
         )
 
     def lines(self) -> list[str]:
-        """The plan as lines of text."""
+        """The requests and prices of the launch as lines of text."""
         each, rounds_an_hour = self.round, 3600 / self.round_s
         price = "not known here: say it with --hourly-usd"
         if self.hourly_usd is not None:
@@ -313,7 +313,7 @@ def _refusal(prepared: PreparedLaunch) -> str:
 
 
 def _sent(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> dict[str, Mapping[str, Any]]:
-    """The provider's requests for replica 0 and for the first replica of each further part of a mixed fleet."""
+    """The provider's requests for replica 0 and for the first replica of each further executor of a mixed fleet."""
     firsts = {id(part_of(executor, request.replica_id)): request for request in reversed(requests)}
     chosen = sorted(firsts.values(), key=lambda request: request.replica_id)
     return {f"replica {r.replica_id} ({part_of(executor, r.replica_id).name})": executor.plan(r) for r in chosen}

@@ -46,7 +46,7 @@ _LAST_LINES = 30  # lines of the log of a replica that ended without a traceback
 
 @dataclass(frozen=True)
 class RunResult:
-    """The end of a run."""
+    """The end of a run: its state, reason, number of rounds and the like."""
 
     status: str  # "completed" or "halted"
     url: str
@@ -83,7 +83,7 @@ class Run:
         self._untracked = reader.new_rows()
 
     def _coordinate(self) -> Coordinator:
-        """A coordinator of the newest leg."""
+        """A coordinator for the newest leg of the run, which began with its start or last resume."""
         threads = ThreadBackground()
         return Coordinator(self._watched, self._means, threads, threads)
 
@@ -142,7 +142,7 @@ class Run:
             on_poll()
 
     def _auto_resume(self) -> bool:
-        """Begin the next leg after a stop if `on_halt` asks for it. Returns whether a new leg is to be supervised."""
+        """Resume the run after a stop if `on_halt` asks for it. Returns whether a new leg is to be supervised."""
         run_log = self._reader.log
         if self._interrupted or (begin := auto_resume(run_log, self._means.stamp)) is None:
             return False
@@ -200,12 +200,12 @@ class Run:
 
     @property
     def _reader(self) -> RunReader:
-        """The coordinator's reader, whose next call reads the bucket as it is now."""
+        """The coordinator's `RunReader`, whose next call reads the bucket as it is now."""
         self._seen.forget()
         return self._watched
 
     def status(self, *, as_seen: bool = False) -> RunStatus:
-        """The state of the newest leg and all rounds, read from the bucket. Raises `StoreError`.
+        """The state since the last start or resume, and all rounds, read from the bucket. Raises `StoreError`.
 
         `as_seen`: as `wait` has seen it last, which costs a few requests in ten rounds, for a display beside it.
         """
@@ -238,7 +238,7 @@ class Run:
         override_guard: str = "",
         guard: GuardSettings | None = None,
     ) -> "Run":
-        """Begin the next leg of a run that has stopped, and launch its replicas.
+        """Resume a run that has stopped: begin its next leg (until its next stop), and launch the replicas.
 
         `rounds`: outer steps to take, by default those left. `from_round`: the base to start from, by default the one
         that the run stopped on, and after a halt by the guard the one with the best held-out score. `override_guard`:

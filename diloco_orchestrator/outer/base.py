@@ -73,7 +73,7 @@ class BaseShard:
     momenta: torch.Tensor | None  # (n,) float32; None if the outer optimizer has none
 
     def part(self, start: int, stop: int) -> "BaseShard":
-        """Views of elements [start, stop) of the shard."""
+        """Views of elements [start, stop) of this shard's parameters and momenta."""
         return BaseShard(self.parameters[start:stop], None if self.momenta is None else self.momenta[start:stop])
 
     def equals(self, other: Self) -> bool:

@@ -21,7 +21,10 @@ _OLD_TAKES = ("2", "3", "4")  # of earlier versions
 
 
 class ConfirmedSnapshots:
-    """The snapshots that were complete when this object was made, by one LIST request."""
+    """The snapshots complete at this object's making; confirmed ones have the base digest that the commit log names.
+
+    One LIST request.
+    """
 
     def __init__(self, run_log: RunLog) -> None:
         self._log = run_log
@@ -34,7 +37,7 @@ class ConfirmedSnapshots:
         return sorted(self._takes)
 
     def complete_takes(self, round_: int) -> list[str]:
-        """The versions of a round's snapshot that have a record, whatever it holds."""
+        """The versions of a round's snapshot that have a record, whatever it says."""
         return [take for take in self._takes.get(round_, ()) if self._is_of_run(round_, take)]
 
     def takes_of(self, round_: int) -> list[str]:
@@ -54,7 +57,7 @@ class ConfirmedSnapshots:
         return [take for take, record in named if record is not None and record.base_digest == digest]
 
     def take_of(self, round_: int) -> str | None:
-        """The first confirmed version of a round's snapshot; None if there is none."""
+        """The first version of a round's snapshot with the base digest that the log names (confirmed); else None."""
         return next(iter(self.takes_of(round_)), None)
 
     def newest(
@@ -99,7 +102,7 @@ class ConfirmedSnapshots:
             return None
 
     def _rounds_from(self, round_: int) -> Iterator[int]:
-        """The rounds that started from the base after `round_`: in its own leg, and in legs that began from it."""
+        """The rounds that started from the base after `round_`: until the next stop, and after a resume from it."""
         entry = self._log.commit(round_) if round_ else None
         if entry is None and round_:
             return
@@ -110,7 +113,7 @@ class ConfirmedSnapshots:
                 yield from self._until_applied(begin.after_round + 1, begin.leg)
 
     def _until_applied(self, first: int, leg: int) -> Iterator[int]:
-        """The rounds of a leg from `first` up to the first that was applied, or to the open one."""
+        """The rounds from `first` up to the first that was applied, to the open one, or to the run's stop."""
         round_ = first
         while (entry := self._log.commit(round_)) is not None and entry.commit.leg == leg:
             yield round_

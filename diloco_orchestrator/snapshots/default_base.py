@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 def default_base(
     run_log: RunLog, folded: DefaultBases | None = None, begins: Sequence[Begin] | None = None
 ) -> DefaultBase:
-    """The default base now: the newest one, or after a halt by the guard the one with the best held-out score.
+    """The base used where no round is named: the newest one, or after a halt by the guard the best scored one.
 
     If retention deletes payloads, the best one with a snapshot. `folded`: all commits; `begins`: of all legs; both are
     read if not given.

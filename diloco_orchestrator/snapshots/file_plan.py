@@ -76,7 +76,7 @@ class PlannedFile:
 
 
 def plan_files(group: str, specs: Mapping[str, TensorSpec], limit: int) -> list[PlannedFile]:
-    """The files of a group ("model", "outer") with these tensors, in the order of their names."""
+    """The safetensors files, in the order of their names, that hold these tensors of a group ("model", "outer")."""
     whole = PlannedFile(f"{group}.safetensors", dict(specs))
     if whole.size <= limit:
         return [whole]

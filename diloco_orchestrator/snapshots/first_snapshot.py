@@ -27,7 +27,7 @@ def first_snapshot(run_log: RunLog) -> StoredSnapshot:
 
 
 def files_of_run(run_log: RunLog) -> ModelFiles:
-    """The parts of a snapshot of any base of the run, beside the base itself. Raises as `first_snapshot` does."""
+    """Everything of a snapshot but its base, the same in all snapshots of the run. Raises as `first_snapshot` does."""
     return first_snapshot(run_log).model_files(_start(run_log), side_files_of_run(run_log))
 
 

@@ -194,7 +194,7 @@ class ModelFiles:
 def _group(
     group: str, specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Tensor], limit: int
 ) -> Iterator[SnapshotFile]:
-    """The files of a group for these tensors, and their index if there are several."""
+    """The safetensors files of a group ("model", "outer") for these tensors, and their index if there are several."""
     planned = plan_files(group, specs, limit)
 
     for each in planned:
@@ -257,7 +257,7 @@ def write_snapshot(
 def _write_take(
     store: Store, round_: int, take: str, planned: Sequence[SnapshotFile], known: Mapping[str, FileInfo]
 ) -> dict[str, FileInfo] | None:
-    """Write or complete the files of one version. None if the version has other files, or files with other bytes.
+    """Write or complete the files of one snapshot version. None if it has other files, or files with other bytes.
 
     The first base has one version: a foreign file there stays, but has another digest than the record will name, so
     that nobody loads it. `known`: the model's files; the first created ones count.
@@ -280,7 +280,7 @@ def _write_take(
 
 
 def create_snapshot_record(store: Store, ours: Snapshot, take: str) -> bool:
-    """Create the record that completes a version; False if an existing one names another base or other files."""
+    """Create `snapshot.json`, which completes a version; False if an existing one names another base or files."""
     key = keys.snapshot(ours.round, keys.SNAPSHOT_RECORD, take)
     if Writer(store, Role.ANYBODY).create(ours, key) is not None:
         return True
@@ -303,7 +303,7 @@ def existing_files(store: Store, round_: int, take: str = keys.SHARED_TAKE) -> s
 
 
 def _write_file(store: Store, key: str, file: SnapshotFile, exists: bool) -> tuple[FileInfo, bool]:
-    """Create a file unless it exists. Returns its entry for the record, and whether it exists with its bytes."""
+    """Create a snapshot's file unless it exists. Returns its entry for the record, and whether it has these bytes."""
     data = file.encode()
     ours = info_of(data)
     if not exists and without_read_back(store).create(key, data):

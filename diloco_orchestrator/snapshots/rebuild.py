@@ -78,7 +78,7 @@ def rebuild(
     below: int | None = None,
     first: FirstBase | None = None,
 ) -> Tip:
-    """The newest base of a leg, or its base after round `until`, rebuilt from the bucket, and its position in the log.
+    """The newest base of a leg (start or resume to stop), or that after round `until`, rebuilt; and its log position.
 
     Starts from the newest confirmed snapshot (before round `below`, if given), or from an older one if that is damaged
     or later payloads cannot be read. `first`: the first base, if in memory. Raises `RecordInvalid` if no usable
@@ -140,7 +140,7 @@ def rebuild_beside(
 
 
 def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
-    """The base after `round_`, whichever leg made it, and the other parts of its snapshot.
+    """The base after `round_`, before or after a resume, and the other parts of its snapshot.
 
     Those are from snapshot 0, the buffers from the replica that `snapshots.buffers` names. The newest base must descend
     from that base. Raises `NoSuchRun` if no replica has created the first base, and `ConfigError` naming the nearest
@@ -160,7 +160,7 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
 
 
 def rebuild_base(run_log: RunLog, round_: int) -> Tip:
-    """The base after `round_`, whichever leg made it; the newest base must descend from it.
+    """The base after `round_`, before or after a resume; the newest base must descend from it.
 
     Raises `NoSuchRun` if no replica has created the first base, and as `rebuild` does.
     """
@@ -218,7 +218,7 @@ def write_rebuilt_snapshot(run_log: RunLog, round_: int, stamp: Stamp, by: int |
 
 @dataclass(frozen=True)
 class _Way:
-    """A path by which a base can be computed: one version of a snapshot, then the commits of one leg or several."""
+    """A path by which a base can be computed: one version of a snapshot, then commits until the base."""
 
     round: int  # of the snapshot
     take: str
@@ -228,7 +228,7 @@ class _Way:
 def _by_first_way(
     run_log: RunLog, begin: Begin, until: int | None, below: int | None, rebuilt: Callable[[_Way], T]
 ) -> T:
-    """The result of `rebuilt` for the first path whose objects can all be read; if there is none, the first error."""
+    """The result of `rebuilt` for the first path whose objects can all be read; else raises the first error."""
     failure: PayloadCorrupt | RecordInvalid | ObjectMissing | None = None
     for way in _ways(run_log, begin, until, below):
         try:
@@ -245,7 +245,7 @@ def _by_first_way(
 
 
 def _ways(run_log: RunLog, begin: Begin, until: int | None, below: int | None) -> Iterator[_Way]:
-    """All paths to a base of a leg, newest snapshot first; then those through the leg that it resumed from."""
+    """All paths (snapshot, then commits) to a base, newest snapshot first; then those from before the last resume."""
     for round_, take in _candidates(run_log, begin, until, below):
         yield _Way(round_, take, ((begin, until),))
     made = leg_of_base(run_log.begins()[: begin.leg - 1], begin.from_round) if begin.from_round else None
@@ -255,7 +255,7 @@ def _ways(run_log: RunLog, begin: Begin, until: int | None, below: int | None) -
 
 
 def _candidates(run_log: RunLog, begin: Begin, until: int | None, below: int | None) -> Iterator[tuple[int, str]]:
-    """(round, version) of the confirmed snapshots from which a leg's base can be computed, newest first.
+    """(round, version) of the confirmed snapshots from which a base can be computed, newest first.
 
     Snapshots of rounds between the base that the leg resumed from and the leg's first round are skipped: the leg does
     not descend from them.
@@ -286,7 +286,7 @@ def _stored(run_log: RunLog, way: _Way) -> StoredSnapshot:
 
 
 def _position_at(run_log: RunLog, way: _Way) -> tuple[Position, CommitEntry | None]:
-    """The position in the log where the commits of a path begin, and the commit before; None at a leg's begin."""
+    """The log position where the commits of a path begin, and the commit before; None right after a start or resume."""
     begin, _ = way.legs[0]
     entry = run_log.commit(way.round) if way.round else None
     if entry is None or way.round <= begin.after_round:
@@ -325,7 +325,7 @@ def _compared_along(run_log: RunLog, base: Base | None, way: _Way) -> Comparison
 
 @dataclass(frozen=True)
 class _Step:
-    """One outer step: (manifest, weight) of the averaged contributions, and the settings of its leg."""
+    """One outer step: (manifest, weight) of the averaged contributions, and the settings then in force."""
 
     fragment: int
     named: Sequence[tuple[Contribution, int]]

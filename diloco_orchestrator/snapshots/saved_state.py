@@ -58,9 +58,9 @@ def read_state(store: Store, manifest: Contribution) -> Iterator[bytes]:
 
 
 def pieces_of(data: bytes, manifest: Contribution) -> list[tuple[str, Shard]]:
-    """Key, digest and size of the pieces of a state. `data`: the object that the manifest names.
+    """Key, digest and size of the objects in which a large state is stored; empty for a state in one object.
 
-    Empty if that object is the whole state. Raises `RecordInvalid` for an invalid index.
+    `data`: the object that the manifest names. Raises `RecordInvalid` for an invalid index.
     """
     key = keys.state(manifest.replica_id, manifest.round, manifest.attempt)
     header = read_header(lambda start, end: data[start:end], key)

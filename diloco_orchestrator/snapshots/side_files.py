@@ -43,7 +43,7 @@ load them into the model with its adapter. `diloco pull` makes an ordinary adapt
 def side_files(
     model: torch.nn.Module, tokenizer: Any, adapter: AdapterFolder | None, tied: Mapping[str, str]
 ) -> dict[str, bytes]:
-    """The files by name. `tied`: second names of tied tensors, which the model's file lacks."""
+    """A snapshot's files without tensors, by name. `tied`: second names of tied tensors, not in the model's file."""
     config: Any = copy.deepcopy(getattr(model, "config", None))  # `architectures` of the user's own stays
     generation: Any = getattr(model, "generation_config", None)
     # Tensors of a model with adapters that is stored whole have names that `from_pretrained` does not know.

@@ -105,7 +105,7 @@ class StoredSnapshot:
         return group_files(naming.group, self.record.files, self._where)
 
     def specs(self, name: str) -> dict[str, TensorSpec]:
-        """The tensors that a file holds."""
+        """The names, shapes and dtypes of the tensors that a file holds."""
         if self._model_file is not None and self._model_file[0] == name:
             return {each: TensorSpec.of(tensor) for each, tensor in self._model_file[1].items()}
         key = keys.snapshot(self.round, name, self.take)
@@ -127,7 +127,7 @@ class StoredSnapshot:
 
 
 class RestOfSnapshot:
-    """The untrained tensors of a stored model, by name in its files.
+    """The untrained tensors of a stored model, by their name in its files.
 
     If they are read in the order of the files, each file is fetched once.
     """
@@ -183,7 +183,7 @@ def _parts_of_base(
 
 
 def first_snapshot_in(run_log: RunLog, start: Start, take: str) -> StoredSnapshot:
-    """A version of snapshot 0 with the base and files of a start record. Raises `ObjectMissing` without a record."""
+    """A version of snapshot 0 with the first base and files of its record `start`. Raises `ObjectMissing` without."""
     record = run_log.snapshot(0, take)
     files = record.files
     if start.first_files is not None:

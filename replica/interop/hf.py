@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class GuardedBy(TypedDict, total=False):
-    """Arguments of `ctx.attach` about the guard."""
+    """Arguments of `ctx.attach` about the guard, which judges the global model's held-out score."""
 
     heldout: HeldoutFn | None
     heldout_items: Sequence[Any] | None
@@ -214,7 +214,7 @@ class ReplicaCallback(TrainerCallback):
         return self.session is not None and (self.session.stopped or self.session.preempted)
 
     def _follow_run(self, schedule: Any) -> None:
-        """Step a learning-rate schedule for rounds committed without this replica."""
+        """Step the trainer's learning-rate schedule for rounds that were committed without this replica."""
         assert self.session is not None
         if isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
             while schedule.last_epoch < self.session.step_count:

@@ -82,7 +82,7 @@ class LoaderStream:
 
     @property
     def dealt(self) -> DealtOrder | None:
-        """The order of the current epoch's batches; None if a version without such orders began the epoch."""
+        """Digests of the order in which replicas share the epoch's batches; None if a version without them began it."""
         return self._order if self._unseeded is None else None
 
     def __iter__(self) -> Iterator[Any]:
@@ -232,7 +232,7 @@ class _MapEpochs(_Epochs):
 
 
 class _Window:
-    """A sampler whose iterator is set for each epoch."""
+    """A sampler of a DataLoader, whose iterator of indices is set anew for each epoch."""
 
     def __init__(self) -> None:
         self.indices: Iterator[Any] = iter(())

@@ -1,4 +1,4 @@
-"""`tap`: records the results of a TRL trainer's reward functions, for the guard's training metric.
+"""`tap`: wraps a TRL trainer's reward function and records its results, for the guard's training metric.
 
 The trainer's own metrics are means over logging windows and processes; these are all numbers of one inner step.
 """
@@ -27,7 +27,7 @@ class RewardTap:
 
 
 class ListensToRewards(Protocol):
-    """An object that collects reward taps: a `ReplicaCallback`."""
+    """An object that collects the results of wrapped reward functions: a `ReplicaCallback`."""
 
     @property
     def in_training(self) -> bool:
@@ -35,7 +35,7 @@ class ListensToRewards(Protocol):
         ...
 
     def new_tap(self, weight: float) -> RewardTap:
-        """A tap that is read and emptied after each inner step."""
+        """A new recorder of one reward function's results, read and emptied after each inner step."""
         ...
 
 
@@ -74,7 +74,7 @@ def tap(reward_fn: RewardFn, session_of: ListensToRewards, weight: float = 1.0) 
 
 
 def take(taps: Sequence[RewardTap]) -> dict[str, float]:
-    """Mean and standard deviation of the weighted sums of all functions' rewards; empties the taps.
+    """Mean and standard deviation of the weighted sums of all recorded rewards, which are then emptied.
 
     A completion's sum leaves out functions that returned None for it, as TRL's does; completions without any reward do
     not count. Not finite if a reward is not. Empty if there was no completion.

@@ -201,7 +201,7 @@ class TorchftManager:
         rounds.close_beside_training(lambda: None, keep_average=not self._averages_parameters)
 
     def _close_once(self) -> None:
-        """Close the round at the first `wait()` of its tensors, and write the results into them."""
+        """Close the round at the first `wait()` on one of its tensors, and write the results into all of them."""
         if self._closed is not None:
             return
         rounds, tensors = self._attached(), self._by_name()
@@ -257,7 +257,7 @@ class _Work:
 
 
 def _fp32(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, because torchft may change the tensor while the copy is published in the background."""
+    """A float32 copy of the tensor, because torchft may change it while the copy is published in the background."""
     return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
 
 

@@ -118,7 +118,7 @@ def _check_rollouts(trainer: Any, config: RunConfig) -> None:
 
 
 def adapt_trainer(trainer: Any, total_steps: int) -> None:
-    """Change settings as a replica's trainer needs them, and log it: no own checkpoints, steps to the run's end."""
+    """Change a trainer's settings as a replica needs them, and log it: no own checkpoints, steps to the run's end."""
     args = trainer.args
     if _text(args.save_strategy) != "no":
         log.info("save_strategy=%r is set to 'no': the run's snapshots are in its bucket", _text(args.save_strategy))

@@ -40,7 +40,10 @@ def compare(
     output: Path,
     earlier: Path | None,
 ) -> RerunResult:
-    """The result of a re-run. `written`: store with its objects; `before`: the contribution before the range."""
+    """The comparison of a range (one replica's training in one round) trained again with the recorded one.
+
+    `written`: store with the new objects; `before`: the contribution before the range.
+    """
     if found.payload is None:
         return RerunResult(differing=("payload",), follows=before.round if before else 0)
     distance, noise = None, None
@@ -66,7 +69,7 @@ def compare(
 
 
 def is_of_an_earlier_order(found: Contribution, recorded: Sequence[Contribution]) -> bool:
-    """Whether the re-run drew its data in another order than all replicas of the recorded round: another version did.
+    """Whether training again drew data in another order than all replicas of the recorded round, of another version.
 
     `recorded`: all manifests of the round, so that no single replica can claim another version for itself.
     """
@@ -75,7 +78,7 @@ def is_of_an_earlier_order(found: Contribution, recorded: Sequence[Contribution]
 
 
 def _facts(recorded: Contribution, found: Contribution) -> Mapping[str, tuple[Any, Any]]:
-    """Each fact in `EXACT` and `SAME_CLASS`, by name, with its value in the recorded and in the repeated manifest."""
+    """Each fact in `EXACT` and `SAME_CLASS`, by name, with its value in the recorded and in the new manifest."""
 
     def of(manifest: Contribution) -> dict[str, Any]:
         progress = manifest.progress
@@ -105,7 +108,7 @@ def _without_chance(cursor: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _takes_micro_batches(before: Contribution | None, found: Contribution) -> bool:
-    """Whether the re-run took more batches than steps; True if an epoch ended in between, which hides the count."""
+    """Whether the training repeated for an audit took more batches than steps; True if an epoch ended in between."""
     now, then = found.progress, before.progress if before else None
     if now is None or "batches" not in now.cursor:
         return True

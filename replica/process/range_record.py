@@ -39,7 +39,7 @@ class RangeRecord:
         return None
 
     def steps_in_round(self) -> int:
-        """Number of the range's steps that its author took after its round had opened.
+        """Number of the range's inner steps that its author took after the round had opened.
 
         With a delay its first steps were taken after the contribution before, while that round was being closed.
         """
@@ -48,7 +48,7 @@ class RangeRecord:
         return self.manifest.own_steps - (self.delay if behind else 0)
 
     def why_not(self) -> str:
-        """Reason why the range's training does not follow from the recorded state; empty if it does."""
+        """Reason why the training in the range does not follow from the recorded state; empty if it does."""
         if self.steps_in_round() <= 0:
             return (
                 "its author was cut before its first step of the round, and published what its fragments held from "
@@ -113,7 +113,7 @@ class RangeRecord:
         return self.run_log.begin_of(self.manifest.leg).record
 
     def _rounds_before(self) -> range:
-        """The rounds of the leg before the range's, newest first."""
+        """The rounds since the last start or resume before the range's own, newest first."""
         return range(self.manifest.round - 1, self._begin.after_round, -1)
 
     def _of(self, round_: int) -> Contribution | None:

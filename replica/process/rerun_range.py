@@ -36,7 +36,7 @@ _WRITE_ID = "audit"
 
 
 class SegmentPublished(BaseException):
-    """Ends the training function once the range is trained and its manifest written."""
+    """Ends the training function of an audit once the range (one round's training) is done and its manifest written."""
 
 
 def rerun(
@@ -77,7 +77,7 @@ def rerun(
     pulse, partial = Pulse(), manifest.own_steps < whole
 
     def should_leave() -> bool:
-        """Whether the re-run has taken all steps of a partial contribution; it then publishes, as at a preemption."""
+        """Whether the repeated training has taken all steps of a partial contribution, which it then publishes."""
         return partial and pulse.round == round_ and pulse.inner_step >= steps
 
     # No time passes but where something is waited for: no replica is late, so that the record alone decides what it
@@ -124,7 +124,7 @@ def _know_the_claim(past: RunLog, whole: RunLog, begin: Begin, round_: int) -> N
 
 
 def main() -> None:
-    """Train the range that the command line names again; write the result into the output folder."""
+    """Train the range (one replica's round) that the command line names again; write the comparison into a folder."""
     parser = argparse.ArgumentParser(prog="python -m diloco_orchestrator.replica.process.rerun_range")
     parser.add_argument("--store", required=True, help="the run's folder")
     parser.add_argument("--replica-id", type=int, required=True)

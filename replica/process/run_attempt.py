@@ -84,7 +84,7 @@ class EntrypointInvalid(ConfigError):
 
 
 class LeavingNotice:
-    """Callable: whether this process should leave as soon as its finished work is published.
+    """Callable that returns whether this process should leave as soon as its finished work is published.
 
     True after SIGTERM, or once `leave_after_s` seconds have passed, because some providers end a process at its time
     limit without a signal.
@@ -188,7 +188,7 @@ def _unclaimed(error: Exception, environ: Mapping[str, str]) -> Ending:
 
 @dataclass(frozen=True)
 class _Joined:
-    """A claimed attempt, its running heartbeat, and its ending if the run is over already."""
+    """An attempt that this process has claimed, its running heartbeat, and how it ended if the run is over already."""
 
     attempt: Attempt
     heartbeat: Periodic
@@ -245,7 +245,7 @@ def _ending_of(error: BaseException) -> Ending:
 
 
 def _row_of(error: BaseException) -> tuple[int, str] | None:
-    """Exit code and reason of an error in `_ENDINGS`; None for any other error."""
+    """Exit code and reason of an error that `_ENDINGS` lists; None for any other error."""
     found = ((code, reason) for kind, code, reason in _ENDINGS if isinstance(error, kind))
     code, reason = next(found, (None, ""))
     return None if code is None else (code, reason.format(error=error))

@@ -74,7 +74,7 @@ def check_replica(
 
 
 def _others(jobs: Jobs, first: Seen, lone: RunConfig, fleet: RunConfig) -> dict[str, Seen]:
-    """Results of all processes but the first, whose result shows which of them are needed."""
+    """Results of all processes of a check but the first, whose result shows which of them are needed."""
     steps = lone.sync_every
     places = {"inside a round": steps + steps // 2, "at a round's end": 2 * steps}
     # The fleet's replicas wait for each other, so they come first.

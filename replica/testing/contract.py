@@ -18,7 +18,10 @@ from diloco_orchestrator.replica.testing.rows import NAMES
 
 
 class ReplicaContract:
-    """Subclass it and set `train`; `settings`: keyword arguments of `check_replica`. Rows that do not apply skip."""
+    """pytest tests of a training function: subclass it and set `train`. Checks that do not apply are skipped.
+
+    `settings`: keyword arguments of `check_replica`.
+    """
 
     train: ClassVar[str]
     settings: ClassVar[Mapping[str, Any]] = {}

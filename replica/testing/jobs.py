@@ -1,4 +1,4 @@
-"""`Jobs`: runs the processes of a check through an attempt server, and reads the results of each."""
+"""`Jobs`: runs the processes of a training function's check through an attempt server, and reads their results."""
 
 import json
 import os
@@ -32,7 +32,7 @@ _LAST_LINES = 15  # of the output of a server that died
 
 @dataclass(frozen=True)
 class Seen:
-    """The result of a process: how it ended, its notes, and its run's log as far as written then."""
+    """The result of a check's process: how it ended, its observations, and its run's log as far as written then."""
 
     notes: Notes
     code: int | None = None  # exit code; None for a process that was killed
@@ -63,7 +63,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Wanted:
-    """One process to start. `run`: the name of its run; processes with one name take part in one run.
+    """One process of a check to start. `run`: name of its run; processes with one name take part in one run.
 
     `after`: the name of another process in the same call that must end first; empty for none.
     """
@@ -78,7 +78,7 @@ class Wanted:
 
 
 class Jobs:
-    """Context manager that runs an attempt server. `folder`: for runs and notes."""
+    """Context manager that runs the processes of a check in an attempt server. `folder`: for runs and observations."""
 
     def __init__(self, folder: Path, entrypoint: str, most: int, limit_s: float) -> None:
         self._folder = folder
@@ -142,7 +142,7 @@ class Jobs:
         return self._count
 
     def _intend(self, wanted: Wanted) -> None:
-        """Create the intent of an attempt, as a coordinator does, and before it the run if it is missing."""
+        """Create the intent, which announces an attempt, as a coordinator does, and before it the run if missing."""
         stamp, store = Stamp("check", SystemClock().wall_time), open_store(self._url(wanted.run))
         if wanted.run not in self._runs:
             run = Run(**stamp(), run_id="check", config=wanted.config, package_version=VERSION)
@@ -184,7 +184,7 @@ class Jobs:
         return seen if wanted.watch.get("plain") else self._with_log(seen, wanted)
 
     def _with_log(self, seen: Seen, wanted: Wanted) -> Seen:
-        """`seen` plus the contents of the run's bucket."""
+        """`seen` plus the commits and manifests in the run's bucket."""
         store = open_store(self._url(wanted.run))
         ended: Exit | None = AttemptRecords(store).exit(wanted.replica_id, wanted.attempt)
         commits = list(RunLog(store).commits())

@@ -11,12 +11,12 @@ _INDENT = 31
 
 
 class ReplicaUnsound(AssertionError):
-    """A training function failed a row of its conformance report, which is the message."""
+    """A training function failed one of the checks in its conformance report, which is the message."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Whether a claim about the training function is true; a row of the report. `remedy`: what to do if it is false."""
+    """The result of one check of a training function, a row of the report. `remedy`: what to do if it failed."""
 
     name: str
     outcome: Outcome
@@ -34,7 +34,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class ConformanceReport:
-    """All findings about one training function, each after those that it depends on."""
+    """The results of all checks of one training function, each after those that it depends on."""
 
     entrypoint: str
     findings: tuple[Finding, ...]

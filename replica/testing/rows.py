@@ -21,7 +21,7 @@ _NOT_REPEATABLE = "training is not repeatable"
 
 @dataclass(frozen=True)
 class Checked:
-    """Results of the processes by name, without those that were not needed."""
+    """Results of a check's processes by name, without those that were not needed."""
 
     rounds: int
     sync_every: int

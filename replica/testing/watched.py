@@ -34,7 +34,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Watch:
-    """Where observations are written, and how the training function is disturbed."""
+    """Settings of a watched process: the folder for observations, and how the training function is disturbed."""
 
     folder: str  # for notes and tensors
     plain: bool = False  # without a run
@@ -66,7 +66,7 @@ class Notes:
 
     @classmethod
     def read(cls, folder: Path) -> "Notes | None":
-        """The notes in a folder; None if the process ended before writing them."""
+        """The observations in a folder; None if the process ended before writing them."""
         path = folder / "notes.json"
         return cls(**json.loads(path.read_text())) if path.exists() else None
 
@@ -111,7 +111,7 @@ class Watcher:
         return {name: value.detach().to("cpu", copy=True) for name, value in _named(self._model, trainable=True)}
 
     def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write tensors into the folder, for `rows`."""
+        """Write tensors into the folder of observations."""
         save_file({each: value.clone() for each, value in tensors.items()}, self._path(f"{name}.safetensors"))
 
     def batch(self) -> None:
@@ -121,7 +121,7 @@ class Watcher:
             raise NeverStepped(f"{PATIENCE} batches and not one step of the attached optimizer.")
 
     def note_state(self) -> None:
-        """Save and load the optimizers' state, as for a restarted attempt, and note lost parts. At the end only."""
+        """Save and load the optimizers' state, as for a restarted attempt, and record lost parts. At the end only."""
         assert self._optimizers is not None
         saved = b"".join(pack(self._optimizers.state_dict()))
         self._optimizers.load_state_dict(unpack([saved], "the optimizer's state"))
@@ -155,7 +155,7 @@ class Watcher:
             self._note_first_model()
 
     def _note_first_model(self) -> None:
-        """Note the model before any optimizer's first step of a round."""
+        """Record a digest of the model before any optimizer's first step of a round."""
         if self.notes.steps == len(self.notes.at_round) * self._round_steps:
             self.notes.at_round.append(digest_of(self.parameters()))
 
@@ -204,7 +204,7 @@ def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 class WatchedContext(ReplicaContext):
-    """The context of a real attempt, changed only as `watch` says."""
+    """The context of a real attempt in a check, changed only as the settings `watch` say."""
 
     def __init__(self, attempt: Attempt, watch: Watch) -> None:
         super().__init__(attempt)
@@ -360,7 +360,7 @@ class PlainSession(ReplicaSession):
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Round the parameters at a round's end as a run's outer step does, once for each step."""
+        """Round the parameters at a round's end as a run's outer step does, once for each step of the round."""
         count = self.step_count
         if count == self._settled:
             return

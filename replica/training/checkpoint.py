@@ -55,7 +55,7 @@ class Checkpoint:
         self.small = SmallState(optimizer, stateful)
 
     def encode_if_due(self) -> Buffers | None:
-        """The state as bytes; None if none is due with the open round's contribution (setting `replica_state`)."""
+        """The training state as bytes; None if none is saved with the open round's contribution (`replica_state`)."""
         config, opened = self._attempt.config, self._rounds.open
         beside_snapshot = (opened.outer_step + 1) % config.snapshot_every == 0
         due = config.saves_state == "round" or (config.saves_state == "snapshot" and beside_snapshot)
@@ -103,7 +103,7 @@ class Checkpoint:
                 log.warning("stateful %r begins anew: this replica's newest manifest lacks it", name)
 
     def go_back(self, saved: SavedState) -> None:
-        """Load optimizer and large objects of an earlier state, but keep learning rates, which schedules set."""
+        """Load optimizer and large objects of an earlier training state, but keep learning rates, set by schedules."""
         hyperparameters = self.small.hyperparameters()
         self.load(saved)
         self.small.set_hyperparameters(hyperparameters)

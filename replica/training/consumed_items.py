@@ -51,7 +51,7 @@ class ConsumedItems:
         self._record(self._compared(items, self._forbidden))
 
     def forbid(self, item: ItemHash, name: str) -> None:
-        """Refuse the item with this hash too. `name`: its id, for the error."""
+        """Refuse the training item with this hash from now on. `name`: its id, for the error."""
         self._forbidden[item] = name
 
     def take(self) -> Consumed:
@@ -66,7 +66,7 @@ class ConsumedItems:
         self._hasher.update(b"".join(hashes))
 
     def _compared(self, items: Iterable[Any], forbidden: Mapping[ItemHash, str]) -> list[ItemHash]:
-        """The items' hashes. Raises `HeldoutItemInTraining` if one is in `forbidden`."""
+        """The hashes of the training items. Raises `HeldoutItemInTraining` if one is in `forbidden`."""
         hashes = [self._manifest.hash_of(item) for item in items]
         for each in hashes:
             if each in forbidden:
@@ -82,7 +82,7 @@ class ConsumedItems:
     # -- proof that refusing works -------------------------------------------------------------------------------
 
     def _prove(self, items: list[Any]) -> None:
-        """Self-test: the first batch, its first item treated as held out, must be refused. Raises `ConfigError`."""
+        """Self-test: a batch whose first item is treated as held out must be refused. Raises `ConfigError`."""
         if not items:
             raise ConfigError(
                 "the first batch declares no item, so that nothing is compared with the held-out set: items_of must "
@@ -112,7 +112,7 @@ class ConsumedItems:
     # -- items of a batch ----------------------------------------------------------------------------------------
 
     def _declared_by_form(self, batch: Any) -> Iterable[Any]:
-        """The items of a batch, by its form, if the user gave no `items_of`."""
+        """The items of a batch, taken from its form (text, list, mapping), if the user gave no `items_of`."""
         field = self._manifest.settings.text_field
         if isinstance(batch, str | bytes | bytearray):
             return [batch]

@@ -65,7 +65,7 @@ class DealtOrder:
         return {**self._epoch, "batches": dict(self._digests)}
 
     def compare(self, replica_id: int, others: Iterable[Contribution]) -> None:
-        """Compare this order with those of other replicas in the same epoch, from their manifests.
+        """Compare this replica's batch order with those of the others in the same epoch, from their manifests.
 
         Raises `ConfigError` unless more replicas, this one included, have this order than another; otherwise replicas
         with another order are logged.

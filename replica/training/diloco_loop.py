@@ -75,7 +75,7 @@ class DiLoCoLoop:
             self._publish(self._pseudo_gradient, in_background=False)
 
     def publish_part(self) -> None:
-        """Publish the pseudo-gradient so far, unless one is published, it is zero, or it is the final evaluation."""
+        """Publish the pseudo-gradient of the steps so far, unless one is published, it is zero, or nobody trains."""
         if self.published or self._rounds.open.final_evaluation:
             return
         pseudo_gradient = self._pseudo_gradient()

@@ -43,7 +43,7 @@ class DriftMeter:
         return self._measured == (opened.round, opened.version)
 
     def measure(self, shown: ShownBase) -> None:
-        """Measure the base of the open round.
+        """Measure the KL drift of the open round's base from the run's start.
 
         Raises `ModelMismatch` if the run's reference is of other items, `RecordInvalid` if it was changed.
         """
@@ -65,7 +65,7 @@ class DriftMeter:
     # -- the reference -------------------------------------------------------------------------------------------
 
     def _load(self, shown: ShownBase) -> None:
-        """Load the run's reference, after creating it from the first base if it is missing."""
+        """Load the model outputs from which drift is measured, after creating them from the first base if missing."""
         attempt = shown.attempt
         record = self._record(attempt)
         if record is None:
@@ -90,7 +90,7 @@ class DriftMeter:
         self._probe.load(views(data, where))
 
     def _create(self, model: torch.nn.Module, attempt: Attempt) -> None:
-        """Write the reference of `model`, which has the first base's parameters, and its record, unless they exist."""
+        """Write the reference outputs of `model`, which has the first base, and their record, unless they exist."""
         if self._record(attempt) is not None:
             return
         reference = self._probe.reference_of(model)

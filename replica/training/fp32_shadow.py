@@ -153,7 +153,7 @@ class Fp32View:
             parameter.copy_(values[name])
 
     def _update_shadows(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Add to the shadows the change by training since they were set. `values`: the parameters now."""
+        """Add to the fp32 copies of parameters the change by training since they were set. `values`: parameters now."""
         for name, shadow in self._shadows.items():
             parameter = values[name]
             if parameter.dtype == torch.float32:
@@ -169,7 +169,7 @@ def views_of(
     mixes: bool = False,
     in_background: bool = False,
 ) -> list[Fp32View]:
-    """A view of each fragment. `mixes`: as of `Fp32View`. `in_background`: whether rounds run in the background."""
+    """A view (access to the values) of each fragment. `mixes`: as of `Fp32View`. `in_background`: of rounds."""
     parts = [{name: parameters[name] for name in names} for names in fragments]
     handover = handover_of(parts) if in_background else PlainCopies()
     return [Fp32View(part, mixes, handover) for part in parts]

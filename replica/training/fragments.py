@@ -14,7 +14,7 @@ from diloco_orchestrator.outer.base import Base
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """The schedule of fragment synchronisation. Raises `ConfigError` for inconsistent numbers."""
+    """The numbers by which fragments are synchronised in turn. Raises `ConfigError` for inconsistent ones."""
 
     sync_every: int  # inner steps between two synchronisations of the same fragment (H)
     fragments: int

@@ -15,7 +15,7 @@ _ALIGNMENT = 64  # bytes; of each tensor in the buffer
 
 
 class Handover(Protocol):
-    """Transfers between the training thread and the background, one fragment at a time."""
+    """Transfers a fragment's values between training thread and background, one fragment at a time."""
 
     def take(self, parameters: Named) -> Callable[[], Named]:
         """Begin to copy the parameters' current values. The training thread goes on at once and may change them.
@@ -101,7 +101,7 @@ class SideStream:
 
 
 def handover_of(fragments: Sequence[Named]) -> Handover:
-    """The handover for these fragments, transferred one at a time: through pinned memory if all are on one GPU."""
+    """The `Handover` for these fragments, one at a time: through pinned memory if all are on one GPU."""
     devices = {tensor.device for fragment in fragments for tensor in fragment.values()}
     device = devices.pop()
     if devices or device.type != "cuda":

@@ -78,11 +78,11 @@ class HeldOutScorer:
         self._per_replica = per_replica
 
     def has_scored(self, version: int, roster: tuple[int, ...]) -> bool:
-        """Whether `scores` are of this version of the base, with the shares assigned by this roster."""
+        """Whether `scores` are of this base, with the shares of items that this roster (who takes part) assigns."""
         return self._scored == (version, roster)
 
     def score(self, model: torch.nn.Module, replica_id: int, version: int, roster: tuple[int, ...]) -> None:
-        """Score the shares that the roster assigns to this replica on `model`, which has that version of the base.
+        """Score on `model`, which has that base, the shares of items that the roster assigns to this replica.
 
         Parameters, modes and random generators are left unchanged. Raises `ConfigError` if the function does not return
         one number per item or changes an item, and the function's errors, with a note.

@@ -245,7 +245,7 @@ class StepWatch:
         self.has_stepped, self._gradient = True, None
 
     def batch_done(self) -> None:
-        """Count a batch. Raises `NeverStepped` after too many without a step."""
+        """Count a batch. Raises `NeverStepped` after too many without an optimizer step."""
         if self.has_stepped:
             return
         self._batches += 1

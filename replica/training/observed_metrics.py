@@ -28,12 +28,12 @@ class ObservedMetrics:
         self._values: dict[str, list[float]] = {}
 
     def resume(self, progress: Progress) -> None:
-        """Continue the totals from the progress in a manifest of this replica."""
+        """Continue the totals of steps and tokens from those in a manifest of this replica."""
         self.total_inner_steps, self.total_tokens = progress.inner_steps, progress.tokens
         self.inner_steps = 0
 
     def take(self) -> ContributionFields:
-        """The counts and sums for the open round's contribution; later values count for the next one."""
+        """The counts and sums for the open round's contribution; values observed later count for the next one."""
         taken = ContributionFields(
             steps=self.inner_steps, tokens=self.tokens, in_loop=self.in_loop(), metrics=self.metrics()
         )

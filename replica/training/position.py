@@ -92,7 +92,7 @@ class DataCursor:
 
 
 class TrainingPosition:
-    """The position of one attempt. `fresh_seed`: for the random generators of a replica without manifests."""
+    """The position of one attempt in data, random numbers and counts. `fresh_seed`: for a replica without manifests."""
 
     def __init__(self, metrics: ObservedMetrics, fresh_seed: int, dealt: Callable[[], DealtOrder | None]) -> None:
         self._dealt = dealt

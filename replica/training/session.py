@@ -177,7 +177,7 @@ class TrainingSession:
             self._evidence.measure(ShownBase(self._model, self._attempt, opened, self._loop.holding))
 
     def _end_round_early(self) -> None:
-        """Between inner steps: apply rounds committed without this replica; if behind, publish a part of a round."""
+        """Between inner steps: apply rounds committed without this replica; if late, publish the steps taken so far."""
         if self._loop.published:
             return
         round_, trained = self.round, self._loop.inner_step
@@ -192,7 +192,7 @@ class TrainingSession:
             self._open_round()
 
     def _cut(self) -> None:
-        """While the open round is committed already, contribute the steps so far, late, and take the base after it.
+        """While the open round is committed already, contribute the steps so far, late, and go on from the next base.
 
         The late work is carried into the next contribution.
         """
@@ -211,7 +211,7 @@ class TrainingSession:
         return closed.contribution, closed.healed
 
     def _settle(self, contribution: Contribution | None, healed: bool) -> None:
-        """After a round: restore the state that fits it.
+        """Restore, after a round, the training state that fits its outcome.
 
         From its manifest if another attempt wrote that; after an abstention, back to finite values; after a rebuild
         that gave another base, back to the state trained on the right one. The data cursor stays, so that no batch is
@@ -300,7 +300,7 @@ class TrainingSession:
             self._leave()
 
     def _leave(self) -> NoReturn:
-        """Publish a partial contribution if a round may count one, and raise `Preempted`."""
+        """Publish the steps so far as a partial contribution if a round may count one, and raise `Preempted`."""
         attempt, rounds, trained = self._attempt, self._rounds, self._loop.inner_step
         whole = attempt.config.round_steps
         notice = f"asked to leave in mid-round {self.round}, after {trained} of {whole} inner steps; "

@@ -201,3 +201,22 @@ def test_who_came_late_once_and_then_died_is_waited_for_once_more_and_then_not()
         round_without([zero, one], clock)
         rosters.append(fleet.commits()[-1].roster)
     assert rosters == [(0, 1, 2), (0, 1), (0, 1)]
+
+
+def test_work_of_a_void_round_from_a_wrong_base_is_dropped_once_the_base_is_healed():
+    """A void commit names no base, so that the replica judges the work by its own, and would carry it."""
+    fleet, joined, clock = fleet_of()
+    *others, two = joined
+    with torch.no_grad():
+        two.base.parameters["bias"].add_(1.0)  # a bit has flipped
+    fleet.engine.create(keys.commit(2), b"junk")
+    round_without([two], clock)  # before it has seen what others claim
+    round_without(others, clock)
+    clock.advance(2.0)
+    for participant in joined:
+        answer(participant, 1.0)
+    together([participant.close for participant in joined])
+    assert [a.kind for a in fleet.commits()[2].answers] == ["delta", "delta", "wrong_base"]
+    said = answer(two, 1.0)
+    assert [origin.round for origin in said.origins] == [4]
+    assert [origin.round for origin in said.dropped] == [2, 3]

@@ -61,7 +61,7 @@ class EarlyCollapse(Remembered):
     rows: list[list[Any]] | None = field(default_factory=list)  # model and its training metric; None: no longer judged
 
     def learn(self, model: int, trained: float | None) -> None:
-        """Add the next model. `trained` None (no training metric) restarts the rows."""
+        """Add the training metric observed near base `model`; None (not observed) empties the list of recent ones."""
         if self.rows is not None:
             self.rows = [] if trained is None else [*self.rows, [model, trained]]
 

@@ -103,7 +103,7 @@ class Auditor:
 
     @property
     def left_out(self) -> dict[str, int]:
-        """Number of responses that cannot be drawn because no outer step averaged them, by reason."""
+        """Number of responses whose training an audit cannot draw, because no outer step averaged them, by reason."""
         ranges = {(each.round, each.replica_id) for each in self.ranges}
         counts = Counter(
             _why_left_out(commit, answer.kind)
@@ -114,7 +114,7 @@ class Auditor:
         return dict(sorted(counts.items()))
 
     def audited(self, range_: TrainingRange) -> RangeFinding:
-        """The finding about one range, trained again in another process. The bucket is not written to."""
+        """The finding about one replica's training in one round, repeated in another process. Nothing is written."""
         began = self._clock.now()
         try:
             manifest = self._reader.exact(range_.round, range_.replica_id, range_.manifest_sha256)
@@ -200,7 +200,7 @@ class Auditor:
         }
 
     def _code_path(self) -> list[str]:
-        """The import path of the process: the run's unpacked archive, or this process's own path; then our package."""
+        """The import path of the training process: the run's unpacked archive, or this one's own; then our package."""
         sha256 = self._log.run.code_sha256
         if sha256 is None:
             check_importable(self._config.entrypoint)
@@ -215,7 +215,7 @@ class Auditor:
         return [str(folder / bootstrap.USERS), str(_OURS), *filter(None, [here])]
 
     def _threads(self, manifest: Contribution) -> int:
-        """The number of threads that the author of a manifest trained with; 0 if its claim was deleted."""
+        """The number of threads with which a manifest's author trained, as its claim says; 0 if that was deleted."""
         claim = AttemptRecords(self.store).claim(manifest.replica_id, manifest.attempt)
         return claim.threads if claim else 0
 

@@ -30,10 +30,10 @@ class TrainingRange:
 
 
 def ranges_of(commits: Iterable[Commit]) -> list[TrainingRange]:
-    """The ranges whose inner steps an outer step averaged, ordered by round and replica.
+    """The ranges (one replica's training in one round) whose inner steps an outer step averaged, in order.
 
-    Carried work counts once a later contribution with it was averaged. Commits that were not applied add none: their
-    contributions changed no base, or are carried.
+    Ordered by round and replica. Work carried into a later contribution counts once that was averaged. Commits that
+    were not applied add none: their contributions changed no base, or are carried.
     """
     named: dict[tuple[int, int], str] = {}
     moved: set[tuple[int, int]] = set()
@@ -69,7 +69,7 @@ def caught_probability(ranges: int, dishonest: int, draw: int) -> float:
 
 
 def fraction_caught(ranges: int, draw: int, probability: float = 0.95) -> int | None:
-    """The fewest dishonest ranges of which one is drawn with at least this probability; None if none suffice."""
+    """The fewest dishonest ranges of which an audit draws one with at least this probability; None if none suffice."""
     enough = (each for each in range(1, ranges + 1) if caught_probability(ranges, each, draw) >= probability)
     return next(enough, None)
 
@@ -78,7 +78,7 @@ _CONFIDENT = 0.95
 
 
 class Outcome(StrEnum):
-    """The result of comparing a range with its re-run."""
+    """The result of comparing one replica's round with its training repeated."""
 
     EQUAL = "equal"  # bit for bit
     WITHIN_BOUND = "within the bound"  # another hardware class, or training that is not deterministic
@@ -88,7 +88,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class RangeFinding:
-    """The result of re-running one range."""
+    """The result of training one range (one replica's round) again."""
 
     range_: TrainingRange
     outcome: Outcome
@@ -106,7 +106,7 @@ class RangeFinding:
 
 @dataclass
 class Audit:
-    """An audit: the ranges drawn, and the findings."""
+    """An audit: the ranges drawn (each one replica's training in one round), and the findings about them."""
 
     url: str
     head: str  # of the log that it drew from
@@ -194,7 +194,7 @@ def judged(
     partial: bool = False,
     after_cut: bool = False,
 ) -> tuple[Outcome, str]:
-    """The outcome of a range, and a sentence with the reason.
+    """The outcome for a range (one replica's training in one round), and a sentence with the reason.
 
     Args:
         found: the result of the re-run.

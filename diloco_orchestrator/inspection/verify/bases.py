@@ -53,7 +53,7 @@ class SegmentChecker:
         return data
 
     def check_lacking(self, round_: int, data: bytes) -> None:
-        """Raise `Differs` if the segment that holds a round has no manifest with these bytes."""
+        """Raise `Differs` if the segment for a round exists and lacks a manifest with these bytes."""
         ours = self._manifests
         if ours is not None and is_line(data) and data not in ours:
             raise Differs(str(ours.segment), f"lacks a manifest that the commit of round {round_} names")
@@ -161,7 +161,7 @@ class BaseDeriver:
         return manifest
 
     def _check_author(self, manifest: Contribution) -> None:
-        """Raise `Differs` unless the claim of a manifest's attempt has the digest that the manifest names."""
+        """Raise `Differs` unless the claim by which a process became the attempt has the digest in the manifest."""
         who = manifest.replica_id, manifest.attempt
         key = self._attempts.claim_key(*who)
         if key is None:
@@ -224,7 +224,7 @@ class BaseDeriver:
         return data
 
     def _put_again(self, key: str, shard: Shard, later: Sequence[str], differs: Differs) -> bytes:
-        """A shard's bytes from the first re-upload in `later` with its digest; raises `differs` if there is none."""
+        """A shard's bytes from the first later upload with its digest; raises `differs` if there is none."""
         for each in later:
             with suppress(PayloadCorrupt):
                 data = fetch_shard(self._store, each, shard)

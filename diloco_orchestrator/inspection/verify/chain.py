@@ -1,4 +1,4 @@
-"""`verify_run`: recomputes a run from its bucket, and checks the hash chain, legs and results.
+"""`verify_run`: recomputes a run from its bucket, and checks commits, begin records and results of its legs.
 
 Reads and hashes every object that the commit log names, directly or through a manifest, and recomputes every base.
 Objects that retention deleted are listed as unchecked. The modules beside this one check guard, bases and snapshots.
@@ -68,7 +68,7 @@ def _disagrees(key: str, words: str) -> None:
 
 @dataclass
 class _Derived:
-    """The state recomputed from all commits checked so far in a leg: position, base, guard."""
+    """The state recomputed from all commits checked so far since a start or resume: position, base, guard."""
 
     position: Position
     digest: str | None  # of the base; None while it cannot be computed because payloads were deleted
@@ -189,20 +189,20 @@ class _Verifier:
         return derived
 
     def _begin(self, leg: int) -> Entry[Begin]:
-        """The begin record of a leg. Raises `Differs` if the first leg has none."""
+        """The begin record of a leg (start or resume to stop). Raises `Differs` if the first leg has none."""
         key = keys.begin(leg)
         if why := optional(key, partial(self._log.why_foreign, leg)):
             raise Differs(key, why)
         return needed(key, partial(self._log.begin, leg), "a run has one")
 
     def _guard_state(self, key: str, begin: Begin) -> Mapping[str, Any] | None:
-        """The guard's state at a leg's start: that after the commit of its base, or None if the guard starts anew."""
+        """The guard's state at a start or resume: after the commit of the base there; None if the guard starts anew."""
         config, made_in = self._config_of(key, begin.leg), self._made_in.get(begin.from_round)
         anew = begin.override_guard or made_in is None or self._log.configs.of(made_in).guard != config.guard
         return None if anew else self._guards[begin.from_round]
 
     def _config_of(self, key: str, leg: int) -> RunConfig:
-        """The configuration of a leg. Raises `Differs` if its begin record names a setting that no leg can change."""
+        """The configuration of a leg (start or resume to stop). Raises `Differs` if it changes what it cannot."""
         try:
             return self._log.configs.of(leg)
         except ConfigError as error:
@@ -227,7 +227,7 @@ class _Verifier:
     # -- rounds --------------------------------------------------------------------------------------------------
 
     def _commit(self, derived: _Derived, entry: Entry[Begin]) -> bool:
-        """Check the next commit of a leg and advance `derived`. False if the leg has no further commit."""
+        """Check the next commit since a start or resume and advance `derived`. False if there is none to the stop."""
         begin, round_ = entry.record, derived.position.round + 1
         key = keys.commit(round_)
         commit_entry = self._next
@@ -293,7 +293,7 @@ class _Verifier:
         self._next = optional(keys.commit(round_), lambda: next(self._commits, None))
 
     def _bases_of(self, legs: range) -> Iterator[int]:
-        """The rounds whose bases legs start from. Raises `Differs` for a leg with invalid record or settings."""
+        """The rounds whose bases starts and resumes use. Raises `Differs` for one with invalid record or settings."""
         for leg in legs:
             entry = self._begin(leg)
             self._config_of(keys.begin(leg), leg)

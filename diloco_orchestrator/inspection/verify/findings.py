@@ -16,7 +16,7 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(frozen=True)
 class Disagreement:
-    """The first object that differs from its recomputed content: its key, and the difference in words."""
+    """The first object that differs from its recomputed content: its key, and the difference as text."""
 
     key: str
     words: str
@@ -68,7 +68,7 @@ class Verification:
 
 
 class Differs(Exception):
-    """The object `key` disagrees, which ends the verification. `words`: the difference."""
+    """The object `key` differs from its recomputed content, which ends the verification. `words`: the difference."""
 
     def __init__(self, key: str, words: str) -> None:
         super().__init__(words)

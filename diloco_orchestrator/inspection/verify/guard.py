@@ -1,4 +1,4 @@
-"""Checks a commit against its manifests and bases: guard state, verdict, averaged contributions, base claims."""
+"""Checks a commit against its manifests and bases: guard state, verdict, averaged contributions, base digests."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -99,7 +99,7 @@ def check_claims(
     digest: str | None,
     done: Verification,
 ) -> None:
-    """Compare the base claims of a round with `digest`, of the recomputed base it started from; None if not recomputed.
+    """Compare the base digests in a round's manifests with `digest`, of the recomputed base it started from.
 
     One replica with a wrong claim is tolerated by the protocol, and noted. Raises `Differs` if several replicas were
     averaged on a wrong claim, or if the commit's base digest is not one that most of its manifests claim.
@@ -129,7 +129,7 @@ def check_claims(
 
 
 def _check_group(key: str, commit: Commit, claims: Mapping[int, str]) -> None:
-    """Raise `Differs` unless a commit has the base digest that most manifests claim, if any two of them agree."""
+    """Raise `Differs` unless a commit has the base digest that most manifests name, if any two of them agree."""
     sizes = Counter(claims.values())
     largest = max(sizes.values(), default=0)
     if commit.base_digest is None:

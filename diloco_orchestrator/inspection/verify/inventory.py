@@ -118,7 +118,7 @@ def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
 
 
 def _is_foreign_claim(key: str, records: AttemptRecords) -> bool:
-    """Whether a claim has another key than the intent of its attempt gives."""
+    """Whether a claim of an attempt has another key than the intent that announces the attempt gives."""
     attempt = keys.parse_attempt(key)
     if attempt is None or attempt.name != keys.CLAIM:
         return False
@@ -127,21 +127,21 @@ def _is_foreign_claim(key: str, records: AttemptRecords) -> bool:
 
 
 def _strangers(names: set[str], in_record: set[str] | None, start: Start | None) -> set[str]:
-    """File names in a snapshot version's folder that belong to no snapshot. `in_record`: None if no record was read."""
+    """Names of files in a snapshot version's folder that its record does not name. `in_record`: None without record."""
     if in_record is not None:
         return names - in_record
     return {name for name in names - {keys.SNAPSHOT_RECORD} if start is not None and why_no_file(name, start)}
 
 
 def shortened(found: Iterable[str]) -> list[str]:
-    """The first of many names, and the number of the others."""
+    """Text: the first of many names, and the number of the others."""
     listed = list(found)
     more = [f"and {len(listed) - _NAMED} more"] if len(listed) > _NAMED else []
     return listed[:_NAMED] + more
 
 
 def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tuple[str | None, bool]:
-    """The kind of an object, and whether the chain pins it; None for an object that no part of this package writes."""
+    """The kind of an object, and whether commits pin its digest; None for an object that this package never writes."""
     if key in (keys.RUN, keys.START) or keys.commit.parse(key):
         return "run, start and commits", True
     if keys.is_start(key):
@@ -201,7 +201,7 @@ def _why_unreadable(store: Store, key: str, kind: type[Record]) -> str:
 
 
 def _missing_of_attempts(attempts: Mapping[tuple[int, int], set[str]], records: AttemptRecords) -> list[str]:
-    """Keys of records that must exist because later records of the attempt do, such as an intent before a claim."""
+    """Keys of missing records of attempts whose later records exist, such as an intent before a claim of it."""
     found = []
     newest: dict[int, int] = {}
     launched = any("handle.json" in names for names in attempts.values())  # by a coordinator, not by hand
@@ -257,7 +257,7 @@ _LONGEST = 300  # characters of a record that are repeated
 
 @dataclass
 class AttemptFolders:
-    """Attempts and legs found in a listing of the run's folder."""
+    """Attempts and legs (start or resume to stop) found in a listing of the run's folder."""
 
     records: dict[tuple[int, int], set[str]] = field(default_factory=dict)  # names, by replica and attempt
     join_ends: dict[tuple[int, int], str] = field(default_factory=dict)  # keys of the ends that joined machines wrote
@@ -281,7 +281,7 @@ class AttemptFolders:
 def without_exit(store: Store, found: AttemptFolders, newest_leg: int) -> list[str]:
     """A sentence about each claimed attempt without an exit record, in order. Raises the store's errors.
 
-    At most three requests each: the next attempt's intent, its own cancel record and its machine's record.
+    At most three requests each: the record that announces the next attempt, its own cancel record and its machine's.
     """
     newest: dict[int, int] = {}
     for replica_id, attempt in found.records:
@@ -312,7 +312,7 @@ def _sentence(store: Store, found: AttemptFolders, replica_id: int, attempt: int
 
 
 def _said(store: Store, found: AttemptFolders, replica_id: int, attempt: int) -> Iterator[str]:
-    """Statements in other records about an attempt's end, each with the record's name."""
+    """Statements in other records about the end of an attempt without exit record, each with the record's name."""
     records = AttemptRecords(store)
     if "cancel.json" in found.records[replica_id, attempt]:
         key = keys.cancel(replica_id, attempt)

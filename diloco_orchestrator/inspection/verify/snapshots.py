@@ -77,7 +77,7 @@ class SnapshotChecker:
         return None
 
     def _claimed(self, round_: int, take: str) -> str | None:
-        """The base digest in the record of a version; None if retention deleted it since the verification began."""
+        """The base digest in the record of a snapshot version; None if it was deleted since the verification began."""
         key = keys.snapshot(round_, keys.SNAPSHOT_RECORD, take)
         try:
             return optional(key, lambda: self._log.snapshot(round_, take)).base_digest
@@ -103,7 +103,7 @@ class SnapshotChecker:
         return base
 
     def _check_names(self, key: str, record: Snapshot, start: Start) -> None:
-        """Raise `Differs` if a record names files of no snapshot of the run, or other digests of the first files."""
+        """Raise `Differs` if a snapshot's record names foreign files, or has other digests of the first files."""
         self.named[key] = {*record.files, keys.SNAPSHOT_RECORD}
         for name, info in sorted(record.files.items()):
             if why := why_no_file(name, start):

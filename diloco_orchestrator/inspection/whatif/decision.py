@@ -1,4 +1,4 @@
-"""`OtherDecision`: a hypothetical decision of a round: without a replica, or with other settings.
+"""`OtherDecision`: a hypothetical decision of a round: without some contributions, or with other settings.
 
 Pure: input is commits and configurations. `whatif.replay` computes the bases.
 """
@@ -23,7 +23,7 @@ class OtherDecision:
     change: Mapping[str, JsonValue] = field(default_factory=dict)  # settings by name: {"outer.lr": 0.4}
 
     def config(self, config: RunConfig) -> RunConfig:
-        """The configuration of a leg under this decision. Raises `ConfigError` for a value that no leg can have."""
+        """The configuration of a leg (start or resume to stop) so decided. Raises `ConfigError` if it is invalid."""
         outer = {name: value for name, value in self.change.items() if name.startswith("outer.")}
         rest = {name: value for name, value in self.change.items() if name not in outer}
         made = config_of_leg(config, outer)
@@ -39,7 +39,7 @@ class OtherDecision:
         return [(answer, weights[answer.replica_id]) for answer in left]
 
     def words(self) -> str:
-        """Text about the differences from the real decision."""
+        """Text that lists the differences from the real decision."""
         settings = [f"{name}={value}" for name, value in self.change.items()]
         replicas = ["without replica " + " and ".join(map(str, self.without))] if self.without else []
         return ", ".join([*replicas, *settings])
@@ -51,7 +51,7 @@ def other_decision(
     outer: Mapping[str, Any] | None = None,
     **settings: JsonValue,
 ) -> OtherDecision:
-    """The decision that these options describe, for a run of this configuration.
+    """The hypothetical decision of a round that these options describe, for a run of this configuration.
 
     `settings`: others of the run, such as `weights="tokens"`; None: unchanged. Raises `ConfigError` if nothing is
     changed, for a replica that the run does not have, and for an unknown name, with the nearest one.

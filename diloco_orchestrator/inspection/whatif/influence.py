@@ -68,7 +68,7 @@ class _Sums:
 
 
 class _Round:
-    """One applied round. `before`: the commit that made the base before it; None for the first base."""
+    """One applied round, repeated without each contribution. `before`: commit of its base; None for the first base."""
 
     def __init__(self, run_log: RunLog, commit: Commit, before: Commit | None, scorer: BaseScorer | None) -> None:
         self._log = run_log
@@ -81,7 +81,7 @@ class _Round:
         self._ids = [answer.replica_id for answer, _ in self._pairs]
 
     def rows(self, base: Base) -> tuple[list[InfluenceRow], Base]:
-        """The rows of the round, and the base after it. `base`: before the round; it is overwritten."""
+        """The influence of each contribution to the round, and the base after it. `base`: before; it is overwritten."""
         start = self._log.start()
         assert start is not None, "an applied round has a first base"
         whole = base.copy() if self._scorer is not None or start.record.adapters else None

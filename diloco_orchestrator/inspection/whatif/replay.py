@@ -51,7 +51,7 @@ class Replayed:
 
 
 def all_lines(run_log: RunLog) -> Line:
-    """The line of applied rounds from the first base to the newest. Raises `NoSuchRun` without a base or outer step."""
+    """All applied rounds from the first base to the newest one. Raises `NoSuchRun` without a base or outer step."""
     if run_log.start() is None:
         raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model: there is no round to redo.")
     applied = [commit for commit in run_log.each_commit() if commit.applied]
@@ -63,7 +63,7 @@ def all_lines(run_log: RunLog) -> Line:
 
 
 def line_from(run_log: RunLog, round_: int, until: int | None) -> Line:
-    """The line of applied rounds from `round_` to `until` (None: the newest base's).
+    """The applied rounds from `round_` to `until` (None: the newest base's).
 
     Raises `ConfigError` with the nearest round if one of them made no base, and why; `NoSuchRun` as `all_lines`.
     """
@@ -100,7 +100,7 @@ def _refuse(run_log: RunLog, round_: int, known: Sequence[int]) -> None:
 
 
 def check_contributed(line: Line, decision: OtherDecision, changed: Sequence[int], url: str) -> None:
-    """Raise `ConfigError` for a replica that none of the rounds `changed` averages: leaving it out changes nothing."""
+    """Raise `ConfigError` for a replica that none of the rounds `changed` averages: without it nothing changes."""
     commits = [commit for commit in line.commits if commit.round in changed]
     averaged = {answer.replica_id for commit in commits for answer in commit.answers if answer.averaged}
     for replica_id in decision.without:
@@ -119,7 +119,7 @@ def check_contributed(line: Line, decision: OtherDecision, changed: Sequence[int
 
 
 def replay(run_log: RunLog, line: Line, decision: OtherDecision, changed: Sequence[int]) -> Replayed:
-    """The base after a line of rounds: the real one, and with the rounds `changed` decided differently.
+    """The base after consecutive rounds: the real one, and the one with the rounds `changed` decided differently.
 
     Raises `ConfigError` naming a round with payloads if needed ones were deleted, and `PayloadCorrupt` or
     `RecordInvalid` for an object that was changed.
