@@ -53,7 +53,7 @@ def setting_options(part: str = "") -> list[click.Parameter]:
 
 
 def take_part(part: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The given options of one part, by field. Removes all options of that part from `given`."""
+    """The given command-line options for one group of settings, by field; all of that group leave `given`."""
     taken = {name: given.pop(name) for name in list(given) if name.startswith(f"{part}{_JOIN}")}
     found: dict[str, Any] = nested(taken).get(part, {})
     return found

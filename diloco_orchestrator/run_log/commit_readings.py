@@ -101,8 +101,7 @@ class Conclusions:
         return why_unlinked(entry.written, before) or why_not_concluded(entry.written, before, rules)
 
     def _check_unchanged(self, entry: CommitEntry, previous: CommitEntry | None, before: Before) -> None:
-        """Raise `RecordInvalid` if a commit does not name the digest of the one before because one of the two was
-        changed.
+        """Raise `RecordInvalid` if a commit does not name the digest of the one before because either was changed.
 
         That may be so if the commit before is void (it averages nobody), or if a second GET of either record gives
         other bytes than the first. Otherwise the commit itself is wrong, and is read as void.

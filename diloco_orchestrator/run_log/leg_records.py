@@ -34,7 +34,7 @@ class LegConfigs:
         self._known: dict[str, RunConfig] = {}  # by the digest of the leg's record
 
     def of(self, leg: int) -> RunConfig:
-        """The configuration of a leg: that of run.json with the settings that the leg changes.
+        """The configuration of a leg (start or resume to stop): that of run.json with the settings that it changes.
 
         Raises `ConfigError` if the begin record names a setting that no leg can change, `NoSuchRun` if it is missing.
         """
@@ -146,11 +146,11 @@ class LegRecords:
         raise NotImplementedError
 
     def launched(self, begin: Begin) -> Launched:
-        """The digests that pin the configuration of the leg of `begin`, for the command line of its processes."""
+        """The digests that pin the run's configuration since `begin`, a start or resume, for process commands."""
         return Launched(self.run_sha256, settings_sha256(begin.settings))
 
     def newest_leg(self) -> int:
-        """The number of the newest leg that has begun; 0 before the first. One LIST request.
+        """The number of the newest leg (start or resume to stop) that has begun; 0 before the first. One LIST request.
 
         Legs count up from 1; the first number without a valid begin record ends them.
         """

@@ -16,7 +16,7 @@ SUFFIXES = (".jsonl", ".parquet", ".txt")
 
 
 class Source(Protocol):
-    """One file or folder of records. A record is a JSON object, or text."""
+    """One file or folder of data records, each a JSON object or text."""
 
     @property
     def name(self) -> str:

@@ -24,8 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class EndOfLeg:
-    """Writes the missing last records of a leg: stop commit, result, snapshot. Every method is safe to repeat and to
-    race.
+    """Writes the missing last records of a leg: stop commit, result, snapshot. Methods are safe to repeat and race.
 
     `begin`: the leg's begin record. A leg is a run's stretch from start or resume to stop.
     """

@@ -48,7 +48,7 @@ class RangeRecord:
         return self.manifest.own_steps - (self.delay if behind else 0)
 
     def why_not(self) -> str:
-        """Reason why the training in the range does not follow from the recorded state; empty if it does."""
+        """Reason why the range (one replica's round) cannot be repeated from recorded state; empty if it can."""
         if self.steps_in_round() <= 0:
             return (
                 "its author was cut before its first step of the round, and published what its fragments held from "

@@ -102,7 +102,7 @@ class TrainingPosition:
         self._resumed: Progress | None = None  # that this attempt continued from
 
     def continue_from(self, progress: Progress | None) -> None:
-        """Set counters, random generators and cursor to a manifest's, or to those of a new replica."""
+        """Set step counts, random generators and data cursor to those in a manifest, or to those of a new replica."""
         self._resumed = progress
         if progress is not None:
             self._metrics.resume(progress)

@@ -24,7 +24,7 @@ _GROUPS, _OBJECTS = "groups", "stateful"
 
 
 def check_stateful(given: Any) -> Mapping[str, Any]:
-    """`stateful` of `attach`. Raises `ConfigError` unless each object has `state_dict` and `load_state_dict`."""
+    """The objects given to `attach` as `stateful`. Raises `ConfigError` unless each can save and load its state."""
     if not isinstance(given, Mapping):
         raise ConfigError(
             f"stateful is a {type(given).__name__}: it must map names to objects, as in "

@@ -40,7 +40,8 @@ class BestLevel(Remembered):
     best: list[Any] = field(default_factory=lambda: [None] * len(BLOCKS))
 
     def learn(self, model: int, scores: Sequence[float], noise: Noise) -> None:
-        """Learn the block that ends with this model; `noise` and `scores` include it."""
+        """Compare the blocks of scores that end with this base with the best so far; `noise` and `scores` include it.
+        """
         for index, size in enumerate(BLOCKS):
             if noise.count < max(size, FIRST_JUDGED - 2) or (index == 0 and noise.count > SHORT_UNTIL):
                 continue
@@ -82,7 +83,7 @@ class Falls(Remembered):
         self.sums, self.zero = [0.0, 0.0], [model, model]
 
     def learn(self, model: int, score: float) -> None:
-        """Learn the score of a model that was judged."""
+        """Keep the held-out score of a base that was judged, if none before was higher."""
         if self.top is None or score >= self.top[0]:
             self.top = [score, model]
 
@@ -97,10 +98,10 @@ class Falls(Remembered):
         lost: float,
         origin: float,
     ) -> list[Alarm]:
-        """Judge the next model. `scores`: the last ones and its own; `noise` and `best` do not know that one yet.
+        """Judge the next base. `scores`: the last ones and its own; `noise` and `best` do not know that one yet.
 
-        `weight`: share of the held-out items that were scored. `lost`: by shares whose fall does not count.
-        `origin`: added to the scores in sentences.
+        `weight`: share of the held-out items that were scored. `lost`: by shares whose fall does not count. `origin`:
+        added to the scores in sentences.
         """
         level, sigma, alarms = best.level(noise), noise.sigma(), []
         if level is None or not sigma > 0:

@@ -38,7 +38,7 @@ class HackingGap(Remembered):
     def judge(
         self, model: int, held: float, trained: float, score: float, noise: Noise, tolerance: float, threshold: float
     ) -> list[Alarm]:
-        """Judge the next model. `score`: held-out, not counted from the first one. `noise`: of the difference."""
+        """Judge the next base. `score`: held-out, not counted from the first one. `noise`: of the difference."""
         sigma = noise.sigma()
         if self.reference is None or self.best is None or not sigma > 0:
             return []
@@ -65,7 +65,7 @@ class HackingGap(Remembered):
         return self.best is None or added(newest) / len(newest) >= self.best[0]
 
     def learn(self, model: int, held: float, trained: float, noise: Noise) -> None:
-        """Learn the next model. `noise`: of the held-out score."""
+        """Add the next base's scores to the reference. `noise`: of the held-out score."""
         self.last = [[*values, new][-BLOCK:] for values, new in zip(self.last, (held, trained), strict=True)]
         if len(self.last[0]) < BLOCK:
             return

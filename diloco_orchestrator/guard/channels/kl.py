@@ -22,7 +22,7 @@ class KLChannel(Remembered):
     clean: int | None = None  # the last model whose mean drift was within half of the budget; None if there was none
 
     def judge(self, kl: float, model: int, budget: float, warm_up: int) -> str:
-        """Add the drift of the next model; returns the reason for an alarm, empty if there is none."""
+        """Add the KL drift of the next base; returns the reason for an alarm, empty if there is none."""
         if len(self.last) >= 2:
             bend = (kl - self.last[-1]) - (self.last[-1] - self.last[-2])
             self.square += (bend * bend / 6 - self.square) / (self.count - 1)

@@ -44,7 +44,7 @@ class MetricChannels:
         tolerance: float | None,
         gains: Mapping[str, float],
     ) -> tuple[list[Alarm], list[Alarm]]:
-        """Judge the next model and learn from it.
+        """Judge the scores of the next base, and add them to every statistic.
 
         `weight`: share of the held-out items that were scored. `threshold`: of the sums; the setting. `tolerance`: gap
         in sigmas that is no reason to halt; None: a gap is none. `gains`: of each share, empty if not known. Returns

@@ -279,7 +279,7 @@ class BaseDeriver:
         return kept
 
     def _check_origins(self, key: str, commit: Commit) -> None:
-        """Raise `Differs` if an inner step counts twice (invariant I4)."""
+        """Raise `Differs` if an inner step of a replica is in two averaged contributions (invariant I4)."""
         for answer in commit.answers:
             counted = self._counted.setdefault(answer.replica_id, array("I"))
             for origin in answer.origins if answer.averaged else ():
