@@ -40,8 +40,7 @@ class BestLevel(Remembered):
     best: list[Any] = field(default_factory=lambda: [None] * len(BLOCKS))
 
     def learn(self, model: int, scores: Sequence[float], noise: Noise) -> None:
-        """Compare the blocks of scores that end with this base with the best so far; `noise` and `scores` include it.
-        """
+        """Compare the blocks of scores that end with this base with the best ones; `noise` and `scores` include it."""
         for index, size in enumerate(BLOCKS):
             if noise.count < max(size, FIRST_JUDGED - 2) or (index == 0 and noise.count > SHORT_UNTIL):
                 continue
