@@ -17,6 +17,7 @@ from uuid import uuid4
 
 import pytest
 from genuine_ceph import running_ceph
+from hypothesis import settings
 from patience import PATIENCE_S
 from real_runs import FAST
 from s3_server import S3Server, running_server
@@ -29,6 +30,10 @@ os.environ["XDG_STATE_HOME"] = _STATE.name
 
 # No launch asks a package index: uv, where it is installed, finds nothing, whatever is in this user's cache.
 os.environ |= {"UV_OFFLINE": "1", "UV_NO_CACHE": "1"}
+
+# No verdict hangs on the wall clock: an example of a property may take as long as a busy machine needs for it.
+settings.register_profile("busy machines", deadline=None)
+settings.load_profile("busy machines")
 
 _LAST_RESORT_S = 1.5 * PATIENCE_S  # for a test that hangs where no Python runs, so that no exception can reach it
 

@@ -65,7 +65,7 @@ def test_a_plan_shows_what_would_be_sent_where_and_for_how_much(project: Path):
     done = diloco_here(*where, *options, cwd=project, environ={"WANDB_API_KEY": SECRET})
     assert done.returncode == 0, done.stderr
     assert "machines:  $5.00 an hour together" in done.stdout
-    assert "992.0 MB up, 1984.0 MB down a round" in done.stdout and "limits:    3 hours" in done.stdout
+    assert "992.0 MB up, 992.0 MB down a round" in done.stdout and "limits:    3 hours" in done.stdout
     assert "flavor: a100-large" in done.stdout and "WANDB_API_KEY: <redacted>" in done.stdout
     assert "1 files" in done.stdout and SECRET not in done.stdout
     body = json.loads(diloco_here(*where, *options, "--json", cwd=project, environ={"WANDB_API_KEY": SECRET}).stdout)

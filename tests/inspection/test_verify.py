@@ -7,7 +7,6 @@ import pytest
 from protocol_fleet import Fleet, answer, play, report, tiny_model
 
 from diloco_orchestrator.clock import ManualClock
-from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import Verification, verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
@@ -16,6 +15,7 @@ from diloco_orchestrator.protocol.records import FileInfo, Halt, Retention, Snap
 from diloco_orchestrator.replica.training.tensor_tree import pack
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
+from diloco_orchestrator.store.open_store import open_store
 from replica.rounds.interface import ContributionFields
 
 STAMP = Stamp("test", lambda: 0.0)
@@ -290,6 +290,6 @@ def test_real_runs_agree(start, tmp_path):
     run.wait()
     run = run.resume(rounds=2)
     run.wait()
-    done = verify_run(RunReader(run._store).store)
+    done = verify_run(open_store(run.url))
     assert done.agrees, done.disagreement
     assert done.checked["legs"] == 2 and done.checked["outer steps"] == 6
