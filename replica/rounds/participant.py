@@ -55,28 +55,28 @@ class Transfer:
         self._closed: Future[ClosedRound] | None = None
 
     def close(self, close: Callable[[], ClosedRound]) -> None:
-        """Begin to call `close` once the contribution is published, unless that has begun. Returns at once."""
+        """Begin to call `close` in the background once the contribution is published, unless begun. Returns at once."""
         if self._closed is None:
             self._closed = self._background.start(lambda: self._close_once_published(close))
 
     def wait_published(self) -> None:
-        """Block until the contribution is published; do not wait for the round. Raises what publishing raised."""
+        """Block until the contribution is published, not until the round is closed. Raises the errors of publishing."""
         self._published.result()
 
     def raise_error(self) -> None:
-        """Raise the error with which the background has ended; return at once if there is none."""
+        """Raise the error with which the background call has failed, if it has."""
         for each in (self._published, self._closed):
             if each is not None and each.done():
                 each.result()
 
     def wait_ended(self) -> None:
-        """Block until nothing is done in the background any more. Raises nothing."""
+        """Block until no call runs in the background. Raises nothing."""
         for each in (self._published, self._closed):
             if each is not None:
                 each.exception()
 
     def wait(self) -> ClosedRound:
-        """Block until the round is closed, and log for how long that was. Raises the background's error."""
+        """Block until the round is closed, and log how long that took. Raises the background call's error."""
         assert self._closed is not None, "close was called"
         began_at = self._clock.now()
         closed = self._closed.result()
