@@ -116,6 +116,8 @@ def main() -> None:
     parser.add_argument("--spread", type=float, default=0.2, help="share by which the time of an inner step varies")
     parser.add_argument("--details", action="store_true", help="also by key")
     given = parser.parse_args()
+    if given.rounds < 2:
+        parser.error("--rounds: at least 2, because counting begins with the first commit.")
     print(table(play(given), given, given.details))
 
 

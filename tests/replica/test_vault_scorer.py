@@ -44,11 +44,11 @@ class Workload:
     def heldout(self, model: torch.nn.Module, items: list[int]) -> list[float]:
         step = round((self.zero - first_of(model)) / LR)
         self.before_scoring(step)
-        sinks = max(step - SINKS_AFTER, 0)
+        sinks, varies = max(step - SINKS_AFTER, 0), 0
         if items[0] >= 100:
             self.vault_rounds.append(step)
-            sinks *= self.real
-        return [0.5 + 0.01 * (7 * step % 5) + 0.001 * (item % 3) - 0.1 * sinks for item in items]
+            sinks, varies = sinks * self.real, 1  # from item to item, so that a change has a standard error
+        return [0.5 + 0.01 * (7 * (step + varies * item) % 5) + 0.001 * (item % 3) - 0.1 * sinks for item in items]
 
     def attempt(self) -> None:
         context = context_of(self.fleet, 0)

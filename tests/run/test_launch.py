@@ -231,7 +231,7 @@ def test_waiting_with_a_timeout_stops_nothing(start, tmp_path):
         ({"quorum": "al"}, "quorum"),
         ({"late": "carri"}, "'late' = 'carri'"),
         ({"outer": {"lr": float("nan")}}, "'outer.lr' = nan"),
-        ({"codec": "int8"}, "unknown codec 'int8'"),
+        ({"codec": "int9"}, "unknown codec 'int9'"),
         ({"args": {"x": object()}}, "args"),
         ({"seed": -1}, "'seed' = -1"),
     ],
