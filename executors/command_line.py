@@ -45,7 +45,8 @@ class CommandLine:
 
         `what`: the action, for errors; by default the command's first words. `given`: the tool's standard input.
         `secrets`: variables over the environment. Raises `MissingSdk` without the program, `Unavailable` if it does not
-        finish within a minute, else the error of the matching row.
+        finish within a minute, else the error of the first of the `failures` given to the constructor that its message
+        has a part of, or `ExecutorError`.
         """
         command = self._command(arguments)
         what = what or " ".join([*self._words[:1], arguments[0]])

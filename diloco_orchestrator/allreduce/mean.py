@@ -130,7 +130,7 @@ def side_by_side(shards: Sequence[Encoded], start: int, stop: int, longest: int)
 
 
 def check_cut(lengths: Sequence[int], part: Part) -> None:
-    """Raise `PayloadCorrupt` unless a payload is cut into shards of these lengths."""
+    """Raise `PayloadCorrupt` unless the payload of `part`, one replica's contribution, has shards of these lengths."""
     cut = [stop - start for start, stop in shard_ranges(part.payload.numel, part.payload.shard_numel)]
     if cut != list(lengths) or len(part.payload.shards) != len(lengths):
         raise PayloadCorrupt(

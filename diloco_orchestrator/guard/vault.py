@@ -44,7 +44,11 @@ class Vault:
             self._best = [heldout, model]
 
     def why_not(self, alarm: Alarm, heldout: float, final_evaluation: bool) -> str:
-        """Reason why this alarm halts without confirmation; empty if it can be checked on the confirmation set."""
+        """Reason why an alarm halts at once; empty if the second held-out set (confirmation set) is to be scored first.
+
+        It cannot be in the final evaluation round, nor without a kept base that scored better than `heldout`, the
+        round's held-out score.
+        """
         if final_evaluation:
             return "this is the last round, so that the vault set is not asked"
         if self._best is None or (alarm.kind is AlarmKind.FALL and self._best[0] <= heldout):

@@ -265,7 +265,7 @@ def told_with(
 
 
 def named_answers(answers: Sequence[Answer], averaged: Sequence[int]) -> tuple[Answer, ...]:
-    """`answers` for a commit, with `averaged` set for the replicas in `averaged`."""
+    """The responses of replicas to a round, as its commit lists them: `averaged` is true for the replica ids given."""
     return tuple(answer.model_copy(update={"averaged": answer.replica_id in averaged}) for answer in answers)
 
 

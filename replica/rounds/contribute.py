@@ -205,7 +205,10 @@ class Contributor:
             self._warn_of_work_that_its_leg_left()
 
     def recover_carry(self) -> None:
-        """Restore unaveraged work from the bucket, after a rebuild without rounds that began from a wrong base."""
+        """Decide again, from the bucket, which unaveraged work is carried: none that was trained from a wrong base.
+
+        Called once the base was rebuilt with other bits.
+        """
         self._carry.recover(self._tip.closed_rounds, self.history.of, self._tip.commit_of, self._claims.is_right)
 
     def _warn_of_work_that_its_leg_left(self) -> None:

@@ -105,7 +105,7 @@ class EarlyCollapse(Remembered):
                     yield Fall(rows[best][0], rows[later][0], ratio, needs, rows[top][0], gained)
 
     def alarms(self, scores: Sequence[float]) -> list[Alarm]:
-        """The alarm, if `fall(scores)` exceeds its threshold."""
+        """The alarm if held-out `scores`, one a round, have fallen early in the run and stayed down; else none."""
         fall = self.fall(scores)
         if fall is None or not fall.halts:
             return []
@@ -184,7 +184,7 @@ class NewLow(Remembered):
         return Fall(best, self.models[place], (lowest - highest) / width, NEEDS)
 
     def alarms(self, scores: Sequence[float], gained: float) -> list[Alarm]:
-        """The alarm, if it halts. Arguments as in `fall`."""
+        """The alarm if ten held-out scores in a row lie far enough below all before; else none. `gained`: see `fall`."""
         fall = self.fall(scores, gained)
         if fall is None or not fall.halts:
             return []
