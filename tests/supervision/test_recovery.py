@@ -98,8 +98,10 @@ def disagreement(live: ReplicaView, new: ReplicaView, recorded: Recorded) -> str
     """
     if live.attempt != new.attempt:
         return "another attempt"
-    if isinstance(live.state, GivenUp) and not isinstance(new.state, GivenUp):
-        same = sum(live.endings.values()) - 1 == sum(of_earlier_attempts(new).values())
+    if isinstance(live.state, GivenUp):
+        # Of its last attempt nothing more is launched, so how that one ended is as good as not counted.
+        uncounted = sum(live.endings.values()) - sum(of_earlier_attempts(new).values())
+        same = uncounted in ((0, 1) if isinstance(new.state, GivenUp) else (1,))
     else:
         same = of_earlier_attempts(live) == of_earlier_attempts(new)
     if not same:
