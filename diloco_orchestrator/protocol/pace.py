@@ -41,9 +41,10 @@ def commits_read_s(round_s: float, open_s: float) -> float:
 
 
 def starts_read_s(open_s: float) -> float:
-    """Seconds between two polls for what attempts write as they start or end, before the first round has ended.
+    """Seconds between two polls, before the first round has ended, for what attempts write as they start or end, and of
+    a replica that trains for the round's commit.
 
-    `open_s`: seconds since the reading process began.
+    `open_s`: seconds since the process began, or since the replica opened the round.
     """
     return max(1.0, min(open_s / 10, 60.0))
 
