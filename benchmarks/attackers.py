@@ -1,6 +1,6 @@
 """What scripted attackers do to a run of eight replicas: held-out loss at its end, and what its commits say of them.
 
-    PYTHONPATH=tests/support python benchmarks/attackers.py --docs      # about two hours of one core
+    PYTHONPATH=tests/support python benchmarks/attackers.py --docs      # about half an hour of one core
 
 One or two of the replicas write to the bucket what their script says (tests/support/hostile_replicas.py). Held-out loss
 is compared with that of the same run without attackers, by the default and by `aggregate="agreeing_mean"`. The other
@@ -62,7 +62,7 @@ class Outcome:
 def played(name: str | None, attackers: int, rounds: int, settings: Mapping[str, Any], seed: int) -> Outcome:
     """Play one run. `name`: of the attack; None without attackers."""
     attack = (lambda writer: None) if name is None else ATTACKS[name]
-    fleet = HostileFleet(REPLICAS, rounds, seed, attackers, attack, **settings)
+    fleet = HostileFleet(REPLICAS, rounds, seed, attackers, attack, deciders=1, **settings)
     commits = fleet.play()
     judged: Counter[str] = Counter()
     reason = ""
