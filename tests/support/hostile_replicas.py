@@ -1,7 +1,7 @@
 """A fleet in which some replicas attack: real participants on one side, scripted writers of the bucket on the other.
 
-By default two participants decide, commit and follow as they do in a run. The manifests of all others are written here: those of
-honest replicas as theirs, those of attackers as their script says. Training is real, of a small classifier.
+By default two participants decide, commit and follow as they do in a run. The manifests of all others are written here:
+those of honest replicas as theirs, those of attackers as their script says. Training is real, of a small classifier.
 """
 
 import json
