@@ -135,7 +135,7 @@ def test_a_new_leg_loads_no_state_that_a_lone_replica_trained_from_a_wrong_base(
 
 
 def test_a_leg_ends_though_the_store_lost_a_payload_that_its_last_base_needs():
-    """Who held its bytes is gone, and the coordinator cannot write the last snapshot: the result says what is missing."""
+    """Who held its bytes is gone, and the coordinator cannot write the last snapshot: the result says so."""
     plan = calm(replicas=2, paces=(1.0, 1.0), settings={"retry": {"max_errors": 1, "backoff_s": 1.0}})
     when, lost = after_commit(plan, 3), "rounds/00000003/payload/0/1/0.bin"
     simulation = Simulation(dataclasses.replace(plan, kills=((when, -2),)))
