@@ -561,6 +561,7 @@ class SequentialV1(SequentialGuard):
     """The guard rule "sequential-v1"."""
 
     name: ClassVar[str] = "sequential-v1"
+    vault_share: ClassVar[float] = 0.0
     channels = MetricChannels  # type: ignore[assignment]
 
     @classmethod
