@@ -46,7 +46,7 @@ class RecentPayloads:
     def held(self, key: str) -> bytes | memoryview | None:
         """The bytes of the payload shard at `key`, of the open round or the one before; None if not held.
 
-        Verified once more: a file of the store may be the very one whose damage is to be repaired.
+        They are verified once more: a file of the store may be the very one whose damage is to be repaired.
         """
         for cache in (self._open, self._before):
             for name in cache.names():

@@ -1,7 +1,8 @@
 """Looks up the digest that a registry has for the tag of a container image, by the OCI Distribution API.
 
-One HEAD of the manifest, with the token that the registry asks for. A multi-platform image has the digest of its index,
-so that each machine gets the image of its own platform. Used by `diloco lock` only; nothing is downloaded.
+A lookup is one HEAD of the manifest, with the token that the registry asks for. A multi-platform image has the digest
+of its index, so that each machine gets the image of its own platform. Only `diloco lock` uses this; nothing is
+downloaded.
 """
 
 import base64

@@ -51,5 +51,5 @@ def records_read_s(round_s: float) -> float:
 
 
 def round_s_of(commit: Commit) -> float:
-    """The length of a round as its slowest response measured it; 0 if no response trained."""
+    """The longest train time in seconds of a round's averaged responses; 0 if it averaged none."""
     return max((answer.train_s for answer in commit.answers if answer.averaged), default=0.0)

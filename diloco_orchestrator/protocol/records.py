@@ -357,7 +357,7 @@ class Progress(Part):
 
 
 class Contribution(Record):
-    """The manifest of a replica's response to a round. Written after the objects that it names, so they exist."""
+    """The manifest of a replica's response to a round. It is written after the objects that it names, so they exist."""
 
     record: ClassVar[str] = "contribution"
     round: int = Field(ge=1)

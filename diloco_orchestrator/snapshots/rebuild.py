@@ -123,11 +123,11 @@ class Comparison:
 def rebuild_beside(
     run_log: RunLog, begin: Begin, until: int | None = None, below: int | None = None, base: Base | None = None
 ) -> Comparison:
-    """Rebuild the base that `rebuild` gives, shard by shard, and compare it with `base`. None: for the digest alone.
+    """Rebuild the newest base of a leg, or that after round `until`, shard by shard, and compare it with `base`.
 
-    Each shard is read from the snapshot, stepped through all rounds, hashed and compared before the next one. With
-    exactly averaged adapters the whole base is rebuilt, because their steps need several shards. Raises as `rebuild`
-    does.
+    A leg is a run's stretch from start or resume to stop; if `base` is None only the digest is computed. Each shard is
+    read from the snapshot, stepped through all rounds, hashed and compared before the next one. With exactly averaged
+    adapters the whole base is rebuilt, because their steps need several shards. Raises as `rebuild` does.
     """
     if not _start(run_log).adapters:
         return _by_first_way(run_log, begin, until, below, partial(_compared_along, run_log, base))

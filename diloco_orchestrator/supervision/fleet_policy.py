@@ -171,7 +171,7 @@ def hung_reason(state: State, now: float, policy: AttemptPolicy, watched_since: 
 def silence_s(state: State, now: float, policy: AttemptPolicy) -> float:
     """Seconds without a heartbeat, for the hung check. 0 for an attempt that is being cancelled or has ended.
 
-    Also 0 until `startup_timeout_s` for an attempt that never sent one; from then on its silence counts since the
+    It is also 0 until `startup_timeout_s` for an attempt that never sent one; from then on its silence counts since the
     provider reported RUNNING, or stopped responding. Waiting for a machine is not silence.
     """
     if not isinstance(state, Alive) or isinstance(state, Cancelling):

@@ -228,7 +228,7 @@ class _Agreement:
         return None
 
     def _create_start(self) -> None:
-        """Create this model's start record as `start.json`, or, if that holds another, at the key named in the vote."""
+        """Create this model's start record as `start.json`, or, if that holds another, at a key of its own."""
         writer = self._attempt.writer
         if writer.create(self._start, keys.START) is None and self._starts.entry(self._own) is None:
             self._starts.refresh()

@@ -185,7 +185,7 @@ class ReceivedResponses:
     def claims(self) -> list[BaseClaim]:
         """Base claims (base digests named in manifests) of the readable manifests, in replica_id order.
 
-        Except those of announcements, manifests by which a replica only reports that it is back: they name no base.
+        Announcements, manifests by which a replica only reports that it is back, name no base and are left out.
         """
         return [BaseClaim.of(manifest) for manifest in self.manifests() if manifest.base_digest]
 

@@ -158,7 +158,7 @@ class ReuploadRequests:
     def put_wanted(self, round_: int) -> None:
         """Upload the requested versions of payload shards of a round whose bytes this replica has, unless they exist.
 
-        Repeated while the request exists, because the store may lose the new version too.
+        Later calls do so again while the request exists, because the store may lose the new version too.
         """
         store = self._attempt.store
         wanted = [keys.parse_want(info.key) for info in store.list(keys.wants(round_))]
