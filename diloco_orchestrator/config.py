@@ -41,7 +41,7 @@ LAST = (  # right as they are for nearly every run
 
 
 class Tree(BaseModel):
-    """A node of the configuration tree: frozen, finite numbers only, unknown names refused."""
+    """A node of the configuration tree: immutable; refuses unknown names and numbers that are not finite."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

@@ -33,7 +33,7 @@ class RecentPayloads:
         self._open.put(name, data)
 
     def put_file(self, name: Name, file: IO[bytes], size: int) -> None:
-        """Keep a file of the store as bytes of the open round, as `PayloadCache.put_file`."""
+        """Keep a verified file of the store as bytes of the open round; the cache closes the file."""
         self._open.put_file(name, file, size)
 
     def get(self, name: Name) -> bytes | memoryview | None:

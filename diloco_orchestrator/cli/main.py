@@ -79,7 +79,7 @@ class Commands(click.Group):
 
 
 def _broken(name: str, why: str) -> click.Command:
-    """A command that accepts any arguments and raises `ConfigError`, in place of one that does not load."""
+    """A command that accepts any arguments and raises `ConfigError`, in place of a command that does not load."""
 
     def refuse() -> NoReturn:
         from diloco_orchestrator.errors import ConfigError

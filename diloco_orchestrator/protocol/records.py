@@ -333,7 +333,7 @@ class Metric(Part):
 
 
 class Origin(Part):
-    """A number of inner steps that the author of a contribution took in `round` and whose work it contains."""
+    """Inner steps that the author of a contribution took in `round` and whose work the contribution contains."""
 
     round: int = Field(ge=1)
     steps: int = Field(ge=0, le=MOST_COUNTED)

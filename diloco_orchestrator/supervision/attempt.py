@@ -120,7 +120,7 @@ def on(states: _States, events: _Events, to: _States = ()) -> Callable[[_Rule], 
 
 
 def refuse(states: _States, events: _Events, why: str) -> None:
-    """Add to the table `why` pairs of `states` and `events` that have no rule cannot occur."""
+    """Add to the table that `events` cannot occur in `states`, except in pairs with a rule, and `why`."""
     for pair in _pairs(states, events):
         if pair not in MOVES:
             REFUSED.setdefault(pair, why)
@@ -172,7 +172,7 @@ def _exit_seen(state: Alive, event: ExitSeen, now: float, policy: AttemptPolicy)
 
 @on(Unreachable, ExitSeen, to=(Unreachable, Ended))
 def _exit_of_unreachable(state: Unreachable, event: ExitSeen, now: float, policy: AttemptPolicy) -> Step:
-    """Ignore the exit code "superseded" of an attempt without a successor, which is followed by its heartbeat.
+    """Ignore the exit code "superseded" of an attempt without a successor; its heartbeats show whether it lives.
 
     A forged record of that kind would otherwise count again and again, and a dead attempt would never be hung.
     """
@@ -192,7 +192,7 @@ def _replaced(state: Alive, event: Replaced, now: float, policy: AttemptPolicy) 
 
 @on(Ended, Replaced)
 def _judged(state: Ended, event: Replaced, now: float, policy: AttemptPolicy) -> Step:
-    """Replace the outcome seen here by that in the record of the next attempt, so that all coordinators count alike."""
+    """Replace the outcome seen here by that in the next attempt's record, so that all coordinators count alike."""
     if event.outcome is None:
         return Step(state)
     return Step(Ended(event.outcome, state.at, event.reason, event.took_part))
@@ -449,7 +449,7 @@ def _cancel_failed(state: Cancelling, event: CancelFailed, now: float, policy: A
 
 @on(Cancelling, Tick, to=(Cancelling, Ended))
 def _cancel_on(state: Cancelling, event: Tick, now: float, policy: AttemptPolicy) -> Step:
-    """Repeat the cancel, or the search for the process; end the attempt `cancelled_for_s` after one without effect."""
+    """Repeat an unaccepted cancel, or the search for the process; end the attempt after `cancelled_for_s`."""
     unanswered = state.accepted or state.handle is None
     if unanswered and now - state.cancelled_at > policy.cancelled_for_s:
         calling = state.handle is None and state.search_at is None

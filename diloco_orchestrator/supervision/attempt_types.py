@@ -43,7 +43,7 @@ class Beat:
 class Refusal:
     """The provider's refusals to launch an attempt: since when, the newest error, and the number of calls.
 
-    `denied`: it rejects our credentials; False: it is down or overloaded.
+    `denied`: True if the provider rejects our credentials, False if it is down or overloaded.
     """
 
     since: float
@@ -256,7 +256,7 @@ class CancelFailed:
 
 @dataclass(frozen=True)
 class SearchDone:
-    """Event, the reply to `CallFind`: the handle of the attempt's process; None if the provider has no such."""
+    """Event, the reply to `CallFind`: the handle of the attempt's process; None if the provider has no such process."""
 
     handle: ReplicaHandle | None
 
@@ -275,7 +275,7 @@ class LegStopped:
 
 @dataclass(frozen=True)
 class Replaced:
-    """Event: a later attempt of the replica exists. `outcome`, `took_part`: of this one, if its record names them."""
+    """Event: a later attempt of the replica exists. Its intent may name `outcome` and `took_part` of this attempt."""
 
     outcome: Outcome | None = None
     reason: str = ""

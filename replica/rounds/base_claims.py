@@ -138,7 +138,7 @@ class BaseClaims:
     def rebuild(self, until: int | None = None) -> None:
         """Replace the base by one rebuilt from the bucket: the newest, or that after round `until`.
 
-        Raises as `ReuploadRequests.rebuild` does.
+        Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
         """
         self._take(self._requests.rebuild(until), None)
 

@@ -77,7 +77,7 @@ class ContributionHistory:
         return self._attempt.replica_id in self._listing.authors(round_)
 
     def of_open_round(self) -> Contribution | None:
-        """This replica's manifest of the open round; None as in `of`."""
+        """This replica's manifest of the open round; None if it is missing or not by an attempt of this replica."""
         return self.of(self._tip.position.round + 1)
 
     def newest(self) -> Contribution | None:

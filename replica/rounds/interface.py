@@ -120,7 +120,7 @@ class RunRounds(Rounds, Protocol):
         ...
 
     def publish_scores(self, fields: ContributionFields) -> None:
-        """Contribute scores to the final evaluation round, which takes no pseudo-gradient. Otherwise as `publish`."""
+        """Contribute scores to the final evaluation round, which takes no pseudo-gradient; at most once."""
         ...
 
     def await_published(self) -> None:
@@ -161,7 +161,7 @@ class RunRounds(Rounds, Protocol):
     def finish_leg(self) -> bool:
         """After the stop: write the last snapshot and `result.json` unless others do.
 
-        Returns as `write_snapshot_if_due`.
+        Returns whether the base was rebuilt first and had other bits; `base` is then the rebuilt one.
         """
         ...
 

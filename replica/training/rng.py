@@ -135,7 +135,7 @@ def capture_generator(generator: torch.Generator) -> dict[str, Any]:
 
 
 def restore_generator(state: Mapping[str, Any], generator: torch.Generator) -> None:
-    """Set a generator to a result of `capture_generator`. Raises as `restore` does."""
+    """Set a generator to a result of `capture_generator`. Raises `RecordInvalid` for a state of another form."""
     if "bytes" in state:
         generator.set_state(_torch_state(base64.b64decode(state["bytes"])))
     else:
