@@ -150,6 +150,27 @@ class JoinEnd(Record):
 _LONGEST = 400  # characters of a reason
 
 
+# Errors by which something outside the process fails: a hub, a bucket, a connection. The same call may work later.
+_OUTSIDE = re.compile(
+    r"OSError|EOFError|gaierror|Connect|Disconnect|Timeout|TimedOut|Unavailable|Network|Protocol|Http|HTTP|SSL|Pipe"
+    r"|IncompleteRead|TooManyRequests|Throttl|^(requests|urllib3|httpx|httpcore|aiohttp|botocore|google|azure|grpc)\."
+)
+
+
+def fault_in(ended: Exit) -> str:
+    """Type and line of the error that ended an attempt, such as "ValueError at train.py:31", from its traceback.
+
+    Equal for two attempts that failed in the same way, whatever the messages say. Empty without a traceback, and where
+    any error of the chain is one by which something outside the process fails.
+    """
+    text = ended.error or ""
+    places = re.findall(r'^  File "(?:.*/)?(.+?)", line (\d+)', text, re.MULTILINE)
+    kinds = re.findall(r"^([A-Za-z_][\w.]*)(?::|$)", text, re.MULTILINE)
+    if not places or not kinds or any(_OUTSIDE.search(kind) for kind in kinds):
+        return ""
+    return f"{kinds[-1].rpartition('.')[2]} at {':'.join(places[-1])}"
+
+
 def reason_of(ended: Exit) -> str:
     """An attempt's end in one line: the reason in its exit record and the last line of its traceback, if it has one."""
     lines = [line for line in (ended.error or "").splitlines() if line and not line[0].isspace()]

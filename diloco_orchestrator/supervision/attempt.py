@@ -154,19 +154,20 @@ def diagram() -> str:
 # -- how an attempt ended ---------------------------------------------------------------------------------------------
 
 
-def end_step(state: Alive, outcome: Outcome, reason: str, now: float) -> Step:
+def end_step(state: Alive, outcome: Outcome, reason: str, now: float, fault: str = "") -> Step:
     """The transition to `Ended`. A cancelled attempt ends as an error, unless its outcome is done or superseded."""
     if outcome is Outcome.SUPERSEDED:
         words = "it exited because another process has its replica, which is followed now"
         return Step(Ended(outcome, now, reason), (FindSuccessor(),), words)
     if isinstance(state, Cancelling) and outcome is not Outcome.DONE:
-        outcome, reason = Outcome.ERROR, state.why
-    return Step(Ended(outcome, now, reason), (), f"ended ({outcome}): {reason}")
+        outcome, reason, fault = Outcome.ERROR, state.why, ""
+    return Step(Ended(outcome, now, reason, fault=fault), (), f"ended ({outcome}): {reason}")
 
 
 @on((Reserved, Postponed, Running, Cancelling), ExitSeen, to=Ended)
 def _exit_seen(state: Alive, event: ExitSeen, now: float, policy: AttemptPolicy) -> Step:
-    return end_step(state, outcome_of(event.code, event.status), f"{event.reason} (exit code {event.code})", now)
+    outcome, reason = outcome_of(event.code, event.status), f"{event.reason} (exit code {event.code})"
+    return end_step(state, outcome, reason, now, event.fault)
 
 
 @on(Unreachable, ExitSeen, to=(Unreachable, Ended))
@@ -186,7 +187,7 @@ def _replaced(state: Alive, event: Replaced, now: float, policy: AttemptPolicy) 
     outcome, reason = event.outcome or Outcome.ERROR, event.reason or "it left no exit record"
     step = end_step(state, outcome, reason, now)
     assert isinstance(step.state, Ended)
-    return step._replace(state=replace(step.state, took_part=event.took_part))
+    return step._replace(state=replace(step.state, took_part=event.took_part, fault=event.fault))
 
 
 @on(Ended, Replaced)
@@ -522,6 +523,10 @@ class ReplicaView:
     state: State = field(default_factory=Unlaunched)
     # Ended attempts of this leg, the newest included, since the newest of them that took part in a commit.
     endings: Mapping[Outcome, int] = field(default_factory=dict)
+    # Error type and line of the newest end, and how many ends in a row are alike; "" and 0 after any other end, and
+    # after one of an attempt that took part in a commit.
+    fault: str = ""
+    faults: int = 0
 
     @property
     def who(self) -> tuple[int, int]:
@@ -541,7 +546,19 @@ def follow(view: ReplicaView, event: Event, now: float, policy: AttemptPolicy) -
         endings = _counted({}, step.state, +1)
     elif not isinstance(step.state, GivenUp):
         endings = _counted(_counted(endings, view.state, -1), step.state, +1)
-    return replace(view, state=step.state, endings=endings), step
+    fault, faults = _faults(view, step.state)
+    return replace(view, state=step.state, endings=endings, fault=fault, faults=faults), step
+
+
+def _faults(view: ReplicaView, state: State) -> tuple[str, int]:
+    """`ReplicaView.fault` and `faults` after the newest attempt has come to `state`."""
+    if not isinstance(state, Ended):
+        return view.fault, view.faults
+    if state.took_part or state.outcome is not Outcome.ERROR or not state.fault:
+        return "", 0
+    if isinstance(view.state, Ended):
+        return view.fault, view.faults
+    return state.fault, view.faults + 1 if state.fault == view.fault else 1
 
 
 def _counted(endings: Mapping[Outcome, int], state: State, change: int) -> Mapping[Outcome, int]:

@@ -125,6 +125,7 @@ class Ended:
     at: float  # when this coordinator learned of it
     reason: str
     took_part: bool = False  # a commit averaged its contribution, so that its replica's budgets are full again
+    fault: str = ""  # type and line of the error in its exit record, by `fault_in`; empty where there is none
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,7 @@ class ExitSeen:
     code: int
     reason: str
     status: ReplicaStatus | None = None
+    fault: str = ""  # as in `Ended`
 
 
 @dataclass(frozen=True)
@@ -278,6 +280,7 @@ class Replaced:
     outcome: Outcome | None = None
     reason: str = ""
     took_part: bool = False
+    fault: str = ""  # as in `Ended`
 
 
 @dataclass(frozen=True)
