@@ -123,8 +123,8 @@ class BaseClaims:
     def heal(self, claims: Collection[str]) -> bool:
         """Rebuild the open round's base from the bucket because others claim other digests; once per digest and round.
 
-        Rebuilt a second time if no claim has the new digest, because a rebuild can go wrong too. Returns whether the
-        base changed. Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
+        It is rebuilt a second time if no claim has the new digest, because a rebuild can go wrong too. Returns whether
+        the base changed. Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
         """
         asked, before = self._asked_now(), self.digest
         if not (new := set(claims) - asked - {before}):
@@ -167,14 +167,14 @@ class BaseClaims:
     def rebuild(self, until: int | None = None) -> None:
         """Replace the base by one rebuilt from the bucket: the newest, or that after round `until`.
 
-        Raises as `ReuploadRequests.rebuild` does.
+        Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
         """
         self._take(self._requests.rebuild(until), None)
 
     def leave_if_arithmetic_differs(self, commit: Commit, claims: Sequence[BaseClaim], quorum: int) -> None:
         """Raise `BaseDiverged` if this machine's arithmetic differs from others', so that a rebuild does not help.
 
-        Shown by the third "wrong_base" within nine rounds, or by a rebuild from a snapshot before the disagreement that
+        The third "wrong_base" within nine rounds shows it, or a rebuild from a snapshot before the disagreement that
         gives the same digest again. `commit`: lists this replica as "wrong_base". `claims`: all base claims of its
         round.
         """

@@ -216,7 +216,7 @@ class SegmentWriter:
         self._writing: Future[None] | None = None
 
     def write_if_due(self) -> None:
-        """Write the missing segments in the background, if this replica is to do so after this round."""
+        """Write missing segments (many commits in one object) in the background, if it is this replica's turn."""
         commit = self._tip.last
         if commit is None or commit.round % TAIL_ROUNDS:
             return
@@ -227,7 +227,7 @@ class SegmentWriter:
             self._writing = self._attempt.background.start(lambda: self._write(commit.round))
 
     def wait(self) -> None:
-        """Block until no segment is being written."""
+        """Block until no segment (many commits in one object) is being written."""
         if self._writing is not None:
             self._writing.result()
 
