@@ -96,7 +96,7 @@ class ManualClock:
 
 @dataclass(frozen=True)
 class Backoff:
-    """Pauses of a loop that polls or retries: `first_s`, then `factor` times as long each time, up to `longest_s`."""
+    """Pauses of a loop that polls or retries: `first_s`, each next one `factor` times as long, up to `longest_s`."""
 
     first_s: float
     longest_s: float

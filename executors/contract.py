@@ -112,7 +112,8 @@ class LaunchRequest:
     def pinned(self, image: str) -> str:
         """The image to send for the executor's option `image`: with its digest from `images`, if it has one there.
 
-        Without its tag: container runtimes differ about references with both, and some refuse them (cri-o/cri-o#8603).
+        Then its tag is left out: container runtimes differ about references with both, and some refuse them
+        (cri-o/cri-o#8603).
         """
         if image not in self.images:
             return image

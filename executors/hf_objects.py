@@ -192,7 +192,7 @@ def status_of(job: Job, exit_code: int | None = None) -> ReplicaStatus:
 def _ran_to_its_limit(job: Job) -> bool:
     """Whether the job ran as long as its time limit, by the service's clock.
 
-    With a tolerance of a second or 1 %, because the service does not document when its timer starts.
+    A second or 1 % less counts too, because the service does not document when its timer starts.
     """
     limit, started, finished = (job.get("labels") or {}).get(LABEL_TIMEOUT), job.get("startedAt"), job.get("finishedAt")
     if not (limit and started and finished):

@@ -157,7 +157,7 @@ class LocalProcessExecutor(RemoteExecutor):
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
         """Status from /proc, the recorded exit code and the exit line; UNKNOWN for a process of another host.
 
-        Also ends a process whose time limit or grace period is over.
+        A process whose time limit or grace period is over is ended.
         """
         process, folder = ProcessId.from_native(handle.native), _folder_of(handle)
         if process.host != platform.node():

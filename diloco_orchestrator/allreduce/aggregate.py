@@ -67,7 +67,8 @@ class TrimmedMean:
     """The mean of each coordinate without its `trim` lowest and `trim` highest values, one shard at a time.
 
     Weights do not count, except of clipped parts: values are multiplied by the part's weight over the largest weight,
-    which is 1 unless the part was clipped. Raises as `WeightedParts` does.
+    which is 1 unless the part was clipped. Raises `PayloadCorrupt` for a payload of another length or cut into other
+    shards.
     """
 
     left_out: Sequence[LeftOut] = ()  # of every part some values are averaged
@@ -79,7 +80,7 @@ class TrimmedMean:
         self._piece = max(_SHORTEST, BLOCK // len(parts) // _SHORTEST * _SHORTEST)
 
     def shard(self, index: int) -> ShardBlocks:
-        """The aggregate of one shard, as `Aggregate.shard`. Values of a coordinate are summed from the lowest up."""
+        """The trimmed mean of one shard, computed lazily. Values of a coordinate are summed from the lowest up."""
         return functools.partial(self._blocks, self._parts.shard(index))
 
     def _blocks(self, shards: Sequence[Encoded], start: int, stop: int) -> Iterator[torch.Tensor]:

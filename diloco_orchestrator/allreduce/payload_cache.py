@@ -70,7 +70,7 @@ class PayloadCache:
             self._end += -(-len(data) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
     def put_file(self, name: Name, file: IO[bytes], size: int) -> None:
-        """Keep a verified file of the store, `size` bytes long; the cache closes it. Copied once 256 files are open."""
+        """Keep a verified file of the store, `size` bytes long, open. Beyond 256 open files its bytes are copied."""
         with self._lock:
             if len(self._opened) < OPEN_FILES and not self._has(name):
                 self._opened[name] = file, size

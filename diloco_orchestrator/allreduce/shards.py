@@ -1,6 +1,6 @@
 """Fetches payload shards and saved states from the store and verifies digest, length, codec, finiteness and norm.
 
-Apart from `allreduce.payload`, because commands that only read records must start without importing torch.
+This file is apart from `allreduce.payload`, because commands that only read records must start without importing torch.
 """
 
 import mmap
@@ -34,9 +34,9 @@ def shard_ranges(numel: int, shard_numel: int) -> list[tuple[int, int]]:
 def fetch(store: Store, key: str, payload: Payload, index: int, *, with_norm: bool = False) -> bytes:
     """The verified bytes of shard `index` of a payload, from `key`: those that the manifest names, all finite.
 
-    Later code decodes them without another check. Raises as `fetch_shard` and `check_shard` do, and `with_norm` as
-    `check_norm`. A replica checks the norm when it decides on a contribution; for committed ones the check is left out,
-    because every replica must average them, whatever norm its CPU computes.
+    Later code decodes them without another check. Raises as `fetch_shard` and `check_shard` do, and with `with_norm` as
+    `check_norm` does. A replica checks the norm when it decides on a contribution; for committed ones the check is left
+    out, because every replica must average them, whatever norm its CPU computes.
     """
     data, whose = fetch_shard(store, key, payload.shards[index]), f"{key} in {store.url}"
     measure = check_shard(data, payload, index, whose)

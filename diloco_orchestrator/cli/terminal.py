@@ -44,7 +44,7 @@ class Console(rich.console.Console):
 
 
 class Display(Protocol):
-    """Shows a run's statuses as they change. Used as a context manager around the polling loop."""
+    """Shows a run's statuses as they change. Used as a context manager around the polling loop of a command."""
 
     def __enter__(self) -> Self: ...
 

@@ -151,7 +151,7 @@ def _is_there(requirement: dict[str, str]) -> bool:
 
 
 def install_unhashed(details: dict[str, Any], folder: Path) -> None:
-    """Install our, then the user's requirements that the image lacks, unhashed, in the launcher's versions.
+    """Install our requirements, then the user's, that the image lacks: in the launcher's versions, without hashes.
 
     Raises `Stopped` if pip fails.
     """

@@ -51,8 +51,8 @@ def threshold(replicas: int) -> float:
     """The threshold of a replica's statistic, in sigmas added up, in a fleet of this many judged replicas.
 
     A CUSUM with slack k crosses h by chance at a rate proportional to exp(-2 k h), so ln(N) / 2k more, .28 for each
-    doubling, keeps the rate of the whole fleet that of one replica. Without `math.log`, whose last bits differ between
-    machines.
+    doubling, keeps the rate of the whole fleet that of one replica. `math.log` is not used, because its last bits
+    differ between machines.
     """
     return 9.0 + 0.28 * (replicas - 1).bit_length()
 

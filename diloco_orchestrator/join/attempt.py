@@ -1,4 +1,4 @@
-"""`TakenAttempt`: an attempt that a joined machine has taken: its process, sign of life, output, record of its end."""
+"""`TakenAttempt`: an attempt that a joined machine runs: its process, its lease, its output and its end record."""
 
 import logging
 import os
@@ -46,7 +46,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 class AttemptProcess(Protocol):
-    """The process of an attempt, as `TakenAttempt` uses it. All methods are safe to call after its end."""
+    """The process of an attempt on a joined machine. All methods are safe to call after its end."""
 
     pid: int  # on this machine
 
@@ -225,7 +225,7 @@ class TakenAttempt:
         return end_of(code, asked or self._asked_here(0.0))
 
     def record(self, end: ReplicaStatus) -> bool:
-        """Write the rest of the output and the record of the end. False if another end was recorded first, which
+        """Write the rest of the output and the record of the end; False if another end was recorded first, which
         counts.
 
         Nothing is written, and False returned, if the attempt's offer was deleted. Raises `StoreUnavailable` if the

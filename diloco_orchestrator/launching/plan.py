@@ -173,7 +173,7 @@ class LaunchPlan:
 
     @property
     def run_usd(self) -> float | None:
-        """The cost of all rounds of the run, if none is repeated."""
+        """The cost of all rounds of the run in US dollars, if none is repeated; None if `round_usd` is unknown."""
         return None if self.round_usd is None else self.round_usd * self.rounds
 
     @property

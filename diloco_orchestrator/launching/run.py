@@ -83,7 +83,7 @@ class Run:
         self._untracked = reader.new_rows()
 
     def _coordinate(self) -> Coordinator:
-        """A coordinator for the newest leg of the run, which began with its start or last resume."""
+        """A coordinator for the rounds since the run's start or last resume."""
         threads = ThreadBackground()
         return Coordinator(self._watched, self._means, threads, threads)
 

@@ -1,6 +1,7 @@
 """Self-test that averages and outer steps have the same bits on this machine as on every other one.
 
-Inputs are exact in fp32, so that only the arithmetic itself can differ. Run whenever a replica joins a run.
+Inputs are exact in fp32, so that only the arithmetic itself can differ. A replica runs the test whenever it joins a
+run.
 """
 
 import functools

@@ -68,7 +68,7 @@ class BaseScores:
         self._scores: dict[int, float] = {}  # by the round of the base
 
     def add(self, commit: Commit, begin: Begin) -> None:
-        """Add the scores of the next commit, which belongs to the leg of `begin`."""
+        """Add the scores of the next commit. `begin`: the start or resume after which it was made."""
         if commit.leg != self._leg:
             self._leg, self._base = commit.leg, begin.from_round
             self.fragments.clear()

@@ -333,7 +333,7 @@ class Metric(Part):
 
 
 class Origin(Part):
-    """A number of inner steps that the author of a contribution took in `round` and whose work it contains."""
+    """Inner steps that the author of a contribution took in `round` and whose work the contribution contains."""
 
     round: int = Field(ge=1)
     steps: int = Field(ge=0, le=MOST_COUNTED)
@@ -357,7 +357,7 @@ class Progress(Part):
 
 
 class Contribution(Record):
-    """The manifest of a replica's response to a round. Written after the objects that it names, so they exist."""
+    """The manifest of a replica's response to a round. It is written after the objects that it names, so they exist."""
 
     record: ClassVar[str] = "contribution"
     round: int = Field(ge=1)

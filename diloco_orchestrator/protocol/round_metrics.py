@@ -68,7 +68,7 @@ def never_observed(metric: str, observed: Collection[str]) -> str:
 
 
 def _disagreeing(manifests: Sequence[Contribution]) -> tuple[Disagreeing, ...]:
-    """Replicas that the aggregate left out of the round before, as most manifests that list any do.
+    """Replicas that the aggregate left out of the round before, by the list that most manifests with such a list have.
 
     Honest manifests agree, because equal payloads give equal numbers. In a tie the first list counts.
     """

@@ -58,7 +58,8 @@ class RoundTimes:
 
     A time that another replica reports counts as at most eight times the usual one, or as the time that this replica
     has waited itself if that is more. So no false report makes a round wait long. The usual time is this replica's
-    median, or the median of the others' medians if that is more. With only one other reporter its times are not used.
+    median, or the median of the others' medians if that is more. If only one other replica reports times, they are not
+    used.
 
     Args:
         round_steps: inner steps of a whole round.

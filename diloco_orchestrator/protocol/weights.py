@@ -92,7 +92,7 @@ def is_said(answer: Answer, manifest: Contribution) -> bool:
 
 
 def weighed(answers: Sequence[Answer], shares: Shares) -> tuple[Answer, ...]:
-    """`answers` with the weight of each averaged one set from `shares`."""
+    """`answers`, a commit's list of responses, with the weight of each averaged one set from `shares`."""
     return tuple(
         answer.model_copy(update={"weight": shares.weights[answer.replica_id]}) if answer.averaged else answer
         for answer in answers
@@ -120,7 +120,7 @@ def why_void(commit: Commit, config: RunConfig) -> str:
 def as_read(commit: Commit, config: RunConfig) -> Commit:
     """`commit` itself, or if its weights make it void, the commit in its place that averages nobody and keeps the base.
 
-    Its stop, roster and guard state still count.
+    Its stop, guard state and list of replicas that the next round waits for still count.
     """
     why = why_void(commit, config)
     if not why:
@@ -158,7 +158,7 @@ def _equal_payloads(averaged: Sequence[Answer]) -> list[list[int]]:
 
 
 def _times(ratio: Fraction) -> str:
-    """A ratio as text. Bounded, because norms in a forged commit may have a ratio that no float holds."""
+    """A ratio as text, bounded, because norms in a forged commit may have a ratio that no float holds."""
     return f"{float(min(ratio, Fraction(10**99))):.3g} times"
 
 

@@ -166,7 +166,10 @@ class AttemptRecords:
 
 
 class Authors:
-    """Checks whether manifests are by the attempts that they name, by their claims. Two threads may share one."""
+    """Checks whether manifests are by the attempts that they name: each names the claim by which a process became one.
+
+    Two threads may share one.
+    """
 
     def __init__(self, store: Store, background: Background) -> None:
         self._store = store

@@ -42,5 +42,8 @@ def read(store: Store, kind: type[R], key: str) -> Entry[R] | None:
 
 
 def parsed(kind: type[R], key: str, data: bytes) -> Entry[R]:
-    """The record whose exact bytes are `data`, as `read` returns it."""
+    """The record whose exact bytes are `data`, with their digest. `key`: for errors.
+
+    Raises `RecordInvalid` for what is no such record, `RecordTooNew` and `RecordTooOld` for another schema version.
+    """
     return Entry(kind.from_bytes(data, key), sha256_hex(data))

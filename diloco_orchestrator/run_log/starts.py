@@ -24,7 +24,7 @@ R = TypeVar("R", bound=Record)
 class Starts:
     """The start records of the run whose run.json has the sha256 `run_sha256`, and the replicas' votes on them.
 
-    With a `first_base` only start records with that base digest count, and only votes for those.
+    If the run has a `first_base`, only start records with that base digest, and votes for those, count.
     """
 
     def __init__(self, store: Store, replicas: int, run_sha256: Sha256, first_base: BulkDigest | None = None) -> None:

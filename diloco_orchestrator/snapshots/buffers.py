@@ -34,9 +34,10 @@ def write_buffers(
 
 
 def read_buffers(store: Store, manifest: Contribution) -> dict[str, torch.Tensor]:
-    """The buffers that the author of a manifest published with it: those changed since the run's start. Read-only.
+    """The buffers that the author of a manifest published with it: those changed since the run's start.
 
-    Raises `PayloadCorrupt` if the object was deleted or changed, `RecordInvalid` if it holds no buffers.
+    They must not be written to. Raises `PayloadCorrupt` if the object was deleted or changed, `RecordInvalid` if it
+    holds no buffers.
     """
     if manifest.buffers is None:
         return {}

@@ -74,7 +74,7 @@ class StoredSnapshot:
         return base
 
     def check(self, start: Start, but: Collection[str] = ()) -> Base:
-        """The base, after reading and checking every file of the snapshot. Raises `RecordInvalid` as `base` does.
+        """The base, after reading and checking every file of the snapshot. Raises `RecordInvalid` for another digest.
 
         `but`: files that the caller checks itself; they are read here only for the base.
         """
@@ -183,7 +183,7 @@ def _parts_of_base(
 
 
 def first_snapshot_in(run_log: RunLog, start: Start, take: str) -> StoredSnapshot:
-    """A version of snapshot 0 with the first base and files of its record `start`. Raises `ObjectMissing` without."""
+    """A version of snapshot 0, checked against the run's start record. Raises `ObjectMissing` if it is incomplete."""
     record = run_log.snapshot(0, take)
     files = record.files
     if start.first_files is not None:

@@ -188,7 +188,7 @@ class LiveTensors:
 
 @dataclass(frozen=True)
 class Overlaid:
-    """A `TensorSource` in which `over` replaces or adds tensors."""
+    """A `TensorSource` over another one, in which the tensors `over` replace or add some."""
 
     source: TensorSource
     over: Mapping[str, torch.Tensor]

@@ -201,7 +201,7 @@ def _states(
 ) -> Iterator[ObjectInfo]:
     """Saved states to delete under the plan `made`.
 
-    Kept are states of rounds with a kept snapshot, of rounds after the horizon, and each replica's newest.
+    States of rounds with a kept snapshot or after the horizon, and each replica's newest, are kept.
     """
     for replica_id in range(replicas):
         last = max((m.round for (owner, _), m in newest.items() if owner == replica_id), default=0)

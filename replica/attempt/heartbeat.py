@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Pulse:
-    """The content of the next heartbeat. Written by the training thread, read by the heartbeat's thread."""
+    """The content of the next heartbeat, which the training thread writes and the heartbeat's thread reads."""
 
     phase: str = "starting"  # starting, scoring, training, waiting or snapshot
     round: int = 0

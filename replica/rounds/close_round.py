@@ -82,7 +82,7 @@ class RoundCloser:
         self._timing.start_waiting()
         self._waiting_since = self._commit_asked_at = self._out_polled_at = attempt.clock.now()
         while (entry := self._timing.without_outages(self._observe, waited)) is None:
-            if self._heal_if_contradicted():
+            if self._heal_if_unsure():
                 continue
             decision, shared, answers = self._decide()
             if decision.action is rounds.Action.COMMIT and waited:
@@ -212,21 +212,30 @@ class RoundCloser:
         decision = rounds.decide(view, self._attempt.clock.now(), self._timing.policy)
         return decision, shared, answers
 
-    def _heal_if_contradicted(self) -> bool:
-        """Once the round can end, rebuild a base that is not the one most manifests name. Returns whether it did."""
+    def _heal_if_unsure(self) -> bool:
+        """Once the round can end, rebuild a base that is not the one most manifests name, or of which a snapshot is due
+        and that nobody else names. Returns whether it did.
+        """
         claims = self._received.claims()
-        if not self._claims.contradicted(claims):
+        alone = self._claims.confirms_alone(claims)
+        if not alone and not self._claims.contradicted(claims):
             return False
         view = self._timing.view(self._received.answers(), self._is_out())
         if not rounds.is_ready(view, self._attempt.clock.now(), self._timing.policy):
             return False
         with suppress(PayloadGone):  # others are rounds ahead: the commit of this round exists, and is applied
-            self._heal({claim.digest for claim in claims})
+            if alone:
+                self._note_healed(self._claims.verify_unclaimed())
+            else:
+                self._heal({claim.digest for claim in claims})
         return True
 
     def _heal(self, claims: Collection[str]) -> None:
         """Rebuild the base if digests in `claims` contradict it; then drop unaveraged work from the wrong base."""
-        if self._claims.heal(claims):
+        self._note_healed(self._claims.heal(claims))
+
+    def _note_healed(self, changed: bool) -> None:
+        if changed:
             self._healed = True
             self._contributor.recover_carry()
 

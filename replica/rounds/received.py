@@ -70,7 +70,7 @@ class ReceivedContribution:
 
 @dataclass(frozen=True)
 class ExpectedContribution:
-    """Properties that a contribution to the open round must have: round, number of the leg, fragment, length, codec."""
+    """Properties of every contribution to the open round: round, number of the leg, fragment, length, codec."""
 
     round: int
     leg: int
@@ -185,7 +185,7 @@ class ReceivedResponses:
     def claims(self) -> list[BaseClaim]:
         """Base claims (base digests named in manifests) of the readable manifests, in replica_id order.
 
-        Except those of announcements, manifests by which a replica only reports that it is back: they name no base.
+        Announcements, manifests by which a replica only reports that it is back, name no base and are left out.
         """
         return [BaseClaim.of(manifest) for manifest in self.manifests() if manifest.base_digest]
 
@@ -223,7 +223,7 @@ class ReceivedResponses:
     # -- verifying -----------------------------------------------------------------------------------------------
 
     def _read(self, key: str, replica_id: int, expected: ExpectedContribution) -> ReceivedContribution:
-        """The response at `key`, with its manifest but not its payload."""
+        """The response at `key`: its manifest is fetched, its payload is not."""
         return self._parsed(key, read_record(self._store, key), replica_id, expected)
 
     def _parsed(self, key: str, data: bytes, replica_id: int, expected: ExpectedContribution) -> ReceivedContribution:

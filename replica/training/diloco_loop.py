@@ -144,7 +144,7 @@ class DiLoCoLoop:
     def showing_base(self) -> Iterator[None]:
         """Context in which the model's parameters are the base's; restores the local parameters.
 
-        They differ for fragments that were not synchronised last, or that kept a share of local values.
+        The two differ for fragments that were not synchronised last, or that kept a share of local values.
         """
         if len(self._fragments) == 1 and not self.schedule.alpha:
             yield

@@ -47,7 +47,7 @@ class ObservedMetrics:
         self.inner_steps += 1
 
     def add_extra(self, extra: Mapping[str, float]) -> None:
-        """Add the user's own metrics of one inner step. Raises `ConfigError` as `checked_extra` does."""
+        """Add the user's own metrics of one inner step. Raises `ConfigError` for a bad name or a non-finite value."""
         known = {name.removeprefix(EXTRA_PREFIX) for name in self._values if name.startswith(EXTRA_PREFIX)}
         self.add(checked_extra(extra, len(known - extra.keys())), 0)
 

@@ -57,7 +57,7 @@ class HackingGap(Remembered):
             f"up since round {self.zero} is {self.total:.1f}; it halts above {threshold:g}"
         )
         advice = "look for reward hacking or memorisation there; check the reward"
-        return [Alarm(what, self.zero, advice, AlarmKind.GAP)]
+        return [Alarm(what, self.zero, advice, AlarmKind.GAP, gap - allowed)]
 
     def _is_best(self, held: float) -> bool:
         """Whether the last eight rounds, this one included, have the best mean of all."""

@@ -215,7 +215,7 @@ class Auditor:
         return [str(folder / bootstrap.USERS), str(_OURS), *filter(None, [here])]
 
     def _threads(self, manifest: Contribution) -> int:
-        """The number of threads with which a manifest's author trained, as its claim says; 0 if that was deleted."""
+        """The number of threads with which a manifest's author trained, by its claim of the attempt; 0 if deleted."""
         claim = AttemptRecords(self.store).claim(manifest.replica_id, manifest.attempt)
         return claim.threads if claim else 0
 

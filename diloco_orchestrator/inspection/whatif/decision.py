@@ -17,7 +17,7 @@ from diloco_orchestrator.protocol.weights import shares_of
 
 @dataclass(frozen=True)
 class OtherDecision:
-    """A decision of a round without some contributions or with other settings; all else as in its commit and leg."""
+    """A decision of a round without some contributions or with other settings; all else as it was decided."""
 
     without: tuple[int, ...] = ()  # replicas whose contributions are left out
     change: Mapping[str, JsonValue] = field(default_factory=dict)  # settings by name: {"outer.lr": 0.4}
