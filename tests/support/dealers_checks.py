@@ -60,7 +60,6 @@ SCENARIOS = {
             (lies("good", "bad"), 0.003),
         )
     },
-    "pair rare snapshots N4": Scenario(4, liars=(0, 1), deeds=lies("sum"), rounds=16, snapshot_every=99),
     "pair rare snapshots N5": Scenario(5, quorum=3, liars=(0, 1), deeds=lies("sum"), rounds=16, snapshot_every=99),
     "pair mute": Scenario(5, quorum=3, liars=(0, 1), deeds=lies("mute")),
     "pair vouches": Scenario(4, liars=(0, 1), deeds=lies("rot", "good", "grab")),

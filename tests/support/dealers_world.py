@@ -16,7 +16,7 @@ from typing import Any
 RULES = {
     "agreed": "the commit before names the path of a round",
     "log": "the dealers of a round follow from the commit before, not from what a replica has seen",
-    "deputy": "where the author of a contribution deals a shard, the next dealer reads it in the author's place",
+    "deputy": "where the author of a contribution deals a shard, the next dealer reads it in its place",
     "other": "the word of a contribution's author about it does not count",
     "both": "until the deadline the words of both readers of a shard are waited for",
     "dispute": "a shard that one dealer found good and another bad counts by the reading of who decides",
