@@ -68,8 +68,7 @@ class Starts:
         """The versions of snapshot 0 that replicas with the chosen start record have read or written, most frequent
         first.
 
-        Of equally frequent ones that of the lowest `replica_id` is first. If this process has read or written one, that
-        one alone.
+        A tie goes to the lower `replica_id`. If this process has read or written one, that one alone.
         """
         start = self.chosen()
         if self._take is not None:
