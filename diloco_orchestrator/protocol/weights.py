@@ -194,7 +194,7 @@ class Limit:
 
 
 def limit_of(norms: Sequence[float], fragment: int, before: UsualNorms | None, config: RunConfig) -> Limit:
-    """The norm limit for contributions to `fragment` with these norms (above zero). `before`: of earlier rounds."""
+    """The norm limit for contributions to `fragment` with these norms (above zero). `before`: earlier rounds' norms."""
     usual, factor = median_low(norms), config.clips_above
     if before is not None and config.clips_by_history:
         few = len(norms) < _FEW

@@ -123,14 +123,14 @@ class ReceivedResponses:
         return found
 
     def take_own(self, data: bytes, replica_id: int, expected: ExpectedContribution) -> None:
-        """Count this replica's response as received, without a request. `confirm_own` reads it before a commit."""
+        """Count this replica's own response as received, without a request; `confirm_own` reads it before a commit."""
         self._received[replica_id] = self._parsed(
             keys.contribution(expected.round, replica_id), data, replica_id, expected
         )
         self._sent = data
 
     def confirm_own(self, replica_id: int, round_: int) -> bool:
-        """Whether the bucket holds this replica's response as `take_own` noted it. One GET; if not, it is dropped.
+        """Whether the bucket holds this replica's own response with the bytes it wrote. One GET; if not, it is dropped.
 
         A commit names the bytes that others read: a store may damage an object that it has acknowledged.
         """
