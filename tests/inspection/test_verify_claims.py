@@ -44,6 +44,23 @@ def stopped_by_coordinator() -> Fleet:
     return fleet
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_model_that_came_after_its_run_was_stopped_is_noted_and_a_result_without_a_request_is_found(asked: bool):
+    """A coordinator takes the only replica for dead, and stops the run that nobody has brought a model to."""
+    fleet = Fleet(replicas=1, rounds=9)
+    log = RunLog(fleet.store)
+    EndOfLeg(log, log.newest_begin(), STAMP).commit_stop("halted", "nobody is left")
+    late = fleet.join(0)
+    play([late], [1.0])
+    late.finish_leg()
+    if not asked:
+        fleet.store.delete(keys.halt(1))
+    done = verify_run(fleet.store)
+    result = RunLog(fleet.store).result(1)
+    assert result is not None and (result.status, result.round) == ("halted", 1)
+    assert done.agrees == asked and [keys.result(1) in note for note in done.notes] == [True] * asked
+
+
 def test_inner_steps_that_count_twice_are_found():
     """A replica carries work that was averaged in time; every digest is right."""
     fleet = Fleet(replicas=2, rounds=9)
