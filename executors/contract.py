@@ -215,8 +215,7 @@ class ServerlessExecutor(Protocol):
         env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> list[ReplicaHandle]:
-        """Call `entrypoint(**entrypoint_args)` in `n_replicas` processes, without coordinator and bucket; returns the
-        handles.
+        """Call `entrypoint(**entrypoint_args)` in `n_replicas` processes, without a run; returns their handles.
 
         `run_id`: by default a new one. `code`: a small folder with the entrypoint's package. Raises `LaunchError`,
         which holds the other handles, if only some could be launched.

@@ -1,5 +1,4 @@
-"""The contract between a replica's process and its executor: environment, exit codes, exit line, form of the
-entrypoint.
+"""The contract between a replica's process and its executor: environment, exit codes, exit line, entrypoint.
 
 Standard library only: `program_text` pastes this module's source into programs that travel without our packages.
 """

@@ -137,8 +137,7 @@ def _lines(console: Console, part: RenderableType) -> int:
 
 
 class PlainLines:
-    """Prints one line per round, one when attempts fail, and one when replicas begin another attempt; both with
-    reasons.
+    """Prints a line per round, and lines when attempts fail and when replicas begin another attempt, with reasons.
 
     `with_attempts`: whether to print the latter two, each one line for all replicas with the same text.
     """

@@ -169,8 +169,7 @@ class _Lookup:
         raise Unavailable(f"{words} Try again later.")
 
     def _manifest(self, method: str, url: str, authorization: str) -> _Answer:
-        """The registry's reply to a manifest request, after at most `_MOST_REDIRECTS` redirects, to https or the same
-        origin.
+        """The registry's reply to a manifest request, after at most `_MOST_REDIRECTS` redirects to https or itself.
 
         No credentials are sent to another host.
         """

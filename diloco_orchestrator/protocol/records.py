@@ -73,7 +73,7 @@ class ParameterInfo(Part):
 
 
 class AdapterPair(Part):
-    """A LoRA adapter of one frozen weight W whose product is averaged exactly: W + scaling * (R + B A)."""
+    """A LoRA adapter of a frozen weight W, averaged exactly with a residual R: W + scaling * (R + B A)."""
 
     a: str  # parameter A, (r, in)
     b: str  # parameter B, (out, r)

@@ -26,8 +26,7 @@ class StragglerDeadline:
 
     @classmethod
     def of(cls, train_times_s: Sequence[float]) -> "StragglerDeadline | None":
-        """The deadline for `train_times_s`, those of the last rounds with late contributions included; None without
-        any.
+        """The deadline that follows from `train_times_s`, those of the last rounds, late ones too; None without any.
 
         It is the median plus a slack of 4 median absolute deviations, at least half of the median. The slack, not the
         deadline, is bounded to 2..600 s, so that rounds of any length leave room for stragglers.

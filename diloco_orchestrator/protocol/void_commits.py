@@ -110,8 +110,7 @@ def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> C
 
 
 def read_without_weights(commit: Commit, before: Before, why: str) -> Commit:
-    """The commit used in place of one whose only fault is its weights: an empty round with its stop and its guard
-    state.
+    """The commit used in place of one whose only fault is its weights: it averages nobody; stop and guard stay.
 
     `why`: the difference between its weights and those that follow from the run's policy.
     """

@@ -139,7 +139,10 @@ def as_read(commit: Commit, config: RunConfig) -> Commit:
 
 
 def _by_steps(round_: int, origins: Sequence[Origin], config: RunConfig) -> int:
-    """`sync_every`, less the steps that a payload lacks of a whole round. Work of earlier rounds adds none."""
+    """The weight of a payload by inner steps: `sync_every`, less the steps that it lacks of a whole round.
+
+    Carried work of earlier rounds adds none.
+    """
     own = sum(origin.steps for origin in origins if origin.round == round_)
     steps = sum(origin.steps for origin in origins)
     return config.sync_every - (max(0, config.round_steps - steps) if own else 0)

@@ -177,7 +177,7 @@ class Authors:
         self._claims: dict[tuple[int, int], str] = {}  # sha256 of the claim of an attempt that counts
 
     def know(self, replica_id: int, attempt: int, claim_sha256: str) -> None:
-        """Cache the digest of an attempt's claim, by which its process became the attempt and just created it."""
+        """Cache the digest of the claim that this process has just created, by which it became the attempt."""
         self._claims[replica_id, attempt] = claim_sha256
 
     def why_not(self, manifest: Contribution) -> str:

@@ -61,8 +61,8 @@ class EndOfLeg:
             append_commit(self._log, self._stop_commit(last, stop, why))
 
     def finalize(self) -> None:
-        """Write the stopped run's result and last snapshot, after a halt by the guard also the best one, unless they
-        exist.
+        """Write the missing ones of a stopped run's result, last snapshot and, after a halt by the guard, best
+        snapshot.
 
         Called once no attempt runs any more.
         """

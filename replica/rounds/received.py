@@ -1,5 +1,4 @@
-"""`ReceivedResponses`: the responses to the open round and the payload shards that this replica downloaded and
-verified.
+"""`ReceivedResponses`: the responses to the open round, and their payload shards, downloaded and verified.
 
 Every byte is verified before the decision; only verified contributions are averaged. `dealing` assigns the shards,
 `protocol.rounds.decide` decides.

@@ -37,8 +37,7 @@ class ReplicaBuffers:
         return self._live.changed()
 
     def resume(self) -> None:
-        """Set the model's buffers to those of this replica's newest contribution; if there are none, to those of the
-        base.
+        """Set the model's buffers to those of this replica's newest contribution, or without one to the base's.
 
         Safe to repeat.
         """

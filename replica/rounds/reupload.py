@@ -1,5 +1,5 @@
-"""`ReuploadRequests`: requests payloads that a commit averages but that cannot be read, and uploads what others
-request.
+"""`ReuploadRequests`: requests uploads of payloads that a commit averages and nobody can read, and answers such
+requests.
 
 The store may damage or lose bytes after it has confirmed a write. Every replica that took part in the round has
 verified them, and keeps them until the next commit.
