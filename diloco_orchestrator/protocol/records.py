@@ -227,6 +227,11 @@ class Result(Record):
     verdict: Verdict | None = None  # set when the guard fired
     commit_sha256: Sha256 = ""  # of the last commit, which no later one names; empty if no replica brought a model
 
+    @property
+    def before_any_commit(self) -> bool:
+        """Whether it is what a coordinator writes that stops a run to which no replica has brought a model."""
+        return not self.round and not self.commit_sha256 and self.status != "completed"
+
 
 # -- contributions ----------------------------------------------------------------------------------------------------
 
