@@ -290,10 +290,7 @@ def _failure_text(result: ReplicaResult) -> str:
 
 
 def limited(command: Sequence[str], timeout_s: float | None) -> list[str]:
-    """A command under a request's own time limit, enforced by coreutils' `timeout`.
-
-    --foreground: signals reach the replica alone, as they do without `timeout`.
-    """
+    """A command under coreutils' `timeout`. --foreground: signals reach the replica alone, as without it."""
     if timeout_s is None:
         return list(command)
     return ["timeout", "--foreground", f"--kill-after={KILL_AFTER_S}", f"{timeout_s:g}", *command]

@@ -58,10 +58,7 @@ class Display(Protocol):
 
 
 def display_for(console: Console, *, supervises: bool = False) -> Display:
-    """The live panel on a terminal, plain lines elsewhere.
-
-    `supervises`: whether this process launches the replicas, and so logs how they end.
-    """
+    """The live panel on a terminal, plain lines elsewhere. `supervises`: this process logs how replicas end."""
     return LivePanel(console) if console.is_terminal else PlainLines(console, with_attempts=not supervises)
 
 

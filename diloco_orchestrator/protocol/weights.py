@@ -139,10 +139,7 @@ def as_read(commit: Commit, config: RunConfig) -> Commit:
 
 
 def _by_steps(round_: int, origins: Sequence[Origin], config: RunConfig) -> int:
-    """The weight of a payload by inner steps: `sync_every`, less the steps that it lacks of a whole round.
-
-    Carried work of earlier rounds adds none.
-    """
+    """The weight of a payload by its own inner steps: `sync_every`, less those that it lacks of a whole round."""
     own = sum(origin.steps for origin in origins if origin.round == round_)
     steps = sum(origin.steps for origin in origins)
     return config.sync_every - (max(0, config.round_steps - steps) if own else 0)

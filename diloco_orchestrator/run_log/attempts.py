@@ -166,10 +166,7 @@ class AttemptRecords:
 
 
 class Authors:
-    """Checks whether manifests are by the attempts that they name: each names the claim by which a process became one.
-
-    Two threads may share one.
-    """
+    """Checks by the claim that a manifest names whether its attempt wrote it. Two threads may share one object."""
 
     def __init__(self, store: Store, background: Background) -> None:
         self._store = store

@@ -47,10 +47,7 @@ class LegConfigs:
         return self.of_begin(begin)
 
     def of_begin(self, begin: Entry[Begin]) -> RunConfig:
-        """The configuration of the leg with this begin record (a start or resume).
-
-        Raises `ConfigError` if the record names a setting that no leg can change.
-        """
+        """The configuration after this start or resume. Raises `ConfigError` for a change that no leg can make."""
         if begin.sha256 not in self._known:
             self._known[begin.sha256] = config_of_leg(self._run, begin.record.settings, guard=True)
         return self._known[begin.sha256]

@@ -253,10 +253,7 @@ class ReceivedResponses:
         return manifest.kind, ""
 
     def _damaged(self, manifests: Sequence[Contribution], expected: ExpectedContribution) -> dict[int, str]:
-        """Errors of payloads of which an assigned shard is not what its manifest declares, by replica id.
-
-        Verified bytes are put in the cache.
-        """
+        """Errors of payloads with an assigned shard that is not as declared, by replica id. Caches verified bytes."""
         shards = self._dealing(manifests)
         calls = [partial(self._verify, shard) for shard in shards]
         errors = in_parallel(self._background, calls, expected.shards_at_once)
