@@ -233,8 +233,7 @@ def _argv(command: Sequence[str]) -> list[str]:
 
 
 def _environment(request: LaunchRequest, folder: AttemptFolder, gpu: Mapping[str, str]) -> dict[str, str]:
-    """The child's environment: this process's, its `sys.path`, a fixed thread count, a GPU, then the request's
-    variables.
+    """The child's environment: this process's, its `sys.path`, a thread count, a GPU, then the request's variables.
 
     The allocator's settings are this process's, if it has any.
     """

@@ -169,11 +169,7 @@ class _Lookup:
         raise Unavailable(f"{words} Try again later.")
 
     def _manifest(self, method: str, url: str, authorization: str) -> _Answer:
-        """The registry's reply to a manifest request, after at most `_MOST_REDIRECTS` redirects, to https or the same
-        origin.
-
-        No credentials are sent to another host.
-        """
+        """The registry's reply to a manifest request, after redirects; no credentials are sent to another host."""
         origin = _host(url)
         for _ in range(_MOST_REDIRECTS + 1):
             headers = {"Accept": ", ".join(_MANIFESTS)}

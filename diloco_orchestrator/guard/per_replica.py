@@ -28,8 +28,9 @@ _FEW = {4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 1.107}
 
 @dataclass(frozen=True)
 class LocalGain:
-    """The gain of one replica's local training: mean held-out score of its local parameters minus that of the base,
-    over the same items. NaN if a local score is not finite.
+    """The gain of one replica's local training, over the same held-out items.
+
+    It is the mean score of the replica's local parameters minus that of the base; NaN if a local score is not finite.
     """
 
     replica_id: int

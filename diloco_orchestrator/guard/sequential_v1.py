@@ -169,8 +169,9 @@ class BestLevel(Remembered):
         return filled
 
     def level(self, sigma: float) -> float:
-        """A lower confidence bound of the best level. The best of more blocks is further above the mean by chance,
-        so the bound widens with their number. Before the first full block: 0.0.
+        """A lower confidence bound of the best level; 0.0 before the first full block.
+
+        The best of more blocks is further above the mean by chance, so the bound widens with their number.
         """
         bounds = [
             best - math.sqrt(1.2 + 1.3 * (full.bit_length() - 1)) * sigma / math.sqrt(size)

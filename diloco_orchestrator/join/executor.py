@@ -312,10 +312,7 @@ def _lost(why: str) -> ReplicaStatus:
 
 
 def _listed(store: Store, name: str = "") -> dict[str, set[keys.JoinKey]]:
-    """The keys of offers (attempts for joining machines) and of their records, by attempt name. One LIST request.
-
-    `name`: only of this attempt.
-    """
+    """Keys of offers to joining machines and of their records, by attempt name, or of attempt `name`. One LIST."""
     return by_attempt(store.list(f"{keys.JOINS}{name}/" if name else keys.JOINS))
 
 

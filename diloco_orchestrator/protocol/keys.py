@@ -120,8 +120,7 @@ CLAIMS = (
 
 
 def claim(replica_id: int, attempt: int, token: str) -> str:
-    """The key of the claim by which a process becomes an attempt. `token`: 16 hex digits; empty in runs of old
-    versions.
+    """The key of the claim by which a process becomes an attempt. `token`: 16 hex digits; empty in old runs.
 
     The token is random and named in the attempt's intent, so that nobody can create the claim before the intent exists.
     """

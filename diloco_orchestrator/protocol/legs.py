@@ -54,8 +54,7 @@ def bases(commits: Iterable[Commit], begins: Sequence[Begin]) -> list[int]:
 
 
 class BaseScores:
-    """Held-out scores of bases, and the bases at which legs ended (a leg: start or resume to stop), from commits in
-    order.
+    """Held-out scores of bases, and the bases at which the run stopped, collected from commits in order.
 
     The commit of round r holds the score of the base before that round.
     """

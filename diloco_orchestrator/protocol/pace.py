@@ -11,8 +11,10 @@ _LONGEST_WAIT_S = 15.0  # what a round of any length may lose at its end: 1 % of
 
 
 def heartbeat_s(config: RunConfig, round_s: float) -> float:
-    """The pause between two heartbeats: one and a half rounds, at most a third of `retry.hung_after_s`, and at least
-    `timing.heartbeat_s`. In between, a replica's manifests show that it is alive.
+    """The pause between two heartbeats: one and a half rounds, within the limits of two settings.
+
+    It is at most a third of `retry.hung_after_s` and at least `timing.heartbeat_s`. In between, a replica's manifests
+    show that it is alive.
     """
     return max(config.timing.heartbeat_s, min(1.5 * round_s, config.retry.hung_after_s / 3))
 

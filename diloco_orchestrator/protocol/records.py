@@ -73,7 +73,7 @@ class ParameterInfo(Part):
 
 
 class AdapterPair(Part):
-    """A LoRA adapter of one frozen weight W whose product is averaged exactly: W + scaling * (R + B A)."""
+    """A LoRA adapter of a frozen weight W, averaged exactly with a residual R: W + scaling * (R + B A)."""
 
     a: str  # parameter A, (r, in)
     b: str  # parameter B, (out, r)
@@ -226,6 +226,11 @@ class Result(Record):
     reason: str
     verdict: Verdict | None = None  # set when the guard fired
     commit_sha256: Sha256 = ""  # of the last commit, which no later one names; empty if no replica brought a model
+
+    @property
+    def before_any_commit(self) -> bool:
+        """Whether it is what a coordinator writes that stops a run to which no replica has brought a model."""
+        return not self.round and not self.commit_sha256 and self.status != "completed"
 
 
 # -- contributions ----------------------------------------------------------------------------------------------------

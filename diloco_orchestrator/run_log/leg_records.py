@@ -47,10 +47,7 @@ class LegConfigs:
         return self.of_begin(begin)
 
     def of_begin(self, begin: Entry[Begin]) -> RunConfig:
-        """The configuration of the leg with this begin record (a start or resume).
-
-        Raises `ConfigError` if the record names a setting that no leg can change.
-        """
+        """The configuration after this start or resume. Raises `ConfigError` for a change that no leg can make."""
         if begin.sha256 not in self._known:
             self._known[begin.sha256] = config_of_leg(self._run, begin.record.settings, guard=True)
         return self._known[begin.sha256]
@@ -59,7 +56,7 @@ class LegConfigs:
 class LegRecords:
     """Caches each record of a leg (start or resume to stop) that it has read; a missing one is fetched at every call.
 
-    Arguments as of `RunLog`.
+    `on_read`: called with key and bytes of every record. `run_json`: the bytes of run.json; None: they are fetched.
     """
 
     def __init__(self, store: Store, on_read: Callable[[str, bytes], None] | None, run_json: bytes | None) -> None:
@@ -177,8 +174,7 @@ class LegRecords:
         return (leg, keys.result(leg).rpartition("/")[2]) in self._listed
 
     def passed_over(self) -> dict[str, str]:
-        """Keys of the objects about legs (start or resume to stop) that are ignored or unreadable, each with the
-        reason.
+        """Keys of the ignored or unreadable objects about starts, resumes and stops, each with the reason.
 
         Uses the listing of the last `newest_leg` call. Costs a GET for each ignored begin record, and one for the
         newest leg's request to halt.

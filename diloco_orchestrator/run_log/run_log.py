@@ -342,8 +342,7 @@ class RunLog(LegRecords):
         halt = self.halt(1)
         if halt is None:
             return None
-        names_none = recorded is not None and not recorded.round and not recorded.commit_sha256
-        if recorded is not None and names_none and recorded.status != "completed":
+        if recorded is not None and recorded.before_any_commit:
             return recorded
         stamp: StampFields = {"write_id": halt.write_id, "at": halt.at}
         return Result(**stamp, leg=1, status="halted", round=0, outer_steps=0, reason=halt.reason)

@@ -22,10 +22,10 @@ _OLD_TAKES = ("2", "3", "4")  # of earlier versions
 
 
 class ConfirmedSnapshots:
-    """The snapshots that were complete when this object was made; those whose base digest the commit log names are
-    confirmed.
+    """The snapshots complete when this object was made, and which of them have the base digest that the commit log
+    names.
 
-    One LIST request.
+    The latter are confirmed. One LIST request.
     """
 
     def __init__(self, run_log: RunLog) -> None:

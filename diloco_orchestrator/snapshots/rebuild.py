@@ -172,10 +172,7 @@ def rebuild_base(run_log: RunLog, round_: int) -> Tip:
 
 
 def digest_of_base(run_log: RunLog, round_: int) -> str:
-    """The digest of the base after a round, from the log if that names one, else rebuilt.
-
-    Raises as `rebuild_files` does.
-    """
+    """The digest of the base after a round, from the log if it names one, else rebuilt by `rebuild_files`."""
     return claimed_base(run_log, round_) or rebuild_files(run_log, round_)[0].digest
 
 

@@ -36,10 +36,7 @@ _LAUNCH_POLL_S = 0.02  # between two checks whether a launch call has returned; 
 
 @dataclass(frozen=True)
 class Means:
-    """The executor, clock and credentials with which a process supervises a run.
-
-    `storage_options` and `secrets` are passed to the replicas that it launches.
-    """
+    """The executor and clock that supervise a run, and the storage options and secrets for launched replicas."""
 
     executor: ServerlessExecutor
     clock: Clock

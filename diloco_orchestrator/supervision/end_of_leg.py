@@ -61,8 +61,8 @@ class EndOfLeg:
             append_commit(self._log, self._stop_commit(last, stop, why))
 
     def finalize(self) -> None:
-        """Write the stopped run's result and last snapshot, after a halt by the guard also the best one, unless they
-        exist.
+        """Write the missing ones of a stopped run's result, last snapshot and, after a halt by the guard, best
+        snapshot.
 
         Called once no attempt runs any more.
         """
@@ -132,10 +132,7 @@ class EndOfLeg:
             log.error("resume %s with --from-round %d, its newest snapshot", self._log.store.url, *newest or [0])
 
     def _write_result(self, stop: rounds.Stop, why: str) -> None:
-        """Write the result of a leg (start or resume to stop) without commits.
-
-        Readers accept it only with a request to halt.
-        """
+        """Write the result of a leg (start or resume to stop) without commits, valid only with a request to halt."""
         assert stop != "none"
         self._writer.create(Halt(**self._stamp(), leg=self._begin.leg, by=coordinator_name(), reason=why))
         result = Result(**self._stamp(), leg=self._begin.leg, status=stop, round=0, outer_steps=0, reason=why)

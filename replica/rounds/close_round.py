@@ -164,9 +164,9 @@ class RoundCloser:
         return entry
 
     def _commit_of_others(self) -> CommitEntry | None:
-        """The open round's commit, after a pause if this replica, the last to respond, was the first to know of all.
+        """The open round's commit, if another replica has created it, after a pause as long as receiving took here.
 
-        The pause is as long as receiving took here. To create what exists costs as much as to read it twelve times.
+        Called by the replica that responded last and so decides first: reading costs a twelfth of creating in vain.
         """
         self._sleep(min(self._receive_s, self._timing.usual_s / 100))
         return self._read_commit()
@@ -383,8 +383,7 @@ class RoundCloser:
         return self._tip.step(entry, contributions, self._received.shard, keep_average=keep_average)
 
     def _skip_to_newer_snapshot(self, commit: Commit) -> None:
-        """Replace the base by one rebuilt from a snapshot after `commit`, which is far ahead or whose payloads were
-        deleted.
+        """Replace the base by one rebuilt from a snapshot after `commit`: that is far ahead, or payloads are gone.
 
         Raises `PayloadCorrupt` if there is no such snapshot: then the payload was deleted by hand.
         """

@@ -185,10 +185,7 @@ class Participant:
     # -- a round -------------------------------------------------------------------------------------------------
 
     def publish(self, form: Callable[[], Vector], fields: ContributionFields, *, in_background: bool = False) -> None:
-        """Publish this replica's contribution to the open round, with the current buffers of the model.
-
-        Arguments as of `Rounds.publish`.
-        """
+        """Publish this replica's contribution and its model's current buffers; arguments as of `Rounds.publish`."""
         fields = replace(fields, buffers=self.buffers.changed())
         if in_background:
             self._begin(lambda: self._contributor.contribute_delta(form(), fields))

@@ -1,5 +1,5 @@
-"""`ReuploadRequests`: requests payloads that a commit averages but that cannot be read, and uploads what others
-request.
+"""`ReuploadRequests`: requests uploads of payloads that a commit averages and nobody can read, and answers such
+requests.
 
 The store may damage or lose bytes after it has confirmed a write. Every replica that took part in the round has
 verified them, and keeps them until the next commit.
@@ -33,10 +33,7 @@ _POLL_CLAIMS_S = 10.0  # between two LIST requests for a later attempt of this r
 
 
 class ReuploadRequests:
-    """One replica's requests to upload payload shards again, and its replies to others' requests.
-
-    `payloads`: cached bytes of the last two rounds.
-    """
+    """Requests new uploads of payload shards, and answers such requests from `payloads`, cached for two rounds."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.payloads = RecentPayloads()

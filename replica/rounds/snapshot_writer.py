@@ -99,9 +99,10 @@ class SnapshotWriter:
         return healed
 
     def write_default(self) -> None:
-        """After a halt by the guard: rebuild the best base and write its snapshot, unless one appears within 30 s per
-        responding replica with a lower id. If that fails, the coordinator writes it, or the process that resumes from
-        it.
+        """After a halt by the guard: rebuild the best base and write its snapshot, unless another replica does.
+
+        Replicas with a lower id that responded have 30 s each to do so first. If the write fails, the coordinator
+        writes the snapshot, or the process that resumes from it.
         """
         commit, run_log = self._tip.last, self._attempt.log
         assert commit is not None

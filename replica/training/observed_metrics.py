@@ -87,8 +87,8 @@ class ObservedMetrics:
             log.warning("%s", never_observed(self.metric, observed))
 
     def in_loop(self) -> Metric | None:
-        """The training metric for the manifest, higher is better: the mean of the round's first eighth; None if not
-        observed.
+        """The training metric for the manifest: the mean of the round's first eighth, higher is better; None if
+        unobserved.
 
         The guard compares it with the score of the base that the round started from, and the first steps are near that
         base. A mean over more of a round would be of other models: from scratch it is .7 nats off in the first rounds
