@@ -24,7 +24,7 @@ RULES = {
     "silent": "who decides reads at the deadline what silent dealers have not, and says so before the commit",
     "takes": "a dealer that has read more writes one more check record",
     "alone": "a contribution of the decider that nobody else has read is late, unless the commit averages nothing else",
-    "borne": "a commit that averages what no other than its author found good, in a check record that it names, is void",
+    "borne": "a commit that averages what no other than its author found good, by records that it names, is void",
     "inputs": "the owner averages what the commit names, not what it has received",
     "answered": "the averages are dealt among those who answered the round",
     "agree": "a reduced shard is used where the words of owner and checker agree with its bytes",
