@@ -57,10 +57,7 @@ class ObjectMissing(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """A transient fault (network, throttling, a server's 5xx): the same call may succeed later.
-
-    The request may have taken effect all the same.
-    """
+    """A transient fault (network, throttling, a server's 5xx). The request may have taken effect all the same."""
 
 
 class StoreDenied(StoreError):

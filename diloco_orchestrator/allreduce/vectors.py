@@ -84,8 +84,5 @@ def has_nonzero(vector: Vector) -> bool:
 
 
 def empty(numel: int) -> torch.Tensor:
-    """A flat uninitialised float32 tensor on the CPU, for short use, whatever torch's default dtype and device are.
-
-    For longer use take `allreduce.spool.held`.
-    """
+    """A flat uninitialised float32 tensor on the CPU for short use; `allreduce.spool.held` is for longer use."""
     return torch.empty(numel, dtype=torch.float32, device="cpu")

@@ -27,11 +27,10 @@ def named(args: Sequence[str]) -> list[str]:
 
 
 def executor_options(specs: Sequence[str], taken: Collection[str]) -> list[click.Parameter]:
-    """click's parameters for `--executor` and the options of the executors in `specs` ("NAME[:COUNT]"), except `taken`
-    flags.
+    """click's parameters for `--executor` and the options of the executors in `specs`, except the `taken` flags.
 
-    In a mixed fleet, options that several executors have get a prefix: `--modal-gpu A100 --eks-gpu 1`. Raises
-    `ConfigError` for an executor that is unknown or does not load.
+    A spec is "NAME[:COUNT]". In a mixed fleet, options that several executors have get a prefix: `--modal-gpu A100
+    --eks-gpu 1`. Raises `ConfigError` for an executor that is unknown or does not load.
     """
     named = sorted({spec.partition(":")[0] for spec in specs or ["local"]})
     try:

@@ -150,7 +150,7 @@ def _words(line: str) -> list[str]:
 
 
 def _shown(line: str) -> str:
-    """A line for a message, without credentials in URLs."""
+    """A requirement line as it is shown in an error message: without credentials in URLs."""
     return redact(line, {})
 
 
@@ -234,7 +234,7 @@ _IMAGE_LINE = re.compile(rf"# diloco: image ({NAME_FORM}) ({DIGEST_FORM})", re.A
 
 
 def image_lines(digests: Mapping[str, str]) -> str:
-    """The lines that `read_image_lines` reads, in the order of the names; empty for no images."""
+    """The lines of a lock file that hold the digests of container images, in the order of their names."""
     return "".join(f"# diloco: image {name} {digest}\n" for name, digest in sorted(digests.items()))
 
 

@@ -166,7 +166,7 @@ class AttemptRecords:
 
 
 class Authors:
-    """Checks whether manifests are by the attempts that they name, by their claims. Two threads may share one."""
+    """Checks by the claim that a manifest names whether its attempt wrote it. Two threads may share one object."""
 
     def __init__(self, store: Store, background: Background) -> None:
         self._store = store
@@ -174,7 +174,7 @@ class Authors:
         self._claims: dict[tuple[int, int], str] = {}  # sha256 of the claim of an attempt that counts
 
     def know(self, replica_id: int, attempt: int, claim_sha256: str) -> None:
-        """Cache the digest of an attempt's claim, by which its process became the attempt and just created it."""
+        """Cache the digest of the claim that this process has just created, by which it became the attempt."""
         self._claims[replica_id, attempt] = claim_sha256
 
     def why_not(self, manifest: Contribution) -> str:

@@ -110,7 +110,7 @@ class ManifestListing:
         self._authors: dict[int, set[int]] = {}
 
     def authors(self, round_: int) -> set[int]:
-        """The replicas with a manifest in `round_`, at most `newest`. Lists back to that round unless it was listed."""
+        """The replicas with a manifest in `round_`, at most `newest`; lists the rounds back to it if needed."""
         assert round_ <= self.newest, f"round {round_} is after {self.newest}"
         while max(1, round_) < self._listed_from:
             self._list(max(1, self._listed_from - self._reach))

@@ -22,9 +22,10 @@ _OLD_TAKES = ("2", "3", "4")  # of earlier versions
 
 
 class ConfirmedSnapshots:
-    """The snapshots complete at this object's making; confirmed ones have the base digest that the commit log names.
+    """The snapshots complete when this object was made, and which of them have the base digest that the commit log
+    names.
 
-    One LIST request.
+    The latter are confirmed. One LIST request.
     """
 
     def __init__(self, run_log: RunLog) -> None:
@@ -38,7 +39,7 @@ class ConfirmedSnapshots:
         return sorted(self._takes)
 
     def complete_takes(self, round_: int) -> list[str]:
-        """The versions of a round's snapshot that have a record, whatever it says."""
+        """The versions of a round's snapshot that have a record (snapshot.json), even one that cannot be read."""
         return [take for take in self._takes.get(round_, ()) if self._is_of_run(round_, take)]
 
     def takes_of(self, round_: int) -> list[str]:
@@ -53,7 +54,7 @@ class ConfirmedSnapshots:
         return [] if digest is None else self.takes_saying(round_, digest)
 
     def takes_saying(self, round_: int, digest: str) -> list[str]:
-        """The complete versions of a round's snapshot whose records name this base digest, confirmed or not."""
+        """The complete versions of a round's snapshot whose records name the base digest `digest`, confirmed or not."""
         named = ((take, self._record(round_, take)) for take in self.complete_takes(round_))
         return [take for take, record in named if record is not None and record.base_digest == digest]
 

@@ -142,10 +142,7 @@ class ModelFiles:
         return cls(dtypes, lambda: whole, extra, adapter.naming if adapter else Naming(), untrained, adapters)
 
     def with_buffers(self, changed: Mapping[str, torch.Tensor]) -> "ModelFiles":
-        """A copy in which `changed`, buffers by name in the model, replace the values from the run's start.
-
-        An adapter's file holds the buffers that PEFT stores.
-        """
+        """A copy in which `changed`, buffers by name in the model, replace the values from the run's start."""
         if not changed:
             return self
         values = {self.naming.in_file(name): value for name, value in changed.items()}

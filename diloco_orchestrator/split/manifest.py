@@ -43,8 +43,8 @@ class SplitSettings(_Part):
 class HeldoutManifest(_Part):
     """Held-out items and settings of a split. `excluded`: in neither set, because too similar to a held-out item.
 
-    `version` is the form of `item_hash` in which items are compared: what a split of an earlier version held out is
-    found by the same hashes for as long as its manifest is used.
+    `version` is the form of `item_hash` in which items are compared. A manifest of an earlier version goes on being
+    compared in its own form.
     """
 
     version: Form = NEWEST_FORM

@@ -56,7 +56,7 @@ def named(number: int, ended: Ended) -> str:
 def named_in(why: str, number: int) -> Replaced:
     """The end of attempt `number` as `named` wrote it into the `why` of the record that announces the next one.
 
-    Without an outcome for any other text, such as that of version 0.1.0.
+    Any other text, such as that of version 0.1.0, gives an event without an outcome.
     """
     found = re.fullmatch(rf"attempt {number} \((.+?)({_TOOK_PART})?\): (.*)", why, re.DOTALL)
     if found is None or found[1] not in list(Outcome):

@@ -196,10 +196,7 @@ class _Joined:
 
 
 def train(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Ending:
-    """Load and call the user's training function, unless the run had ended before this attempt began.
-
-    Raises nothing: every error becomes an `Ending`.
-    """
+    """Call the user's training function unless the run is over. Every error becomes an `Ending`; none is raised."""
     return _caught(lambda: _ended_before(attempt)) or _call_entrypoint(attempt, load_entrypoint)
 
 

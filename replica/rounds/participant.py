@@ -40,7 +40,7 @@ from diloco_orchestrator.snapshots.layout import ModelFiles
 
 
 class Transfer:
-    """Calls `contribute` in the background at once, and behind it what `close` is given.
+    """Runs one round's calls in the background: `contribute` at once, then the call that `close` is given.
 
     Everything that these calls use belongs to the background until `wait` has returned or raised. `round_`: for the
     log. Errors of either call are kept, and raised with their type by `raise_error` and `wait`.
@@ -185,7 +185,7 @@ class Participant:
     # -- a round -------------------------------------------------------------------------------------------------
 
     def publish(self, form: Callable[[], Vector], fields: ContributionFields, *, in_background: bool = False) -> None:
-        """Publish a contribution, as `Rounds.publish`. The current buffers of the model are published too."""
+        """Publish this replica's contribution and its model's current buffers; arguments as of `Rounds.publish`."""
         fields = replace(fields, buffers=self.buffers.changed())
         if in_background:
             self._begin(lambda: self._contributor.contribute_delta(form(), fields))
@@ -193,7 +193,10 @@ class Participant:
             self._contributor.contribute_delta(form(), fields)
 
     def close_beside_training(self, then: Callable[[], None] = lambda: None, *, keep_average: bool = False) -> None:
-        """Close the round in the background, as `Rounds` has it. Raises errors of publishing, `close` and `then`."""
+        """Close the open round in a background thread, which calls `then` afterwards.
+
+        Raises errors of publishing, of closing and of `then`, once one has occurred.
+        """
         flight = self._in_flight or self._begin(lambda: None)
         flight.transfer.raise_error()
         flight.transfer.close(lambda: self._close(then, keep_average))

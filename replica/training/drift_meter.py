@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 class DriftMeter:
     """Measures the drift of bases; `kl`: that of the last one in nats per token, None if its round is not measured.
 
-    Rounds 1, 1 + `every`, 1 + 2 `every`… of the probe are measured. The run's start has drift 0 by definition; in that
-    round the replica with the lowest id on the roster writes the reference.
+    Rounds 1, 1 + `every`, 1 + 2 `every`… are measured, by the probe's setting. The run's start has drift 0 by
+    definition; in that round the lowest replica id that the round waits for writes the reference.
     """
 
     def __init__(self, probe: KLProbe) -> None:

@@ -1,5 +1,4 @@
-"""`GuardEvidence`: a replica's measurements for the guard: held-out scores and KL drift of a base, and its training
-items.
+"""`GuardEvidence`: a replica's measurements for the guard: a base's held-out scores and KL drift, and training items.
 
 Scores and drift are measured on the base when a round opens; training items are compared as they are consumed.
 """

@@ -114,10 +114,7 @@ class InnerOptimizers:
                 _restore_dtypes(each, saved)
 
     def check_state(self) -> None:
-        """After the first step: warn of an optimizer without state whose class usually has some.
-
-        Raises `ConfigError` for a state that cannot be saved.
-        """
+        """After the first step: warn of an optimizer without state; raise `ConfigError` for one that is not savable."""
         for each in self.all:
             state = each.state_dict()
             check_packable(state, f"the state of the optimizer {type(each).__name__}")

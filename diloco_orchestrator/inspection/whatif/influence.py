@@ -109,10 +109,7 @@ class _Round:
     # -- shard by shard ------------------------------------------------------------------------------------------
 
     def _by_shard(self, base: Base) -> tuple[float, list[_Sums]]:
-        """The norm of the outer step, which `base` takes in place, and each contribution's `_Sums`.
-
-        Residuals of exact adapters are not stepped.
-        """
+        """The norm of the outer step, which `base` takes in place without residuals, and each contribution's sums."""
         shards = base.shards(self._commit.fragment)
         lengths = [len(shard.parameters) for shard in shards]
         manifests = {a.replica_id: self._reader.named(self._commit.round, a) for a, _ in self._pairs}
