@@ -190,7 +190,10 @@ class ServerlessExecutor(Protocol):
     shares_machine: bool  # replicas see this machine's disk and modules, so that no code has to travel
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
-        """The request that `launch` would send, as JSON, secrets redacted. Raises ValueError for invalid options."""
+        """The request that `launch` would send, as JSON, secrets redacted. Sends nothing.
+
+        Raises ValueError for invalid options or requests.
+        """
         ...
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:

@@ -71,10 +71,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Settings from a TOML file: the fields of `RunConfig`, tables for its parts.
-
-    Raises `ConfigError` if the file cannot be read or parsed, or sets `entrypoint`.
-    """
+    """Settings from a TOML file. Raises `ConfigError` if it cannot be read or parsed, or sets `entrypoint`."""
     try:
         found = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -151,10 +151,7 @@ class ModelFiles:
         return replace(self, rest=lambda: Overlaid(self.rest(), values))
 
     def planned(self, base: Base, limit: int = OBJECT_LIMIT) -> list[SnapshotFile]:
-        """The files of the snapshot of `base`, those with the model's tensors first. Encodes nothing yet.
-
-        `limit`: bytes of the largest file; a single tensor may be larger.
-        """
+        """The files of the snapshot of `base`, not encoded yet, at most `limit` bytes each; model tensors first."""
         rest, in_model = self.rest(), self.naming.by_file(self.dtypes)
         shapes = base.shapes(list(self.dtypes))
         trained = {

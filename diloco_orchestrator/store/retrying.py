@@ -144,10 +144,7 @@ class RetryingStore:
         self._retry("delete", lambda store: store.delete(key))
 
     def _retry(self, kind: str, call: Callable[[Store], T]) -> T:
-        """The result of `call`, repeated while it raises a transient fault, for as long as the policy allows.
-
-        `kind`: the kind of call, such as "get", by which permissions differ.
-        """
+        """The result of `call`, of a kind such as "get", repeated after transient faults as long as policy allows."""
         failing_since: float | None = None  # the first fault, not the first try: a transfer may outlast total_s
         refused_since = refused_at = -math.inf  # the first and the last of refusals that are minutes apart at most
         bounds = Backoff(self._policy.first_pause_s, self._policy.longest_pause_s).pauses()

@@ -40,10 +40,7 @@ class RetentionPlan:
 def plan(
     run_log: RunLog, retention: RetentionConfig, after_round: int = 0, scores: BaseScores | None = None
 ) -> RetentionPlan:
-    """The objects that retention allows to delete now. `after_round`: payloads of rounds up to it are left out.
-
-    `scores`: collected from all commits; None: read here.
-    """
+    """The objects that may be deleted now, without payloads up to `after_round`. `scores`: of all commits."""
     store, begins = run_log.store, run_log.begins()
     confirmed = ConfirmedSnapshots(run_log)
     snapshots = confirmed.rounds
@@ -121,10 +118,7 @@ def _snapshot_objects(store: Store, round_: int) -> list[ObjectInfo]:
 
 
 def _orphans(store: Store, complete: Sequence[int], before: int) -> Iterator[ObjectInfo]:
-    """Files of snapshots without a record, left by an interrupted writer or deletion.
-
-    Called only after the run's stop, because before it a replica may be writing a snapshot.
-    """
+    """Files of snapshots without a record, left by an interrupted writer or deletion. Only for a stopped run."""
     for info in store.list(keys.SNAPSHOTS):
         parsed = keys.parse_snapshot_file(info.key)
         if parsed is not None and parsed[0] < before and parsed[0] not in complete:

@@ -103,10 +103,7 @@ class _InFlight:
 
 
 class Participant:
-    """Takes part in rounds, one call at a time. `Participant.join` makes one.
-
-    A contribution to a round that was committed meanwhile is published too; its work is carried into the next one.
-    """
+    """Takes part in rounds, one call at a time, made by `join`. Late contributions are carried into the next round."""
 
     def __init__(self, attempt: Attempt, tip: HeldTip, requests: ReuploadRequests, files: ModelFiles) -> None:
         self._attempt = attempt
@@ -193,10 +190,7 @@ class Participant:
             self._contributor.contribute_delta(form(), fields)
 
     def close_beside_training(self, then: Callable[[], None] = lambda: None, *, keep_average: bool = False) -> None:
-        """Close the open round in a background thread, which calls `then` afterwards.
-
-        Raises errors of publishing, of closing and of `then`, once one has occurred.
-        """
+        """Close the open round, then call `then`, in a background thread, whose error the next call raises."""
         flight = self._in_flight or self._begin(lambda: None)
         flight.transfer.raise_error()
         flight.transfer.close(lambda: self._close(then, keep_average))

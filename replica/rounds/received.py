@@ -79,10 +79,7 @@ class ExpectedContribution:
 
     @property
     def shards_at_once(self) -> int:
-        """Number of payload shards to fetch and verify at once, so that they take no more than 256 MiB.
-
-        Verified bytes move to the cache, which has a memory limit of its own.
-        """
+        """Number of payload shards to fetch and verify at once, so that they take no more than 256 MiB."""
         shard_bytes = _BYTES_IN_FLIGHT * max(1, min(self.numel, self.config.shard_numel))
         return max(1, min(MOST_PARALLEL, _MEMORY_IN_FLIGHT // shard_bytes))
 

@@ -136,10 +136,7 @@ class DiLoCoLoop:
 
     @contextmanager
     def showing_base(self) -> Iterator[None]:
-        """Context in which the model's parameters are the base's; restores the local parameters.
-
-        The two differ for fragments that were not synchronised last, or that kept a share of local values.
-        """
+        """Context in which the model's parameters are the base's; it restores the local parameters afterwards."""
         if len(self._fragments) == 1 and not self.schedule.alpha:
             yield
             return

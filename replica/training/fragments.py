@@ -75,7 +75,10 @@ class FragmentView(Protocol):
         ...
 
     def holding(self, base: Base) -> AbstractContextManager[None]:
-        """Context in which the model has the values of `base`, perhaps an earlier one; restores its own afterwards."""
+        """Context in which the model has the values of a base, perhaps an earlier one; restores its own.
+
+        Pseudo-gradients are not affected.
+        """
         ...
 
     def values(self) -> dict[str, torch.Tensor]:

@@ -66,10 +66,7 @@ class InnerOptimizers:
             each.zero_grad()
 
     def watch(self, before: Callable[[], object], after: Callable[[], object]) -> list[RemovableHandle]:
-        """Call `before` ahead of every step of any optimizer, and `after` once each one has stepped.
-
-        Steps that a GradScaler skips because a gradient is not finite do not count.
-        """
+        """Call `before` and `after` around each step of all optimizers, without steps that a GradScaler skips."""
         stepped: set[int] = set()
         running: dict[int, FrameType] = {}  # the outermost step of an optimizer, until it returns
 

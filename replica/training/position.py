@@ -122,10 +122,7 @@ class TrainingPosition:
         )
 
     def compare_order(self, replica_id: int, manifests: Iterable[Contribution]) -> None:
-        """Compare the order of the training data with other replicas', if they share its batches.
-
-        Raises `ConfigError` if this replica's order is not the one that most of them have.
-        """
+        """Raise `ConfigError` if replicas that share batches mostly have another order of the data than this one."""
         if (order := self._dealt()) is not None:
             order.compare(replica_id, manifests)
 

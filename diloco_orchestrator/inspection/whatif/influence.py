@@ -143,10 +143,7 @@ class _Round:
     # -- base by base --------------------------------------------------------------------------------------------
 
     def _by_base(self, before: Base) -> tuple[Base, float, list[float], list[float | None]]:
-        """The base after the round, the norm of the step, and for each contribution shift and change of the score.
-
-        One more base is in memory for the contribution that is left out.
-        """
+        """The base after the round, the norm of the step, and for each contribution shift and change of the score."""
         after, usual = self._stepped(before, None)
         shifts, changes = [], []
         for replica_id in self._ids:
