@@ -132,14 +132,9 @@ class RoundTiming:
     def poll_due(self) -> bool:
         """Whether to spend a request now to check for the open round's commit. True counts as that poll.
 
-<<<<<<< HEAD
-        False until 90 % of the straggler deadline for a replica on the roster, because the others wait for it until
-        then, and within the longest pause of a waiting replica of the last poll. The first round of all may have been
-        opened long ago: its commit is polled for from the beginning, after pauses that grow with it.
-=======
         False if the last poll was within the longest pause of a waiting replica, and, where others wait for this
-        replica, until 90 % of the straggler deadline.
->>>>>>> main
+        replica, until 90 % of the straggler deadline. In the first round of all, which may have been opened long ago,
+        the pause grows with the time that this replica has trained.
         """
         now = self._now()
         if now < self._next_poll or not self.may_be_committed():
