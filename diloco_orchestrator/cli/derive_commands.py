@@ -95,7 +95,7 @@ def _counts(found: Mapping[str, int]) -> str:
 
 
 def _spans(rounds: list[int]) -> str:
-    """[0, 1, 2, 5] as "rounds 0 to 2, 5"."""
+    """Round numbers as text: [0, 1, 2, 5] as "rounds 0 to 2, 5"."""
     spans: list[list[int]] = []
     for round_ in rounds:
         if spans and round_ == spans[-1][-1] + 1:
@@ -117,7 +117,7 @@ def _spans(rounds: list[int]) -> str:
 )  # fmt: skip
 @json_option
 def audit(url: str, draw: int, seed: int | None, limit_s: float | None, trust_bucket: bool, as_json: bool) -> int:
-    """Train rounds of replicas again that nobody could foresee, and compare their payloads. Exit 4: one differs.
+    """Train some rounds of replicas again, drawn at random, and compare their payloads. Exit 4: one differs.
 
     For runs with replica_state="round". Runs the run's own code here, as far as you launched it or trust the bucket.
     """

@@ -1,7 +1,8 @@
 """Looks up the digest that a registry has for the tag of a container image, by the OCI Distribution API.
 
-One HEAD of the manifest, with the token that the registry asks for. A multi-platform image has the digest of its index,
-so that each machine gets the image of its own platform. Used by `diloco lock` only; nothing is downloaded.
+A lookup is one HEAD of the manifest, with the token that the registry asks for. A multi-platform image has the digest
+of its index, so that each machine gets the image of its own platform. Only `diloco lock` uses this; nothing is
+downloaded.
 """
 
 import base64
@@ -77,7 +78,7 @@ class Reference:
 
 
 def digests_of(images: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Digests of images by name, through `digest_of`. `environ`: names the folder of Docker's client."""
+    """The registry's digest of each image, by image name. `environ`: names the folder of Docker's client."""
     folder = Path(environ["DOCKER_CONFIG"]) if environ.get("DOCKER_CONFIG") else Path.home() / ".docker"
     return {image: digest_of(image, docker_config=folder / "config.json") for image in sorted(set(images))}
 
@@ -119,7 +120,7 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Lookup:
-    """One lookup. Credentials are sent to the registry's own host and its token service only."""
+    """One lookup of an image's digest. Credentials are sent to the registry's own host and its token service only."""
 
     image: str
     reference: Reference
@@ -168,11 +169,7 @@ class _Lookup:
         raise Unavailable(f"{words} Try again later.")
 
     def _manifest(self, method: str, url: str, authorization: str) -> _Answer:
-        """The registry's reply to a manifest request, after at most `_MOST_REDIRECTS` redirects, to https or the same
-        origin.
-
-        No credentials are sent to another host.
-        """
+        """The registry's reply to a manifest request, after redirects; no credentials are sent to another host."""
         origin = _host(url)
         for _ in range(_MOST_REDIRECTS + 1):
             headers = {"Accept": ", ".join(_MANIFESTS)}
@@ -190,7 +187,7 @@ class _Lookup:
     # -- authorization -------------------------------------------------------------------------------------------
 
     def _authorization(self, headers: Message) -> str:
-        """The value of the header that the registry's challenge asks for."""
+        """The Authorization header for a retry, as the registry's challenge in the reply's `headers` asks for."""
         challenges = [str(each) for each in headers.get_all("WWW-Authenticate") or []]
         bearer = next((each for each in challenges if each.lower().startswith("bearer ")), None)
         login = _login(self.reference, self.docker_config)

@@ -45,10 +45,7 @@ def remember(run_log: RunLog, **facts: Any) -> None:
 
 
 def note_head(run_log: RunLog, head: str) -> None:
-    """Note the newest commit of a run launched here, unless that round or a later one is noted.
-
-    So a log that was truncated since does not replace the note.
-    """
+    """Note the newest commit of a run launched here, unless that round or a later one is noted."""
     known = _known_of(run_log)
     if head and known and (not known.get("head") or Head.parse(known["head"]).round < Head.parse(head).round):
         remember(run_log, head=head)

@@ -62,7 +62,7 @@ class FsspecEngine:
 
     @property
     def endpoint(self) -> str:
-        """As `base.KnowsEndpoint`, for S3; empty for other file systems."""
+        """Endpoint of S3 as `base.KnowsEndpoint`; empty for other file systems."""
         client = getattr(self._fs, "s3", None)
         return plain_endpoint(str(client.meta.endpoint_url)) if client else ""
 

@@ -83,7 +83,7 @@ _AZURE_OPTIONS = (
     *("federated_token_file", "use_azure_cli", "skip_signature"),
 )
 
-# Of them what says where a container or bucket is, with the environment variables that obstore reads.
+# Options that say where a container or bucket is, with the environment variables that obstore reads for them.
 _GCS_PLACE = {"base_url": "GOOGLE_BASE_URL"}
 _AZURE_PLACE = {"account_name": "AZURE_STORAGE_ACCOUNT_NAME", "endpoint": "AZURE_STORAGE_ENDPOINT"}
 

@@ -72,8 +72,8 @@ def open_s3(url: str, options: Mapping[str, Any], single_put_limit: int = OBJECT
 def address_of(options: Mapping[str, Any]) -> dict[str, str]:
     """Endpoint and region of S3 from this process's environment or profile, in the spelling of storage options.
 
-    Replicas on other machines need both, because they lack this machine's environment and profile. Without values that
-    `options` set, and without Amazon's default endpoint. Empty without boto3. Raises `ConfigError` for an unknown
+    Replicas on other machines need both, because they lack this machine's environment and profile. Values that
+    `options` set and Amazon's default endpoint are left out. Empty without boto3. Raises `ConfigError` for an unknown
     option or profile.
     """
     try:

@@ -40,7 +40,7 @@ from diloco_orchestrator.snapshots.layout import ModelFiles
 
 
 class Transfer:
-    """Calls `contribute` in the background at once, and behind it what `close` is given.
+    """Runs one round's calls in the background: `contribute` at once, then the call that `close` is given.
 
     Everything that these calls use belongs to the background until `wait` has returned or raised. `round_`: for the
     log. Errors of either call are kept, and raised with their type by `raise_error` and `wait`.
@@ -103,10 +103,7 @@ class _InFlight:
 
 
 class Participant:
-    """Takes part in rounds, one call at a time. `Participant.join` makes one.
-
-    A contribution to a round that was committed meanwhile is published too; its work is carried into the next one.
-    """
+    """Takes part in rounds, one call at a time, made by `join`. Late contributions are carried into the next round."""
 
     def __init__(self, attempt: Attempt, tip: HeldTip, requests: ReuploadRequests, files: ModelFiles) -> None:
         self._attempt = attempt
@@ -185,7 +182,7 @@ class Participant:
     # -- a round -------------------------------------------------------------------------------------------------
 
     def publish(self, form: Callable[[], Vector], fields: ContributionFields, *, in_background: bool = False) -> None:
-        """Publish a contribution, as `Rounds.publish`. The current buffers of the model are published too."""
+        """Publish this replica's contribution and its model's current buffers; arguments as of `Rounds.publish`."""
         fields = replace(fields, buffers=self.buffers.changed())
         if in_background:
             self._begin(lambda: self._contributor.contribute_delta(form(), fields))
@@ -193,7 +190,7 @@ class Participant:
             self._contributor.contribute_delta(form(), fields)
 
     def close_beside_training(self, then: Callable[[], None] = lambda: None, *, keep_average: bool = False) -> None:
-        """Close the round in the background, as `Rounds` has it. Raises errors of publishing, `close` and `then`."""
+        """Close the open round, then call `then`, in a background thread, whose error the next call raises."""
         flight = self._in_flight or self._begin(lambda: None)
         flight.transfer.raise_error()
         flight.transfer.close(lambda: self._close(then, keep_average))

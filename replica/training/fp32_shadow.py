@@ -169,7 +169,10 @@ def views_of(
     mixes: bool = False,
     in_background: bool = False,
 ) -> list[Fp32View]:
-    """A view (access to the values) of each fragment. `mixes`: as of `Fp32View`. `in_background`: of rounds."""
+    """A view (access to the values) of each fragment. `mixes`: whether `install` may keep a share of local values.
+
+    `in_background`: whether rounds are published beside training.
+    """
     parts = [{name: parameters[name] for name in names} for names in fragments]
     handover = handover_of(parts) if in_background else PlainCopies()
     return [Fp32View(part, mixes, handover) for part in parts]
