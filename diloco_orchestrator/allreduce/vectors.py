@@ -49,7 +49,6 @@ class FlatTensors:
         return tensor[start - self._ends[index] + tensor.numel() :]
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """A copy of elements [start, stop), of shape (stop - start,), float32, on the CPU."""
         out = empty(stop - start)
         for ours, theirs in aligned(out.numel(), (FlatTensors([out]), 0), (self, start)):
             ours.copy_(theirs)
@@ -57,7 +56,7 @@ class FlatTensors:
 
 
 def aligned(numel: int, *parts: tuple[FlatTensors, int], longest: int = BLOCK) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Tuples of equally long views, at most `longest`, of `numel` elements of several vectors, each from its start."""
+    """Views of `numel` elements of several vectors side by side, each from its start: tuples of `longest` at most."""
     done = 0
     while done < numel:
         views = [vector.rest(start + done) for vector, start in parts]
