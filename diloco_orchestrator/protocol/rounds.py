@@ -118,9 +118,8 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
 
 def is_ready(view: View, now: float, policy: Policy) -> bool:
     """Whether all replicas that the round waits for (its roster) have responded, or the deadline has passed."""
-    return set(view.roster) <= {a.replica_id for a in view.answers} | set(
-        view.out
-    ) or now >= view.opened_at + _deadline_s(view, policy)
+    responded = {a.replica_id for a in view.answers} | set(view.out)
+    return set(view.roster) <= responded or now >= view.opened_at + _deadline_s(view, policy)
 
 
 def _deadline_s(view: View, policy: Policy) -> float:
