@@ -533,10 +533,7 @@ class RunSettings(TypedDict, total=False):
 
 
 def make_config(values: Mapping[str, Any]) -> RunConfig:
-    """The validated configuration.
-
-    Raises `ConfigError` naming the field, its error and, for an unknown name, the nearest known one.
-    """
+    """The validated configuration. Raises `ConfigError` naming the field, its error and the nearest known name."""
     try:
         config = RunConfig.model_validate(dict(values))
     except ValidationError as error:

@@ -76,10 +76,7 @@ def has_token_shape(text: str) -> bool:
 
 
 def secret_settings(values: Mapping[str, Any], path: str) -> list[str]:
-    """Names of the settings below `path` that hold a credential, by their name or by the shape of their value.
-
-    `values`: JSON, nested or not. Only text can be a credential.
-    """
+    """Names of the settings (JSON) below `path` that hold a credential, by name or by the shape of their text."""
     found: list[str] = []
     for name, value in values.items():
         if has_token_shape(name):

@@ -325,10 +325,7 @@ class ChecksMachines(Protocol):
     """An executor whose provider lists its kinds of machines."""
 
     def check_machine(self) -> None:
-        """Raise ValueError, naming the nearest, if the provider has no machine of the configured kind.
-
-        Does nothing if the list cannot be read now.
-        """
+        """Raise ValueError with the nearest name if the provider's list, readable now, lacks the kind of machine."""
         ...
 
 

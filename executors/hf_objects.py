@@ -73,10 +73,7 @@ def job_arguments(request: LaunchRequest, options: JobOptions) -> dict[str, Any]
 
 
 def volumes_of(given: Sequence[str]) -> list[dict[str, Any]]:
-    """Volumes in the command line form of `hf` as the arguments of the SDK's `Volume`.
-
-    Raises ValueError for another form, or two volumes at one path.
-    """
+    """`hf`'s command line form of volumes as the SDK's arguments. Raises ValueError for a bad or repeated one."""
     if isinstance(given, str):
         raise ValueError(f"volumes={given!r} is one string. Write a list, [{given!r}].")
     found: list[dict[str, Any]] = []

@@ -68,10 +68,7 @@ class WeightedParts:
         return len(self._parts)
 
     def shard(self, index: int) -> list[Encoded]:
-        """One shard of every contribution.
-
-        Raises `PayloadCorrupt` for bytes that are not the shard in the manifest, and what `read` raises.
-        """
+        """One shard of every contribution. Raises `PayloadCorrupt` for other bytes than the manifest's."""
         numel = self.lengths[index]
         return [Encoded(part.read(index), part.payload.codec, numel) for part in self._parts]
 
@@ -93,10 +90,7 @@ class WeightedMean:
             self._total = self._total + weight
 
     def shard(self, index: int) -> ShardBlocks:
-        """The mean of one shard, in blocks that stay in a core's cache.
-
-        Raises `PayloadCorrupt` for bytes that are not the shard in the manifest, and what the parts' `read` raises.
-        """
+        """The mean of one shard, in cache-sized blocks. Raises `PayloadCorrupt` for other bytes than the manifest's."""
         return partial(self._blocks, self._parts.shard(index))
 
     def _blocks(self, shards: Sequence[Encoded], start: int, stop: int) -> Iterator[torch.Tensor]:

@@ -35,10 +35,7 @@ class KeepsPayloads(Protocol):
 
 
 class PayloadCache:
-    """Payload bytes by key and digest. Thread-safe.
-
-    Bytes beyond `memory_bytes`, or beyond the process's memory budget, go to a temporary file.
-    """
+    """Payload bytes by key and digest, in memory up to `memory_bytes`, then in a temporary file. Thread-safe."""
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
         self._lock = threading.Lock()

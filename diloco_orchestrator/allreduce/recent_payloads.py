@@ -56,10 +56,7 @@ class RecentPayloads:
         return None
 
     def end_round(self, background: Background) -> None:
-        """Drop the bytes of the round before; those of the open round take their place.
-
-        Does nothing if the open round had no payloads, as the final evaluation.
-        """
+        """Drop the bytes of the round before and keep those of the open one, if it had any, in their place."""
         self.wait()
         if not self._open.names():
             return

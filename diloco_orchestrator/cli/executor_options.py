@@ -108,10 +108,7 @@ def with_count(settings: Mapping[str, Any], count: int | None) -> dict[str, Any]
 
 
 def secrets_of(names: Sequence[str]) -> dict[str, str]:
-    """Values of secrets by name, read from this process's environment: a command line can be read by every local user.
-
-    Raises `ConfigError` for a name that the environment does not have.
-    """
+    """Secrets by name, from this process's environment. Raises `ConfigError` for a name that is not in it."""
     absent = [name for name in names if name not in os.environ]
     if absent:
         raise ConfigError(f"--secret {absent[0]}: there is no such variable in the environment. Export it first.")

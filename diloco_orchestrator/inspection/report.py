@@ -125,10 +125,7 @@ def facts_of(reader: RunReader, status: RunStatus) -> RunFacts:
 
 
 def settings_of(config: RunConfig) -> dict[str, str]:
-    """The settings that differ from the default, by dotted name, without those that the page shows elsewhere.
-
-    Held-out items are replaced by their number.
-    """
+    """The settings that differ from the default, by dotted name, except those shown elsewhere on the page."""
     found = {name: text for name, text in _changed(config, "").items() if name not in _SHOWN_APART}
     if "heldout_items" in found:
         found["heldout_items"] = f"{len(config.heldout_items)} items"

@@ -71,10 +71,7 @@ class RoundTimes:
         self._times: dict[tuple[int, int], _Reported] = {}  # by round and replica
 
     def record(self, manifests: Iterable[Contribution], seen_s: float | None = None) -> None:
-        """Add the train times of `manifests`, once each.
-
-        `seen_s`: seconds since this replica opened their round; None if it did not see the round open.
-        """
+        """Add the train times of `manifests`, once each. `seen_s`: seconds since this replica saw the round open."""
         for manifest in manifests:
             self._add(manifest.round, manifest, seen_s)
         self._forget_old()

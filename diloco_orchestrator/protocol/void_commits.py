@@ -140,10 +140,7 @@ def _who_wrote(commit: Commit, before: Before, failed: bool) -> str:
 
 
 def no_commit(round_: int, why: str) -> Commit:
-    """A placeholder for the commit of a round whose object cannot be parsed; `read_as_void` fills it in.
-
-    `why`: the parse error.
-    """
+    """A placeholder for a round's commit that cannot be parsed, for `read_as_void`. `why`: the parse error."""
     return Commit(
         write_id="",
         at=0.0,

@@ -16,10 +16,7 @@ R = TypeVar("R", bound=Record)
 
 
 def read_record(store: Store, key: str) -> bytes:
-    """The bytes of the record at `key`, truncated (then no valid JSON) beyond the maximum size of such a record.
-
-    Raises the store's errors.
-    """
+    """The bytes of the record at `key`, cut (no valid JSON then) at the maximum size. Raises the store's errors."""
     return store.get(key, 0, most_bytes(key) + 1)
 
 

@@ -210,10 +210,7 @@ class RunLog(LegRecords):
     def checked(
         self, entry: CommitEntry, last: CommitEntry | None, received: Mapping[str, Contribution]
     ) -> CommitEntry:
-        """`entry`, the commit after `last` (None: the first after a start or resume), checked with its verdict.
-
-        `received`: manifests at hand by sha256, which need not be fetched.
-        """
+        """`entry`, the commit after `last` (None: after a resume), checked. `received`: manifests at hand by sha256."""
         previous = last or (self.as_read(entry.written.round - 1) if entry.written.round > 1 else None)
         return self._kept(self.conclusions.read(entry, previous, derive_verdict=True, received=received))
 
@@ -249,10 +246,7 @@ class RunLog(LegRecords):
         return entry
 
     def commits(self) -> Sequence[Commit]:
-        """All commits so far, oldest first; only new ones are fetched. Empty without a start.json.
-
-        Raises `RecordInvalid` at the first that does not name the digest of the one before.
-        """
+        """All commits so far, oldest first; only new ones are fetched. Raises `RecordInvalid` for a broken chain."""
         if self._position is None:
             start = self.start()
             if start is None:

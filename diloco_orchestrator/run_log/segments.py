@@ -104,10 +104,7 @@ def is_line(data: bytes) -> bool:
 
 
 class SegmentReader:
-    """Lists and reads a run's segments (each joins many rounds' commits or manifests), as of the last `refresh`.
-
-    Caches at most two.
-    """
+    """Lists and reads a run's segments (each joins many rounds' commits or manifests). Caches at most two."""
 
     def __init__(self, store: Store, config: RunConfig) -> None:
         self._store = store
@@ -241,10 +238,7 @@ class CheckedSegments:
         self._on_bad_segment = on_bad_segment or _log_bad_segment
 
     def after(self, position: Position) -> list[CommitEntry]:
-        """The commits after `position` in the log from the segment (many commits in one object) with the next one.
-
-        Empty if no segment can be used.
-        """
+        """The commits after `position` from the segment (many commits in one object) with the next one; else empty."""
         while (segment := self._segments.holding(position.round + 1)) is not None:
             try:
                 lines = self._segments.read(segment, position)

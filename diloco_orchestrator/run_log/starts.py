@@ -87,10 +87,7 @@ class Starts:
         self._chosen, self._take = start, take
 
     def outvoted_by(self) -> Sha256 | None:
-        """The start record, by digest, that more than half of the replicas adopted and this process did not; else None.
-
-        One LIST request, until more than half have adopted one.
-        """
+        """The start record that over half of the replicas adopted, if not this process; else None. At most one LIST."""
         if self._is_settled or self._chosen is None:
             return None
         self.refresh()

@@ -160,10 +160,7 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
 
 
 def rebuild_base(run_log: RunLog, round_: int) -> Tip:
-    """The base after `round_`, before or after a resume; the newest base must descend from it.
-
-    Raises `NoSuchRun` if no replica has created the first base, and as `rebuild` does.
-    """
+    """The base after `round_`, from which the newest must descend. Raises as `rebuild` does, and `NoSuchRun`."""
     if run_log.start() is None:
         raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model: there is no base to rebuild.")
     begin = leg_of_base(run_log.begins(), round_)
@@ -172,10 +169,7 @@ def rebuild_base(run_log: RunLog, round_: int) -> Tip:
 
 
 def digest_of_base(run_log: RunLog, round_: int) -> str:
-    """The digest of the base after a round, from the log if that names one, else rebuilt.
-
-    Raises as `rebuild_files` does.
-    """
+    """The digest of the base after a round, from the log if it names one, else rebuilt by `rebuild_files`."""
     return claimed_base(run_log, round_) or rebuild_files(run_log, round_)[0].digest
 
 

@@ -106,10 +106,7 @@ def _grams(tokens: _Hashes) -> _Hashes:
 
 
 def _windows(tokens: _Hashes) -> Iterator[_Hashes]:
-    """The grams of a text, or of each window of a long one.
-
-    A held-out text of any length fills most of a window, or lies in one for the most part, wherever it begins.
-    """
+    """The grams of a text, or of overlapping windows of a long one, so that every held-out text fits one window."""
     last = max(0, len(tokens) - _LONG_TEXT // 2)
     for start in range(0, max(1, last), _LONG_TEXT // 2):
         yield _grams(tokens[start : start + _LONG_TEXT])

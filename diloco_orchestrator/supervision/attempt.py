@@ -562,10 +562,7 @@ def _faults(view: ReplicaView, state: State) -> tuple[str, int]:
 
 
 def _counted(endings: Mapping[Outcome, int], state: State, change: int) -> Mapping[Outcome, int]:
-    """The number of ends by outcome, `endings`, with `change` added for `state` if it is an end that counts.
-
-    Superseded attempts do not count: another attempt of the replica was alive.
-    """
+    """`endings`, the ends by outcome, with `change` added for `state` if that ended and was not superseded."""
     if not isinstance(state, Ended) or state.outcome is Outcome.SUPERSEDED:
         return endings
     return {**endings, state.outcome: endings.get(state.outcome, 0) + change}

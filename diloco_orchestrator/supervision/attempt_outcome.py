@@ -45,10 +45,7 @@ _TOOK_PART = ", took part"
 
 
 def named(number: int, ended: Ended) -> str:
-    """The `why` of the next attempt's intent, the record that announces it: how attempt `number` ended.
-
-    It is the only record of the end of an attempt without exit record.
-    """
+    """The `why` of the record that announces the next attempt: how attempt `number`, perhaps without record, ended."""
     took_part = _TOOK_PART if ended.took_part else ""
     return f"attempt {number} ({ended.outcome}{took_part}): {ended.reason}"
 

@@ -59,10 +59,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Action: launch no further attempt of this replica until a resume; the run goes on without it.
-
-    `why`: a phrase that continues "replica 1".
-    """
+    """Action: launch no further attempt of this replica until a resume. `why` continues the words "replica 1"."""
 
     replica_id: int
     attempt: int

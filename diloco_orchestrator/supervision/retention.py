@@ -40,10 +40,7 @@ class RetentionPlan:
 def plan(
     run_log: RunLog, retention: RetentionConfig, after_round: int = 0, scores: BaseScores | None = None
 ) -> RetentionPlan:
-    """The objects that retention allows to delete now. `after_round`: payloads of rounds up to it are left out.
-
-    `scores`: collected from all commits; None: read here.
-    """
+    """The objects that may be deleted now, without payloads up to `after_round`. `scores`: of all commits."""
     store, begins = run_log.store, run_log.begins()
     confirmed = ConfirmedSnapshots(run_log)
     snapshots = confirmed.rounds
@@ -121,10 +118,7 @@ def _snapshot_objects(store: Store, round_: int) -> list[ObjectInfo]:
 
 
 def _orphans(store: Store, complete: Sequence[int], before: int) -> Iterator[ObjectInfo]:
-    """Files of snapshots without a record, left by an interrupted writer or deletion.
-
-    Called only after the run's stop, because before it a replica may be writing a snapshot.
-    """
+    """Files of snapshots without a record, left by an interrupted writer or deletion. Only for a stopped run."""
     for info in store.list(keys.SNAPSHOTS):
         parsed = keys.parse_snapshot_file(info.key)
         if parsed is not None and parsed[0] < before and parsed[0] not in complete:
@@ -199,10 +193,7 @@ def _authors(store: Store, round_: int) -> set[int]:
 def _states(
     store: Store, replicas: int, made: RetentionPlan, newest: dict[tuple[int, int], Contribution]
 ) -> Iterator[ObjectInfo]:
-    """Saved states to delete under the plan `made`.
-
-    States of rounds with a kept snapshot or after the horizon, and each replica's newest, are kept.
-    """
+    """Saved states to delete under the plan `made`: not those of kept snapshots, after the horizon, or newest."""
     for replica_id in range(replicas):
         last = max((m.round for (owner, _), m in newest.items() if owner == replica_id), default=0)
         for info in store.list(keys.states(replica_id)):

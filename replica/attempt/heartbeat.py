@@ -1,7 +1,4 @@
-"""The heartbeat of one attempt: its content (`Pulse`) and its writer.
-
-The caller sets the interval; the coordinator decides when an attempt counts as hung.
-"""
+"""The heartbeat of one attempt: its content (`Pulse`), and its writer, which the caller calls at intervals."""
 
 import logging
 import math

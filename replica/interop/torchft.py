@@ -128,11 +128,7 @@ class TorchftManager:
         """Does nothing, as `allow_state_dict_read`: no other replica reads a live state here."""
 
     def start_quorum(self) -> None:
-        """Begin a synchronisation.
-
-        Raises `ConfigError` without `attach`, or if LocalSGD is used and the run's outer optimizer is not plain
-        averaging.
-        """
+        """Begin a synchronisation. Raises `ConfigError` without `attach`, and for LocalSGD without plain averaging."""
         self._attached()
         outer = self.outer_config()
         if self._averages_parameters and (outer.lr != 1.0 or outer.momentum):

@@ -29,10 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class BaseClaims:
-    """Hashes, checks and rebuilds one replica's base, by the base claims (base digests) in the others' manifests.
-
-    `requests`: requests re-upload of unreadable payloads.
-    """
+    """Hashes one replica's base, compares the digests that others' manifests claim, and rebuilds a wrong base."""
 
     def __init__(self, attempt: Attempt, tip: HeldTip, requests: ReuploadRequests) -> None:
         self.rebuilt_after = tip.position.round  # the commit up to which the base was last rebuilt
@@ -165,10 +162,7 @@ class BaseClaims:
         return True
 
     def rebuild(self, until: int | None = None) -> None:
-        """Replace the base by one rebuilt from the bucket: the newest, or that after round `until`.
-
-        Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
-        """
+        """Replace the base by the newest or `until`'s, rebuilt. Raises `PayloadCorrupt` or `RecordInvalid`."""
         self._take(self._requests.rebuild(until), None)
 
     def leave_if_arithmetic_differs(self, commit: Commit, claims: Sequence[BaseClaim], quorum: int) -> None:

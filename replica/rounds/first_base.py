@@ -367,10 +367,7 @@ class _FirstSnapshot:
 
 
 def check_start(start: Start, own: OwnModel, attempt: Attempt) -> None:
-    """Raise `ModelMismatch` unless a replica's model and held-out set are those of the run.
-
-    Compared are parameters, fragments, adapters and frozen tensors.
-    """
+    """Raise `ModelMismatch` unless a replica's model and held-out set are those of the run's start record."""
     url = attempt.store.url
     check_same_model(describe(own.parameters), start.parameters)
     if start.fragments != own.fragments:

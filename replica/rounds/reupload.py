@@ -33,10 +33,7 @@ _POLL_CLAIMS_S = 10.0  # between two LIST requests for a later attempt of this r
 
 
 class ReuploadRequests:
-    """One replica's requests to upload payload shards again, and its replies to others' requests.
-
-    `payloads`: cached bytes of the last two rounds.
-    """
+    """Requests new uploads of payload shards, and answers such requests from `payloads`, cached for two rounds."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.payloads = RecentPayloads()

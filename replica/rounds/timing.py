@@ -163,10 +163,7 @@ class RoundTiming:
         return step_s * whole > deadline.deadline_s and elapsed + step_s > deadline.median_s
 
     def view(self, answers: Sequence[Answer], out: Sequence[int] = ()) -> rounds.View:
-        """The open round as input of `rounds.decide`, with the time at which a quorum was first seen.
-
-        `out`: replicas that are launched no more before a resume.
-        """
+        """The open round as input of `rounds.decide`. `out`: replicas that are launched no more before a resume."""
         if self._quorum_since is None and sum(map(rounds.contributes, answers)) >= self.policy.quorum:
             self._quorum_since = self._now()
         return rounds.View(

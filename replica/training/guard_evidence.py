@@ -17,10 +17,7 @@ from diloco_orchestrator.replica.training.vault_scorer import VaultScorer
 
 
 class GuardEvidence:
-    """Measures each base once. `set`: the held-out set from start.json; None: nothing is scored.
-
-    `items`: None if training items are not compared with the held-out set.
-    """
+    """Measures each base once for the guard. `set`: the held-out set or None. `items`: checks training items."""
 
     def __init__(
         self,

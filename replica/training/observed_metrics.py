@@ -52,10 +52,7 @@ class ObservedMetrics:
         self.add(checked_extra(extra, len(known - extra.keys())), 0)
 
     def add(self, values: Mapping[str, float | None], tokens: int) -> None:
-        """Add the values of one inner step; None means not measured.
-
-        `tokens`: a whole number, also a numpy or tensor one. Raises `ConfigError` for any other value, and below 0.
-        """
+        """Add an inner step's values; None means not measured. Raises `ConfigError` for `tokens` that is no count."""
         try:
             tokens = operator.index(tokens)
         except TypeError:

@@ -63,10 +63,7 @@ class SegmentChecker:
         return self._segment is not None and round_ <= self._until and key not in self._sizes
 
     def check_commit(self, round_: int, size: int) -> None:
-        """Raise `Differs` if a segment (many commits in one object) has the commit and its own object is missing.
-
-        So it does if that object has another size than `size`.
-        """
+        """Raise `Differs` if a segment (many commits in one object) has a commit without own object of this size."""
         self._move_to(round_)
         if self._segment is not None:
             self._check_single(keys.commit(round_), size)

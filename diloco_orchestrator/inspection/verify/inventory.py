@@ -201,7 +201,7 @@ def _why_unreadable(store: Store, key: str, kind: type[Record]) -> str:
 
 
 def _missing_of_attempts(attempts: Mapping[tuple[int, int], set[str]], records: AttemptRecords) -> list[str]:
-    """Keys of missing records of attempts of which a later record exists, such as a claim without announcement."""
+    """Keys of records of attempts that are missing although records written after them exist."""
     found = []
     newest: dict[int, int] = {}
     launched = any("handle.json" in names for names in attempts.values())  # by a coordinator, not by hand
