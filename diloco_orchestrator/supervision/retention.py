@@ -193,7 +193,7 @@ def _authors(store: Store, round_: int) -> set[int]:
 def _states(
     store: Store, replicas: int, made: RetentionPlan, newest: dict[tuple[int, int], Contribution]
 ) -> Iterator[ObjectInfo]:
-    """Saved states to delete under the plan `made`: not those of kept snapshots, after the horizon, or newest."""
+    """Saved states to delete: not those of kept snapshots, of rounds still needed, or each replica's newest."""
     for replica_id in range(replicas):
         last = max((m.round for (owner, _), m in newest.items() if owner == replica_id), default=0)
         for info in store.list(keys.states(replica_id)):
