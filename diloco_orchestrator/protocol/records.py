@@ -98,7 +98,7 @@ class VaultSet(Part):
 
     @property
     def items(self) -> int:
-        """Number of items of all shares together."""
+        """Number of held-out items in all shares of the confirmation set together."""
         return sum(self.shares)
 
 
@@ -114,7 +114,7 @@ class HeldoutSet(Part):
 
     @property
     def items(self) -> int:
-        """Number of items of all shares together."""
+        """Number of held-out items in all shares together."""
         return sum(self.shares)
 
 

@@ -187,7 +187,7 @@ class WithCarry:
         return values
 
     def close(self) -> None:
-        """Free the bytes of the payload that is added."""
+        """Free the cached bytes of the carried work's payload."""
         self._shards.close()
 
 
