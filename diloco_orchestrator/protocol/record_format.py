@@ -45,13 +45,16 @@ class Record(Part):
     """A JSON object of the bucket with a schema. Created once and never changed, except heartbeats and leases."""
 
     record: ClassVar[str]  # its name in the JSON
+    later_fields: ClassVar[frozenset[str]] = frozenset()  # left out where None: earlier versions do not know them
 
     write_id: str  # differs between any two writes; shows whether a create whose reply was lost had succeeded
     at: float  # seconds since 1970 on the writer's clock
 
     def to_bytes(self) -> bytes:
         """The record as canonical JSON, with its name and the schema version."""
-        return canonical_json({"record": self.record, "schema_version": SCHEMA_VERSION, **self.model_dump(mode="json")})
+        absent = {name for name in self.later_fields if getattr(self, name) is None}
+        body = self.model_dump(mode="json", exclude=absent)
+        return canonical_json({"record": self.record, "schema_version": SCHEMA_VERSION, **body})
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:

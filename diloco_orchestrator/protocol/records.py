@@ -339,6 +339,14 @@ class Origin(Part):
     steps: int = Field(ge=0, le=MOST_COUNTED)
 
 
+class Residual(Part):
+    """The residual of a contribution: what a codec with error feedback lost, to be added to its author's next one."""
+
+    share: float = Field(ge=0)  # its norm over the norm of what was encoded, in three digits
+    saved: Payload | None = None  # it, in fp32, under `keys.residual`; None: its author saved no state
+    missing: tuple[tuple[int, float], ...] = ()  # round and share of residuals that the payload lacks
+
+
 class Consumed(Part):
     """Count and digest of the training items of a contribution's own steps, each compared with the held-out set."""
 
@@ -360,6 +368,7 @@ class Contribution(Record):
     """The manifest of a replica's response to a round. Written after the objects that it names, so they exist."""
 
     record: ClassVar[str] = "contribution"
+    later_fields: ClassVar[frozenset[str]] = frozenset({"residual"})
     round: int = Field(ge=1)
     leg: int = Field(ge=1)
     replica_id: int = Field(ge=0)
@@ -375,11 +384,10 @@ class Contribution(Record):
     payload: Payload | None = None
     state: Shard | None = None  # the author's optimizer and schedules after this contribution, if it saved them
     buffers: Shard | None = None  # the author's buffers that differ from the first snapshot's; None: none does
-    tokens: int = Field(
-        default=0, ge=0, le=MOST_COUNTED
-    )  # that the author's own steps of this round saw; a weight may follow from it
+    tokens: int = Field(default=0, ge=0, le=MOST_COUNTED)  # of its own steps of this round; a weight may follow from it
     origins: tuple[Origin, ...] = ()  # its own work and what it carries
     dropped: tuple[Origin, ...] = ()  # earlier work of the author that will never be averaged
+    residual: Residual | None = None  # None for a codec without error feedback
     in_loop: Metric | None = None  # in the round's first steps, near the base that `scores` are of; higher is better
     scores: tuple[Score, ...] = ()  # of the base that the round started from; higher is better
     local_scores: tuple[Score, ...] = ()  # of the author's local parameters, on the same shares; per-replica guard only
@@ -500,9 +508,7 @@ class Commit(Record):
     outer_step: int = Field(ge=0)  # outer steps in the base after the round
     answers: tuple[Answer, ...]  # in replica_id order
     begin_sha256: Sha256
-    base_digest: (
-        BulkDigest | None
-    )  # of the base before the round, as the averaged manifests or most claim it; None: no claims
+    base_digest: BulkDigest | None  # of the base before, as the averaged manifests or most claim it; None: no claims
     roster: tuple[int, ...]  # replicas that the next round waits for
     guard: dict[str, JsonValue] | None = None  # the guard's state after the round
     verdict: Verdict | None = None  # None as long as nothing was scored

@@ -201,13 +201,17 @@ def _states(
 ) -> Iterator[ObjectInfo]:
     """Saved states to delete under the plan `made`.
 
-    Kept are states of rounds with a kept snapshot, of rounds after the horizon, and each replica's newest.
+    Kept are states of rounds with a kept snapshot, of rounds after the horizon, and each replica's newest, and the
+    residual of its newest contribution to each fragment, because that is added to its next one.
     """
     for replica_id in range(replicas):
-        last = max((m.round for (owner, _), m in newest.items() if owner == replica_id), default=0)
+        newest_rounds = {m.round for (owner, _), m in newest.items() if owner == replica_id}
+        last = max(newest_rounds, default=0)
         for info in store.list(keys.states(replica_id)):
             round_ = keys.parse_round(info.key)
             if round_ is None or round_ > made.horizon or round_ == last or round_ in made.kept_snapshots:
+                continue
+            if round_ in newest_rounds and keys.residual.parse(info.key):
                 continue
             if replica_id in _authors(store, round_):
                 yield info
