@@ -76,10 +76,7 @@ def has_token_shape(text: str) -> bool:
 
 
 def secret_settings(values: Mapping[str, Any], path: str) -> list[str]:
-    """Names of the settings below `path` that hold a credential, by their name or by the shape of their value.
-
-    `values`: JSON, nested or not. Only text can be a credential.
-    """
+    """Names of the settings (JSON) below `path` that hold a credential, by name or by the shape of their text."""
     found: list[str] = []
     for name, value in values.items():
         if has_token_shape(name):
@@ -95,14 +92,14 @@ def secret_settings(values: Mapping[str, Any], path: str) -> list[str]:
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    """The JSON objects in a value: the value itself, or the items of a list."""
+    """The JSON objects in a setting's value: the value itself, or the items of a list."""
     if isinstance(value, Mapping):
         return [value]
     return [below for each in value for below in _mappings(each)] if isinstance(value, list | tuple) else []
 
 
 def _texts(value: Any) -> list[str]:
-    """The strings in a value that have no name: the value itself, or the items of a list."""
+    """The strings in a setting's value that have no name: the value itself, or the items of a list."""
     if isinstance(value, str):
         return [value]
     return [text for each in value for text in _texts(each)] if isinstance(value, list | tuple) else []

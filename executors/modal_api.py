@@ -109,10 +109,10 @@ def log_in_again() -> bool:
 
 
 class ModalApp:
-    """Calls about one App, which is created if it does not exist. Errors are the SDK's own, or `Unavailable` if a call
-    does not return in time, so that no call holds the lock for longer.
+    """Calls about one App, which is created if it does not exist.
 
-    `client`: None for that of the environment's credentials.
+    Errors are the SDK's own, or `Unavailable` if a call does not return in time, so that no call holds the lock for
+    longer. `client`: None for that of the environment's credentials.
     """
 
     def __init__(self, options: SandboxOptions, client: "Client | None") -> None:

@@ -115,10 +115,7 @@ _BUCKET_ARGUMENTS = (  # of the SDK's CloudBucketMount
 
 
 def sandbox_arguments(request: LaunchRequest, options: SandboxOptions) -> dict[str, Any]:
-    """The arguments for the Sandbox of an attempt, as JSON; the request's secrets are redacted.
-
-    Raises ValueError for a time limit that Modal does not support.
-    """
+    """An attempt's Sandbox as JSON, secrets redacted. Raises ValueError for a time limit that Modal lacks."""
     limit_s = options.timeout_s if request.timeout_s is None else whole_timeout(request.timeout_s)
     mounts = options.mounts.items()
     return {

@@ -121,7 +121,7 @@ class ObjectStoreAllReduce:
             )
 
     def _wait_for_all(self, round_id: int) -> list[AllReducePart]:
-        """The manifests of all ranks, in rank order. Raises `AllReduceTimeout` if some lack after `timeout_s`."""
+        """The manifests of all ranks, in rank order. Raises `AllReduceTimeout` if some are late by `timeout_s`."""
         found: dict[int, AllReducePart] = {}
         deadline = self._clock.now() + self._timeout_s
         pauses = _POLL.pauses()

@@ -35,10 +35,7 @@ class KeepsPayloads(Protocol):
 
 
 class PayloadCache:
-    """Payload bytes by key and digest. Thread-safe.
-
-    Bytes beyond `memory_bytes`, or beyond the process's memory budget, go to a temporary file.
-    """
+    """Payload bytes by key and digest, in memory up to `memory_bytes`, then in a temporary file. Thread-safe."""
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
         self._lock = threading.Lock()
@@ -70,7 +67,7 @@ class PayloadCache:
             self._end += -(-len(data) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
     def put_file(self, name: Name, file: IO[bytes], size: int) -> None:
-        """Keep a verified file of the store, `size` bytes long; the cache closes it. Copied once 256 files are open."""
+        """Keep a verified file of the store, `size` bytes long, open. Beyond 256 open files its bytes are copied."""
         with self._lock:
             if len(self._opened) < OPEN_FILES and not self._has(name):
                 self._opened[name] = file, size

@@ -50,7 +50,6 @@ class FlatTensors:
         return tensor[start - self._ends[index] + tensor.numel() :]
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """A copy of elements [start, stop), of shape (stop - start,), float32, on the CPU."""
         out = empty(stop - start)
         for ours, theirs in aligned(out.numel(), (FlatTensors([out]), 0), (self, start)):
             ours.copy_(theirs)
@@ -63,10 +62,7 @@ class FlatTensors:
 
 
 def aligned(numel: int, *parts: tuple[FlatTensors, int], longest: int = BLOCK) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Views of `numel` elements of several vectors side by side, each from its given start on.
-
-    Yields tuples of views of equal length, at most `longest`, one per vector.
-    """
+    """Tuples of equally long views, at most `longest`, of `numel` elements of several vectors, each from its start."""
     done = 0
     while done < numel:
         views = [vector.rest(start + done) for vector, start in parts]
@@ -100,8 +96,5 @@ def has_nonzero(vector: Vector) -> bool:
 
 
 def empty(numel: int) -> torch.Tensor:
-    """A flat uninitialised float32 tensor on the CPU, for short use, whatever torch's default dtype and device are.
-
-    For longer use take `allreduce.spool.held`.
-    """
+    """A flat uninitialised float32 tensor on the CPU for short use; `allreduce.spool.held` is for longer use."""
     return torch.empty(numel, dtype=torch.float32, device="cpu")

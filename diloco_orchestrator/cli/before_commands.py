@@ -114,10 +114,10 @@ def lock(
     uv_options: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """List all packages that replicas install with version and hashes, by uv, in a file that `run` takes by itself.
+    """List all packages that replicas install with version and hashes, by uv, in a file that `run` finds by itself.
 
-    With it replicas install nothing whose hash is not listed, and every attempt gets an image named with --image by the
-    digest that is asked of its registry now (`diloco plan` names the images of a run). Further options go to `uv pip
+    With that file replicas install nothing whose hash is not listed, and every attempt gets an image named with --image
+    by the digest that its registry has now (`diloco plan` names the images of a run). Further options go to `uv pip
     compile`, as in `diloco lock -- --torch-backend cpu --emit-index-url`.
     """
     from diloco_orchestrator.code_archive.image_digests import digests_of

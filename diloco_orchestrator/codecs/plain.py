@@ -11,10 +11,7 @@ if TYPE_CHECKING:
 
 
 class _Unprotected:
-    """Wraps read-only memory so that numpy treats it as writable.
-
-    torch has no read-only tensors and warns about each tensor over read-only memory.
-    """
+    """Wraps read-only memory so that numpy treats it as writable and torch, which has no such tensors, is silent."""
 
     def __init__(self, body: memoryview) -> None:
         import numpy as np

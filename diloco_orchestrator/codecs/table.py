@@ -61,10 +61,7 @@ class EncodedBlock:
 
 @dataclass(frozen=True)
 class Codec:
-    """A named encoding of flat CPU fp32 tensors.
-
-    Elements are encoded in groups, such as those that share a scale, whose bytes depend on no other group.
-    """
+    """A named encoding of flat CPU fp32 tensors in groups of elements, whose bytes depend on no other group."""
 
     name: str
     number: int  # in the header; never reused
@@ -211,10 +208,7 @@ class Encoded:
         return lengths if all(lengths[1:]) else []  # only the first may be empty
 
     def values(self, start: int = 0, stop: int | None = None) -> "torch.Tensor":
-        """Elements [start, stop), of shape (stop - start,), float32, on the CPU.
-
-        They may share memory with the encoded bytes, and must never be written to.
-        """
+        """Elements [start, stop), (stop - start,) float32 on the CPU, not to be written to: memory may be shared."""
         import torch
 
         return self._unpacked(start, self.numel if stop is None else stop).to(torch.float32)
@@ -245,10 +239,7 @@ class Encoded:
         return unpacked if (first, last) == (start, stop) else unpacked[start - first : stop - first]
 
     def step_norm(self) -> float:
-        """The Euclidean norm of all elements' steps: how far apart the values lie that an element may have.
-
-        0 for a codec that rounds each number by itself.
-        """
+        """The norm of the distances between neighbouring values of all elements; 0 where numbers are rounded alone."""
         return math.sqrt(sum(self._squared_steps(span) for span in self._spans if span.codec.levels))
 
     def _squared_steps(self, span: Span) -> float:

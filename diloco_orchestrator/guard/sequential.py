@@ -43,6 +43,7 @@ class SequentialGuard(GuardRule):
     name: ClassVar[str] = "sequential-v2"
     channels: ClassVar[type[MetricChannels]] = MetricChannels
     asks_vault: ClassVar[bool] = True
+    vault_share: ClassVar[float] = 0.25  # of a fall of the held-out score, that the confirmation set must show
 
     min_steps: int = 20  # models before a Hacking Gap or drift above its budget may fire
     threshold: float = 10.0  # of the Hacking Gap, in sigmas added up over rounds; those of falls are .6 of it
@@ -180,7 +181,8 @@ class SequentialGuard(GuardRule):
         else:
             assert self.vault_sigmas is not None
             heldout = _finite_or_none(evidence.heldout)
-            answer = run.vault.answer(evidence.vault, heldout, run.metrics.sigma, self.vault_sigmas)
+            noise, sigmas = run.metrics.sigma, self.vault_sigmas
+            answer = run.vault.answer(evidence.vault, heldout, noise, sigmas, self.vault_share)
             if answer.halts or (answer.waits and evidence.final_evaluation):
                 return _halt(run, waiting, f"{waiting.what}; {answer.words}", numbers)
             if not answer.waits:
@@ -281,7 +283,7 @@ class _Run:
 
 
 def _halt(run: _Run, alarm: Alarm, what: str, numbers: Mapping[str, Any]) -> Verdict:
-    """The verdict of an alarm. It goes back no further forward than to the model with the best held-out score."""
+    """The verdict that an alarm stops the run. The base to resume from is no later than the best scored one."""
     best = run.metrics.best_model
     back = alarm.rollback_to if best is None else min(best, alarm.rollback_to)
     reason = f"{what}. Roll back to round {back} and {alarm.what_to_do}."

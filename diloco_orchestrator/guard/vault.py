@@ -46,8 +46,8 @@ class Vault:
     def why_not(self, alarm: Alarm, heldout: float, final_evaluation: bool) -> str:
         """Reason why an alarm halts at once; empty if the second held-out set (confirmation set) is to be scored first.
 
-        It cannot be in the final evaluation round, nor without a kept base that scored better than `heldout`, the
-        round's held-out score.
+        The confirmation set cannot be scored in the final evaluation round, nor without a kept base that scored better
+        than `heldout`, the round's held-out score.
         """
         if final_evaluation:
             return "this is the last round, so that the vault set is not asked"
@@ -59,7 +59,8 @@ class Vault:
         """Make an alarm wait for confirmation. Returns the sentence for the verdict."""
         assert self._best is not None
         against = self._best[1]
-        self._waiting = {"alarm": asdict(alarm), "against": against, "score": self._best[0], "missed": 0}
+        kept = {name: value for name, value in asdict(alarm).items() if value is not None}
+        self._waiting = {"alarm": kept, "against": against, "score": self._best[0], "missed": 0}
         return f"{alarm.what}. Before a halt the vault set is scored on the next model and on that of round {against}."
 
     @property
@@ -74,15 +75,22 @@ class Vault:
         """The round whose base the confirmation set is compared on next; None if no alarm awaits confirmation."""
         return None if self._waiting is None else int(self._waiting["against"])
 
-    def answer(self, change: VaultChange | None, heldout: float | None, noise: float, sigmas: float) -> Answer:
+    def answer(
+        self, change: VaultChange | None, heldout: float | None, noise: float, sigmas: float, share: float
+    ) -> Answer:
         """The decision about the waiting alarm: confirmed, dismissed, or still waiting.
 
-        A fall is confirmed beyond `sigmas` standard errors and beyond `noise`, the long-run standard deviation of the
-        held-out score, or half of that score's fall if it is smaller, because two healthy bases differ on every set.
+        The mean change confirms a fall if it is negative by more than `sigmas` standard errors and by more than
+        `noise` (or half of the held-out score's fall if that is smaller), because two healthy bases differ on every
+        set, and if the interval of `sigmas` standard errors around it reaches `share` of the held-out score's fall. A
+        Hacking Gap is confirmed by a change of no more than `noise` and `sigmas` standard errors; as a fall is, if
+        without the held-out score's fall there would be no such gap.
 
         Args:
             change: on the confirmation set, in the next round; None if too few items were scored.
-            heldout: held-out score of the same base; None if it has none.
+            heldout: held-out score of the same base; None if it has none, and then the size of its fall is not asked.
+            noise: long-run standard deviation of the held-out score.
+            share: of the held-out score's fall, that confirms it.
         """
         alarm, waiting = self.waiting, self._waiting
         assert alarm is not None and waiting is not None
@@ -98,10 +106,16 @@ class Vault:
         if math.isnan(change.mean):
             return Answer(True, False, f"the vault set confirms it: its scores are not finite {against}")
         shown = f"it changed by {change.mean:+.3g} ± {change.error:.2g} {against}"
-        if alarm.kind is AlarmKind.FALL:
-            if heldout is not None and waiting["score"] > heldout:
-                noise = min(noise, (waiting["score"] - heldout) / 2)
-            confirmed = change.mean < -max(sigmas * change.error, noise)
+        fell = 0.0 if heldout is None else waiting["score"] - heldout
+        if alarm.kind is AlarmKind.FALL or (alarm.excess is not None and alarm.excess < fell):
+            least = max(sigmas * change.error, min(noise, fell / 2) if fell > 0 else noise)
+            most = sigmas * change.error - change.mean
+            confirmed = change.mean < -least and most >= share * fell
+            if change.mean < -least and not confirmed:
+                shown += (
+                    f"; that is a fall of at most {most:.3g} ({sigmas:g} standard errors added), less than {share:.0%} "
+                    f"of the held-out score's, {fell:.3g}"
+                )
         else:
             confirmed = change.mean <= max(sigmas * change.error, noise)
         if confirmed:

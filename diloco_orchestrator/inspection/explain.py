@@ -238,7 +238,7 @@ def _scores(rows: Sequence[RoundRow], best: int | None) -> list[str]:
 
 
 def _judged(rows: Sequence[RoundRow]) -> list[str]:
-    """A sentence for each replica whose contributions counted less than their share: how often, and why last."""
+    """A sentence for each replica whose contributions were weighted less or left out: how often, and why last."""
     found: dict[int, list[RoundRow]] = {}
     for row in rows:
         for replica_id in row.judgements:

@@ -120,8 +120,7 @@ CLAIMS = (
 
 
 def claim(replica_id: int, attempt: int, token: str) -> str:
-    """The key of the claim by which a process becomes an attempt. `token`: 16 hex digits; empty in runs of old
-    versions.
+    """The key of the claim by which a process becomes an attempt. `token`: 16 hex digits; empty in old runs.
 
     The token is random and named in the attempt's intent, so that nobody can create the claim before the intent exists.
     """
@@ -172,12 +171,12 @@ join_output = Form("join/output/<job>/")  # the prefix of the pieces of an offer
 
 
 def about_offer(record: str) -> Form:
-    """The key pattern of a record about offers, attempts for joining machines. `record`: its name, "taken.json", …."""
+    """The key pattern of a record about an offer (an attempt for machines that join), such as "taken.json"."""
     return Form(f"{JOINS}<job>/<offer>.{record}")
 
 
 def join_record(name: str, offer_sha256: str, record: str) -> str:
-    """The key of a record about the offer (attempt for joining machines) with this sha256, which exists before it."""
+    """The key of a record about the offer (an attempt for machines that join) whose bytes have this sha256."""
     return f"{JOINS}{name}/{offer_sha256[:_OFFER_DIGITS]}.{record}"
 
 
@@ -202,7 +201,7 @@ class JoinKey:
     record: str  # "offer.json", "taken.json", …
 
     def is_about(self, offer_sha256: str) -> bool:
-        """Whether the key is that of a record about the offer with this sha256."""
+        """Whether the key is that of a record about the offer (attempt for joining machines) with this sha256."""
         return bool(self.offer) and offer_sha256.startswith(self.offer)
 
     @property
@@ -332,7 +331,7 @@ SHARED_TAKE = ""  # the version of a snapshot that every replica may write; only
 
 
 def own_take(replica_id: int | None) -> str:
-    """The snapshot version that only this replica writes; for None, that of a process that is no replica."""
+    """The name of the snapshot version that only this replica writes; None: that of processes that are no replica."""
     return "rebuilt" if replica_id is None else f"r{replica_id}"
 
 

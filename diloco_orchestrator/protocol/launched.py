@@ -22,7 +22,7 @@ _RUN, _SETTINGS = "--run-sha256", "--settings-sha256"
 
 
 def settings_sha256(settings: Mapping[str, JsonValue]) -> Sha256:
-    """The sha256 of the settings (name to value) that a leg, from start or resume to stop, changes; empty if none."""
+    """The sha256 of the settings (name to value) that a leg (start or resume to stop) changes; empty if none."""
     return sha256_hex(canonical_json(dict(settings))) if settings else ""
 
 
@@ -44,7 +44,7 @@ class Launched:
         return cls(options.run_sha256, options.settings_sha256)
 
     def arguments(self) -> list[str]:
-        """The digests of run.json and of the leg's settings as command line options."""
+        """The digests of run.json, and of the settings changed by the last resume, as command line options."""
         settings = [_SETTINGS, self.settings_sha256] if self.settings_sha256 else []
         return [_RUN, self.run_sha256, *settings]
 

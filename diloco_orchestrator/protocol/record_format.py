@@ -42,7 +42,7 @@ class Part(BaseModel):
 
 
 class Record(Part):
-    """A JSON object of the bucket with a schema. Created once and never changed, except heartbeats and leases."""
+    """A JSON object of the bucket with a schema. It never changes, unless it is a heartbeat or a machine's lease."""
 
     record: ClassVar[str]  # its name in the JSON
     later_fields: ClassVar[frozenset[str]] = frozenset()  # left out where None: earlier versions do not know them

@@ -73,7 +73,7 @@ class ParameterInfo(Part):
 
 
 class AdapterPair(Part):
-    """A LoRA adapter of one frozen weight W whose product is averaged exactly: W + scaling * (R + B A)."""
+    """A LoRA adapter of a frozen weight W, averaged exactly with a residual R: W + scaling * (R + B A)."""
 
     a: str  # parameter A, (r, in)
     b: str  # parameter B, (out, r)
@@ -227,6 +227,11 @@ class Result(Record):
     verdict: Verdict | None = None  # set when the guard fired
     commit_sha256: Sha256 = ""  # of the last commit, which no later one names; empty if no replica brought a model
 
+    @property
+    def before_any_commit(self) -> bool:
+        """Whether it is what a coordinator writes that stops a run to which no replica has brought a model."""
+        return not self.round and not self.commit_sha256 and self.status != "completed"
+
 
 # -- contributions ----------------------------------------------------------------------------------------------------
 
@@ -333,7 +338,7 @@ class Metric(Part):
 
 
 class Origin(Part):
-    """A number of inner steps that the author of a contribution took in `round` and whose work it contains."""
+    """Inner steps that the author of a contribution took in `round` and whose work the contribution contains."""
 
     round: int = Field(ge=1)
     steps: int = Field(ge=0, le=MOST_COUNTED)
@@ -365,7 +370,7 @@ class Progress(Part):
 
 
 class Contribution(Record):
-    """The manifest of a replica's response to a round. Written after the objects that it names, so they exist."""
+    """The manifest of a replica's response to a round. It is written after the objects that it names, so they exist."""
 
     record: ClassVar[str] = "contribution"
     later_fields: ClassVar[frozenset[str]] = frozenset({"residual"})

@@ -132,7 +132,7 @@ def _straggler_time_left(view: View, deadline_s: float, now: float) -> float:
 
 
 def _nobody(view: View, contributors: Sequence[int], missing: Sequence[int], out: Sequence[int], policy: Policy) -> str:
-    """The reason, for commit and process log, of a commit that averages no contribution."""
+    """The reason, for commit and process log, why a commit averages no contribution."""
     others = "; ".join(f"replica {a.replica_id}: {_kind(a)}" for a in view.answers if not contributes(a))
     who = f"no answer from {_listed(missing)}" if missing else "all answered"
     who += f" but {_listed(out)}, out for good" if out and not missing else ""
@@ -170,12 +170,12 @@ class Position:
 
     @classmethod
     def at_start(cls, start_sha256: str) -> "Position":
-        """The position before the first commit. `start_sha256`: of start.json."""
+        """The position in the commit log before the first commit. `start_sha256`: of start.json."""
         return cls(round=0, outer_step=0, empty_rounds=0, stop="none", sha256=start_sha256)
 
     @classmethod
     def after(cls, commit: Commit, sha256: str) -> "Position":
-        """The position after `commit`. `sha256`: of the commit's exact bytes."""
+        """The position in the commit log after `commit`. `sha256`: of the commit's exact bytes."""
         return cls(commit.round, commit.outer_step, commit.empty_rounds, commit.stop, sha256)
 
 

@@ -88,7 +88,7 @@ class StoredShards:
             )
 
     def check_all(self) -> None:
-        """Read all shards and `check` them."""
+        """Read all shards of the base; raise `RecordInvalid` unless their digests make up that of `snapshot.json`."""
         places = [
             (each, index)
             for each in range(len(self.layout.fragments))

@@ -40,10 +40,7 @@ class RetentionPlan:
 def plan(
     run_log: RunLog, retention: RetentionConfig, after_round: int = 0, scores: BaseScores | None = None
 ) -> RetentionPlan:
-    """The objects that retention allows to delete now. `after_round`: payloads of rounds up to it are left out.
-
-    `scores`: collected from all commits; None: read here.
-    """
+    """The objects that may be deleted now, without payloads up to `after_round`. `scores`: of all commits."""
     store, begins = run_log.store, run_log.begins()
     confirmed = ConfirmedSnapshots(run_log)
     snapshots = confirmed.rounds
@@ -121,10 +118,7 @@ def _snapshot_objects(store: Store, round_: int) -> list[ObjectInfo]:
 
 
 def _orphans(store: Store, complete: Sequence[int], before: int) -> Iterator[ObjectInfo]:
-    """Files of snapshots without a record, left by an interrupted writer or deletion.
-
-    Called only after the run's stop, because before it a replica may be writing a snapshot.
-    """
+    """Files of snapshots without a record, left by an interrupted writer or deletion. Only for a stopped run."""
     for info in store.list(keys.SNAPSHOTS):
         parsed = keys.parse_snapshot_file(info.key)
         if parsed is not None and parsed[0] < before and parsed[0] not in complete:
@@ -199,10 +193,9 @@ def _authors(store: Store, round_: int) -> set[int]:
 def _states(
     store: Store, replicas: int, made: RetentionPlan, newest: dict[tuple[int, int], Contribution]
 ) -> Iterator[ObjectInfo]:
-    """Saved states to delete under the plan `made`.
+    """Saved states to delete under the plan `made`: not those of kept snapshots, after the horizon, or newest.
 
-    Kept are states of rounds with a kept snapshot, of rounds after the horizon, and each replica's newest, and the
-    residual of its newest contribution to each fragment, because that is added to its next one.
+    The residual of each replica's newest contribution to each fragment stays too: its next one contains it.
     """
     for replica_id in range(replicas):
         newest_rounds = {m.round for (owner, _), m in newest.items() if owner == replica_id}

@@ -1,7 +1,4 @@
-"""The heartbeat of one attempt: its content (`Pulse`) and its writer.
-
-The caller sets the interval; the coordinator decides when an attempt counts as hung.
-"""
+"""The heartbeat of one attempt: its content (`Pulse`), and its writer, which the caller calls at intervals."""
 
 import logging
 import math
@@ -20,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Pulse:
-    """The content of the next heartbeat. Written by the training thread, read by the heartbeat's thread."""
+    """The content of the next heartbeat, which the training thread writes and the heartbeat's thread reads."""
 
     phase: str = "starting"  # starting, scoring, training, waiting or snapshot
     round: int = 0

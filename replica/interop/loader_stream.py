@@ -82,7 +82,7 @@ class LoaderStream:
 
     @property
     def dealt(self) -> DealtOrder | None:
-        """Digests of the order in which replicas share the epoch's batches; None if a version without them began it."""
+        """Digests of the order in which replicas share the epoch's batches; None if an old version began the epoch."""
         return self._order if self._unseeded is None else None
 
     def __iter__(self) -> Iterator[Any]:

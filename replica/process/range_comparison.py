@@ -69,9 +69,9 @@ def compare(
 
 
 def is_of_an_earlier_order(found: Contribution, recorded: Sequence[Contribution]) -> bool:
-    """Whether training again drew data in another order than all replicas of the recorded round, of another version.
+    """Whether the repeated training drew data in another order than all replicas of the round, by an older version.
 
-    `recorded`: all manifests of the round, so that no single replica can claim another version for itself.
+    `recorded`: all manifests of the round, so that no single replica can name another version for itself.
     """
     cursors = [each.progress.cursor for each in recorded if each.progress]
     return found.progress is not None and ORDER in found.progress.cursor and not any(ORDER in each for each in cursors)

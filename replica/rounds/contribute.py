@@ -216,10 +216,7 @@ class Contributor:
             self._warn_of_work_that_its_leg_left()
 
     def recover_carry(self) -> None:
-        """Decide again, from the bucket, which unaveraged work is carried: none that was trained from a wrong base.
-
-        Called once the base was rebuilt with other bits.
-        """
+        """After a rebuild gave the base other bits: drop carried work that was trained from a wrong base."""
         what = self._tip.closed_rounds, self.history.of, self._tip.commit_of, self._claims.is_right
         self._debt.recover(*what, self._before_this_leg())
 

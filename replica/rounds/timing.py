@@ -120,9 +120,7 @@ class RoundTiming:
         return Backoff(shortest_s, longest_s, factor=1.5).pauses()
 
     def until_expected_s(self, missing: Iterable[int]) -> float:
-        """Seconds until the next of the missing replicas usually responds, at most `_EXPECTED_S`; 0 if all should have.
-        There is nothing to see before.
-        """
+        """Seconds until the next of the missing replicas usually responds, at most `_EXPECTED_S`; 0 if all are late."""
         deadline, typical, now_s = self.deadline(), self._times.typical_s(), self.train_s
         if deadline is None:
             return 0.0
@@ -134,8 +132,8 @@ class RoundTiming:
     def poll_due(self) -> bool:
         """Whether to spend a request now to check for the open round's commit. True counts as that poll.
 
-        False until 90 % of the straggler deadline for a replica on the roster, because the others wait for it until
-        then, and within the longest pause of a waiting replica of the last poll.
+        False if the last poll was within the longest pause of a waiting replica, and, where others wait for this
+        replica, until 90 % of the straggler deadline.
         """
         now = self._now()
         if now < self._next_poll or not self.may_be_committed():
@@ -165,10 +163,7 @@ class RoundTiming:
         return step_s * whole > deadline.deadline_s and elapsed + step_s > deadline.median_s
 
     def view(self, answers: Sequence[Answer], out: Sequence[int] = ()) -> rounds.View:
-        """The open round as input of `rounds.decide`, with the time at which a quorum was first seen.
-
-        `out`: replicas that are launched no more before a resume.
-        """
+        """The open round as input of `rounds.decide`. `out`: replicas that are launched no more before a resume."""
         if self._quorum_since is None and sum(map(rounds.contributes, answers)) >= self.policy.quorum:
             self._quorum_since = self._now()
         return rounds.View(

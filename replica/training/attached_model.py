@@ -34,10 +34,7 @@ class AttachedModel:
         self._dtypes = {name: parameter.dtype for name, parameter in self.parameters.items()}
 
     def split(self, config: RunConfig, tokenizer: Any) -> "ModelParts":
-        """The model's fragments, their views and the model's parts of a snapshot.
-
-        Raises `ConfigError` for unsupported exact adapters.
-        """
+        """The model's fragments, views and snapshot parts. Raises `ConfigError` for unsupported exact adapters."""
         schedule = SyncSchedule(
             config.sync_every, config.fragments, config.fragment_sync_delay, config.fragment_update_alpha
         )

@@ -213,9 +213,9 @@ class TrainingSession:
     def _settle(self, contribution: Contribution | None, healed: bool) -> None:
         """Restore, after a round, the training state that fits its outcome.
 
-        From its manifest if another attempt wrote that; after an abstention, back to finite values; after a rebuild
-        that gave another base, back to the state trained on the right one. The data cursor stays, so that no batch is
-        repeated.
+        If another attempt wrote the contribution, that is the state in its manifest; after an abstention, finite
+        values; after a rebuild that gave another base, the state trained on the right one. The data cursor stays, so
+        that no batch is repeated.
         """
         if contribution is not None and contribution.attempt != self._attempt.number:
             self._attempt.check_superseded()

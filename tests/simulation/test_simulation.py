@@ -134,13 +134,16 @@ def test_a_new_leg_loads_no_state_that_a_lone_replica_trained_from_a_wrong_base(
     assert [manifest.round for manifest in simulation.loaded] == [3]  # the last round's was trained from the wrong base
 
 
-@pytest.mark.slow
 def test_a_leg_ends_though_the_store_lost_a_payload_that_its_last_base_needs():
-    """Both replicas give up, and the coordinator cannot write the last snapshot: the result says what is gone."""
-    simulation = simulate_wide(2000312)
+    """Who held its bytes is gone, and the coordinator cannot write the last snapshot: the result says so."""
+    plan = calm(replicas=2, paces=(1.0, 1.0), settings={"retry": {"max_errors": 1, "backoff_s": 1.0}})
+    when, lost = after_commit(plan, 3), "rounds/00000003/payload/0/1/0.bin"
+    simulation = Simulation(dataclasses.replace(plan, kills=((when, -2),)))
+    simulation.time.at(when, lambda: simulation.bucket.delete(lost))
+    simulation.play()
     result = RunLog(simulation.bucket).result(1)
     assert result is not None and result.status == "failed"
-    assert "rounds/00000006/payload/0/2/0.bin" in result.reason and "--from-round 4" in result.reason
+    assert lost in result.reason and "--from-round 2" in result.reason
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.claims import wrong_bases
 from diloco_orchestrator.protocol.process import EXIT_PERMANENT
-from diloco_orchestrator.protocol.records import Commit, Contribution
+from diloco_orchestrator.protocol.records import Commit, Contribution, Progress
 from diloco_orchestrator.protocol.rounds import carry_weight
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -245,7 +245,7 @@ def _check_steps(simulation: "Simulation", commits: Sequence[Commit], right: Rig
             manifest = reader.of(commit.round, replica_id)
             if manifest is None or manifest.progress is None:
                 continue
-            end = int(manifest.progress.cursor["state"]["next"])  # type: ignore[index, call-overload, arg-type]
+            end = _position(manifest.progress)
             if manifest.kind == "scores" and position <= end <= position + plan.settings["fragment_sync_delay"]:
                 position = end  # behind what was trained beside the last round
                 continue
@@ -267,6 +267,12 @@ def _check_steps(simulation: "Simulation", commits: Sequence[Commit], right: Rig
                 if not any(_is_forged(simulation, origin.round, replica_id) for origin in manifest.origins):
                     _check_payload(simulation, reader, manifest, begin, end, owed)
                 owed = None if (commit.round, replica_id) in averaged else manifest
+
+
+def _position(progress: Progress) -> int:
+    """The number of the next batch; 0 for a replica that only scores, so that no attempt of it has drawn a batch."""
+    state = progress.cursor.get("state", {"next": 0})
+    return int(state["next"])  # type: ignore[index, call-overload, arg-type]
 
 
 def _is_outlived(simulation: "Simulation", earlier: Contribution, later: Contribution) -> bool:

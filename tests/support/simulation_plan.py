@@ -115,8 +115,13 @@ class Plan:
 
     @property
     def outnumbers(self) -> bool:
-        """Whether the replicas whose arithmetic is everybody's are the larger group."""
-        return 2 * len(self.other_arithmetic) < self.replicas
+        """Whether the replicas whose arithmetic is everybody's are the larger group of every round that can end.
+
+        With quorum=1 one machine ends rounds while most others are away, and nobody can tell who is wrong.
+        """
+        other, quorum = len(self.other_arithmetic), self.settings["quorum"]
+        needed = self.replicas if quorum == "all" else -(-self.replicas // 2) if quorum is None else quorum
+        return not other or (2 * other < self.replicas and other < needed)
 
     def undisturbed(self) -> "Plan":
         """The same run when nothing goes wrong."""

@@ -20,3 +20,4 @@ class Alarm:
     rollback_to: int  # the last model while its statistic was zero
     what_to_do: str
     kind: AlarmKind = AlarmKind.CERTAIN
+    excess: float | None = None  # GAP: how much larger it is than a gap that is no reason to halt; None: not known

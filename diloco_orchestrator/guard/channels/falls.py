@@ -78,7 +78,7 @@ class Falls(Remembered):
     top: list[Any] | None = None  # highest score, and its model
 
     def begin(self, model: int) -> None:
-        """Start both sums anew from this base."""
+        """Set both sums to zero, so that they add up from this base on."""
         self.sums, self.zero = [0.0, 0.0], [model, model]
 
     def learn(self, model: int, score: float) -> None:

@@ -1,5 +1,4 @@
-"""`Auditor`: has ranges (one replica's training in one round) trained again, each in its own process, and compares
-them.
+"""`Auditor`: has ranges (one replica's training in one round) trained again in own processes, and compares them.
 
 The process is `replica.process.rerun_range`; `findings` draws the ranges.
 """
@@ -215,7 +214,7 @@ class Auditor:
         return [str(folder / bootstrap.USERS), str(_OURS), *filter(None, [here])]
 
     def _threads(self, manifest: Contribution) -> int:
-        """The number of threads with which a manifest's author trained, as its claim says; 0 if that was deleted."""
+        """The number of threads with which a manifest's author trained, by its claim of the attempt; 0 if deleted."""
         claim = AttemptRecords(self.store).claim(manifest.replica_id, manifest.attempt)
         return claim.threads if claim else 0
 
@@ -233,8 +232,7 @@ class Auditor:
 
 
 def state_bytes(parameters: tuple[ParameterInfo, ...], *, keeps_local: bool) -> int:
-    """The bytes of one saved state with AdamW: two moments of each parameter, and local parameters if the run saves
-    them.
+    """The bytes of one saved state with AdamW: two moments of each parameter, and local parameters if saved.
 
     A run with fragments, delay or alpha saves them. An overestimate with exact adapters, whose residuals are among the
     parameters but in no optimizer.

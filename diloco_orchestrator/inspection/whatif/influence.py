@@ -109,10 +109,7 @@ class _Round:
     # -- shard by shard ------------------------------------------------------------------------------------------
 
     def _by_shard(self, base: Base) -> tuple[float, list[_Sums]]:
-        """The norm of the outer step, which `base` takes in place, and each contribution's `_Sums`.
-
-        Residuals of exact adapters are not stepped.
-        """
+        """The norm of the outer step, which `base` takes in place without residuals, and each contribution's sums."""
         shards = base.shards(self._commit.fragment)
         lengths = [len(shard.parameters) for shard in shards]
         manifests = {a.replica_id: self._reader.named(self._commit.round, a) for a, _ in self._pairs}
@@ -146,10 +143,7 @@ class _Round:
     # -- base by base --------------------------------------------------------------------------------------------
 
     def _by_base(self, before: Base) -> tuple[Base, float, list[float], list[float | None]]:
-        """The base after the round, the norm of the step, and for each contribution shift and change of the score.
-
-        One more base is in memory for the contribution that is left out.
-        """
+        """The base after the round, the norm of the step, and for each contribution shift and change of the score."""
         after, usual = self._stepped(before, None)
         shifts, changes = [], []
         for replica_id in self._ids:
