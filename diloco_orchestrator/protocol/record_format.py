@@ -6,10 +6,12 @@ A record is one line of JSON with sorted keys, its own name and the schema versi
 
 import json
 import math
+import re
 from collections.abc import Callable
-from typing import Any, ClassVar, Self, TypedDict
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypedDict
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, ValidationError
 
 from diloco_orchestrator.clock import random_token
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew, RecordTooOld
@@ -89,6 +91,35 @@ class Record(Part):
             raise RecordInvalid(
                 f"{where}: field {field!r} of this {cls.record} record is wrong: {first['msg']}."
             ) from None
+
+
+@dataclass(frozen=True)
+class By:
+    """The author of a record: an attempt of a replica, or a process with a name. Stored as text."""
+
+    who: tuple[int, int] | None  # replica_id, attempt
+    name: str = ""  # of a process that is no attempt, such as "coordinator on host"
+
+    @classmethod
+    def parse(cls, text: object) -> Self:
+        """The author that `text` names, in the form that records store. Raises `ValueError` if it is no string."""
+        if isinstance(text, cls):
+            return text
+        if not isinstance(text, str):
+            raise ValueError("it is no text")
+        found = _BY_ATTEMPT.fullmatch(text)
+        return cls((int(found[1]), int(found[2]))) if found else cls(None, text)
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.name.startswith("coordinator")
+
+    def __str__(self) -> str:
+        return self.name if self.who is None else "replica {}, attempt {}".format(*self.who)
+
+
+_BY_ATTEMPT = re.compile(r"replica (0|[1-9][0-9]{0,8}), attempt ([1-9][0-9]{0,8})", re.ASCII)
+AsText: TypeAlias = Annotated[By, PlainValidator(By.parse), PlainSerializer(By.__str__)]
 
 
 def parse_json(data: bytes) -> Any:

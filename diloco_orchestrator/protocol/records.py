@@ -5,16 +5,14 @@ people; the protocol never compares them.
 """
 
 import math
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field, JsonValue, PlainSerializer, PlainValidator
+from pydantic import AfterValidator, Field, JsonValue
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol.digests import BulkDigest, Sha256, bulk_digest
-from diloco_orchestrator.protocol.record_format import LONGEST_REASON, MOST_COUNTED, Part, Record
+from diloco_orchestrator.protocol.record_format import LONGEST_REASON, MOST_COUNTED, AsText, Part, Record
 from diloco_orchestrator.protocol.verdict import Verdict, VerdictKind
 
 # -- the run and its legs ---------------------------------------------------------------------------------------------
@@ -410,35 +408,6 @@ class Contribution(Record):
 
 
 # -- commits ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class By:
-    """The author of a record: an attempt of a replica, or a process with a name. Stored as text."""
-
-    who: tuple[int, int] | None  # replica_id, attempt
-    name: str = ""  # of a process that is no attempt, such as "coordinator on host"
-
-    @classmethod
-    def parse(cls, text: object) -> Self:
-        """The author that `text` names, in the form that records store. Raises `ValueError` if it is no string."""
-        if isinstance(text, cls):
-            return text
-        if not isinstance(text, str):
-            raise ValueError("it is no text")
-        found = _BY_ATTEMPT.fullmatch(text)
-        return cls((int(found[1]), int(found[2]))) if found else cls(None, text)
-
-    @property
-    def is_coordinator(self) -> bool:
-        return self.name.startswith("coordinator")
-
-    def __str__(self) -> str:
-        return self.name if self.who is None else "replica {}, attempt {}".format(*self.who)
-
-
-_BY_ATTEMPT = re.compile(r"replica (0|[1-9][0-9]{0,8}), attempt ([1-9][0-9]{0,8})", re.ASCII)
-AsText: TypeAlias = Annotated[By, PlainValidator(By.parse), PlainSerializer(By.__str__)]
 
 
 class Answer(Part):
