@@ -62,7 +62,7 @@ class FlatTensors:
 
 
 def aligned(numel: int, *parts: tuple[FlatTensors, int], longest: int = BLOCK) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Tuples of equally long views, at most `longest`, of `numel` elements of several vectors, each from its start."""
+    """Views of `numel` elements of several vectors side by side, each from its start: tuples of `longest` at most."""
     done = 0
     while done < numel:
         views = [vector.rest(start + done) for vector, start in parts]

@@ -227,7 +227,7 @@ class Result(Record):
 
     @property
     def before_any_commit(self) -> bool:
-        """Whether it is what a coordinator writes that stops a run to which no replica has brought a model."""
+        """Whether a coordinator wrote this result of a run that it stopped before any replica made the first base."""
         return not self.round and not self.commit_sha256 and self.status != "completed"
 
 

@@ -193,7 +193,7 @@ def _authors(store: Store, round_: int) -> set[int]:
 def _states(
     store: Store, replicas: int, made: RetentionPlan, newest: dict[tuple[int, int], Contribution]
 ) -> Iterator[ObjectInfo]:
-    """Saved states to delete under the plan `made`: not those of kept snapshots, after the horizon, or newest.
+    """Saved states to delete: not those of kept snapshots, of rounds still needed, or each replica's newest.
 
     The residual of each replica's newest contribution to each fragment stays too: its next one contains it.
     """

@@ -106,6 +106,24 @@ def test_no_work_is_lost_or_counts_twice_though_an_attempt_that_was_called_dead_
     assert plan.lies and {attempt for replica_id, attempt in simulation.replicas if replica_id == plan.lies[0][1]} > {1}
 
 
+def test_machines_that_join_are_lost_told_to_leave_and_replaced():
+    """Machine 0 goes with its replica, machine 1 gets SIGTERM; then a new leg needs machines again."""
+    plan = calm(machines=3, machine_kills=((12.0, 0),), machine_notices=((18.0, 1),), next_leg=NextLeg(rounds=1))
+    simulation = Simulation(plan)
+    commits = simulation.run()
+    assert [commit.leg for commit in commits if commit.stop == "completed"] == [1, 2]
+    assert len(simulation.replicas) > 2 * 3 and len(list(simulation.bucket.list(keys.JOINS))) > 4 * 6
+
+
+@pytest.mark.parametrize("settings", [{}, {"weights": "tokens", "fragment_sync_delay": 1, "codec": "bf16"}])
+def test_exactly_averaged_adapters_are_those_of_plain_arithmetic(settings: dict[str, Any]):
+    plan = calm(width=5, tokens=(1, 3, 7), settings={"adapters": "exact", **settings}, kills=((14.0, 1),))
+    simulation = Simulation(plan)
+    simulation.run()
+    (pair,) = RunLog(simulation.bucket).start().record.adapters  # type: ignore[union-attr]
+    assert pair.residual == "layer.lora_residual.default" and len(simulation.replicas) == 4
+
+
 def after_commit(plan: Plan, round_: int) -> float:
     """A second after the commit of a round: everybody has taken its outer step, and none the next one."""
     simulation = Simulation(plan)

@@ -241,9 +241,10 @@ def _width(groups: _Groups) -> float:
 
 
 def _compared(held: _Groups, lost: _Groups, rounds: int) -> tuple[float, float, bool] | None:
-    """(ratio, ratio that halts, whether training gained) of a fall between two groups; None if they overlap.
+    """A fall between two groups of rounds: (distance over width, that which halts, whether training gained).
 
-    `held`: of the held-out score; `lost`: of the negated training metric. `rounds`: since the fall.
+    None if the groups overlap. `held`: of the held-out score; `lost`: of the negated training metric. `rounds`: since
+    the fall.
     """
     distance, width, steps = _distance(held), _width(held), held[0].steps
     varies = steps + held[1].steps >= STEPS or (steps >= 2 and rounds >= CONSTANT)
