@@ -135,7 +135,7 @@ class BaseClaims:
     def verify_unclaimed(self) -> bool:
         """Rebuild the open round's base, which no other replica claims. Returns whether its bits changed.
 
-        False, with a warning, if it cannot be rebuilt: who is alone goes on with the base that it has.
+        False, with a warning, if it cannot be rebuilt: a replica that is alone goes on with the base that it has.
         """
         own = self.hash()
         self._asked_now().add(own)
