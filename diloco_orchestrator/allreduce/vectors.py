@@ -49,7 +49,6 @@ class FlatTensors:
         return tensor[start - self._ends[index] + tensor.numel() :]
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """A copy of elements [start, stop), of shape (stop - start,), float32, on the CPU."""
         out = empty(stop - start)
         for ours, theirs in aligned(out.numel(), (FlatTensors([out]), 0), (self, start)):
             ours.copy_(theirs)

@@ -128,10 +128,10 @@ def plan_(
 
         what = _given_to_launch(given)
         what.pop("executor")
-        offers = places.compare(
+        plans = places.compare(
             [places.place_of(each, round_s) for each in compare], entrypoint, store, **what, parameters=count
         )
-        echo(json.dumps(places.offers_json(offers)) if as_json else "\n".join(places.table_of(offers)))
+        echo(json.dumps(places.plans_json(plans)) if as_json else "\n".join(places.table_of(plans)))
         return
     made = plan_launch(entrypoint, store, round_s=round_s, parameters=count, **_given_to_launch(given))
     echo(json.dumps(made.to_json()) if as_json else "\n".join(made.lines()))

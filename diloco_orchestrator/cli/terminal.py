@@ -68,7 +68,8 @@ def log_to(console: Console) -> None:
     if console.is_terminal:
         handler = RichHandler(console=console, show_path=False, show_level=False, show_time=False)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler], force=True)
-    logging.getLogger("botocore").setLevel(logging.WARNING)  # announces at every client where credentials are from
+    for announcer in ("botocore", "aiobotocore"):  # at every client where credentials are from
+        logging.getLogger(announcer).setLevel(logging.WARNING)
 
 
 class LivePanel:

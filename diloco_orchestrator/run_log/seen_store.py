@@ -13,7 +13,7 @@ from diloco_orchestrator.clock import Clock
 from diloco_orchestrator.errors import ObjectMissing
 from diloco_orchestrator.protocol import keys, pace
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.store.base import ObjectInfo, Store, open_file
+from diloco_orchestrator.store.base import ObjectInfo, Store, endpoint_of, open_file
 from diloco_orchestrator.store.retrying import without_read_back
 
 _LISTINGS = (keys.LEGS, keys.REPLICAS, keys.SNAPSHOTS, keys.STARTS)  # that are remembered
@@ -76,6 +76,10 @@ class SeenStore:
     @property
     def url(self) -> str:
         return self._store.url
+
+    @property
+    def endpoint(self) -> str:
+        return endpoint_of(self._store)
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         now = self._clock.now()

@@ -20,7 +20,7 @@ from typing import IO, Protocol, TypeVar, runtime_checkable
 
 from diloco_orchestrator.clock import Backoff, Clock
 from diloco_orchestrator.errors import DilocoError, ObjectMissing, StoreDenied, StoreError, StoreFull, StoreUnavailable
-from diloco_orchestrator.store.base import ObjectInfo, Store, open_file
+from diloco_orchestrator.store.base import ObjectInfo, Store, endpoint_of, open_file
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -112,6 +112,10 @@ class RetryingStore:
     def url(self) -> str:
         return self._opened.store.url
 
+    @property
+    def endpoint(self) -> str:
+        return endpoint_of(self._opened.store)
+
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         return self._retry("get", lambda store: store.get(key, start, end))
 
@@ -130,7 +134,6 @@ class RetryingStore:
         return self._retry("create", attempt)
 
     def without_read_back(self) -> "RetryingStore":
-        """This store with a `create` that reads no existing object to find out whether it is its own."""
         found = RetryingStore(
             *(self._opened.store, self._clock, self._rng, self._policy), read_back=False, is_leaving=self._is_leaving
         )

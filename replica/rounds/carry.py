@@ -175,7 +175,6 @@ class WithCarry:
         self._weight = weight
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of the sum."""
         values = self._pseudo_gradient.read(start, stop)
         if self._payload is None:
             return values
