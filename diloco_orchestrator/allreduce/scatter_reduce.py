@@ -36,7 +36,7 @@ _POLL = Backoff(first_s=0.01, longest_s=0.5)
 
 _AT_ONCE = 4  # reduced shards that are read at the same time
 
-Words = Mapping[int, Mapping[int, ReducedShard]]  # rank -> shard -> what the rank says that its average is
+Words = Mapping[int, Mapping[int, ReducedShard]]  # rank -> shard -> the average that the rank has published
 
 
 def shard_numel_for(numel: int, world_size: int, most: int) -> int:
@@ -135,7 +135,7 @@ class ScatterReduce:
     # -- what others published -----------------------------------------------------------------------------------
 
     def _words(self, needed: Iterable[int], until: float) -> Words:
-        """What ranks say of their averages: of all in `needed`, or of those who have said it at the time `until`."""
+        """Averages by rank and shard, as the ranks in `needed` published them. After the time `until` some may lack."""
         found, missing, pauses = dict[int, Mapping[int, ReducedShard]](), set(needed), _POLL.pauses()
         while missing:
             for info in self.store.list(keys.reduced_shards(self.round_id)):
@@ -151,7 +151,7 @@ class ScatterReduce:
         return found
 
     def _said(self, rank: int) -> Mapping[int, ReducedShard]:
-        """What the record of a rank says, by shard; nothing if it is not that rank's of this round."""
+        """Averages that the record of a rank lists, by shard; none if it is not that rank's record of this round."""
         key = keys.reduced(self.round_id, rank)
         try:
             record = Reduced.from_bytes(self.store.get(key), key)
@@ -177,9 +177,9 @@ class ScatterReduce:
         return True
 
     def _compare(self, pairs: Sequence[tuple[int, int]], words: Words) -> None:
-        """Log who says of a shard averaged here what the payloads do not give. Raises if its owner and checker both do.
+        """Log ranks that published an average which the payloads do not give, of the shards averaged here.
 
-        Then ranks that have not averaged it use a wrong mean.
+        Raises `PayloadCorrupt` if owner and checker of a shard published the same wrong one: other ranks have used it.
         """
         for index, digest in sorted(self._digests.items()):
             said = {rank: words[rank][index].digest for rank in pairs[index] if index in words.get(rank, {})}
