@@ -37,7 +37,8 @@ class ObjectStoreAllReduce:
     """The mean over `world_size` ranks through objects in the folder `uri`, which no other training may use.
 
     Raises `ValueError` for a rank outside 0..world_size-1 and for a timeout that is not positive, `ConfigError` for an
-    unknown codec. With `world_size=1` tensors are returned as they are, and no object is written.
+    unknown codec or one that needs error feedback. With `world_size=1` tensors are returned as they are, and no object
+    is written.
 
     Args:
         timeout_s: how long `allreduce` waits for the other ranks.
@@ -66,7 +67,12 @@ class ObjectStoreAllReduce:
             raise ValueError(f"timeout_s={timeout_s} must be positive.")
         if path not in get_args(Path):
             raise ConfigError(unknown_name("path", path, get_args(Path)))
-        self._codec, self._path = get_codec(codec).name, path
+        if get_codec(codec).feedback:
+            raise ConfigError(
+                f"codec {codec!r} needs error feedback: what it loses of one tensor must be added to the next, and "
+                'allreduce keeps nothing between calls. Use "int4", which needs none.'
+            )
+        self._codec, self._path = codec, path
         self.rank, self.world_size, self._timeout_s = rank, world_size, timeout_s
         self._clock = clock or SystemClock()
         self._store = open_store(uri, storage_options, clock=self._clock)

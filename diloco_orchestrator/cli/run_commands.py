@@ -84,8 +84,8 @@ def _what_runs(command: Callable[..., Any]) -> Callable[..., Any]:
 def run_(entrypoint: str, store: str, as_json: bool, **given: Any) -> int:
     """Launch a run of your own training function and supervise it until it ends.
 
-    FUNCTION is called with a ReplicaContext in every replica. Also PKG.MOD:FUNCTION, looked up from the current folder
-    too.
+    FUNCTION is called with a ReplicaContext in every replica. It may also be PKG.MOD:FUNCTION, looked up from the
+    current folder too.
     """
     from diloco_orchestrator.cli.progress import follow
     from diloco_orchestrator.launching.run import launch

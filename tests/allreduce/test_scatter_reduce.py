@@ -62,7 +62,7 @@ def falsify(store: Store, rank: int, **changes: object) -> None:
     store.put(key, record.model_copy(update={"shards": tuple(shards)}).to_bytes())
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", [name for name, codec in CODECS.items() if not codec.feedback])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_the_mean_has_the_bits_of_a_gather(ranks, codec, tmp_path):
     tensors = tensors_of(ranks)
