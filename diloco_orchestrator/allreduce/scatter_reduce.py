@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from diloco_orchestrator.allreduce.mean import Part, mean_into
-from diloco_orchestrator.allreduce.shards import fetch_shard
+from diloco_orchestrator.allreduce.shards import fetch_shard, shard_ranges
 from diloco_orchestrator.clock import Background, Backoff, Clock, in_parallel, random_token
 from diloco_orchestrator.codecs.table import LARGEST_GROUP, Encoded, encode, get_codec
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
@@ -35,6 +35,9 @@ _PATIENCE, _LEAST_PATIENCE_S = 3.0, 5.0
 _POLL = Backoff(first_s=0.01, longest_s=0.5)
 
 _AT_ONCE = 4  # reduced shards that are read at the same time
+
+# The link for which `path="auto"` chooses. All ranks must choose alike, so none goes by what it has measured.
+_ROUND_TRIP_S, _BYTES_PER_S = 0.05, 12.5e6  # 100 Mb/s
 
 Words = Mapping[int, Mapping[int, ReducedShard]]  # rank -> shard -> the average that the rank has published
 
@@ -64,6 +67,20 @@ def bytes_down(lengths: Sequence[int], codec: str, world_size: int) -> tuple[int
         scattered += (world_size - 1) * (sum(sizes[index] for index in own) + drawn * sizes[0] if sizes else 0)
         scattered += sum(reduced) - sum(reduced[index] for index in own) - drawn * reduced[0] if sizes else 0
     return gathered, scattered
+
+
+def predicted_s(numel: int, codec: str, world_size: int, most: int) -> tuple[float, float]:
+    """Seconds that a rank waits for the bytes of others: (by gather, by scatter-reduce), by round trips of 50 ms and
+    100 Mb/s.
+
+    `most`: elements of a shard at the most. A rank of a gather reads one payload shard after another.
+    """
+    lengths = [stop - start for start, stop in shard_ranges(numel, shard_numel_for(numel, world_size, most))]
+    shards, own = len(lengths), 2 * len(lengths) / world_size
+    # By scatter-reduce: its own shards and one more, the averages that it writes and those that it reads, the records.
+    trips = own + 1 + own / 2 + (shards - own) / _AT_ONCE + 2 + (world_size - 1)
+    gathered, scattered = (bytes_ / world_size / _BYTES_PER_S for bytes_ in bytes_down(lengths, codec, world_size))
+    return gathered + _ROUND_TRIP_S * (world_size - 1) * -(-numel // most), scattered + _ROUND_TRIP_S * trips
 
 
 @dataclass
