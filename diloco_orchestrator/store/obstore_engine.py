@@ -51,6 +51,11 @@ _NO_RANGE = re.compile(r"\b416\b|range", re.IGNORECASE)
 
 # The error code in a server's reply: <Code>NoSuchBucket</Code> in its XML.
 _CODE = re.compile(r"(?:<Code>|\(code: )(\w+)")
+_NO_CREDENTIALS = (
+    "There are no credentials in the environment, and this machine has none of its own: set "
+    "GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_KEY; to read a public bucket, "
+    "GOOGLE_SKIP_SIGNATURE=true or AZURE_SKIP_SIGNATURE=true."
+)
 # For errors without a code; the first match decides. obstore's operating-system errors differ only in their text.
 _BY_TEXT: tuple[tuple[str, type[StoreError], str], ...] = (
     (r"os error 28\b|No space left|os error 122\b|507 Insufficient", StoreFull, "Free some space there."),
@@ -58,6 +63,9 @@ _BY_TEXT: tuple[tuple[str, type[StoreError], str], ...] = (
     (r"os error 13\b|Permission denied", StoreDenied, "Check that this user may write there."),
     # A disk or a file server that fails for a moment: EIO, and ESTALE of NFS.
     (r"(os error|Errno) (5|116)\b", StoreUnavailable, "The disk or its file server fails: see dmesg."),
+    # The last source of credentials is the service of the machine itself, which only a cloud's machines have.
+    (r"token request.*(169\.254\.169\.254|metadata\.google).* status code: 4", StoreDenied, _NO_CREDENTIALS),
+    (r"token request.*(169\.254\.169\.254|metadata\.google)", StoreUnavailable, _NO_CREDENTIALS),
     (r"performing HEAD .* 400 Bad Request", StoreDenied, NO_REASON),
     (r"builder error", StoreError, "Check the endpoint: it must be an http:// or https:// address."),
     (r"301 Moved|redirect", StoreError, "The bucket lies in another region: set AWS_REGION to it."),
@@ -252,7 +260,10 @@ def open_cloud(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
         if name not in allowed:
             raise ConfigError(unknown_name("storage option", name, allowed))
     # A server on loopback or behind a proxy may speak http, as with S3: no endpoint does that nobody has named.
-    given: Any = {"client_options": {**CLIENT_OPTIONS, "allow_http": True}, "retry_config": NO_RETRIES, **options}
+    client: ClientConfig = {**CLIENT_OPTIONS, "allow_http": True}
+    if kind == "gs" and (payer := os.environ.get("GOOGLE_CLOUD_QUOTA_PROJECT")):  # as in Google's own clients
+        client["default_headers"] = {"x-goog-user-project": payer}
+    given: Any = {"client_options": client, "retry_config": NO_RETRIES, **options}
     try:
         store: ObjectStore
         if "@" in bucket:
