@@ -44,8 +44,8 @@ def open_s3(url: str, options: Mapping[str, Any], single_put_limit: int = OBJECT
     if not anonymous and credentials is None:
         raise StoreDenied(
             f"there are no S3 credentials for {url}: neither in the environment nor in a profile nor from a role. "
-            "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or pass storage_options; to read a public "
-            "bucket, AWS_SKIP_SIGNATURE=true."
+            "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or pass storage_options; to read a "
+            "public bucket, AWS_SKIP_SIGNATURE=true."
         )
     endpoint = settings.get("endpoint_url") or _endpoint_of(session)
     where: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}  # obstore refuses None

@@ -202,7 +202,7 @@ def test_verify_agrees_and_exits_with_4_where_a_byte_was_changed(finished, tmp_p
     assert changed.returncode == 4 and told["disagreement"]["key"] == "rounds/00000002/payload/0/1/0.bin"
 
 
-@pytest.mark.parametrize("scheme", ["s3", "fsspec+s3"])
+@pytest.mark.parametrize("scheme", ["s3", pytest.param("fsspec+s3", marks=pytest.mark.slow)])
 def test_a_run_in_a_public_bucket_or_at_the_readers_cost_is_read_at_the_command_line(scheme, finished, tmp_path):
     with running_signed_s3() as server:
         for path in (path for path in (finished / "bucket").rglob("*") if path.is_file()):

@@ -32,7 +32,7 @@ def test_what_has_no_create_is_refused_in_one_sentence(scheme):
 
 @pytest.mark.parametrize("scheme", ["file", "fsspec+file"])
 def test_an_escape_that_stores_read_in_different_ways_is_refused(scheme):
-    with pytest.raises(ConfigError, match="holds an escape.* Write the path: /tmp/a b"):
+    with pytest.raises(ConfigError, match=r"holds an escape.* Write the path: /tmp/a b"):
         open_store(f"{scheme}:///tmp/a%20b")
 
 
