@@ -183,8 +183,10 @@ class ObstoreEngine:
                 infos = [ObjectInfo(meta["path"], meta["size"]) for meta in found]
             except InvalidPathError:  # a file of somebody else, whose name is no key; without it there are the others
                 infos = listed(Path(self.url), prefix, start_after)
-        # obstore's local engine lists in directory order and shows its staging files.
-        return iter(sorted((i for i in infos if not _STAGING.search(i.key)), key=lambda info: info.key))
+        # Azurite ignores where a listing should begin. obstore's local engine lists in directory order and shows its
+        # staging files.
+        wanted = [info for info in infos if info.key > start_after and not _STAGING.search(info.key)]
+        return iter(sorted(wanted, key=lambda info: info.key))
 
     def delete(self, key: str) -> None:
         with suppress(ObjectMissing), self._translating("delete", key):
@@ -210,7 +212,11 @@ class ObstoreEngine:
         text = str(error).split("\n\nDebug source", 1)[0].strip()
         code = _CODE.search(text)
         if isinstance(error, FileNotFoundError) and not (code and code[1] in ("NoSuchBucket", "ContainerNotFound")):
-            return ObjectMissing(f"{key} does not exist in {self.url}.")
+            if verb not in ("create", "write"):
+                return ObjectMissing(f"{key} does not exist in {self.url}.")
+            return StoreError(
+                f"cannot {verb} {key} in {self.url}: not found. Check the bucket's name and the endpoint."
+            )
         what = f"cannot {verb} {key or 'the folder'} in {self.url}: {code[1] if code else _first_line(text)}."
         if code and code[1] in BY_CODE:
             kind, remedy = BY_CODE[code[1]]

@@ -1,4 +1,4 @@
-"""Reading without credentials, and at the reader's own cost, as the environment asks for it."""
+"""Reading gs and az: without credentials, at the reader's own cost, from a server that knows little."""
 
 import threading
 from collections.abc import Iterator
@@ -9,21 +9,24 @@ import pytest
 from diloco_orchestrator.errors import StoreDenied
 from diloco_orchestrator.store.open_store import open_store
 
+_BLOB = "<Blob><Name>x/{}</Name><Properties><Last-Modified>Wed, 01 Jan 2020 00:00:00 GMT</Last-Modified>{}"
+_SIZE = "<Content-Length>1</Content-Length><Etag>1</Etag></Properties></Blob>"
+_BLOBS = "".join(_BLOB.format(name, _SIZE) for name in ("a", "b", "c"))
+_LISTING = f"<EnumerationResults><Blobs>{_BLOBS}</Blobs><NextMarker/></EnumerationResults>"
+
 
 class Anything(BaseHTTPRequestHandler):
-    """Has every object, and keeps the headers by which it was asked for the last one."""
+    """Has every object, of which it lists three, and keeps the headers by which it was asked for the last one."""
 
     def do_GET(self) -> None:
         self.server.asked = dict(self.headers)  # type: ignore[attr-defined]
+        body = _LISTING.encode() if "comp=list" in self.path else b"v"
         self.send_response(200)
-        for name, value in {
-            "Content-Length": "1",
-            "ETag": '"1"',
-            "Last-Modified": "Wed, 01 Jan 2020 00:00:00 GMT",
-        }.items():
-            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", '"1"')
+        self.send_header("Last-Modified", "Wed, 01 Jan 2020 00:00:00 GMT")
         self.end_headers()
-        self.wfile.write(b"v")
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing is printed per request."""
@@ -52,6 +55,14 @@ def test_gs_and_az_read_without_credentials(url, names, server, monkeypatch):
     monkeypatch.setenv(names[1], "true")
     assert open_store(url).get("key") == b"v"
     assert "Authorization" not in server.asked
+
+
+def test_a_listing_begins_where_it_should_though_the_server_begins_with_the_first_object(server):
+    """Azurite ignores `startFrom`."""
+    options = {"account_name": "a", "skip_signature": True, "endpoint": f"http://127.0.0.1:{server.server_port}"}
+    store = open_store("az://container/x", options)
+    assert [info.key for info in store.list("")] == ["a", "b", "c"]
+    assert [info.key for info in store.list("", start_after="b")] == ["c"]
 
 
 def test_gs_names_the_project_that_pays(server, monkeypatch):
