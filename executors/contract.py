@@ -325,7 +325,7 @@ class ChecksMachines(Protocol):
     """An executor whose provider lists its kinds of machines."""
 
     def check_machine(self) -> None:
-        """Raise ValueError with the nearest name if the provider's list, readable now, lacks the kind of machine."""
+        """Raise ValueError, naming the nearest kind of machine, if the provider's list lacks the configured one."""
         ...
 
 

@@ -188,7 +188,7 @@ class ModalApp:
         return found
 
     def live(self, run_id: str, app_id: str | None) -> "Iterator[Sandbox]":
-        """The Sandboxes of a run that have not ended, one request a page. `app_id`: the result of `app_id()`."""
+        """The Sandboxes of a run that have not ended, one request a page. `app_id`: the App's id."""
         yield from sdk().Sandbox.list(app_id=app_id, tags={LABEL_RUN: run_label(run_id)}, client=self._client)
 
     def create(self, arguments: Mapping[str, Any], secrets: Mapping[str, str]) -> "Sandbox":

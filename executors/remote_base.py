@@ -138,7 +138,6 @@ class RemoteExecutor:
         return self._listed_price() if self._given_usd is None else Price(self._given_usd, "given as hourly_usd")
 
     def hourly_usd(self, request: LaunchRequest) -> float | None:
-        """US dollars an hour for the machine of this request, or None if its price is not known."""
         found = self.price(request)
         return None if found is None else found.hourly_usd
 

@@ -15,7 +15,7 @@ from diloco_orchestrator.allreduce.shards import fetch, shard_ranges
 from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors
 from diloco_orchestrator.clock import Backoff, Clock, SystemClock, random_token
 from diloco_orchestrator.codecs.table import get_codec
-from diloco_orchestrator.errors import AllReduceTimeout, RoundReused
+from diloco_orchestrator.errors import AllReduceTimeout, ConfigError, RoundReused
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import AllReducePart, Payload
@@ -29,7 +29,8 @@ class ObjectStoreAllReduce:
     """The mean over `world_size` ranks through objects in the folder `uri`, which no other training may use.
 
     Raises `ValueError` for a rank outside 0..world_size-1 and for a timeout that is not positive, `ConfigError` for an
-    unknown codec. With `world_size=1` tensors are returned as they are, and no object is written.
+    unknown codec or one that needs error feedback. With `world_size=1` tensors are returned as they are, and no object
+    is written.
 
     Args:
         timeout_s: how long `allreduce` waits for the other ranks.
@@ -52,7 +53,12 @@ class ObjectStoreAllReduce:
             raise ValueError(f"rank {rank} is outside 0..{world_size - 1} (world_size={world_size}).")
         if timeout_s <= 0:
             raise ValueError(f"timeout_s={timeout_s} must be positive.")
-        self._codec = get_codec(codec).name
+        if get_codec(codec).feedback:
+            raise ConfigError(
+                f"codec {codec!r} needs error feedback: what it loses of one tensor must be added to the next, and "
+                'allreduce keeps nothing between calls. Use "int4", which needs none.'
+            )
+        self._codec = codec
         self.rank, self.world_size, self._timeout_s = rank, world_size, timeout_s
         self._clock = clock or SystemClock()
         self._store = open_store(uri, storage_options, clock=self._clock)

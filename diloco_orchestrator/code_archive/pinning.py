@@ -57,7 +57,7 @@ _PIPES: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE
 
 @dataclass(frozen=True)
 class Pinned:
-    """The requirements to send to replicas. `note`: where their hashes are from, or why none; empty: the user's."""
+    """The requirements to send to replicas. `note`: where their hashes are from, or why there are none."""
 
     requirements: Requirements | None
     note: str = ""

@@ -236,7 +236,7 @@ def image_lines(digests: Mapping[str, str]) -> str:
 
 
 def read_image_lines(text: str) -> dict[str, str]:
-    """Digests of images by name, from a lock file's text. Raises `ConfigError` for invalid, repeated or many lines."""
+    """Digests of images by name, from a lock file. Raises `ConfigError` for invalid, repeated or too many lines."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         if not _IMAGE_COMMENT.match(line):

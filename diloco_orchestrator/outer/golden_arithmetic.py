@@ -40,7 +40,7 @@ def outer_steps_digest() -> str:
 
 
 def edge_cases_digest() -> str:
-    """The digest, `GOLDEN_EDGES`, of a base after an outer step on denormal numbers, ties and values near 3e38."""
+    """The digest of a base after an outer step on denormals, ties and values near 3e38; must equal `GOLDEN_EDGES`."""
     numbers = {name: _edges(name) for name in ("denormal", "huge", "tie")}
     base = Base.fresh({name: values * 0.5 for name, values in numbers.items()}, OuterConfig())
     means = {}
@@ -51,7 +51,7 @@ def edge_cases_digest() -> str:
 
 
 def aggregates_digest() -> str:
-    """The digest, `GOLDEN_AGGREGATES`, over all other aggregates of unequal weights, with edge cases."""
+    """The digest of agreeing mean, trimmed mean and median of unequal weights; must equal `GOLDEN_AGGREGATES`."""
     found = []
     for how in AGGREGATES[1:]:
         for name in ("ordinary", "denormal", "huge", "tie"):

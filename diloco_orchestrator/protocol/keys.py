@@ -148,15 +148,16 @@ def parse_attempt(key: str) -> AttemptKey | None:
 
 states = Form("replicas/<id>/state/")  # the prefix of a replica's saved states and buffers
 # The state (optimizer, schedules) that a replica saved with its contribution, pieces of one that is too large for one
-# object, and the buffers (BatchNorm's statistics) that the replica had then.
+# object, the buffers (BatchNorm's statistics) that the replica had then, and the residual of the contribution.
 state = Form("replicas/<id>/state/<round>/<attempt>.safetensors")
 state_piece = Form("replicas/<id>/state/<round>/<attempt>/<piece>.bin")
 buffers = Form("replicas/<id>/state/<round>/<attempt>.buffers.safetensors")
+residual = Form("replicas/<id>/state/<round>/<attempt>/residual.<shard>.bin")
 
 
 def parse_state(key: str) -> tuple[int, int, int] | None:
-    """(replica_id, round, attempt) of a saved state, a piece of one, or saved buffers; None for any other key."""
-    found = state.parse(key) or state_piece.parse(key) or buffers.parse(key)
+    """(replica_id, round, attempt) of a saved state, a piece of one, saved buffers or a residual; else None."""
+    found = state.parse(key) or state_piece.parse(key) or buffers.parse(key) or residual.parse(key)
     return (found[0], found[1], found[2]) if found else None
 
 

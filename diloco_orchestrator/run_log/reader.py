@@ -21,7 +21,7 @@ def read_record(store: Store, key: str) -> bytes:
 
 
 def read_optional(store: Store, key: str) -> bytes | None:
-    """The bytes that `read_record` returns, or None if the object does not exist. Raises the store's other errors."""
+    """The bytes of the record at `key`, cut at the maximum size; None if it is missing. Raises the store's errors."""
     try:
         return read_record(store, key)
     except ObjectMissing:

@@ -119,7 +119,7 @@ class RunLog(LegRecords):
         return known if known is not None and known.void else entry
 
     def _each_after(self, position: Position, derive_verdicts: bool = False) -> Iterator[CommitEntry]:
-        """The commits after `position`, as `after` yields them.
+        """The commits after `position`, oldest first, each checked against the one before.
 
         Lists segments, objects with the commits of many rounds (one LIST, then one GET for each), once ten single
         commits were read or the newest known snapshot is ten rounds ahead. At most two segments are in memory.

@@ -61,7 +61,7 @@ class Starts:
 
     @property
     def is_final(self) -> bool:
-        """Whether the start record that `chosen` returned last is final: missing votes cannot change it."""
+        """Whether the start record that most replicas adopted is final: missing votes cannot change it."""
         return self._chosen is not None
 
     def named_takes(self) -> list[str]:

@@ -95,7 +95,7 @@ def empty_size() -> int:
 
 
 def encode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = _FORMAT) -> bytes:
-    """The safetensors file with these contiguous CPU tensors."""
+    """The bytes of the safetensors file with these contiguous CPU tensors."""
     return b"".join(buffers(tensors, metadata))
 
 
@@ -108,7 +108,7 @@ def encode_each(specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Ten
 
 
 def tensor_pieces(specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of the file of `encode_each` in order: its header, then each tensor as `read` returns it. Lazy."""
+    """The bytes of a safetensors file in order: its header, then each tensor, read only when it is reached."""
     yield _head(specs, _FORMAT)
     for name in _order(specs):
         yield memory_of(read(name))

@@ -62,7 +62,7 @@ class FsspecEngine:
 
     @property
     def endpoint(self) -> str:
-        """Endpoint of S3 as `base.KnowsEndpoint`; empty for other file systems."""
+        """The URL of the S3 endpoint; empty for Amazon's own and for other file systems."""
         client = getattr(self._fs, "s3", None)
         return plain_endpoint(str(client.meta.endpoint_url)) if client else ""
 

@@ -134,7 +134,6 @@ class RetryingStore:
         return self._retry("create", attempt)
 
     def without_read_back(self) -> "RetryingStore":
-        """This store with a `create` that reads no existing object to find out whether it is its own."""
         found = RetryingStore(
             *(self._opened.store, self._clock, self._rng, self._policy), read_back=False, is_leaving=self._is_leaving
         )

@@ -45,13 +45,13 @@ _TOOK_PART = ", took part"
 
 
 def named(number: int, ended: Ended) -> str:
-    """The `why` of the record that announces the next attempt: how attempt `number`, perhaps without record, ended."""
+    """The text by which the record that announces the next attempt says how attempt `number` ended."""
     took_part = _TOOK_PART if ended.took_part else ""
     return f"attempt {number} ({ended.outcome}{took_part}): {ended.reason}"
 
 
 def named_in(why: str, number: int) -> Replaced:
-    """The end of attempt `number` as `named` wrote it into the `why` of the record that announces the next one.
+    """The end of attempt `number`, read from `why` in the record that announces the next attempt, as an event.
 
     Any other text, such as that of version 0.1.0, gives an event without an outcome.
     """

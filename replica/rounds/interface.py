@@ -38,7 +38,7 @@ class ContributionFields:
 
 @dataclass(frozen=True)
 class ClosedRound:
-    """The outcome of a round that this replica took part in, as `close` returns it."""
+    """The outcome of a round that this replica took part in."""
 
     applied: bool
     skipped: bool  # whether the base is newer than the round's commit, because payloads were deleted by retention

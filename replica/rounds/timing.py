@@ -39,7 +39,7 @@ class RoundTiming:
         self.open_round()
 
     def open_round(self) -> None:
-        """Start the times of a new open round now."""
+        """Measure times from now on, because a new round is open."""
         self._opened_at = self._waiting_since = self._first_waiting_since = self._now()
         self._quorum_since: float | None = None
         kept = {r: at for r, at in self._first_opened.items() if r in (self._tip.open.round - 1, self._tip.open.round)}

@@ -69,7 +69,7 @@ class DataCursor:
         return getattr(self._data, "generator", None)
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Continue from a result of `position`. Raises `ConfigError` if the data has fewer batches than it counts."""
+        """Continue from an earlier `position`. Raises `ConfigError` if the data has fewer batches than it counts."""
         self._iterator = None
         self._epoch, self._batches = position["epoch"], 0
         if self._stateful and "state" in position:

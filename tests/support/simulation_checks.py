@@ -1,11 +1,12 @@
 """What must hold of a simulated run, whatever went wrong: the invariants, from what is in its bucket at the end."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from simulation_gradients import LEARNING_RATE, gradient
+from simulation_gradients import LEARNING_RATE, RANK, gradient
 from simulation_oracle import Differs, PlainBase, bases_of
 from simulation_plan import Plan
 from simulation_store import InvariantBroken
@@ -60,14 +61,19 @@ class RightBases:
 
 
 def first_base(plan: Plan) -> PlainBase:
-    """What every replica's model holds at first, in one fragment or in two."""
-    tensors = {
-        "bias": np.full(plan.width, 2.0, np.float32),
-        "weight": np.full(plan.width, 1.0, np.float32),
-    }
+    """What every replica's model holds at first, in one fragment or in two; residuals of adapters are one more."""
     shapes = {"bias": [plan.width], "weight": [plan.width, 1]}
     fragments = [["bias"], ["weight"]] if plan.settings["fragments"] == 2 else [["bias", "weight"]]
-    parameters = [np.concatenate([tensors[name] for name in names]) for names in fragments]
+    first = {"bias": 2.0, "weight": 1.0}
+    if plan.adapted:
+        a, b, residual = (f"layer.lora_{name}.default" for name in ("A", "B", "residual"))
+        a, b = f"{a}.weight", f"{b}.weight"
+        shapes = {a: [RANK, 1], b: [plan.width, RANK], residual: [plan.width, 1]}
+        fragments, first = [[a, b], [residual]], {a: 1.0, b: 0.0, residual: 0.0}
+    parameters = [
+        np.concatenate([np.full(math.prod(shapes[name]), first[name], np.float32) for name in names])
+        for names in fragments
+    ]
     has_momentum = plan.settings.get("outer", {}).get("momentum", 0.9) > 0
     return PlainBase(
         [[(name, shapes[name]) for name in names] for names in fragments],
