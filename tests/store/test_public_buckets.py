@@ -10,8 +10,8 @@ from diloco_orchestrator.errors import StoreDenied
 from diloco_orchestrator.store.open_store import open_store
 
 _BLOB = "<Blob><Name>x/{}</Name><Properties><Last-Modified>Wed, 01 Jan 2020 00:00:00 GMT</Last-Modified>{}"
-_SIZE = "<Content-Length>1</Content-Length><Etag>1</Etag></Properties></Blob>"
-_BLOBS = "".join(_BLOB.format(name, _SIZE) for name in ("a", "b", "c"))
+_REST = "<Content-Length>1</Content-Length><Content-Type>x</Content-Type><Etag>1</Etag></Properties></Blob>"
+_BLOBS = "".join(_BLOB.format(name, _REST) for name in ("a", "b", "c"))
 _LISTING = f"<EnumerationResults><Blobs>{_BLOBS}</Blobs><NextMarker/></EnumerationResults>"
 
 
