@@ -557,18 +557,3 @@ class Retention(Record):
     record: ClassVar[str] = "retention"
     payloads: Literal["needed"]
     by: str
-
-
-# -- all-reduce used alone --------------------------------------------------------------------------------------------
-
-
-class AllReducePart(Record):
-    """The manifest of one rank in a stand-alone `ObjectStoreAllReduce`, outside of any run."""
-
-    record: ClassVar[str] = "allreduce"
-    round_id: int = Field(ge=0)
-    rank: int = Field(ge=0)
-    world_size: int = Field(ge=1)
-    shape: tuple[int, ...]
-    dtype: str
-    payload: Payload
