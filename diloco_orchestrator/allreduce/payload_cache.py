@@ -7,6 +7,7 @@ checked. `allreduce.spool` has the process's memory budget and the file's disk s
 
 import mmap
 import threading
+from collections.abc import Callable
 from typing import IO, Protocol
 
 from diloco_orchestrator.allreduce.shards import mapped
@@ -88,6 +89,14 @@ class PayloadCache:
                 return mapped(self._file, size, offset)
             data, _ = self._memory.get(name, (None, None))
             return data
+
+    def kept(self, name: Name, read: Callable[[], bytes]) -> bytes | memoryview:
+        """The bytes under `name`, put there from `read()` if there are none yet. Raises `SpoolFailed`."""
+        if name not in self:
+            self.put(name, read())
+        found = self.get(name)
+        assert found is not None, "it is there now"
+        return found
 
     def __contains__(self, name: Name) -> bool:
         with self._lock:

@@ -108,7 +108,9 @@ def _spans(rounds: list[int]) -> str:
 
 @click.command()
 @url_argument
-@click.option("--draw", type=click.IntRange(min=1), default=5, show_default=True, help="Segments to train again.")
+@click.option(
+    "--draw", type=click.IntRange(min=1), default=5, show_default=True, help="Rounds of replicas to train again."
+)
 @click.option("--seed", type=click.IntRange(min=0), help="Of the draw; choose it now.  [default: random, printed]")
 @click.option("--limit-s", type=click.FloatRange(min=1), help="s after which one is ended.  [default: by its record]")
 @click.option(

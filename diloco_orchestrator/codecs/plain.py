@@ -33,6 +33,8 @@ def little_endian(body: "torch.Tensor", dtype: "torch.dtype") -> "torch.Tensor":
     """The numbers of type `dtype` in the little-endian bytes `body`, (n,) uint8. Shares memory if possible."""
     if sys.byteorder == "big":
         body = body.view(-1, dtype.itemsize).flip(1).view(-1)
+    if body.storage_offset() % dtype.itemsize:  # behind another span of an odd number of bytes
+        body = body.clone()
     return body.view(dtype)
 
 

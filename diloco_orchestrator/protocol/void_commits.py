@@ -11,7 +11,8 @@ from typing import Any
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol import keys, rounds
-from diloco_orchestrator.protocol.records import Begin, By, Commit, Contribution, UsualNorms
+from diloco_orchestrator.protocol.record_format import By
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, UsualNorms
 from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Policy, Position, is_final_evaluation
 from diloco_orchestrator.protocol.weights import is_said
 

@@ -126,7 +126,7 @@ def _known(store: Store) -> dict[str, Any]:
 
 
 def _record_of(store: Store) -> Path:
-    """The run's file. Two servers may have one URL, such as those of two S3-compatible endpoints or Azure accounts."""
+    """The file about a run, named by server and URL: two S3-compatible endpoints or Azure accounts may share a URL."""
     place = " ".join(filter(None, (store.url, endpoint_of(store))))
     return _folder(os.environ) / f"{sha256_hex(place.encode())[:32]}.json"
 

@@ -7,8 +7,7 @@ from typing import Self, TypeVar
 
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.kinds import Role, kind_of
-from diloco_orchestrator.protocol.record_format import Record
-from diloco_orchestrator.protocol.records import By
+from diloco_orchestrator.protocol.record_format import By, Record
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.store.base import Store
 

@@ -366,13 +366,9 @@ def _read_through(
     cache: PayloadCache, reader: ContributionReader, manifest: Contribution, index: int
 ) -> bytes | memoryview:
     """A payload shard's bytes, kept in `cache` after the first read: all shards together may exceed the memory."""
-    name = f"{manifest.replica_id}", f"{index}"
     if (f"{manifest.replica_id}", f"{index - 1}") in cache:  # the shard before is averaged
         cache.clear()
-    cache.put(name, reader.shard(manifest, index))
-    kept = cache.get(name)
-    assert kept is not None, "it was put there above"
-    return kept
+    return cache.kept((f"{manifest.replica_id}", f"{index}"), lambda: reader.shard(manifest, index))
 
 
 def _start(run_log: RunLog) -> Start:

@@ -84,7 +84,7 @@ class KnowsEndpoint(Protocol):
 
 
 def endpoint_of(store: Store) -> str:
-    """The server that a store is on, as `KnowsEndpoint.endpoint`; empty if the store's URL says it all."""
+    """The URL of the server that a store is on; empty if the store's own URL says it all."""
     return store.endpoint if isinstance(store, KnowsEndpoint) else ""
 
 

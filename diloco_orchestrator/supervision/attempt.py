@@ -551,7 +551,7 @@ def follow(view: ReplicaView, event: Event, now: float, policy: AttemptPolicy) -
 
 
 def _faults(view: ReplicaView, state: State) -> tuple[str, int]:
-    """`ReplicaView.fault` and `faults` after the newest attempt has come to `state`."""
+    """The error that the replica's last attempts ended with, and of how many, once the newest is in `state`."""
     if not isinstance(state, Ended):
         return view.fault, view.faults
     if state.took_part or state.outcome is not Outcome.ERROR or not state.fault:

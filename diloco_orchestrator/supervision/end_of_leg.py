@@ -10,8 +10,8 @@ import platform
 from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.kinds import Role
-from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import Begin, By, Commit, Halt, Result
+from diloco_orchestrator.protocol.record_format import By, Stamp
+from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Result
 from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.run_log.append import append_commit
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry

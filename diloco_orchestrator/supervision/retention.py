@@ -193,12 +193,18 @@ def _authors(store: Store, round_: int) -> set[int]:
 def _states(
     store: Store, replicas: int, made: RetentionPlan, newest: dict[tuple[int, int], Contribution]
 ) -> Iterator[ObjectInfo]:
-    """Saved states to delete: not those of kept snapshots, of rounds still needed, or each replica's newest."""
+    """Saved states to delete: not those of kept snapshots, of rounds still needed, or each replica's newest.
+
+    The residual of each replica's newest contribution to each fragment stays too: its next one contains it.
+    """
     for replica_id in range(replicas):
-        last = max((m.round for (owner, _), m in newest.items() if owner == replica_id), default=0)
+        newest_rounds = {m.round for (owner, _), m in newest.items() if owner == replica_id}
+        last = max(newest_rounds, default=0)
         for info in store.list(keys.states(replica_id)):
             round_ = keys.parse_round(info.key)
             if round_ is None or round_ > made.horizon or round_ == last or round_ in made.kept_snapshots:
+                continue
+            if round_ in newest_rounds and keys.residual.parse(info.key):
                 continue
             if replica_id in _authors(store, round_):
                 yield info

@@ -105,8 +105,9 @@ class BaseClaims:
     def confirms_alone(self, claims: Iterable[BaseClaim]) -> bool:
         """Whether this replica alone claims a base that it has not rebuilt, and whose snapshot needs a second claim.
 
-        That is the snapshot of the last base, or one that is due of a base that several contributions made: its writer
-        does not rebuild it. A commit of the open round would confirm it by nothing but the memory that it came from.
+        Two snapshots need one: that of the last base, and a due one of a base made of several contributions, because
+        its writer does not rebuild it. Otherwise a commit of the open round would confirm the base by the memory that
+        it came from.
         """
         made_in = self._tip.value.base_round
         if self.rebuilt_after >= made_in or self._not_rebuilt_in == self._round:
@@ -136,7 +137,7 @@ class BaseClaims:
     def verify_unclaimed(self) -> bool:
         """Rebuild the open round's base, which no other replica claims. Returns whether its bits changed.
 
-        False, with a warning, if it cannot be rebuilt: who is alone goes on with the base that it has.
+        False, with a warning, if it cannot be rebuilt: a replica that is alone goes on with the base that it has.
         """
         try:
             return self.verify({self.hash()})

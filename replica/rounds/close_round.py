@@ -15,7 +15,8 @@ from diloco_orchestrator.errors import PayloadCorrupt, Preempted, QuorumLost
 from diloco_orchestrator.guard.round_fold import fold_round, is_rebuildable
 from diloco_orchestrator.protocol import pace, rounds, weights
 from diloco_orchestrator.protocol.claims import judged, shared_claim, wrong_bases
-from diloco_orchestrator.protocol.records import Answer, By, Commit, Halt
+from diloco_orchestrator.protocol.record_format import By
+from diloco_orchestrator.protocol.records import Answer, Commit, Halt
 from diloco_orchestrator.protocol.round_metrics import not_finite_words, round_metrics_of
 from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.replica.attempt.attempt import Attempt

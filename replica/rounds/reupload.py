@@ -17,7 +17,8 @@ from diloco_orchestrator.errors import PayloadCorrupt, Preempted
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.keys import PayloadKey
-from diloco_orchestrator.protocol.records import By, Contribution, ReuploadRequest
+from diloco_orchestrator.protocol.record_format import By
+from diloco_orchestrator.protocol.records import Contribution, ReuploadRequest
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.received import everything
 from diloco_orchestrator.run_log.contributions import ContributionReader

@@ -24,9 +24,9 @@ from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.run_log.run_log import RunLog
 from replica.attempt.attempt import Attempt
 from replica.rounds import close_round
-from replica.rounds.carry import CarriedWork
 from replica.rounds.contribute import Contributor
 from replica.rounds.contribution_history import ContributionHistory
+from replica.rounds.debt import Debt
 from replica.rounds.participant import Participant
 from replica.training.checkpoint import Checkpoint
 from replica.training.session import TrainingSession
@@ -424,17 +424,17 @@ def test_two_live_attempts_that_both_count_are_caught(monkeypatch):
         if existing.attempt != attempt.number and kind == "delta":
             author = {"attempt": attempt.number, "claim_sha256": attempt.claim_sha256}
             ours = existing.model_copy(update={**author, "payload": contents["payload"]})
-            self._carry._carried[ours.fragment] = ours
+            self._debt._carried[ours.fragment] = ours
         return existing
 
-    def forget(self: CarriedWork, manifest: Contribution, commit: Commit, is_right: Any) -> bool:
+    def forget(self: Debt, manifest: Contribution, commit: Commit, is_right: Any) -> bool:
         carried = self._carried.get(manifest.fragment)
         if carried is None or carried.round != manifest.round:
             return settle(self, manifest, commit, is_right)
         return False
 
-    settle = CarriedWork.settle
-    monkeypatch.setattr(CarriedWork, "settle", forget)
+    settle = Debt.settle
+    monkeypatch.setattr(Debt, "settle", forget)
     monkeypatch.setattr(Contributor, "_create", insist)
     monkeypatch.setattr(Attempt, "check_superseded", lambda self: None)
     with pytest.raises(InvariantBroken, match=r"I4|again, after round"):

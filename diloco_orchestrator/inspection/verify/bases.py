@@ -151,6 +151,7 @@ class BaseDeriver:
             equal(key, "base_digest", manifest.base_digest, commit.base_digest, "the commit that names it")
             self._check_payload(manifest)
             self._check_state(manifest)
+            self._check_residual(manifest)
         norm, payload = (manifest.payload.norm, manifest.payload.digest) if manifest.payload else (0.0, "")
         equal(key, "norm", norm, answer.norm, "the commit that names it")
         equal(key, "payload", payload, answer.payload, "the commit that names it")
@@ -185,6 +186,16 @@ class BaseDeriver:
             data = self._checked(key, manifest.round, shard, later)
             if data is not None:
                 self._shards.put((key, shard.digest), data)
+
+    def _check_residual(self, manifest: Contribution) -> None:
+        if (residual := manifest.residual) is None:
+            return
+        for index, shard in enumerate(residual.saved.shards if residual.saved else ()):
+            key = keys.residual(manifest.replica_id, manifest.round, manifest.attempt, index)
+            self._checked(key, manifest.round, shard)
+        for round_, share in residual.missing:
+            of = keys.contribution(round_, manifest.replica_id)
+            self._done.notes.append(f"the residual of {of}, {share:.3g} of its norm, was lost and is in no payload")
 
     def _check_state(self, manifest: Contribution) -> None:
         if manifest.buffers is not None:
