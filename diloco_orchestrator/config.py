@@ -60,7 +60,9 @@ class TimingConfig(Tree):
     round_timeout_s: float = Field(
         default=1800.0, gt=0, description="s without quorum, and without a launch under way, until QuorumLost is raised"
     )
-    startup_timeout_s: float = Field(default=1800.0, gt=0, description="s that a leg's first round waits for everybody")
+    startup_timeout_s: float = Field(
+        default=1800.0, gt=0, description="s beside training that a leg's first round waits"
+    )
     poll_s: float = Field(
         default=1.0,
         gt=0,

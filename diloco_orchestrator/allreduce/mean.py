@@ -106,15 +106,16 @@ class WeightedMean:
             yield summed.div_(self._total)
 
 
-def mean_into(shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
+def mean_into(shards: Sequence[torch.Tensor], parts: Sequence[Part], only: Sequence[int] | None = None) -> None:
     """Write the weighted mean of all contributions into `shards`, flat tensors of the payload shards' lengths.
 
-    Raises `PayloadCorrupt` for bytes that are not the shard in the manifest, and for other lengths or shards.
+    `only`: indices of the shards to average; None: all. Raises `PayloadCorrupt` for bytes that are not the shard in the
+    manifest, and for other lengths or shards.
     """
     mean = WeightedMean(parts, [shard.numel() for shard in shards])
-    for index, shard in enumerate(shards):
+    for index in range(len(shards)) if only is None else only:
         blocks = mean.shard(index)
-        in_threads([partial(_copy, blocks, shard, *each) for each in ranges(shard.numel())])
+        in_threads([partial(_copy, blocks, shards[index], *each) for each in ranges(shards[index].numel())])
 
 
 def _copy(blocks: ShardBlocks, target: torch.Tensor, start: int, stop: int) -> None:

@@ -91,7 +91,7 @@ class PayloadCache:
             return data
 
     def kept(self, name: Name, read: Callable[[], bytes]) -> bytes | memoryview:
-        """The bytes stored under `name`, which `read()` gives if there are none yet. Raises as `put`."""
+        """The bytes under `name`, put there from `read()` if there are none yet. Raises `SpoolFailed`."""
         if name not in self:
             self.put(name, read())
         found = self.get(name)

@@ -36,7 +36,10 @@ def pack_topk(kept: int, values: "torch.Tensor") -> memoryview:
 
 
 def unpack_topk(kept: int, body: "torch.Tensor", numel: int) -> "torch.Tensor":
-    """Raises `PayloadCorrupt` for places that are not ascending or not in their chunk."""
+    """Decode `numel` elements, fp32, from chunks of which `kept` are stored.
+
+    Raises `PayloadCorrupt` for places that are not ascending or not in their chunk.
+    """
     import torch
 
     whole, rest = divmod(numel, CHUNK)
@@ -50,7 +53,7 @@ def unpack_topk(kept: int, body: "torch.Tensor", numel: int) -> "torch.Tensor":
 
 
 def _share(kept: int, numel: int) -> int:
-    """Elements kept of a shorter chunk."""
+    """The number of elements kept of a last chunk of `numel` elements, fewer than 4,096."""
     return -(-kept * numel // CHUNK)
 
 
@@ -59,7 +62,7 @@ def _row_size(kept: int) -> int:
 
 
 def _pack(kept: int, chunks: "torch.Tensor") -> "torch.Tensor":
-    """The bytes of chunks, (g, n) fp32: flat uint8."""
+    """The encoded bytes, flat uint8, of chunks of n elements, (g, n) fp32, `kept` of each."""
     import numpy as np
     import torch
 

@@ -92,7 +92,7 @@ class Codec:
         return len(self.header(numel, fine)) + sum(span.codec.body_size(span.stop - span.start) for span in spans)
 
     def spans(self, numel: int, fine: Ranges = ()) -> "list[Span]":
-        """The spans of a vector of `numel` elements, without empty ones, in order."""
+        """The spans (ranges in one codec each) of a vector of `numel` elements, without empty ones, in order."""
         return _spans(self, _lengths(numel, fine if self.fine else ()))
 
     def encode_block(self, values: "torch.Tensor") -> EncodedBlock:

@@ -181,7 +181,7 @@ class BestLevel(Remembered):
         return max(bounds, default=0.0)
 
     def gain(self) -> float:
-        """The best short block's mean minus the first one's."""
+        """The mean of the best short block of scores minus that of the first one."""
         best = self.best[0]
         return 0.0 if best is None or self.first is None else best - self.first
 
@@ -290,7 +290,7 @@ class Drawdown(Remembered):
         return alarms
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
-        """(name, value, threshold) of both statistics."""
+        """(name, value, threshold) of both statistics, as the verdict lists them."""
         rows = zip(_NAMES, self.falls, CUSUMS, strict=True)
         return [(name, fall, share * threshold) for name, fall, (_, share) in rows]
 
@@ -509,7 +509,7 @@ class MetricChannels:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
-        """(name, value, threshold) of each statistic."""
+        """(name, value, threshold) of each statistic, as the verdict lists them."""
         early = self.early.fall(self.noise.last)
         low = self.new_low.fall(self.noise.last, self.sudden.last_trained or 0.0)
         return [

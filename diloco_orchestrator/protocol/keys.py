@@ -234,13 +234,22 @@ wants = Form("rounds/<round>/want/")  # the prefix of the requests for payloads 
 want = Form("rounds/<round>/want/<id>/<attempt>/<shard>.<version>.json")  # to upload a shard again, as that version
 _first_payload = Form("rounds/<round>/payload/<id>/<attempt>/<shard>.bin")
 _later_payload = Form("rounds/<round>/payload/<id>/<attempt>/<shard>.<version>.bin")
-MAX_TAKES = 4  # of one payload shard
+MAX_TAKES = 4  # of one payload shard, and of one reduced shard
+reduced_shards = Form("rounds/<round>/reduced/")  # the prefix of averages of shards, and of the records about them
+reduced = Form("rounds/<round>/reduced/<id>.json")  # which averages one rank of an all-reduce has made
+_first_reduced = Form("rounds/<round>/reduced/<shard>.bin")
+_later_reduced = Form("rounds/<round>/reduced/<shard>.<version>.bin")
 
 
 def payload(round_: int, replica_id: int, attempt: int, shard: int, take: int = 1) -> str:
     """The key of a payload shard. `take`: 1 for the author's upload, higher for re-uploads of the same bytes."""
     where = round_, replica_id, attempt, shard
     return _first_payload(*where) if take == 1 else _later_payload(*where, take)
+
+
+def reduced_shard(round_: int, shard: int, take: int = 1) -> str:
+    """The key of the average of a shard. `take`: higher where somebody else's bytes are under the keys before."""
+    return _first_reduced(round_, shard) if take == 1 else _later_reduced(round_, shard, take)
 
 
 def end_of_round(round_: int) -> str:

@@ -42,6 +42,15 @@ def commits_read_s(round_s: float, open_s: float) -> float:
     return max(1.0, min(early_s, 300.0) if early_s > 0 else min(round_s / 10, 45.0))
 
 
+def starts_read_s(open_s: float) -> float:
+    """Seconds between two polls, before the first round has ended, for what attempts write as they start or end, and of
+    a replica that trains for the round's commit.
+
+    `open_s`: seconds since the process began, or since the replica opened the round.
+    """
+    return max(1.0, min(open_s / 10, 60.0))
+
+
 def seldom_read_s(round_s: float) -> float:
     """Seconds between two polls for what hardly ever comes, such as a resume: 20 rounds, at most half an hour."""
     return max(10.0, min(20 * round_s, 1800.0))

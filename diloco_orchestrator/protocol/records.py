@@ -96,7 +96,7 @@ class VaultSet(Part):
 
     @property
     def items(self) -> int:
-        """Number of items of all shares together."""
+        """Number of held-out items in all shares of the confirmation set together."""
         return sum(self.shares)
 
 
@@ -112,7 +112,7 @@ class HeldoutSet(Part):
 
     @property
     def items(self) -> int:
-        """Number of items of all shares together."""
+        """Number of held-out items in all shares together."""
         return sum(self.shares)
 
 
@@ -557,18 +557,3 @@ class Retention(Record):
     record: ClassVar[str] = "retention"
     payloads: Literal["needed"]
     by: str
-
-
-# -- all-reduce used alone --------------------------------------------------------------------------------------------
-
-
-class AllReducePart(Record):
-    """The manifest of one rank in a stand-alone `ObjectStoreAllReduce`, outside of any run."""
-
-    record: ClassVar[str] = "allreduce"
-    round_id: int = Field(ge=0)
-    rank: int = Field(ge=0)
-    world_size: int = Field(ge=1)
-    shape: tuple[int, ...]
-    dtype: str
-    payload: Payload

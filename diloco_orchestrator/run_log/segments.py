@@ -256,9 +256,10 @@ class CheckedSegments:
         return []
 
     def _check_last(self, last: CommitEntry) -> None:
-        """Raise `RecordInvalid` unless a segment's last commit is the log's, by the next single commit or its own.
+        """Raise `RecordInvalid` unless a segment's last commit is that of the log: the next commit names it.
 
-        The hash chain within a segment, an object with many commits, does not cover its last commit.
+        The hash chain within a segment, an object with many commits, does not cover its last commit. Without a next
+        commit the single commit of the same round is compared.
         """
         round_ = last.commit.round
         if self._segments.previous_of(round_ + 1) == last.sha256:

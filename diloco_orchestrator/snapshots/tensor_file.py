@@ -95,7 +95,7 @@ def empty_size() -> int:
 
 
 def encode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = _FORMAT) -> bytes:
-    """The safetensors file with these contiguous CPU tensors."""
+    """The bytes of the safetensors file with these contiguous CPU tensors."""
     return b"".join(buffers(tensors, metadata))
 
 

@@ -42,13 +42,19 @@ class HeartbeatWriter:
         self._stamp = stamp
         self._config = config
         self._counter = 0
+        self._calls = 0  # of `beat`
         self._skipped = 0  # calls of `beat` since the last heartbeat
 
     def beat(self) -> None:
-        """Write a heartbeat if one is due. Called every `timing.heartbeat_s`."""
+        """Write a heartbeat if one is due. Called every `timing.heartbeat_s`.
+
+        While the length of a round is not known, the time since the first call stands for it.
+        """
+        call_s = self._config.timing.heartbeat_s
+        self._calls += 1
         self._skipped += 1
-        every_s = heartbeat_s(self._config, self._pulse.round_s)
-        if not self._counter or self._skipped >= round(every_s / self._config.timing.heartbeat_s):
+        every_s = heartbeat_s(self._config, self._pulse.round_s or self._calls * call_s)
+        if not self._counter or self._skipped >= round(every_s / call_s):
             self._skipped = 0
             self.write()
 

@@ -221,8 +221,9 @@ class Contributor:
         self._debt.recover(*what, self._before_this_leg())
 
     def _before_this_leg(self) -> Iterator[tuple[Contribution, bool]]:
-        """This replica's manifests of the rounds that led to the base of this leg's begin, newest first, with whether
-        each was averaged; those of the leg of that base only.
+        """(manifest of this replica, whether it was averaged) of the rounds before the last resume, newest first.
+
+        Only rounds that led to the base that was resumed from, since the start or resume before.
         """
         begin, begins = self._attempt.begin, self._attempt.log.begins()
         if (leg := leg_of_base(begins[: begin.leg - 1], begin.from_round)) is None:

@@ -176,7 +176,7 @@ class Debt:
         return found
 
     def _residual_of_newest(self, fragment: int) -> tuple[list[Term], Missing]:
-        """The residual of the newest contribution to a fragment, if it has one; or that nobody has kept it."""
+        """The residual (what encoding lost) of the newest contribution to a fragment, if any, or that it is missing."""
         newest = self._newest.get(fragment)
         if newest is None or newest.residual is None:
             return [], ()
@@ -193,7 +193,7 @@ class Debt:
         return [(self._residuals[newest.write_id], self._codec.feedback)], ()
 
     def _saved(self, manifest: Contribution, numel: int) -> FlatTensors:
-        """The residual of a contribution, from the bucket. Raises `PayloadCorrupt` if it is not there."""
+        """The residual (what encoding lost) of a contribution. Raises `PayloadCorrupt` if the bucket lacks it."""
         assert manifest.residual is not None
         saved = manifest.residual.saved
         if saved is None:
@@ -216,13 +216,14 @@ class Debt:
     # -- formed --------------------------------------------------------------------------------------------------
 
     def room(self, numel: int) -> FlatTensors | None:
-        """A place for the residual of the next contribution; None for a codec without error feedback."""
+        """Zeros for the residual (what encoding will lose) of the next contribution; None without error feedback."""
         return room(numel, self._attempt.config.shard_numel, _WHAT) if self._codec.feedback else None
 
     def formed(
         self, residual: FlatTensors | None, payload: Payload, missing: Missing, round_: int, *, save: bool
     ) -> Residual | None:
-        """The manifest's description of a residual; None without one. With `save` the residual is stored in the bucket.
+        """The manifest's description of a residual (what encoding lost), or None. With `save` it is stored in the
+        bucket.
 
         `missing`: residuals that should be in the payload and are not.
         """
@@ -239,7 +240,7 @@ class Debt:
         return Residual(share=float(f"{share:.3g}"), saved=saved, missing=missing)
 
     def keep(self, manifest: Contribution, residual: FlatTensors | None) -> None:
-        """Keep the residual of a contribution that this attempt has published, until its round is committed."""
+        """Keep the residual (what encoding lost) of a published contribution until its round is committed."""
         if residual is not None and manifest.attempt == self._attempt.number:
             self._residuals[manifest.write_id] = residual
 

@@ -43,7 +43,7 @@ class Generators:
         self._of_numpy = self._numpy.random.get_state() if self._numpy else None
 
     def restore(self) -> None:
-        """Set all generators to these states."""
+        """Set all random generators of the process to the states in this object."""
         random.setstate(self._python)
         torch.set_rng_state(self._cpu)
         torch.cuda.set_rng_state_all(self._gpus)

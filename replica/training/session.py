@@ -224,8 +224,8 @@ class TrainingSession:
     def _settle(self, contribution: Contribution | None, healed: bool) -> None:
         """Restore, after a round, the training state that fits its outcome.
 
-        If another attempt wrote the contribution, that is the state in its manifest; after an abstention, finite
-        values; after a rebuild that gave another base, the state trained on the right one. The data cursor stays, so
+        If another attempt wrote the contribution, that is the state in its manifest; after an abstention, the last
+        finite one; after a rebuild that gave another base, the one trained on the right base. The data cursor stays, so
         that no batch is repeated.
         """
         if contribution is not None and contribution.attempt != self._attempt.number:

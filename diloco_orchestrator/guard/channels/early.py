@@ -184,7 +184,7 @@ class NewLow(Remembered):
         return Fall(best, self.models[place], (lowest - highest) / width, NEEDS)
 
     def alarms(self, scores: Sequence[float], gained: float) -> list[Alarm]:
-        """The alarm if ten held-out scores in a row lie far below all before; else none. `gained`: see `fall`."""
+        """The alarm if ten held-out scores in a row lie far below all before; else none. `gained`: by training."""
         fall = self.fall(scores, gained)
         if fall is None or not fall.halts:
             return []
