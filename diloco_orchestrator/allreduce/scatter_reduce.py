@@ -153,7 +153,7 @@ class ScatterReduce:
     # -- what others published -----------------------------------------------------------------------------------
 
     def _words(self, needed: Iterable[int], until: float) -> Words:
-        """Averages by rank and shard that the ranks `needed` published by the time `until`; then it waits no longer."""
+        """Averages by rank and shard that the ranks `needed` published by the time `until`, when waiting ends."""
         found, missing, pauses = dict[int, Mapping[int, ReducedShard]](), set(needed), _POLL.pauses()
         while missing:
             for info in self.store.list(keys.reduced_shards(self.round_id)):
