@@ -54,10 +54,7 @@ class Background(Protocol):
         ...
 
     def every(self, interval_s: float, call: Callable[[], None]) -> Periodic:
-        """Call `call` at once and again after every `interval_s` seconds until stopped.
-
-        `call` must handle its own errors, because nothing reports them.
-        """
+        """Call `call`, which handles its own errors, at once and after every `interval_s` seconds until stopped."""
         ...
 
 
@@ -96,7 +93,7 @@ class ManualClock:
 
 @dataclass(frozen=True)
 class Backoff:
-    """Pauses of a loop that polls or retries: `first_s`, then `factor` times as long each time, up to `longest_s`."""
+    """Pauses of a loop that polls or retries: `first_s`, each next one `factor` times as long, up to `longest_s`."""
 
     first_s: float
     longest_s: float

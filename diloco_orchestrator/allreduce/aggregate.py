@@ -37,8 +37,7 @@ class Aggregate(Protocol):
 
 
 def aggregate_of(how: str, parts: Sequence[Part], lengths: Sequence[int]) -> Aggregate:
-    """The aggregate named `how`, one of `AGGREGATES`, of all contributions in `parts`. Those of weight zero are
-    ignored.
+    """The aggregate named `how`, one of `AGGREGATES`, of the contributions `parts` with a weight above zero.
 
     `lengths`: elements of each shard. Raises `ConfigError` for another name, `PayloadCorrupt` for a payload of another
     length or cut into other shards.
@@ -67,7 +66,8 @@ class TrimmedMean:
     """The mean of each coordinate without its `trim` lowest and `trim` highest values, one shard at a time.
 
     Weights do not count, except of clipped parts: values are multiplied by the part's weight over the largest weight,
-    which is 1 unless the part was clipped. Raises as `WeightedParts` does.
+    which is 1 unless the part was clipped. Raises `PayloadCorrupt` for a payload of another length or cut into other
+    shards.
     """
 
     left_out: Sequence[LeftOut] = ()  # of every part some values are averaged
@@ -79,7 +79,7 @@ class TrimmedMean:
         self._piece = max(_SHORTEST, BLOCK // len(parts) // _SHORTEST * _SHORTEST)
 
     def shard(self, index: int) -> ShardBlocks:
-        """The aggregate of one shard, as `Aggregate.shard`. Values of a coordinate are summed from the lowest up."""
+        """The trimmed mean of one shard, computed lazily. Values of a coordinate are summed from the lowest up."""
         return functools.partial(self._blocks, self._parts.shard(index))
 
     def _blocks(self, shards: Sequence[Encoded], start: int, stop: int) -> Iterator[torch.Tensor]:

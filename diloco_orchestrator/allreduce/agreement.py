@@ -24,8 +24,8 @@ _PIECE = 16 * _RUN  # elements that are rounded at once: eight contributions of 
 class AgreeingMean:
     """The weighted mean of the contributions that agree most with the others, one shard at a time.
 
-    A quarter of the parts that are not all zeros in a shard, rounded down, is left out there. Arguments and errors as
-    of `WeightedMean`.
+    A quarter of the parts that are not all zeros in a shard, rounded down, is left out there. Raises `PayloadCorrupt`
+    for a payload of another length or cut into other shards.
     """
 
     def __init__(self, parts: Sequence[Part], lengths: Sequence[int]) -> None:
@@ -36,7 +36,7 @@ class AgreeingMean:
             check_cut(lengths, part)
 
     def shard(self, index: int) -> ShardBlocks:
-        """The mean of one shard, as `Aggregate.shard`. Every contribution's shard is read once."""
+        """The mean of one shard without the least agreeing contributions. Every contribution's shard is read once."""
         held = [_once_read(part, index) for part in self._parts]
         numel = self._lengths[index]
         values = [Encoded(part.read(index), part.payload.codec, numel) for part in held]
@@ -91,10 +91,7 @@ def _digits(cosine: float) -> float:
 
 
 def _scale(norm: float, numel: int) -> float:
-    """The power of two that brings a vector's root mean square to between 16 and 32; 0.0 for a vector of zeros.
-
-    Limited to float32's largest, 2**127, so that numbers below 3e-39 become zeros.
-    """
+    """The power of two, at most 2**127, that makes a vector's root mean square 16 to 32; 0.0 for a zero vector."""
     return math.ldexp(1.0, min(5 - math.frexp(norm / math.sqrt(numel))[1], 127)) if norm else 0.0
 
 

@@ -1,7 +1,8 @@
 """The weighted mean of contributions, shard by shard, with the same bits on every machine.
 
-Computed in fp32 on the CPU, in `replica_id` order, with separate multiply and add, because a fused multiply-add, which
-not every CPU has, rounds differently. Elements are independent, so blocks and threads do not change a bit.
+The mean is computed in fp32 on the CPU, in `replica_id` order, with separate multiply and add, because a fused
+multiply-add, which not every CPU has, rounds differently. Elements are independent, so blocks and threads do not change
+a bit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -67,15 +68,12 @@ class WeightedParts:
         return len(self._parts)
 
     def shard(self, index: int) -> list[Encoded]:
-        """One shard of every contribution.
-
-        Raises `PayloadCorrupt` for bytes that are not the shard in the manifest, and what `read` raises.
-        """
+        """One shard of every contribution. Raises `PayloadCorrupt` for other bytes than the manifest's."""
         numel = self.lengths[index]
         return [Encoded(part.read(index), part.payload.codec, numel) for part in self._parts]
 
     def weighted(self, position: int, block: torch.Tensor) -> torch.Tensor:
-        """`block`, elements of the contribution at `position`, times its weight: float32, read-only."""
+        """`block`, elements of contribution number `position`, times its weight: float32, read-only."""
         values = block.to(torch.float32)
         return values if self._ones[position] else values * self.weights[position]
 
@@ -92,7 +90,7 @@ class WeightedMean:
             self._total = self._total + weight
 
     def shard(self, index: int) -> ShardBlocks:
-        """The mean of one shard, in blocks that stay in a core's cache. Raises as `WeightedParts.shard` does."""
+        """The mean of one shard, in cache-sized blocks. Raises `PayloadCorrupt` for other bytes than the manifest's."""
         return partial(self._blocks, self._parts.shard(index))
 
     def _blocks(self, shards: Sequence[Encoded], start: int, stop: int) -> Iterator[torch.Tensor]:
@@ -108,15 +106,16 @@ class WeightedMean:
             yield summed.div_(self._total)
 
 
-def mean_into(shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
+def mean_into(shards: Sequence[torch.Tensor], parts: Sequence[Part], only: Sequence[int] | None = None) -> None:
     """Write the weighted mean of all contributions into `shards`, flat tensors of the payload shards' lengths.
 
-    Raises as `WeightedMean` does.
+    `only`: indices of the shards to average; None: all. Raises `PayloadCorrupt` for bytes that are not the shard in the
+    manifest, and for other lengths or shards.
     """
     mean = WeightedMean(parts, [shard.numel() for shard in shards])
-    for index, shard in enumerate(shards):
+    for index in range(len(shards)) if only is None else only:
         blocks = mean.shard(index)
-        in_threads([partial(_copy, blocks, shard, *each) for each in ranges(shard.numel())])
+        in_threads([partial(_copy, blocks, shards[index], *each) for each in ranges(shards[index].numel())])
 
 
 def _copy(blocks: ShardBlocks, target: torch.Tensor, start: int, stop: int) -> None:

@@ -1,6 +1,6 @@
 """Fetches payload shards and saved states from the store and verifies digest, length, codec, finiteness and norm.
 
-Apart from `allreduce.payload`, because commands that only read records must start without importing torch.
+This file is apart from `allreduce.payload`, because commands that only read records must start without importing torch.
 """
 
 import mmap
@@ -34,9 +34,9 @@ def shard_ranges(numel: int, shard_numel: int) -> list[tuple[int, int]]:
 def fetch(store: Store, key: str, payload: Payload, index: int, *, with_norm: bool = False) -> bytes:
     """The verified bytes of shard `index` of a payload, from `key`: those that the manifest names, all finite.
 
-    Later code decodes them without another check. Raises as `fetch_shard` and `check_shard` do, and `with_norm` as
-    `check_norm`. A replica checks the norm when it decides on a contribution; for committed ones the check is left out,
-    because every replica must average them, whatever norm its CPU computes.
+    Later code decodes them without another check. Raises as `fetch_shard` and `check_shard` do, and with `with_norm` as
+    `check_norm` does. A replica checks the norm when it decides on a contribution; for committed ones the check is left
+    out, because every replica must average them, whatever norm its CPU computes.
     """
     data, whose = fetch_shard(store, key, payload.shards[index]), f"{key} in {store.url}"
     measure = check_shard(data, payload, index, whose)
@@ -104,10 +104,10 @@ def fetch_shard(store: Store, key: str, shard: Shard) -> bytes:
 
 
 def check_shard(data: bytes | memoryview, payload: Payload, index: int, whose: str) -> Measure:
-    """Norm and finiteness of a shard's bytes, if they decode to finite numbers of the declared codec and length. No
-    copy.
+    """Norm and finiteness of a shard's bytes, which must decode to finite numbers of the declared codec and length.
 
-    Raises `PayloadCorrupt` for another codec or length, `NotFinite` for NaN or infinity. `whose`: begins the message.
+    No copy is made. Raises `PayloadCorrupt` for another codec or length, `NotFinite` for NaN or infinity. `whose`:
+    begins the message.
     """
     start, stop = shard_ranges(payload.numel, payload.shard_numel)[index]
     measure = Encoded(data, payload.codec, stop - start).measure()

@@ -46,10 +46,7 @@ class Allocation:
 
 
 class MemoryBudget:
-    """A limit on the bytes of memory that long-lived buffers take in this process. Thread-safe.
-
-    `where`: what set the limit, for messages.
-    """
+    """A limit, set by `where`, on the bytes of this process's long-lived buffers in memory. Thread-safe."""
 
     def __init__(self, limit: int, where: str = ENV_MEMORY) -> None:
         self.limit = limit
@@ -58,7 +55,7 @@ class MemoryBudget:
         self._lock = threading.RLock()  # an allocation may end in a garbage collection that begins while it is held
 
     def take(self, nbytes: int) -> Allocation | None:
-        """Bytes, `nbytes` of them, reserved from the budget, as an `Allocation`; None if fewer bytes are left."""
+        """Reserve `nbytes` of the budget until the returned `Allocation` is deleted; None if fewer bytes are left."""
         with self._lock:
             if self._used + nbytes > self.limit:
                 return None
@@ -110,7 +107,7 @@ def _held(nbytes: int, what: str) -> torch.Tensor:
 
 
 class _Memory(mmap.mmap):
-    """An anonymous memory map that keeps its allocation from the budget."""
+    """An anonymous memory map that holds its `Allocation` of the memory budget as long as it exists."""
 
     allocation: Allocation
 

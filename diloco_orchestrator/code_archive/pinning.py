@@ -57,7 +57,7 @@ _PIPES: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE
 
 @dataclass(frozen=True)
 class Pinned:
-    """The requirements to send. `note`: source of their hashes or why there are none; empty: the user's own."""
+    """The requirements to send to replicas. `note`: where their hashes are from, or why there are none."""
 
     requirements: Requirements | None
     note: str = ""
@@ -137,9 +137,9 @@ def _listed(given: Requirements | None, needed: Sequence[Requirement], secrets: 
 
 
 def _limits(needed: Sequence[Requirement], asked: Sequence[Requirement]) -> list[list[str]]:
-    """Constraints for uv, in order of preference: all versions of this machine, then those of a replica's needs alone.
+    """Constraints for uv, in order of preference: all versions of this machine, then only those that a replica needs.
 
-    The second are pip's on a replica without hashes; they serve machines with inconsistent packages.
+    pip on a replica without hashes uses the second ones; they serve machines with inconsistent packages.
     """
     direct = {canonical(each.name) for each in needed if is_installed(each)}
     every = limits_beside([*needed, *asked])
@@ -248,8 +248,7 @@ def compiled(
     options: Sequence[str],
     **process: Any,
 ) -> tuple["subprocess.CompletedProcess[str]", str]:
-    """The finished process of `uv pip compile`, and the list that it wrote: all dependencies of `wanted`, within
-    `limits`.
+    """The finished process of `uv pip compile`, and its list of `wanted` and all dependencies, within `limits`.
 
     `wanted`, `limits`: lines of a requirements file and of a constraints file. `process`: further arguments of
     `subprocess.run`. Raises `OSError` if uv cannot be run, and `TimeoutExpired` at a `timeout` in `process`.
@@ -272,7 +271,7 @@ def installed_here() -> list[str]:
 
 
 def limits_beside(asked: Sequence[Requirement]) -> list[str]:
-    """`installed_here` without packages that `asked` requires in another version."""
+    """The packages on this machine with their versions, without those that `asked` wants in another version."""
     other = {canonical(each.name) for each in asked if not is_installed(each)}
     return [line for line in installed_here() if canonical(line.partition("==")[0]) not in other]
 

@@ -29,7 +29,7 @@ _WARN_UNFOLDED = 5  # rounds in a row that could not be folded
 
 @dataclass(frozen=True)
 class FoldResult:
-    """The guard after one round: its state, for the commit, and the verdict."""
+    """The result of adding one round to the guard: its state, for the commit, and the verdict."""
 
     state: dict[str, Any]
     verdict: Verdict

@@ -134,7 +134,10 @@ def why_verdict_differs(
     config: RunConfig,
     outer_step: int,
 ) -> str:
-    """Difference of a commit's guard state, verdict or quarantines from `fold_of_commit`, with its arguments; or ""."""
+    """The difference of a commit's guard state, verdict or quarantines from `fold_of_commit`; empty if there is none.
+
+    The arguments are those of `fold_of_commit`.
+    """
     folded = fold_of_commit(commit, guard, manifests, heldout, roster, config, outer_step)
     state = folded.state if folded else None if guard is None else dict(guard)
     if commit.verdict != (folded.verdict if folded else None):
@@ -154,7 +157,7 @@ def vault_base(state: Mapping[str, Any] | None) -> int | None:
 
 
 def outlook(state: Mapping[str, Any] | None, config: GuardConfig) -> str:
-    """Words of the state's rule about what it can judge by now (`GuardRule.outlook`); empty if it is not installed."""
+    """A sentence of the state's guard rule about what it can judge by now; empty if the rule is not installed."""
     try:
         return (
             rule_of_state(state, config.rule, "the guard's state").outlook(state.get("guard"), config) if state else ""
@@ -261,7 +264,7 @@ def _why_discounted(
 
 
 def _why_no_metric(metric: str, named: Sequence[Contribution]) -> str:
-    """Reason why a round has no training metric `metric`: most often the other one was observed."""
+    """Reason why a round has no training metric `metric`: most often its replicas observed the other one."""
     other = "reward" if metric == "loss" else "loss"
     if any(other in manifest.metrics for manifest in named):
         return (
@@ -274,8 +277,8 @@ def _why_no_metric(metric: str, named: Sequence[Contribution]) -> str:
 def _median(name: str, named: Sequence[Contribution]) -> float | None:
     """The median over contributions of a metric's mean; None unless more than half of them observed it.
 
-    NaN if most of these are not finite. With three replicas or more a single one can neither move it beyond the others'
-    range nor introduce a metric that the others do not observe.
+    It is NaN if most of these are not finite. Of three replicas or more, no single one can move the median beyond the
+    others' range or introduce a metric that the others do not observe.
     """
     means = [metric.mean for manifest in named if (metric := manifest.metrics.get(name)) and metric.count]
     finite = [mean for mean in means if math.isfinite(mean)]

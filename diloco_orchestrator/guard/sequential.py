@@ -284,7 +284,7 @@ class _Run:
 
 
 def _halt(run: _Run, alarm: Alarm, what: str, numbers: Mapping[str, Any]) -> Verdict:
-    """The verdict of an alarm. It goes back no further forward than to the model with the best held-out score."""
+    """The verdict that an alarm stops the run. The base to resume from is no later than the best scored one."""
     best = run.metrics.best_model
     back = alarm.rollback_to if best is None else min(best, alarm.rollback_to)
     reason = f"{what}. Roll back to round {back} and {alarm.what_to_do}."

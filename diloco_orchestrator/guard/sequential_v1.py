@@ -169,8 +169,9 @@ class BestLevel(Remembered):
         return filled
 
     def level(self, sigma: float) -> float:
-        """A lower confidence bound of the best level. The best of more blocks is further above the mean by chance,
-        so the bound widens with their number. Before the first full block: 0.0.
+        """A lower confidence bound of the best level; 0.0 before the first full block.
+
+        The best of more blocks is further above the mean by chance, so the bound widens with their number.
         """
         bounds = [
             best - math.sqrt(1.2 + 1.3 * (full.bit_length() - 1)) * sigma / math.sqrt(size)
@@ -180,7 +181,7 @@ class BestLevel(Remembered):
         return max(bounds, default=0.0)
 
     def gain(self) -> float:
-        """The best short block's mean minus the first one's."""
+        """The mean of the best short block of scores minus that of the first one."""
         best = self.best[0]
         return 0.0 if best is None or self.first is None else best - self.first
 
@@ -260,7 +261,7 @@ class Drawdown(Remembered):
     narrow: str = field(default="", init=False)  # a fall that does not count in this round: few shares carry it
 
     def begin(self, model: int) -> None:
-        """Start anew from this model."""
+        """Set both statistics to zero, so that they add up from this model on."""
         self.falls, self.zero = [0.0, 0.0], [model, model]
 
     def judge(
@@ -289,7 +290,7 @@ class Drawdown(Remembered):
         return alarms
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
-        """(name, value, threshold) of both."""
+        """(name, value, threshold) of both statistics, as the verdict lists them."""
         rows = zip(_NAMES, self.falls, CUSUMS, strict=True)
         return [(name, fall, share * threshold) for name, fall, (_, share) in rows]
 
@@ -377,11 +378,11 @@ class SuddenFall(Remembered):
     at_best: int = 0  # the last model not below the best level by more than one usual change
 
     def begin(self, model: int) -> None:
-        """Start anew from this model; the size of usual changes stays."""
+        """Start counting rounds anew from this model; the size of usual changes stays."""
         self.quartet, self.strikes, self.at_best = [0.0, 0, None, 0], 0, model
 
     def judge(self, model: int, held: float, last: Sequence[float]) -> list[Alarm]:
-        """Judge the next model. `last`: the scores before it, oldest first, at most 32."""
+        """Judge the next model by its held-out score. `last`: the scores before it, oldest first, at most 32."""
         best, best_model = self.quartet[2], self.quartet[3]
         if best is None or best - held <= self.largest:
             self.at_best = model
@@ -399,7 +400,7 @@ class SuddenFall(Remembered):
         return [Alarm(what, best_model if fallen else self.at_best, advice, AlarmKind.FALL)]
 
     def learn(self, model: int, held: float, trained: float | None, last: Sequence[float]) -> None:
-        """Learn the next model. `last`: as for `judge`."""
+        """Learn the scores of the next model. `last`: held-out scores before it, oldest first, at most 32."""
         if last and not self.strikes:  # a fall must not set the scale that it is judged by
             change = abs(held - last[-1])
             self.largest = max(FADES * self.largest if change else self.largest, change)
@@ -517,7 +518,7 @@ class MetricChannels:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
-        """(name, value, threshold) of each statistic."""
+        """(name, value, threshold) of each statistic, as the verdict lists them."""
         early = self.early.fall(self.noise.last)
         low = self.new_low.fall(self.noise.last, self.sudden.last_trained or 0.0)
         return [
@@ -538,7 +539,7 @@ class MetricChannels:
 
     @property
     def warning(self) -> str:
-        """A fall of few shares that does not count in this round; empty if there is none."""
+        """A sentence about a fall that only few shares of the held-out set show, so that it does not count; or ""."""
         return self.falls.narrow
 
     @property

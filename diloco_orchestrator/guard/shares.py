@@ -1,4 +1,4 @@
-"""Splits held-out items into N fixed shares by their content, and assigns the shares to the replicas on the roster."""
+"""Splits held-out items into N fixed shares by their content, and assigns the shares to a round's replicas."""
 
 import hashlib
 import json

@@ -46,8 +46,8 @@ class Vault:
     def why_not(self, alarm: Alarm, heldout: float, final_evaluation: bool) -> str:
         """Reason why an alarm halts at once; empty if the second held-out set (confirmation set) is to be scored first.
 
-        It cannot be in the final evaluation round, nor without a kept base that scored better than `heldout`, the
-        round's held-out score.
+        The confirmation set cannot be scored in the final evaluation round, nor without a kept base that scored better
+        than `heldout`, the round's held-out score.
         """
         if final_evaluation:
             return "this is the last round, so that the vault set is not asked"

@@ -46,17 +46,17 @@ def push(
     """Send the model after each of `rounds` of the run in `url` to the Hub's repository `repo_id` ("user/model").
 
     One commit for each, oldest first, tagged "round-<n>"; the newest is what `from_pretrained(repo_id)` loads. By
-    default the model that the run offers, as in `pull`. The repository is made if it is missing. The outer optimizer's
-    state stays in the bucket.
+    default one model: the newest, or after a halt by the guard the best by held-out score. The repository is made if it
+    is missing. The outer optimizer's state stays in the bucket.
 
     Args:
         public: make a public repository, or send to one that is public. Default: a private one.
         token: of the Hub; default: the one that huggingface_hub finds.
         storage_options: credentials and endpoint of the bucket in s3fs spelling.
 
-    Raises `ConfigError` for a name that is none, without a token, for a public repository without `public`, and for a
-    round that has no base or was sent before; `StoreDenied`, `StoreUnavailable` or `StoreError` for the Hub's answers;
-    and the errors of `pull`.
+    Raises `ConfigError` for an invalid repository name, without a token, for a public repository without `public`, and
+    for a round that has no base or was sent before; `StoreDenied`, `StoreUnavailable` or `StoreError` for the Hub's
+    answers; and the errors of `pull`.
     """
     store = open_store(absolute_url(url), storage_options, retry=INTERACTIVE, must_exist=True)
     return push_models(RunReader(store), repo_id, rounds, public=public, token=token)

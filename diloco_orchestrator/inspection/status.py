@@ -181,7 +181,7 @@ class RunReader:
         return self.log.run
 
     def commits(self) -> Sequence[Commit]:
-        """All commits so far, oldest first. Raises `RecordInvalid` where one does not name the digest of the last."""
+        """All commits so far, oldest first. Raises `RecordInvalid` where the hash chain breaks."""
         return self.log.commits()
 
     def snapshots(self) -> list[int]:
@@ -189,7 +189,7 @@ class RunReader:
         return self.log.snapshots()
 
     def rows(self) -> list[RoundRow]:
-        """One `RoundRow` per commit, oldest first, all in memory. Raises as `commits` does."""
+        """One `RoundRow` per commit, oldest first, all in memory. Raises `RecordInvalid` for a broken hash chain."""
         for commit, row in self._new_rows.with_commits():
             self._rows.append(row)
             self._committed_at.append((commit.leg, commit.at))
@@ -200,12 +200,12 @@ class RunReader:
         return list(self._rows)
 
     def model(self) -> DefaultModel:
-        """The model that commands use if no round is named. Raises as `commits` does."""
+        """The model that commands use if no round is named. Raises `RecordInvalid` where the hash chain breaks."""
         self.rows()
         return self._model(self.log.begins())
 
     def _model(self, begins: Sequence[Begin]) -> DefaultModel:
-        """The default model according to the rows read so far."""
+        """The model that commands use if no round is named, according to the rows read so far."""
         found, sign = default_base(self.log, self._bases, begins), _sign(self.log)
         score, newest = (None if each is None else sign * each for each in (found.score, found.newest_score))
         return DefaultModel(found.round, score, found.newest, newest, found.after_verdict)
@@ -214,7 +214,7 @@ class RunReader:
         return self.log.begin_of(leg).record
 
     def new_rows(self) -> "NewRows":
-        """An iterator-like reader that returns rows of all commits at first, then of new ones, keeping none."""
+        """A reader that returns the rows of all commits at first, later of those since its last call; it keeps none."""
         return NewRows(self.log)
 
     def status(self) -> RunStatus:
@@ -352,12 +352,12 @@ class NewRows:
         self._position: Position | None = None
 
     def read(self) -> Iterator[RoundRow]:
-        """The rows of the commits not read yet. Raises `RecordInvalid` for one that does not name the one before."""
+        """The rows of the commits not read yet. Raises `RecordInvalid` where the hash chain breaks."""
         for _, row in self.with_commits():
             yield row
 
     def with_commits(self) -> Iterator[tuple[Commit, RoundRow]]:
-        """The commits not read yet, with their rows. Raises as `read` does."""
+        """The commits not read yet, with their rows. Raises `RecordInvalid` where the hash chain breaks."""
         start = self._log.start()
         if start is None:
             return

@@ -134,7 +134,7 @@ class JoinExecutor(RemoteExecutor):
         }
 
     def _offer(self, request: LaunchRequest) -> Offer:
-        """The offer for a request. Raises ValueError for a variable that looks like a credential."""
+        """The offer to joining machines for a request. Raises ValueError for a variable that looks secret."""
         if exposed := secret_settings(request.env, "env"):
             raise ValueError(
                 f"{', '.join(exposed)} would be written into the bucket with the offer. Pass it as a secret "
@@ -155,7 +155,7 @@ class JoinExecutor(RemoteExecutor):
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
         """Create the attempt's offer to joining machines, or adopt the one that exists. Does not wait for a machine.
 
-        Raises ValueError as `plan` does, before anything is written.
+        Raises ValueError for a variable that looks like a credential, before anything is written.
         """
         offer, name = self._offer(request), attempt_name(request)
         with _as_executor_errors():
@@ -255,14 +255,14 @@ class JoinExecutor(RemoteExecutor):
             yield from lines_of(store, handle.native_id, tail=tail, passes=passes)
 
     def _passes(self, handle: ReplicaHandle) -> Iterator[bool]:
-        """For each pass over the attempt's output, whether the attempt had ended before it; True is the last one."""
+        """One bool per pass over the attempt's output: whether the attempt had ended before it; True is the last."""
         while not self.poll(handle).state.ended:
             yield False
             self._clock.sleep(_FOLLOW_S)
         yield True
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
-        """Handles of all offers of the run, including those of ended attempts."""
+        """Handles of all attempts of the run offered to joining machines, including ended ones."""
         with _as_executor_errors():
             store = self._store()
             found = [
@@ -274,10 +274,7 @@ class JoinExecutor(RemoteExecutor):
         return in_order(found)
 
     def forget(self, run_id: str) -> None:
-        """Delete offers, ends and output of the run's attempts from the bucket.
-
-        The offers are deleted first, so that no machine takes one, and a machine that has one ends it.
-        """
+        """Delete the run's offers, so that machines end their attempts, then ends and output, from the bucket."""
         of_run = re.compile(rf"dl-{re.escape(run_label(run_id))}-r[0-9]+-a[0-9]+")
         with _as_executor_errors():
             store = self._store()
@@ -312,10 +309,7 @@ def _lost(why: str) -> ReplicaStatus:
 
 
 def _listed(store: Store, name: str = "") -> dict[str, set[keys.JoinKey]]:
-    """The keys of offers (attempts for joining machines) and of their records, by attempt name. One LIST request.
-
-    `name`: only of this attempt.
-    """
+    """Keys of offers to joining machines and of their records, by attempt name, or of attempt `name`. One LIST."""
     return by_attempt(store.list(f"{keys.JOINS}{name}/" if name else keys.JOINS))
 
 

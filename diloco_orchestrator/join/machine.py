@@ -50,7 +50,7 @@ class JoinSettings:
 
 @dataclass(frozen=True)
 class Identity:
-    """The machine that takes an attempt, as its record of the taking (`Taken`) names it."""
+    """The machine that takes an attempt, as named in the record by which it takes it (`Taken`)."""
 
     token: str  # random, other for each process
     host: str  # for people
@@ -212,7 +212,7 @@ class Machine:
         return self._read[name]
 
     def _offer(self, name: str, data: bytes) -> Entry[Offer] | None:
-        """The offer in `data`; None if it cannot be read, may not run here, or needs secrets that are missing here."""
+        """The offered attempt in `data`; None if it cannot be read, may not run here, or needs secrets missing here."""
         key = keys.join_offer(name)
         try:
             offer = Offer.from_bytes(data, key)

@@ -19,7 +19,7 @@ def by_attempt(listing: Iterable[ObjectInfo]) -> dict[str, set[keys.JoinKey]]:
 
 
 def offers_in(listing: Iterable[ObjectInfo]) -> dict[str, set[keys.JoinKey]]:
-    """Parsed keys of offers and of their records, by attempt name; attempts without an offer left out."""
+    """Parsed keys of offers (attempts for machines that join) and of their records, by name of the offered attempt."""
     found = by_attempt(listing)
     return {name: records for name, records in found.items() if any(each.record == keys.JOIN_OFFER for each in records)}
 

@@ -121,10 +121,7 @@ class _ByName(Mapping[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class BaseLayout:
-    """The layout of a base: each fragment is a flat vector of its parameters, in the given order, cut into shards.
-
-    `fragments`: parameter names of each fragment.
-    """
+    """The layout of a base: the parameters named in each fragment are one flat vector, cut into shards."""
 
     shapes: Mapping[str, torch.Size]
     fragments: tuple[tuple[str, ...], ...]
@@ -191,10 +188,7 @@ class Base:
 
     @torch.no_grad()
     def fill(self, parameters: Mapping[str, torch.Tensor], momenta: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite these parameters and momenta, any float dtype; the others keep their values.
-
-        If the base had no momenta, those not given become zero.
-        """
+        """Overwrite these parameters and momenta, of any float dtype; the others keep their values, by default zero."""
         if momenta and not self._momenta:
             self._add_momenta()
         for vectors, tensors in ((self._parameters, parameters), (self._momenta, momenta)):
@@ -221,7 +215,7 @@ class Base:
         return base
 
     def copy(self) -> "Base":
-        """A base of its own with the same values, copied shard by shard."""
+        """A new base with the same values in memory of its own, copied shard by shard."""
         base = Base.zeros(self.shapes(list(self._parameters)), self.fragments, self.shard_numel)
         if self._momenta:
             base._add_momenta()
@@ -244,12 +238,12 @@ class Base:
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Every trainable parameter, in name order; see `NamedVector`."""
+        """Every trainable parameter by name, in name order: float32 on the CPU, not to be written to."""
         return _ByName(self._parameters)
 
     @property
     def momenta(self) -> Mapping[str, torch.Tensor]:
-        """The outer momentum of every parameter, by name; empty if the outer optimizer has none. See `NamedVector`."""
+        """The outer momentum of every parameter, by name, not to be written to; empty if the optimizer has none."""
         return _ByName(self._momenta)
 
     def shapes(self, names: Sequence[str]) -> dict[str, torch.Size]:
@@ -312,6 +306,6 @@ class Base:
         return [BaseShard(*pair) for pair in zip(parameters, momenta, strict=True)]
 
     def digest(self, background: Background | None = None) -> BulkDigest:
-        """The digest of the base as `BaseLayout.digest` defines it. `background`: hashes several shards at once."""
+        """The digest of the base: of its layout and of all its shards. `background`: hashes several shards at once."""
         calls = [shard.digest for index in range(len(self.fragments)) for shard in self.shards(index)]
         return self.layout.digest(in_parallel(background or NoBackground(), calls, workers()))

@@ -134,14 +134,14 @@ def step_in_place(base: Base, average: Mapping[str, torch.Tensor], outer: OuterC
 
 
 def step(base: Base, average: Mapping[str, torch.Tensor], outer: OuterConfig) -> Base:
-    """A new base: `base` after an outer step. `average`: as of `step_in_place`."""
+    """A new base: `base` after an outer step. `average`: averaged pseudo-gradients of its parameters, by name."""
     moved = base.copy()
     step_in_place(moved, average, outer)
     return moved
 
 
 def part_of(manifest: Contribution, weight: float, read: ReadShard) -> Part:
-    """A contribution as input (`Part`) of an average. Raises `PayloadCorrupt` if it has no payload."""
+    """A contribution as a `Part`, the input of an average. Raises `PayloadCorrupt` if it has no payload."""
     if manifest.payload is None:
         raise PayloadCorrupt(f"replica {manifest.replica_id} is averaged in round {manifest.round} without a payload.")
     return Part(manifest.replica_id, weight, manifest.payload, lambda index: read(manifest, index))

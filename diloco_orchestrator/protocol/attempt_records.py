@@ -13,7 +13,7 @@ from diloco_orchestrator.protocol.record_format import Record
 
 
 class Intent(Record):
-    """attempts/<attempt>/intent.json: announces an attempt; only the coordinator that creates it may launch that."""
+    """attempts/<attempt>/intent.json: announces an attempt's launch; only the coordinator that created it launches."""
 
     record: ClassVar[str] = "intent"
     replica_id: int = Field(ge=0)
@@ -47,10 +47,10 @@ class Waiting(Record):
 
 
 class Claim(Record):
-    """attempts/<attempt>/claim.<token>.json: created by the process that is the attempt; a second process fails to.
+    """attempts/<attempt>/claim.<token>.json: created by the process that runs the attempt; a second process fails to.
 
     `<token>` is random and stored in the attempt's intent, the record that announces it, so nobody can create the claim
-    before the intent.
+    before the intent exists.
     """
 
     record: ClassVar[str] = "claim"
@@ -116,7 +116,7 @@ class Offer(Record):
 
 
 class Taken(Record):
-    """join/attempts/<name>/<offer>.taken.json: a machine runs the attempt, or a coordinator withdrew its offer."""
+    """join/attempts/<name>/<offer>.taken.json: a machine runs the offered attempt, or its offer is withdrawn."""
 
     record: ClassVar[str] = "taken"
     by: str  # the machine's random id; empty: the offer was withdrawn before a machine had taken it
@@ -138,7 +138,7 @@ class JoinCancel(Record):
 
 
 class JoinEnd(Record):
-    """join/attempts/<name>/<offer>.end.json: how the attempt ended, by its machine, or a coordinator that lost it."""
+    """join/attempts/<name>/<offer>.end.json: how the attempt ended, by its machine or by a coordinator for it."""
 
     record: ClassVar[str] = "join_end"
     state: str  # a value of `ReplicaState` that is an end
@@ -148,6 +148,27 @@ class JoinEnd(Record):
 
 
 _LONGEST = 400  # characters of a reason
+
+
+# Errors by which something outside the process fails: a hub, a bucket, a connection. The same call may work later.
+_OUTSIDE = re.compile(
+    r"OSError|EOFError|gaierror|Connect|Disconnect|Timeout|TimedOut|Unavailable|Network|Protocol|Http|HTTP|SSL|Pipe"
+    r"|IncompleteRead|TooManyRequests|Throttl|^(requests|urllib3|httpx|httpcore|aiohttp|botocore|google|azure|grpc)\."
+)
+
+
+def fault_in(ended: Exit) -> str:
+    """Type and line of the error that ended an attempt, such as "ValueError at train.py:31", from its traceback.
+
+    Equal for two attempts that failed in the same way, whatever the messages say. Empty without a traceback, and where
+    any error of the chain is one by which something outside the process fails.
+    """
+    text = ended.error or ""
+    places = re.findall(r'^  File "(?:.*/)?(.+?)", line (\d+)', text, re.MULTILINE)
+    kinds = re.findall(r"^([A-Za-z_][\w.]*)(?::|$)", text, re.MULTILINE)
+    if not places or not kinds or any(_OUTSIDE.search(kind) for kind in kinds):
+        return ""
+    return f"{kinds[-1].rpartition('.')[2]} at {':'.join(places[-1])}"
 
 
 def reason_of(ended: Exit) -> str:

@@ -68,7 +68,7 @@ def contradictions(claims: Iterable[BaseClaim], own: str, asked: Collection[str]
 
 
 def judged(answers: Sequence[Answer], claims: Iterable[BaseClaim], shared: str | None) -> tuple[Answer, ...]:
-    """`answers` with kind "wrong_base" for every replica whose manifest names another base digest than `shared`."""
+    """The responses `answers` with kind "wrong_base" for manifests with another base digest than `shared`."""
     outside = {claim.replica_id for claim in claims if claim.digest != shared}
     return tuple(
         answer.model_copy(update={"kind": "wrong_base", "reason": "it claims another base than most others"})

@@ -23,7 +23,7 @@ class Head:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The head that `str` or `short` wrote. Raises `ConfigError` for anything else."""
+        """The head (last commit of a log) that a text names, in the form of `str` or `short`. Raises `ConfigError`."""
         found = _FORM.fullmatch(text.strip())
         if found is None:
             raise ConfigError(
@@ -40,5 +40,5 @@ class Head:
 
     @property
     def short(self) -> str:
-        """The head as text with the first 8 digits of its digest, for people to compare."""
+        """The head (last commit of a log) as text with the first 8 digits of its digest, for people to compare."""
         return f"{self.round}:{self.sha256[:_SHOWN]}"

@@ -94,7 +94,7 @@ _KIND_OF = {kind.record: kind for kind in KINDS}
 
 
 def kind_of(record: Record) -> Kind:
-    """The kind of `record`, by its class."""
+    """The kind (schema, keys, writers, size) of a record, by its class."""
     return _KIND_OF[type(record)]
 
 
@@ -105,7 +105,7 @@ def kind_at(key: str) -> Kind | None:
 
 
 def most_bytes(key: str) -> int:
-    """The most bytes that a reader accepts of the object at `key`: a record, a log segment or a log.txt."""
+    """The most bytes that a reader accepts of the object at `key`: one record, many joined ones, or a log.txt."""
     if keys.parse_segment(key) is not None:
         return 256 * MIB  # the commits or manifests of 100 rounds, which are parsed one by one
     kind = kind_at(key)

@@ -22,7 +22,7 @@ _RUN, _SETTINGS = "--run-sha256", "--settings-sha256"
 
 
 def settings_sha256(settings: Mapping[str, JsonValue]) -> Sha256:
-    """The sha256 of the settings (name to value) that a leg, from start or resume to stop, changes; empty if none."""
+    """The sha256 of the settings (name to value) that a leg (start or resume to stop) changes; empty if none."""
     return sha256_hex(canonical_json(dict(settings))) if settings else ""
 
 
@@ -35,7 +35,7 @@ class Launched:
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        """Add the command line options that `arguments` returns and `of_options` reads."""
+        """Add the command line options by which a process gets the digests of run.json and of a leg's settings."""
         parser.add_argument(_RUN, required=True, help="of run.json, as the launcher knows it")
         parser.add_argument(_SETTINGS, default="", help="of the settings that the leg changes")
 
@@ -44,7 +44,7 @@ class Launched:
         return cls(options.run_sha256, options.settings_sha256)
 
     def arguments(self) -> list[str]:
-        """The digests of run.json and of the leg's settings as command line options."""
+        """The digests of run.json, and of the settings changed by the last resume, as command line options."""
         settings = [_SETTINGS, self.settings_sha256] if self.settings_sha256 else []
         return [_RUN, self.run_sha256, *settings]
 

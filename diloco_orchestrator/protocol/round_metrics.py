@@ -15,10 +15,7 @@ from diloco_orchestrator.protocol.replica_names import replicas
 
 
 def round_metrics_of(manifests: Sequence[Contribution], averaged: Collection[int]) -> RoundMetrics:
-    """The metrics of a round for its commit.
-
-    `manifests`: the readable ones that the commit names, in replica_id order. `averaged`: replicas in the average.
-    """
+    """The metrics of a round for its commit, from its readable manifests; `averaged`: replicas in the average."""
     return RoundMetrics(
         loss=_mean("loss", manifests),
         reward=_mean("reward", manifests),
@@ -68,7 +65,7 @@ def never_observed(metric: str, observed: Collection[str]) -> str:
 
 
 def _disagreeing(manifests: Sequence[Contribution]) -> tuple[Disagreeing, ...]:
-    """Replicas that the aggregate left out of the round before, as most manifests that list any do.
+    """Replicas that the aggregate left out of the round before, by the list that most manifests with such a list have.
 
     Honest manifests agree, because equal payloads give equal numbers. In a tie the first list counts.
     """

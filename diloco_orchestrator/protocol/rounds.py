@@ -11,6 +11,7 @@ from typing import Literal
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol.record_format import StampFields
 from diloco_orchestrator.protocol.records import Answer, Clipped, Commit, Disagreeing, Discounted, Quarantine, Result
+from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.protocol.straggler import StragglerDeadline
 
 MAX_EMPTY_ROUNDS = 3  # rounds in a row without a contribution until the run stops as failed
@@ -94,7 +95,7 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     so_far = f"{len(contributors)} of {policy.replicas} contributions" + (
         f", out for good: {_listed(out)}" if out else ""
     )
-    deadline_s = view.deadline.deadline_s if view.deadline else policy.startup_timeout_s
+    deadline_s = _deadline_s(view, policy)
     if len(contributors) >= policy.quorum:
         if not awaited:
             return Decision(Action.COMMIT, so_far, contributors)
@@ -118,10 +119,19 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
 
 def is_ready(view: View, now: float, policy: Policy) -> bool:
     """Whether all replicas that the round waits for (its roster) have responded, or the deadline has passed."""
-    deadline_s = view.deadline.deadline_s if view.deadline else policy.startup_timeout_s
-    return (
-        set(view.roster) <= {a.replica_id for a in view.answers} | set(view.out) or now >= view.opened_at + deadline_s
-    )
+    responded = {a.replica_id for a in view.answers} | set(view.out)
+    return set(view.roster) <= responded or now >= view.opened_at + _deadline_s(view, policy)
+
+
+def _deadline_s(view: View, policy: Policy) -> float:
+    """Seconds from the round's opening for which it waits for the replicas on its roster.
+
+    A leg's first round has no straggler deadline: whoever starts `startup_timeout_s` late may train as long as this
+    replica has.
+    """
+    if view.deadline is not None:
+        return view.deadline.deadline_s
+    return view.waiting_since - view.opened_at + policy.startup_timeout_s
 
 
 def _straggler_time_left(view: View, deadline_s: float, now: float) -> float:
@@ -132,8 +142,9 @@ def _straggler_time_left(view: View, deadline_s: float, now: float) -> float:
 
 
 def _nobody(view: View, contributors: Sequence[int], missing: Sequence[int], out: Sequence[int], policy: Policy) -> str:
-    """The reason, for commit and process log, of a commit that averages no contribution."""
-    others = "; ".join(f"replica {a.replica_id}: {_kind(a)}" for a in view.answers if not contributes(a))
+    """The reason, for commit and process log, why a commit averages no contribution."""
+    said = grouped((a.replica_id, _kind(a)) for a in view.answers if not contributes(a))
+    others = "; ".join(f"{replicas(ids)}: {words}" for ids, words in said)
     who = f"no answer from {_listed(missing)}" if missing else "all answered"
     who += f" but {_listed(out)}, out for good" if out and not missing else ""
     return (
@@ -170,12 +181,12 @@ class Position:
 
     @classmethod
     def at_start(cls, start_sha256: str) -> "Position":
-        """The position before the first commit. `start_sha256`: of start.json."""
+        """The position in the commit log before the first commit. `start_sha256`: of start.json."""
         return cls(round=0, outer_step=0, empty_rounds=0, stop="none", sha256=start_sha256)
 
     @classmethod
     def after(cls, commit: Commit, sha256: str) -> "Position":
-        """The position after `commit`. `sha256`: of the commit's exact bytes."""
+        """The position in the commit log after `commit`. `sha256`: of the commit's exact bytes."""
         return cls(commit.round, commit.outer_step, commit.empty_rounds, commit.stop, sha256)
 
 

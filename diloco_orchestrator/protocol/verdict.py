@@ -56,7 +56,7 @@ class Verdict:
 
     @property
     def kind(self) -> VerdictKind:
-        """`action`, or where the rule sets none, the kind that follows from `fire`."""
+        """The verdict's `action`, or where the guard rule sets none, the kind that follows from `fire`."""
         if self.action is not None:
             return self.action
         if self.fire:

@@ -92,7 +92,7 @@ def is_said(answer: Answer, manifest: Contribution) -> bool:
 
 
 def weighed(answers: Sequence[Answer], shares: Shares) -> tuple[Answer, ...]:
-    """`answers` with the weight of each averaged one set from `shares`."""
+    """`answers`, a commit's list of responses, with the weight of each averaged one set from `shares`."""
     return tuple(
         answer.model_copy(update={"weight": shares.weights[answer.replica_id]}) if answer.averaged else answer
         for answer in answers
@@ -120,7 +120,7 @@ def why_void(commit: Commit, config: RunConfig) -> str:
 def as_read(commit: Commit, config: RunConfig) -> Commit:
     """`commit` itself, or if its weights make it void, the commit in its place that averages nobody and keeps the base.
 
-    Its stop, roster and guard state still count.
+    Its stop, guard state and list of replicas that the next round waits for still count.
     """
     why = why_void(commit, config)
     if not why:
@@ -139,7 +139,7 @@ def as_read(commit: Commit, config: RunConfig) -> Commit:
 
 
 def _by_steps(round_: int, origins: Sequence[Origin], config: RunConfig) -> int:
-    """`sync_every`, less the steps that a payload lacks of a whole round. Work of earlier rounds adds none."""
+    """The weight of a payload by its own inner steps: `sync_every`, less those that it lacks of a whole round."""
     own = sum(origin.steps for origin in origins if origin.round == round_)
     steps = sum(origin.steps for origin in origins)
     return config.sync_every - (max(0, config.round_steps - steps) if own else 0)
@@ -158,7 +158,7 @@ def _equal_payloads(averaged: Sequence[Answer]) -> list[list[int]]:
 
 
 def _times(ratio: Fraction) -> str:
-    """A ratio as text. Bounded, because norms in a forged commit may have a ratio that no float holds."""
+    """A ratio as text, bounded, because norms in a forged commit may have a ratio that no float holds."""
     return f"{float(min(ratio, Fraction(10**99))):.3g} times"
 
 
@@ -191,7 +191,7 @@ class Limit:
 
 
 def limit_of(norms: Sequence[float], fragment: int, before: UsualNorms | None, config: RunConfig) -> Limit:
-    """The norm limit for contributions to `fragment` with these norms (above zero). `before`: of earlier rounds."""
+    """The norm limit for contributions to `fragment` with these norms (above zero). `before`: earlier rounds' norms."""
     usual, factor = median_low(norms), config.clips_above
     if before is not None and config.clips_by_history:
         few = len(norms) < _FEW

@@ -17,7 +17,7 @@ from diloco_orchestrator.store.retrying import without_read_back
 
 
 def create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
-    """Create run.json and the record of the first leg. Raises `RunFolderTaken` if the folder holds a run."""
+    """Create run.json and the first start's record. Raises `RunFolderTaken` if the folder holds a run."""
     if Writer(store, Role.LAUNCHER).create(run) is None:
         raise RunFolderTaken(
             f"{store.url} already holds a run. Give the new run a folder of its own, or inspect that one with "
@@ -67,10 +67,7 @@ def append_commit(log: RunLog, commit: Commit) -> CommitEntry:
 
 
 def request_halt(log: RunLog, by: str, reason: str, stamp: Stamp) -> None:
-    """Create the request to stop the run after its open round, unless there is one.
-
-    Raises `ConfigError` if the newest leg (stretch since start or resume) has ended.
-    """
+    """Create the request to stop the run after its open round, if missing. Raises `ConfigError` after the stop."""
     leg = log.newest_begin().record.leg
     if (result := log.result(leg)) is not None:
         raise ConfigError(

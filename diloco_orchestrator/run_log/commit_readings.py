@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 class Conclusions:
     """Checks whether each commit of a run follows from the log before it. start.json must exist.
 
-    If not, it is void: it ends its round and averages nobody. A leg is a run's stretch from start or resume to stop.
+    A commit that does not follow is void: it ends its round and averages nobody. A leg is a run's stretch from start or
+    resume to stop.
     """
 
     def __init__(self, records: LegRecords) -> None:
@@ -103,8 +104,8 @@ class Conclusions:
     def _check_unchanged(self, entry: CommitEntry, previous: CommitEntry | None, before: Before) -> None:
         """Raise `RecordInvalid` if a commit does not name the digest of the one before because either was changed.
 
-        That may be so if the commit before is void (it averages nobody), or if a second GET of either record gives
-        other bytes than the first. Otherwise the commit itself is wrong, and is read as void.
+        Either counts as changed if the commit before is void (it averages nobody), or if a second GET gives other bytes
+        than the first. Otherwise the commit itself is wrong, and is read as void.
         """
         commit, position = entry.written, before.position
         if not entry.unreadable and previous is not None and previous.contradicts:

@@ -57,7 +57,7 @@ class CommitEntry:
         return replace(self, commit=commit, void=why, contradicts=why, unlinked=unlinked)
 
     def counted(self, commit: Commit) -> Self:
-        """This entry, void for wrong weights alone, with `commit`, which counts one more round that averages nobody."""
+        """This entry, void for wrong weights alone, with `commit`, which averages nobody, in place of its own."""
         return replace(self, commit=commit)
 
     @property
@@ -67,7 +67,7 @@ class CommitEntry:
 
 
 def check_link(entry: CommitEntry, position: Position) -> None:
-    """Raise `RecordInvalid` unless the commit's `previous` is the digest of the record before it, in `position`."""
+    """Raise `RecordInvalid` unless `entry` names the digest of the record before it, which `position` has."""
     if entry.commit.previous != position.sha256:
         raise changed(entry.commit.round, entry.commit.previous, position.sha256)
 

@@ -26,7 +26,7 @@ R = TypeVar("R", bound=Record)
 
 
 class LegConfigs:
-    """Validated configuration of each leg (start or resume to stop). `run`: run.json's. `begin_of`: record or None."""
+    """The configuration of each leg (start or resume to stop), from run.json's, `run`, and its record, `begin_of`."""
 
     def __init__(self, run: RunConfig, begin_of: Callable[[int], Entry[Begin] | None]) -> None:
         self._run = run
@@ -44,7 +44,7 @@ class LegConfigs:
         return self.of_begin(begin)
 
     def of_begin(self, begin: Entry[Begin]) -> RunConfig:
-        """The configuration of the leg with this begin record. Raises `ConfigError` as `of` does."""
+        """The configuration after this start or resume. Raises `ConfigError` for a change that no leg can make."""
         if begin.sha256 not in self._known:
             self._known[begin.sha256] = config_of_leg(self._run, begin.record.settings, guard=True)
         return self._known[begin.sha256]
@@ -53,7 +53,7 @@ class LegConfigs:
 class LegRecords:
     """Caches each record of a leg (start or resume to stop) that it has read; a missing one is fetched at every call.
 
-    Arguments as of `RunLog`.
+    `on_read`: called with key and bytes of every record. `run_json`: the bytes of run.json; None: they are fetched.
     """
 
     def __init__(self, store: Store, on_read: Callable[[str, bytes], None] | None, run_json: bytes | None) -> None:
@@ -79,7 +79,7 @@ class LegRecords:
         return self.starts.chosen()
 
     def begin(self, leg: int) -> Entry[Begin] | None:
-        """The valid begin record of a leg; None if the leg has not begun. Raises as `why_foreign` does."""
+        """The valid record of the start or resume that began a leg, or None. Raises `RecordTooNew`, `RecordTooOld`."""
         if leg not in self._begun:
             self.why_foreign(leg)
         return self._begun.get(leg)
@@ -87,9 +87,9 @@ class LegRecords:
     def why_foreign(self, leg: int) -> str:
         """Reason why the object at a leg's begin key is ignored; empty if it is valid or there is none.
 
-        It is valid if the leg before is, and it can be read, names that leg's last commit, which stopped the leg, and
-        changes only settings that a leg can change. Raises `RecordTooNew` or `RecordTooOld` for a record of another
-        schema that names that commit.
+        A leg is a run's stretch from start or resume to stop. The object is valid if the leg before is, and it can be
+        read, names that leg's last commit, which stopped the leg, and changes only settings that a leg can change.
+        Raises `RecordTooNew` or `RecordTooOld` for a record of another schema that names that commit.
         """
         if leg in self._begun:
             return ""
@@ -102,7 +102,7 @@ class LegRecords:
         return found if isinstance(found, str) else ""
 
     def begin_after(self, leg: int, round_: int, sha256: str) -> Entry[Begin] | None:
-        """The begin record of `leg` if it names this commit as the last before the leg; else None."""
+        """The begin record of `leg` (a start or resume) if it names this commit as the last before it; else None."""
         known = self._begun.get(leg)
         if known is not None:
             return known if (known.record.after_round, known.record.previous) == (round_, sha256) else None
@@ -110,7 +110,7 @@ class LegRecords:
         return found if isinstance(found, Entry) else None
 
     def _begin_as_written(self, leg: int, follows: Callable[[int, str], bool]) -> Entry[Begin] | str | None:
-        """The begin record of a leg, or why the object there is ignored; None if there is no object.
+        """The begin record of a leg (a start or resume), or why the object there is ignored; None without an object.
 
         `follows(round, sha256)`: whether that commit is the last of the leg before.
         """
@@ -138,22 +138,19 @@ class LegRecords:
         return found
 
     def remember_begin(self, begin: Entry[Begin]) -> None:
-        """Cache the begin record of a leg, which the caller has just created."""
+        """Cache the begin record of a leg (a start or resume), which the caller has just created."""
         self._begun[begin.record.leg] = begin
 
     def _follows(self, leg: int, round_: int, sha256: str) -> bool:
-        """Whether the commit of a round has this digest and stopped the leg before `leg`, which has begun."""
+        """Whether the commit of a round has this digest and stopped the leg before `leg`, so that `leg` may begin."""
         raise NotImplementedError
 
     def launched(self, begin: Begin) -> Launched:
-        """The digests that pin the run's configuration since `begin`, a start or resume, for process commands."""
+        """Digests that pin the run's configuration since `begin`, a start or resume, for processes' command lines."""
         return Launched(self.run_sha256, settings_sha256(begin.settings))
 
     def newest_leg(self) -> int:
-        """The number of the newest leg (start or resume to stop) that has begun; 0 before the first. One LIST request.
-
-        Legs count up from 1; the first number without a valid begin record ends them.
-        """
+        """The number of starts and resumes that have a valid record, without a gap; 0 before the first. One LIST."""
         listed = [info.key for info in self.store.list(keys.LEGS)]
         self._listed_outs = [key for key in listed if keys.out.parse(key)]
         parsed = map(keys.parse_leg, listed)
@@ -164,12 +161,11 @@ class LegRecords:
         return leg
 
     def has_result(self, leg: int) -> bool:
-        """Whether `newest_leg`, when called last, listed a result.json of the leg, written by anybody."""
+        """Whether the last listing by `newest_leg` held a result.json of the leg, which anybody may have written."""
         return (leg, keys.result(leg).rpartition("/")[2]) in self._listed
 
     def passed_over(self) -> dict[str, str]:
-        """Keys of the objects about legs (start or resume to stop) that are ignored or unreadable, each with the
-        reason.
+        """Keys of the ignored or unreadable objects about starts, resumes and stops, each with the reason.
 
         Uses the listing of the last `newest_leg` call. Costs a GET for each ignored begin record, and one for the
         newest leg's request to halt.
@@ -184,26 +180,26 @@ class LegRecords:
         return found
 
     def newest_begin(self) -> Entry[Begin]:
-        """The `Begin` record of the newest leg. Raises `NoSuchRun` if the launcher died before it created leg 1."""
+        """The record of the newest start or resume. Raises `NoSuchRun` if the launcher died before the first."""
         return self.begin_of(max(1, self.newest_leg()))
 
     def begins(self) -> list[Begin]:
-        """The `Begin` records of all legs, the newest last. Raises `NoSuchRun` if there is none."""
+        """The records of all starts and resumes, the newest last. Raises `NoSuchRun` if there is none."""
         return [self.begin_of(leg).record for leg in range(1, max(1, self.newest_leg()) + 1)]
 
     def known_begins(self) -> list[Begin]:
-        """The begin records that this object has read so far."""
+        """The records of starts and resumes that this object has read so far."""
         return [entry.record for entry in list(self._begun.values())]
 
     def begin_of(self, leg: int) -> Entry[Begin]:
-        """The begin record of a leg that has begun. Raises `NoSuchRun` if it is missing or invalid."""
+        """The begin record (of a start or resume) of a leg that has begun. Raises `NoSuchRun` if missing or invalid."""
         found = self.begin(leg)
         if found is None:
             raise _no_begin(self.store.url, leg, self.why_foreign(leg))
         return found
 
     def halt(self, leg: int) -> Halt | None:
-        """The request to halt a leg, or None. An object at its key that cannot be parsed is a request too.
+        """The request to halt a leg (start or resume to stop), or None; an unparsable object at its key is one too.
 
         Whoever can write junk there can write a request, and ignored junk would keep everybody else from creating one.
         """
@@ -222,15 +218,12 @@ class LegRecords:
         return cast(Halt, self._entries[key].record)
 
     def out(self, leg: int) -> dict[int, Out]:
-        """Replicas that are launched no more in a leg, by replica id. One LIST request, and a GET for each new record.
-
-        Invalid objects are ignored and logged.
-        """
+        """Replicas that are launched no more until a resume, by id. One LIST, and a GET for each new record."""
         self._listed_outs = [info.key for info in self.store.list(keys.outs(leg))]
         return self.known_out(leg)
 
     def known_out(self, leg: int) -> dict[int, Out]:
-        """Replicas launched no more in a leg, as `out` returns, from the keys that `newest_leg` or `out` listed."""
+        """Replicas launched no more in a leg (start or resume to stop), by the keys of the last listing, by id."""
         found = {}
         for key in self._listed_outs:
             of_leg, replica_id = keys.out.parse(key) or (0, 0)
@@ -239,7 +232,7 @@ class LegRecords:
         return found
 
     def _out(self, key: str) -> Out | None:
-        """The `Out` record at `key`; None, and a warning, if the object there is no valid one."""
+        """The record at `key` that a replica is launched no more; None, with a warning, for an invalid object."""
         if key in self._junk:
             return None
         try:
@@ -254,7 +247,7 @@ class LegRecords:
         return None
 
     def recorded_result(self, leg: int) -> Result | None:
-        """The content of a leg's result.json, or None. It may be forged: `RunLog.result` derives the true one."""
+        """The content of a leg's result.json, which may be forged, or None. `RunLog.result` derives the true one."""
         found = self._read(Result, keys.result(leg))
         return None if found is None else found.record
 

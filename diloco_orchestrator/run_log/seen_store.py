@@ -1,8 +1,8 @@
 """`SeenStore`: a run's folder as one process has seen it, so that asking again costs a request only after a pause.
 
-Who supervises a run and who shows it ask for the same few objects in a loop: the next commit, heartbeats, and records
-that are not there yet. Both ask here. Existing records never change and are kept by their readers; this file keeps what
-may change. How long each pause is follows from the length of a round (`protocol.pace`).
+A coordinator and a display poll the same few objects: the next commit, heartbeats, and records that do not exist yet.
+Existing records never change and are cached by their readers; this file caches what may change, for pauses that follow
+from the length of a round (`protocol.pace`).
 """
 
 import copy
@@ -13,7 +13,7 @@ from diloco_orchestrator.clock import Clock
 from diloco_orchestrator.errors import ObjectMissing
 from diloco_orchestrator.protocol import keys, pace
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.store.base import ObjectInfo, Store, open_file
+from diloco_orchestrator.store.base import ObjectInfo, Store, endpoint_of, open_file
 from diloco_orchestrator.store.retrying import without_read_back
 
 _LISTINGS = (keys.LEGS, keys.REPLICAS, keys.SNAPSHOTS, keys.STARTS)  # that are remembered
@@ -38,11 +38,11 @@ class SeenStore:
 
     @classmethod
     def of(cls, store: Store, clock: Clock) -> "SeenStore":
-        """`store` itself if it is one, else one over it."""
+        """`store` itself if it is a `SeenStore`, else a `SeenStore` over it."""
         return store if isinstance(store, cls) else cls(store, clock)
 
     def follow(self, log: RunLog) -> None:
-        """Take the pauses from the length of the newest round that has ended, and from the run's settings."""
+        """Set the pauses from the length of the newest round that has ended and from the run's settings."""
         self._log = log
         begin = max(log.known_begins(), key=lambda begin: begin.leg, default=None)
         newest = log.newest(begin) if begin is not None else None
@@ -60,7 +60,7 @@ class SeenStore:
         return self._clock.now() - self._newest[1]
 
     def forget(self, key: str = "") -> None:
-        """Let the next call for the object `key` ask the store; by default the next call for any object or listing."""
+        """Drop the cached answer for `key`, by default all, so that the next call asks the store."""
         for known in (self._absent, self._beats):
             known.pop(key, None) if key else known.clear()
         if not key:
@@ -76,6 +76,10 @@ class SeenStore:
     @property
     def url(self) -> str:
         return self._store.url
+
+    @property
+    def endpoint(self) -> str:
+        return endpoint_of(self._store)
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         now = self._clock.now()
@@ -124,7 +128,7 @@ class SeenStore:
         return open_file(self._store, key)
 
     def without_read_back(self) -> "SeenStore":
-        """This store as `without_read_back` returns it."""
+        """A `SeenStore` with the same cache whose `create` reads no existing object to find out whose it is."""
         found = copy.copy(self)  # what is remembered is shared
         found._store = without_read_back(self._store)
         return found
@@ -133,12 +137,13 @@ class SeenStore:
 
     def _pause_s(self, key: str) -> float:
         """For how long the store is not asked for an object, or a listing, again; 0: it is asked at every call."""
-        often_s = pace.records_read_s(self.round_s)
         if keys.commit.parse(key):
             return pace.commits_read_s(self.round_s, self._open_s)
         if keys.heartbeat.parse(key):
             return pace.heartbeats_read_s(self._log.run.config, self.round_s) if self._log else 0.0
         if keys.halt.parse(key) or key == keys.START or key.startswith(keys.STARTS):
-            return often_s
+            return pace.records_read_s(self.round_s)
+        if not key.startswith(_LISTINGS):
+            return 0.0
         # Until a round has ended attempts still start, and the leg may end by its result alone.
-        return (pace.seldom_read_s(self._round_s) if self._round_s else often_s) if key.startswith(_LISTINGS) else 0.0
+        return pace.seldom_read_s(self._round_s) if self._round_s else pace.starts_read_s(self._open_s)

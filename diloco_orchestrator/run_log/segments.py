@@ -96,7 +96,7 @@ def _manifest_line(store: Store, round_: int, answer: Answer) -> bytes:
 
 
 def is_line(data: bytes) -> bool:
-    """Whether an object's bytes can be one line of a segment, which joins records. All records can; junk may not."""
+    """Whether an object's bytes can be a line of a segment, which joins records; true for every record."""
     return data.endswith(b"\n") and data.count(b"\n") == 1
 
 
@@ -104,10 +104,7 @@ def is_line(data: bytes) -> bool:
 
 
 class SegmentReader:
-    """Lists and reads a run's segments (each joins many rounds' commits or manifests), as of the last `refresh`.
-
-    Caches at most two.
-    """
+    """Lists and reads a run's segments (each joins many rounds' commits or manifests). Caches at most two."""
 
     def __init__(self, store: Store, config: RunConfig) -> None:
         self._store = store
@@ -117,11 +114,11 @@ class SegmentReader:
         self._cache: dict[SegmentKey, list[bytes]] = {}
 
     def refresh(self) -> None:
-        """List the segments that exist now. One LIST request."""
+        """List the run's segments, objects that each join many rounds' commits or manifests. One LIST request."""
         self._listed = list_segments(self._store)
 
     def holding(self, round_: int) -> SegmentKey | None:
-        """The segment of commits that holds `round_`, of several the one that reaches furthest; None without any."""
+        """The segment (commits of many rounds in one object) that holds `round_` and reaches furthest; else None."""
         usable = (
             segment
             for segment in self._listed
@@ -130,17 +127,19 @@ class SegmentReader:
         return max(usable, key=lambda segment: segment.last, default=None)
 
     def newest_round(self) -> int:
-        """The last round in a segment of commits; 0 if there is none."""
+        """The last round in a segment, an object with the commits of many rounds; 0 if there is none."""
         return max((segment.last for segment in self._listed if segment.kind == "commits"), default=0)
 
     def refuse(self, segment: SegmentKey) -> None:
-        """Ignore this segment from now on, so that its single commits are read."""
+        """Ignore this segment (many rounds' commits in one object) from now on: its single commits are read instead."""
         self._refused.add(segment)
 
     def read(self, segment: SegmentKey, position: Position) -> list[tuple[CommitEntry, bytes]]:
-        """The commits after `position` in a segment that holds the next one, with their exact bytes. One GET request.
+        """The commits after `position` in the log from `segment`, which holds the next one, with their exact bytes. One
+        GET.
 
-        Raises `RecordInvalid` if the segment is not a chain of the commits of its rounds from `position` on.
+        Raises `RecordInvalid` if the segment, an object with the commits of many rounds, is not a hash chain of the
+        commits of its rounds from `position` on.
         """
         found, before = list[tuple[CommitEntry, bytes]](), position
         lines = self._lines(segment)
@@ -161,7 +160,7 @@ class SegmentReader:
         return found
 
     def previous_of(self, round_: int) -> str | None:
-        """`previous` of the commit of `round_` as it is stored in the segment that begins with that round.
+        """`previous` of the commit of `round_` as the segment (many rounds' commits) that begins with it stores it.
 
         None if there is no such segment, or if it cannot be read, which `read` reports.
         """
@@ -174,7 +173,7 @@ class SegmentReader:
             return None
 
     def manifests(self, round_: int) -> "Manifests | None":
-        """The segment of manifests that holds those of a round; None if there is none."""
+        """The segment that joins many rounds' manifests and holds those of `round_`; None if there is none."""
         held = (each for each in self._listed if each.kind == "manifests" and each.first <= round_ <= each.last)
         segment = next(held, None)
         return None if segment is None else Manifests(segment, self._fetch(segment))
@@ -239,7 +238,7 @@ class CheckedSegments:
         self._on_bad_segment = on_bad_segment or _log_bad_segment
 
     def after(self, position: Position) -> list[CommitEntry]:
-        """The commits after `position` in the segment that holds the next one; empty if no segment can be used."""
+        """The commits after `position` from the segment (many commits in one object) with the next one; else empty."""
         while (segment := self._segments.holding(position.round + 1)) is not None:
             try:
                 lines = self._segments.read(segment, position)
@@ -257,10 +256,10 @@ class CheckedSegments:
         return []
 
     def _check_last(self, last: CommitEntry) -> None:
-        """Raise `RecordInvalid` unless the single commit after a segment's last commit names it, or at the end equals
-        it.
+        """Raise `RecordInvalid` unless a segment's last commit is that of the log: the next commit names it.
 
-        The hash chain within a segment does not cover its last commit.
+        The hash chain within a segment, an object with many commits, does not cover its last commit. Without a next
+        commit the single commit of the same round is compared.
         """
         round_ = last.commit.round
         if self._segments.previous_of(round_ + 1) == last.sha256:

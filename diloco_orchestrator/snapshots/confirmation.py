@@ -22,10 +22,7 @@ _OLD_TAKES = ("2", "3", "4")  # of earlier versions
 
 
 class ConfirmedSnapshots:
-    """The snapshots complete at this object's making; confirmed ones have the base digest that the commit log names.
-
-    One LIST request.
-    """
+    """The snapshots that are complete now (one LIST), and which the commit log confirms by their base digest."""
 
     def __init__(self, run_log: RunLog) -> None:
         self._log = run_log
@@ -38,7 +35,7 @@ class ConfirmedSnapshots:
         return sorted(self._takes)
 
     def complete_takes(self, round_: int) -> list[str]:
-        """The versions of a round's snapshot that have a record, whatever it says."""
+        """The versions of a round's snapshot that have a record (snapshot.json), even one that cannot be read."""
         return [take for take in self._takes.get(round_, ()) if self._is_of_run(round_, take)]
 
     def takes_of(self, round_: int) -> list[str]:
@@ -53,7 +50,7 @@ class ConfirmedSnapshots:
         return [] if digest is None else self.takes_saying(round_, digest)
 
     def takes_saying(self, round_: int, digest: str) -> list[str]:
-        """The complete versions of a round's snapshot whose records name this base digest, confirmed or not."""
+        """The complete versions of a round's snapshot whose records name the base digest `digest`, confirmed or not."""
         named = ((take, self._record(round_, take)) for take in self.complete_takes(round_))
         return [take for take, record in named if record is not None and record.base_digest == digest]
 
@@ -64,10 +61,7 @@ class ConfirmedSnapshots:
     def newest(
         self, count: int, among: Sequence[int], usable: Callable[[int, str], bool] = lambda round_, take: True
     ) -> list[int]:
-        """The newest `count` rounds in `among` with a confirmed snapshot, oldest first; fewer if there are fewer.
-
-        `usable(round, version)`: whether a confirmed version counts.
-        """
+        """The newest `count` rounds in `among` with a confirmed snapshot that is `usable`, oldest first."""
         found: list[int] = []
         for round_ in sorted(among, reverse=True):
             if len(found) == count:

@@ -1,7 +1,6 @@
-"""The files of a snapshot without tensors: config, tokenizer, and a README for models that need more than one call to
-load.
+"""The files of a snapshot without tensors: config, tokenizer, and a README for models that take more than one call.
 
-Equal in every snapshot of a run.
+They are equal in every snapshot of a run.
 """
 
 import copy

@@ -74,7 +74,7 @@ class StoredSnapshot:
         return base
 
     def check(self, start: Start, but: Collection[str] = ()) -> Base:
-        """The base, after reading and checking every file of the snapshot. Raises `RecordInvalid` as `base` does.
+        """The base, after reading and checking every file of the snapshot. Raises `RecordInvalid` for another digest.
 
         `but`: files that the caller checks itself; they are read here only for the base.
         """
@@ -127,10 +127,7 @@ class StoredSnapshot:
 
 
 class RestOfSnapshot:
-    """The untrained tensors of a stored model, by their name in its files.
-
-    If they are read in the order of the files, each file is fetched once.
-    """
+    """A stored model's untrained tensors by name in its files, each of which is fetched once if read in order."""
 
     def __init__(self, snapshot: StoredSnapshot, naming: Naming, trained: Collection[str]) -> None:
         self._snapshot = snapshot
@@ -183,7 +180,7 @@ def _parts_of_base(
 
 
 def first_snapshot_in(run_log: RunLog, start: Start, take: str) -> StoredSnapshot:
-    """A version of snapshot 0 with the first base and files of its record `start`. Raises `ObjectMissing` without."""
+    """A version of snapshot 0, checked against the run's start record. Raises `ObjectMissing` if it is incomplete."""
     record = run_log.snapshot(0, take)
     files = record.files
     if start.first_files is not None:

@@ -53,7 +53,7 @@ def kind_of(item: Any) -> str:
 
 
 def normal_form(text: str) -> str:
-    """The text without what its writing changes: texts that differ in that alone have one normal form.
+    """The text without differences of spelling alone, so that texts which differ in nothing else become equal.
 
     Unicode form NFKC with letters case-folded (fullwidth letters, ligatures and accents written in two characters are
     one way of writing), without invisible characters (format characters such as the soft hyphen, variation selectors),
@@ -127,7 +127,7 @@ def _normal(item: Any) -> Any:
 
 @cache
 def _written(character: str) -> str:
-    """Character that stands for this one in a normal form; empty for an invisible one."""
+    """The character that replaces this one in a text's normal form; empty for an invisible one."""
     category = unicodedata.category(character)
     if category == "Cf" or ord(character) in _IGNORED:
         return ""

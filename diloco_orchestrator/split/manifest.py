@@ -43,8 +43,8 @@ class SplitSettings(_Part):
 class HeldoutManifest(_Part):
     """Held-out items and settings of a split. `excluded`: in neither set, because too similar to a held-out item.
 
-    `version` is the form of `item_hash` in which items are compared: what a split of an earlier version held out is
-    found by the same hashes for as long as its manifest is used.
+    `version` is the form of `item_hash` in which items are compared. A manifest of an earlier version goes on being
+    compared in its own form.
     """
 
     version: Form = NEWEST_FORM
@@ -76,10 +76,7 @@ class HeldoutManifest(_Part):
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """The manifest in a file, or in the folder that a split wrote.
-
-        Raises `ConfigError` if there is none, it has another version, or its items do not have its Merkle root.
-        """
+        """The manifest in a file or a split's folder. Raises `ConfigError` if it is missing, changed or too new."""
         path = Path(path)
         path = path / NAME if path.is_dir() else path
         try:

@@ -1,6 +1,6 @@
 """Near-duplicate texts: those that share most of their grams, weighted by how rare each gram is.
 
-An inverted index over the grams of the held-out texts, in numpy. What two texts must share is `find_near`'s.
+An inverted index over the grams of the held-out texts, in numpy. `find_near` defines grams, weights and threshold.
 """
 
 import re
@@ -60,8 +60,7 @@ def find_near(held: Sequence[str], others: Sequence[str], threshold: float) -> d
     A text is near a held-out one if it holds `threshold` (0 to 1) of its grams, or if the held-out one holds as much of
     the text's. Grams are 2 and 3 words, or 3 and 4 characters in scripts without spaces and in Korean, of the normal
     form without punctuation. A gram that n of all texts share counts 1/sqrt(n): what all items have in common, such as
-    a prompt's form, says little of two of them. Of several the most similar text is returned, of equally similar ones
-    the first.
+    a prompt's form, says little of two of them. The most similar text is returned, of equally similar ones the first.
     """
     index = _Index(held)
     found = [[index.find(each) for each in _windows(_tokens(text))] for text in others]
@@ -107,10 +106,7 @@ def _grams(tokens: _Hashes) -> _Hashes:
 
 
 def _windows(tokens: _Hashes) -> Iterator[_Hashes]:
-    """The grams of a text, or of each window of a long one.
-
-    A held-out text of any length fills most of a window, or lies in one for the most part, wherever it begins.
-    """
+    """The grams of a text, or of overlapping windows of a long one, so that every held-out text fits one window."""
     last = max(0, len(tokens) - _LONG_TEXT // 2)
     for start in range(0, max(1, last), _LONG_TEXT // 2):
         yield _grams(tokens[start : start + _LONG_TEXT])
@@ -118,17 +114,17 @@ def _windows(tokens: _Hashes) -> Iterator[_Hashes]:
 
 @dataclass(frozen=True)
 class _Window:
-    """Grams of a text that are in the index, by their place there, and how many others it has."""
+    """The grams of a text that the index of held-out texts has, by their index there, and the number of its others."""
 
     places: _Numbers
     others: int
 
 
 class _Index:
-    """The grams of the held-out texts, and for each the first `_POSTINGS` of the texts that have it.
+    """The grams of the held-out texts, and for each gram the first `_POSTINGS` texts that have it.
 
     A gram counts only for the texts that are listed with it. So frequent grams cost no more than others, and of more
-    than `_POSTINGS` texts that share most of their grams, the first ones stand for all.
+    than `_POSTINGS` texts that share most of their grams, only the first ones can be found.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -144,14 +140,14 @@ class _Index:
         self._sizes = np.bincount(self._owners, minlength=len(texts))  # grams that count, by text
 
     def find(self, grams: _Hashes) -> _Window:
-        """Which of these grams are in the index."""
+        """The grams of a text that are in the index, and the number of those that are not."""
         places = np.searchsorted(self._grams, grams)
         places = places[places < len(self._grams)]
         places = places[self._grams[places] == grams[: len(places)]]
         return _Window(places, len(grams) - len(places))
 
     def weigh(self, windows: Sequence[_Window]) -> None:
-        """Weigh every gram by how many of the held-out texts and of these windows have it."""
+        """Set the weight of every gram (2 to 4 tokens in a row) by how many held-out texts and `windows` have it."""
         texts_with = self._texts_with.copy()
         for window in windows:
             texts_with[window.places] += 1
@@ -159,7 +155,7 @@ class _Index:
         self._whole = np.bincount(self._owners, np.repeat(self._weights, self._counts), minlength=len(self._sizes))
 
     def nearest(self, window: _Window, threshold: float) -> Near | None:
-        """The held-out text that the window is nearest to, if it is near one."""
+        """The held-out text that is nearest to the window of a text; None if it is below `threshold`."""
         if not len(window.places):
             return None
         weights, counts = self._weights[window.places], self._counts[window.places]

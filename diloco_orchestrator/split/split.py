@@ -98,14 +98,11 @@ class HeldoutSplit:
                 raise ConfigError(f"{name}={value!r} of a split must be {allowed}, such as 0.1 for a tenth.")
 
     def holds_out(self, group: Any) -> bool:
-        """Whether the key of a group, text or JSON, falls into the held-out share, as it is spelled."""
+        """Whether the split holds out the group with this key, text or JSON, in exactly this spelling."""
         return self._falls(_drawn_by(group))
 
     def split(self, items: Sequence[SplitItem]) -> Splitting:
-        """Decide the set of every item.
-
-        Raises `ConfigError` for an id given twice, a parent that no item has, and a split in which one set is empty.
-        """
+        """Decide every item's set. Raises `ConfigError` for a repeated id, an unknown parent, and an empty set."""
         hashes = [item_hash(each.content) for each in items]
         chosen, spellings = self._chosen(items)
         # One of equal held-out items is scored; which one does not depend on their order.
@@ -166,7 +163,7 @@ class HeldoutSplit:
     def _near(
         self, items: Sequence[SplitItem], chosen: Sequence[bool], why: Mapping[str, Exclusion]
     ) -> dict[str, Exclusion]:
-        """Reasons for which training texts are excluded, by id: each is near a held-out one."""
+        """The reason why each training text near a held-out one is excluded, by item id."""
         if self.near_duplicates is None:
             return {}
         # By id: of equally similar held-out texts the first one is named, whatever the order of the items.
@@ -227,7 +224,7 @@ def text_of(content: Any) -> str:
 
 
 def _drawn_by(group_or_content: Any) -> bytes:
-    """Hash by which a group goes to either set: `item_hash` in form 1, so that splits of earlier versions go on."""
+    """The hash that decides a group's set: `item_hash` in form 1, so that splits of earlier versions stay the same."""
     return item_hash(group_or_content, form=1)
 
 
@@ -236,7 +233,7 @@ def _key_of(item: SplitItem) -> bytes:
 
 
 def _group_form(group: Any) -> ItemHash:
-    """Hash that all spellings of a group's key have in common. A number and its digits are one key."""
+    """A hash that is equal for all spellings of a group's key. A number and its digits are one key."""
     if isinstance(group, float) and group.is_integer():
         group = int(group)
     return item_hash(str(group) if isinstance(group, int | float) else group)

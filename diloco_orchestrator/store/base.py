@@ -35,8 +35,8 @@ class Store(Protocol):
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         """Bytes [start, end) of the object; fewer if the object ends earlier.
 
-        Raises `ObjectMissing` if it does not exist. Objects are always complete: a writer that died left the whole
-        object or none.
+        Raises `ObjectMissing` if it does not exist. A returned object is always complete, also if its writer died: a
+        write shows the whole object or nothing.
         """
         ...
 
@@ -74,6 +74,21 @@ class GivesUrls(Protocol):
 
 
 @runtime_checkable
+class KnowsEndpoint(Protocol):
+    """A store whose URL alone does not say where it is: another server may have a bucket of the same name."""
+
+    @property
+    def endpoint(self) -> str:
+        """The server's URL, and the account if the URL names none; empty for the vendor's own server."""
+        ...
+
+
+def endpoint_of(store: Store) -> str:
+    """The URL of the server that a store is on; empty if the store's own URL says it all."""
+    return store.endpoint if isinstance(store, KnowsEndpoint) else ""
+
+
+@runtime_checkable
 class OpensFiles(Protocol):
     """A store whose objects are local files, which can be mapped into memory instead of copied."""
 
@@ -86,5 +101,5 @@ class OpensFiles(Protocol):
 
 
 def open_file(store: Store, key: str) -> IO[bytes] | None:
-    """The object as an open file, as `OpensFiles.open_file`; None in a store that is no local folder."""
+    """The object as an open file, if the store is a folder whose files can be mapped into memory; else None."""
     return store.open_file(key) if isinstance(store, OpensFiles) else None

@@ -40,7 +40,7 @@ def _unescaped(text: str) -> str:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """A regular file, open for reading. Raises `OSError` for anything else, at once."""
+    """A regular file, open for reading. Raises `OSError` at once for anything else, such as a FIFO."""
     # Without O_NONBLOCK, opening a FIFO waits for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

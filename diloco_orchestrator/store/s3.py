@@ -39,12 +39,13 @@ def open_s3(url: str, options: Mapping[str, Any], single_put_limit: int = OBJECT
         raise ConfigError(f"{url} names no bucket. Write s3://bucket/folder.")
     settings = _settings(options)
     session = _session(boto3, settings)
-    anonymous = bool(settings.get("anon"))
+    anonymous = bool(settings.get("anon", is_anonymous()))
     credentials = None if anonymous else _credentials(session, url)
     if not anonymous and credentials is None:
         raise StoreDenied(
             f"there are no S3 credentials for {url}: neither in the environment nor in a profile nor from a role. "
-            "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or pass storage_options."
+            "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or pass storage_options; to read a "
+            "public bucket, AWS_SKIP_SIGNATURE=true."
         )
     endpoint = settings.get("endpoint_url") or _endpoint_of(session)
     where: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}  # obstore refuses None
@@ -66,14 +67,14 @@ def open_s3(url: str, options: Mapping[str, Any], single_put_limit: int = OBJECT
         )  # `BotocoreCredentials` says why not the same one
 
     uploads = MultipartUploads(client, parts.netloc, parts.path.strip("/"))
-    return ObstoreEngine(store, url.rstrip("/"), uploads, single_put_limit)
+    return ObstoreEngine(store, url.rstrip("/"), uploads, single_put_limit, endpoint=plain_endpoint(endpoint or ""))
 
 
 def address_of(options: Mapping[str, Any]) -> dict[str, str]:
     """Endpoint and region of S3 from this process's environment or profile, in the spelling of storage options.
 
-    Replicas on other machines need both, because they lack this machine's environment and profile. Without values that
-    `options` set, and without Amazon's default endpoint. Empty without boto3. Raises `ConfigError` for an unknown
+    Replicas on other machines need both, because they lack this machine's environment and profile. Values that
+    `options` set and Amazon's default endpoint are left out. Empty without boto3. Raises `ConfigError` for an unknown
     option or profile.
     """
     try:
@@ -148,5 +149,21 @@ def _credentials(session: Any, url: str) -> Any:
 
 def _endpoint_of(session: Any) -> str | None:
     """The endpoint that AWS_ENDPOINT_URL or a profile sets, or None for Amazon's own."""
-    endpoint = str(session.client("s3", region_name=session.region_name or _DEFAULT_REGION).meta.endpoint_url)
-    return None if endpoint.endswith(".amazonaws.com") else endpoint
+    client = session.client("s3", region_name=session.region_name or _DEFAULT_REGION)
+    return plain_endpoint(str(client.meta.endpoint_url)) or None
+
+
+def is_anonymous() -> bool:
+    """Whether the environment asks for requests without a signature, in the words of obstore's stores."""
+    return os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true")
+
+
+def pays_for_requests() -> bool:
+    """Whether the environment offers to pay for reading a bucket whose requester pays, in the words of obstore."""
+    return os.environ.get("AWS_REQUEST_PAYER", "").lower() in ("requester", "true")
+
+
+def plain_endpoint(url: str) -> str:
+    """An endpoint's URL without a slash at its end; empty for Amazon's own."""
+    plain = url.rstrip("/")
+    return "" if plain.endswith(".amazonaws.com") else plain

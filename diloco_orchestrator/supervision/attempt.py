@@ -120,7 +120,7 @@ def on(states: _States, events: _Events, to: _States = ()) -> Callable[[_Rule], 
 
 
 def refuse(states: _States, events: _Events, why: str) -> None:
-    """Add to the table `why` pairs of `states` and `events` that have no rule cannot occur."""
+    """Add to the table that `events` cannot occur in `states`, except in pairs with a rule, and `why`."""
     for pair in _pairs(states, events):
         if pair not in MOVES:
             REFUSED.setdefault(pair, why)
@@ -154,24 +154,25 @@ def diagram() -> str:
 # -- how an attempt ended ---------------------------------------------------------------------------------------------
 
 
-def end_step(state: Alive, outcome: Outcome, reason: str, now: float) -> Step:
+def end_step(state: Alive, outcome: Outcome, reason: str, now: float, fault: str = "") -> Step:
     """The transition to `Ended`. A cancelled attempt ends as an error, unless its outcome is done or superseded."""
     if outcome is Outcome.SUPERSEDED:
         words = "it exited because another process has its replica, which is followed now"
         return Step(Ended(outcome, now, reason), (FindSuccessor(),), words)
     if isinstance(state, Cancelling) and outcome is not Outcome.DONE:
-        outcome, reason = Outcome.ERROR, state.why
-    return Step(Ended(outcome, now, reason), (), f"ended ({outcome}): {reason}")
+        outcome, reason, fault = Outcome.ERROR, state.why, ""
+    return Step(Ended(outcome, now, reason, fault=fault), (), f"ended ({outcome}): {reason}")
 
 
 @on((Reserved, Postponed, Running, Cancelling), ExitSeen, to=Ended)
 def _exit_seen(state: Alive, event: ExitSeen, now: float, policy: AttemptPolicy) -> Step:
-    return end_step(state, outcome_of(event.code, event.status), f"{event.reason} (exit code {event.code})", now)
+    outcome, reason = outcome_of(event.code, event.status), f"{event.reason} (exit code {event.code})"
+    return end_step(state, outcome, reason, now, event.fault)
 
 
 @on(Unreachable, ExitSeen, to=(Unreachable, Ended))
 def _exit_of_unreachable(state: Unreachable, event: ExitSeen, now: float, policy: AttemptPolicy) -> Step:
-    """Ignore the exit code "superseded" of an attempt without a successor, which is followed by its heartbeat.
+    """Ignore the exit code "superseded" of an attempt without a successor; its heartbeats show whether it lives.
 
     A forged record of that kind would otherwise count again and again, and a dead attempt would never be hung.
     """
@@ -186,12 +187,12 @@ def _replaced(state: Alive, event: Replaced, now: float, policy: AttemptPolicy) 
     outcome, reason = event.outcome or Outcome.ERROR, event.reason or "it left no exit record"
     step = end_step(state, outcome, reason, now)
     assert isinstance(step.state, Ended)
-    return step._replace(state=replace(step.state, took_part=event.took_part))
+    return step._replace(state=replace(step.state, took_part=event.took_part, fault=event.fault))
 
 
 @on(Ended, Replaced)
 def _judged(state: Ended, event: Replaced, now: float, policy: AttemptPolicy) -> Step:
-    """Replace the outcome seen here by that in the record of the next attempt, so that all coordinators count alike."""
+    """Replace the outcome seen here by that in the next attempt's record, so that all coordinators count alike."""
     if event.outcome is None:
         return Step(state)
     return Step(Ended(event.outcome, state.at, event.reason, event.took_part))
@@ -448,7 +449,7 @@ def _cancel_failed(state: Cancelling, event: CancelFailed, now: float, policy: A
 
 @on(Cancelling, Tick, to=(Cancelling, Ended))
 def _cancel_on(state: Cancelling, event: Tick, now: float, policy: AttemptPolicy) -> Step:
-    """Repeat the cancel, or the search for the process; end the attempt `cancelled_for_s` after one without effect."""
+    """Repeat an unaccepted cancel, or the search for the process; end the attempt after `cancelled_for_s`."""
     unanswered = state.accepted or state.handle is None
     if unanswered and now - state.cancelled_at > policy.cancelled_for_s:
         calling = state.handle is None and state.search_at is None
@@ -522,6 +523,10 @@ class ReplicaView:
     state: State = field(default_factory=Unlaunched)
     # Ended attempts of this leg, the newest included, since the newest of them that took part in a commit.
     endings: Mapping[Outcome, int] = field(default_factory=dict)
+    # Error type and line of the newest end, and how many ends in a row are alike; "" and 0 after any other end, and
+    # after one of an attempt that took part in a commit.
+    fault: str = ""
+    faults: int = 0
 
     @property
     def who(self) -> tuple[int, int]:
@@ -541,14 +546,23 @@ def follow(view: ReplicaView, event: Event, now: float, policy: AttemptPolicy) -
         endings = _counted({}, step.state, +1)
     elif not isinstance(step.state, GivenUp):
         endings = _counted(_counted(endings, view.state, -1), step.state, +1)
-    return replace(view, state=step.state, endings=endings), step
+    fault, faults = _faults(view, step.state)
+    return replace(view, state=step.state, endings=endings, fault=fault, faults=faults), step
+
+
+def _faults(view: ReplicaView, state: State) -> tuple[str, int]:
+    """The error that the replica's last attempts ended with, and of how many, once the newest is in `state`."""
+    if not isinstance(state, Ended):
+        return view.fault, view.faults
+    if state.took_part or state.outcome is not Outcome.ERROR or not state.fault:
+        return "", 0
+    if isinstance(view.state, Ended):
+        return view.fault, view.faults
+    return state.fault, view.faults + 1 if state.fault == view.fault else 1
 
 
 def _counted(endings: Mapping[Outcome, int], state: State, change: int) -> Mapping[Outcome, int]:
-    """The number of ends by outcome, `endings`, with `change` added for `state` if it is an end that counts.
-
-    Superseded attempts do not count: another attempt of the replica was alive.
-    """
+    """`endings`, the ends by outcome, with `change` added for `state` if that ended and was not superseded."""
     if not isinstance(state, Ended) or state.outcome is Outcome.SUPERSEDED:
         return endings
     return {**endings, state.outcome: endings.get(state.outcome, 0) + change}

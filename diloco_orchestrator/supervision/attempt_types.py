@@ -43,7 +43,7 @@ class Beat:
 class Refusal:
     """The provider's refusals to launch an attempt: since when, the newest error, and the number of calls.
 
-    `denied`: it rejects our credentials; False: it is down or overloaded.
+    `denied`: True if the provider rejects our credentials, False if it is down or overloaded.
     """
 
     since: float
@@ -125,6 +125,7 @@ class Ended:
     at: float  # when this coordinator learned of it
     reason: str
     took_part: bool = False  # a commit averaged its contribution, so that its replica's budgets are full again
+    fault: str = ""  # type and line of the error in its exit record, by `fault_in`; empty where there is none
 
 
 @dataclass(frozen=True)
@@ -200,14 +201,14 @@ class ClaimLost:
 
 @dataclass(frozen=True)
 class VendorSaid:
-    """Event: the provider reported a status other than UNKNOWN."""
+    """Event: the provider reported a status of the attempt other than UNKNOWN."""
 
     status: ReplicaStatus
 
 
 @dataclass(frozen=True)
 class VendorBlind:
-    """Event: the provider could not report a status."""
+    """Event: the provider could not report the attempt's status."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,7 @@ class ExitSeen:
     code: int
     reason: str
     status: ReplicaStatus | None = None
+    fault: str = ""  # as in `Ended`
 
 
 @dataclass(frozen=True)
@@ -254,7 +256,7 @@ class CancelFailed:
 
 @dataclass(frozen=True)
 class SearchDone:
-    """Event, the reply to `CallFind`: the handle of the attempt's process; None if the provider has no such."""
+    """Event, the reply to `CallFind`: the handle of the attempt's process; None if the provider has no such process."""
 
     handle: ReplicaHandle | None
 
@@ -273,11 +275,12 @@ class LegStopped:
 
 @dataclass(frozen=True)
 class Replaced:
-    """Event: a later attempt of the replica exists. `outcome`, `took_part`: of this one, if its record names them."""
+    """Event: a later attempt of the replica exists. Its intent may name `outcome` and `took_part` of this attempt."""
 
     outcome: Outcome | None = None
     reason: str = ""
     took_part: bool = False
+    fault: str = ""  # as in `Ended`
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ _COSTS_EVERY_S = 5.0  # adding them up is a LIST and a few GETs; five seconds of
 
 
 def limit_reached(config: RunConfig, used: LegCost) -> str:
-    """Reason why the run must be halted after `used` hours and dollars of its leg; empty while limits are kept."""
+    """Reason why the run must be halted after `used` hours and dollars since its last start or resume; else empty."""
     if config.max_hours is not None and used.hours >= config.max_hours:
         return f"max_hours={config.max_hours:g} is reached"
     if config.max_cost_usd is not None and used.usd is not None and used.usd >= config.max_cost_usd:
@@ -27,10 +27,7 @@ def limit_reached(config: RunConfig, used: LegCost) -> str:
 
 
 def check_cost_limit(config: RunConfig, hourly_usd: Sequence[float | None]) -> None:
-    """Raise `ConfigError` if `max_cost_usd` is set and the price of a replica's machine is not known.
-
-    `hourly_usd`: price per replica; None: not known.
-    """
+    """Raise `ConfigError` if `max_cost_usd` is set and the price of a replica's machine is not known (None)."""
     unknown = [i for i, price in enumerate(hourly_usd) if price is None]
     if config.max_cost_usd is not None and unknown:
         raise ConfigError(
@@ -52,7 +49,7 @@ class LegBudget:
         self._spent_or_unlimited = config.max_hours is None and config.max_cost_usd is None
 
     def enforce(self, now: float, wall_time: float) -> None:
-        """Request a halt of the leg once its hours or dollars are used up. Reads the costs at most every 5 s.
+        """Request a halt of the run once the hours or dollars of its leg are used up. Reads costs at most every 5 s.
 
         `now`: seconds on this process's monotonic clock; `wall_time`: seconds since 1970.
         """

@@ -36,10 +36,7 @@ _LAUNCH_POLL_S = 0.02  # between two checks whether a launch call has returned; 
 
 @dataclass(frozen=True)
 class Means:
-    """The executor, clock and credentials with which a process supervises a run.
-
-    `storage_options` and `secrets` are passed to the replicas that it launches.
-    """
+    """The executor and clock that supervise a run, and the storage options and secrets for launched replicas."""
 
     executor: ServerlessExecutor
     clock: Clock
@@ -92,14 +89,14 @@ class Coordinator:
         self._fleet.tick(stopped=False)  # an earlier coordinator may have died between a record and its call
 
     def check_means(self) -> None:
-        """Raise `ConfigError` if options, secrets or code for a relaunch are missing here, while the leg goes on."""
+        """Raise `ConfigError` if options, secrets or code for a relaunch are missing here and the run goes on."""
         if not self._end.reached():
             self._requests.check(self._executor)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Read all states, decide and act, once. True when the leg has stopped and no attempt of it is known to run."""
+        """Read all states, decide and act, once. True when the run has stopped and no attempt of it is known to run."""
         self._observe()
         actions = self._decide()
         self._fleet.launch([action for action in actions if isinstance(action, fleet_policy.Launch)])
@@ -110,10 +107,7 @@ class Coordinator:
         return self._finish()
 
     def _observe(self) -> None:
-        """Advance every attempt by what bucket, provider and clock report.
-
-        After a gap between calls, such as an outage of the store, heartbeat timeouts start anew.
-        """
+        """Advance every attempt by what bucket, provider and clock report; an outage of the store is no silence."""
         if self._stopped_at is None:
             self._seen.follow(self.reader.log)
             self._stopped_at = self._clock.now() if self._end.reached() else None
@@ -131,10 +125,7 @@ class Coordinator:
         return fleet_policy.decide(view, now, self._policy, self._config.retry, self._config.contributions_needed)
 
     def _halt_reason(self, now: float) -> str:
-        """The reason of a request to halt; empty if none is known.
-
-        Costs a request only if a replica cannot respond; otherwise replicas obey the halt by themselves.
-        """
+        """The reason of a request to halt, read only if a replica cannot respond and obey it; empty without one."""
         if all(fleet_policy.can_take_part(view.state, now, self._policy) for view in self._fleet.views):
             return ""
         halt = self.reader.log.halt(self.leg)
@@ -151,7 +142,7 @@ class Coordinator:
                 self.stop(status, why)
 
     def _keep_house(self) -> None:
-        """Enforce limits and delete old objects while the leg goes on; after its stop the next may need any object."""
+        """Enforce limits and delete old objects until the run stops; not later, when a resume may need any object."""
         self._budget.enforce(self._clock.now(), self._clock.wall_time())
         try:
             self._sweeper.step()
@@ -172,10 +163,7 @@ class Coordinator:
         return self._fleet.alive()
 
     def wait_for_launches(self, patience_s: float) -> None:
-        """Wait until every launch call has returned, at most `patience_s` seconds.
-
-        Raises `ExecutorDenied` if the provider rejected a launch; the others are launched.
-        """
+        """Wait `patience_s` for all launch calls. Raises `ExecutorDenied` if the provider rejected one of them."""
         deadline = self._clock.now() + patience_s
         self._fleet.take_launch_answers()
         while self._vendor.is_launching() and self._clock.now() <= deadline:
@@ -192,7 +180,7 @@ class Coordinator:
         self._fleet.cancel_all(why)
 
     def stop(self, stop: rounds.Stop, why: str) -> None:
-        """Stop the leg without the replicas: commit a stop and cancel all attempts. `why` goes into the commit."""
+        """Stop the run without the replicas: commit a stop and cancel all attempts. `why` goes into the commit."""
         self._seen.forget()
         self._end.commit_stop(stop, why)
         log.warning("the run is stopped (%s): %s", stop, why)

@@ -50,8 +50,8 @@ def check_route(
 ) -> None:
     """Raise `ConfigError` if a replica on another machine would have no credentials for the bucket of `url`.
 
-    Also if they are a profile, a section of a file on this machine. Checks S3, GCS and Azure only, and only executors
-    that report which credentials their replicas have.
+    A profile counts as none, because it is a section of a file on this machine. Only S3, GCS and Azure are checked, and
+    only executors that report which credentials their replicas have.
 
     Args:
         storage_options: as the user gave them.

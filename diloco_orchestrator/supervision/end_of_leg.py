@@ -10,8 +10,8 @@ import platform
 from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.kinds import Role
-from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import Begin, By, Commit, Halt, Result
+from diloco_orchestrator.protocol.record_format import By, Stamp
+from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Result
 from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.run_log.append import append_commit
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
@@ -24,10 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class EndOfLeg:
-    """Writes the missing last records of a leg: stop commit, result, snapshot. Methods are safe to repeat and race.
-
-    `begin`: the leg's begin record. A leg is a run's stretch from start or resume to stop.
-    """
+    """Writes a stopped run's missing last records, safe to repeat and race. `begin`: the last start or resume."""
 
     def __init__(self, run_log: RunLog, begin: Entry[Begin], stamp: Stamp) -> None:
         self._log = run_log
@@ -37,18 +34,15 @@ class EndOfLeg:
         self._stamp = stamp
 
     def reached(self) -> bool:
-        """Whether the leg has stopped.
-
-        Two GETs while it goes on: the open round's commit (before the first model `start.json`) and the leg's result.
-        """
+        """Whether the run has stopped since `begin`. Two GETs while it goes on: the open round's commit, the result."""
         last = self._last()
         return bool(last and last.commit.stop != "none") or self._log.result(self._begin.leg) is not None
 
     def commit_stop(self, stop: rounds.Stop, why: str) -> None:
-        """End the leg with a commit of the open round that averages nobody and keeps base and guard state.
+        """Stop the run by a commit of the open round that averages nobody and keeps base and guard state.
 
-        `stop`: "halted" or "failed". Writes only a request to halt and the leg's result if no replica ever created
-        the first base.
+        `stop`: "halted" or "failed". Writes only a request to halt and the result if no replica ever created the first
+        base.
         """
         while not self.reached():
             if self._log.start() is None:
@@ -61,11 +55,17 @@ class EndOfLeg:
             append_commit(self._log, self._stop_commit(last, stop, why))
 
     def finalize(self) -> None:
-        """Write the leg's result and its last snapshot, after a halt by the guard also the best one, unless they exist.
+        """Write the missing ones of a stopped run's result, last snapshot and, after a halt by the guard, best
+        snapshot.
 
         Called once no attempt runs any more.
         """
         last = self._last()
+        if last is not None and last.commit.stop == "none":
+            # A replica that was thought dead brought a model after the run was stopped for want of one.
+            halt = self._log.halt(self._begin.leg)
+            self.commit_stop("halted", halt.reason if halt else "it was stopped before its first commit")
+            last = self._last()
         if last is None:
             return
         if self._log.result(self._begin.leg) is None:
@@ -82,7 +82,7 @@ class EndOfLeg:
         return entry.commit.round if entry is not None and entry.commit.applied else self._begin.from_round
 
     def _last(self) -> CommitEntry | None:
-        """The newest commit of this leg; None before its first, and once a later leg has commits."""
+        """The newest commit of this leg (start or resume to stop); None without any, and once a later leg has some."""
         newest = self._log.newest(self._begin)
         return newest if newest is not None and newest.commit.leg == self._begin.leg else None
 
@@ -110,10 +110,7 @@ class EndOfLeg:
         )
 
     def _ensure_last_snapshot(self) -> None:
-        """Write the snapshot of the leg's last base unless it exists, so that every leg ends with one.
-
-        If payloads that the base needs cannot be read, the leg ends without it, with an error in the log.
-        """
+        """Write the snapshot of the last base before the stop, if missing; unreadable payloads are a logged error."""
         round_, snapshots = self.last_base(), ConfirmedSnapshots(self._log)
         # The log claims nothing of the base that a halt by request leaves, until a leg starts from it.
         unclaimed = claimed_base(self._log, round_) is None and bool(snapshots.said_digests(round_))
@@ -131,7 +128,7 @@ class EndOfLeg:
             log.error("resume %s with --from-round %d, its newest snapshot", self._log.store.url, *newest or [0])
 
     def _write_result(self, stop: rounds.Stop, why: str) -> None:
-        """Write the result of a leg without commits. Readers accept it only with a request to halt."""
+        """Write the result of a leg (start or resume to stop) without commits, valid only with a request to halt."""
         assert stop != "none"
         self._writer.create(Halt(**self._stamp(), leg=self._begin.leg, by=coordinator_name(), reason=why))
         result = Result(**self._stamp(), leg=self._begin.leg, status=stop, round=0, outer_steps=0, reason=why)

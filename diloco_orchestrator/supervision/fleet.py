@@ -128,7 +128,7 @@ class Fleet:
         self._advance_all((view.who, Tick()) for view in self.views)
 
     def take_launch_answers(self) -> None:
-        """Advance the attempts whose launch call has returned."""
+        """Advance the attempts whose launch call to the provider has returned since the last call."""
         self._advance_all(self._vendor.answered_launches())
 
     def launch(self, launches: Sequence[Launch]) -> None:

@@ -59,10 +59,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Action: launch no further attempt of this replica until a resume; the run goes on without it.
-
-    `why`: a phrase that continues "replica 1".
-    """
+    """Action: launch no further attempt of this replica until a resume. `why` continues the words "replica 1"."""
 
     replica_id: int
     attempt: int
@@ -87,6 +84,8 @@ def decide(view: FleetView, now: float, policy: AttemptPolicy, retry: RetryConfi
     able = sum(can_take_part(replica.state, now, policy) for replica in view.replicas)
     if view.halt and able < quorum:
         return [Stop("halted", f"halt requested: {view.halt}")]  # otherwise replicas obey it in their next commit
+    if common := _error_of_all(view.replicas):
+        return [Stop("failed", common)]
     lost = {each.replica_id: each.state.reason for each in view.replicas if isinstance(each.state, GivenUp)}
     actions: list[Action] = []
     for replica in view.replicas:
@@ -99,6 +98,22 @@ def decide(view: FleetView, now: float, policy: AttemptPolicy, retry: RetryConfi
     if lost and len(view.replicas) - len(lost) < quorum:
         return [Stop("failed", _lost_words(lost))]
     return actions
+
+
+def _error_of_all(fleet: Sequence[ReplicaView]) -> str:
+    """Reason to stop the run where every replica, of two or more, failed with one error at one line; else empty.
+
+    A replica whose next attempt has begun (it sends heartbeats) does not count: that attempt may get further.
+    """
+    faults = {each.fault if _is_down(each.state) else "" for each in fleet}
+    if len(fleet) < 2 or len(faults) > 1 or "" in faults:
+        return ""
+    reason = next((each.state.reason for each in fleet if isinstance(each.state, Ended)), "")
+    return f"every replica failed in the same way, {faults.pop()}{reason and f': {reason}'}"
+
+
+def _is_down(state: State) -> bool:
+    return isinstance(state, Ended | GivenUp) or (isinstance(state, Alive) and state.beat is None)
 
 
 def _lost_words(lost: Mapping[int, str]) -> str:
@@ -171,7 +186,7 @@ def hung_reason(state: State, now: float, policy: AttemptPolicy, watched_since: 
 def silence_s(state: State, now: float, policy: AttemptPolicy) -> float:
     """Seconds without a heartbeat, for the hung check. 0 for an attempt that is being cancelled or has ended.
 
-    Also 0 until `startup_timeout_s` for an attempt that never sent one; from then on its silence counts since the
+    It is also 0 until `startup_timeout_s` for an attempt that never sent one; from then on its silence counts since the
     provider reported RUNNING, or stopped responding. Waiting for a machine is not silence.
     """
     if not isinstance(state, Alive) or isinstance(state, Cancelling):
@@ -227,6 +242,8 @@ def _after_end(replica: ReplicaView, ended: Ended, now: float, retry: RetryConfi
     budget = _budgets(retry).get(ended.outcome)
     if budget is None:  # superseded, and its successor is not found yet
         return None
+    if ended.outcome is Outcome.ERROR and replica.fault and replica.faults > 1:
+        return GiveUp(*replica.who, f"failed twice in a row in the same way, {replica.fault}: {ended.reason}")
     times = replica.endings.get(ended.outcome, 1)
     if times > budget.relaunches:
         why = (

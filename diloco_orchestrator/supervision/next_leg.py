@@ -124,7 +124,7 @@ def _config(
 
 
 def _differences(before: RunConfig, after: RunConfig) -> dict[str, JsonValue]:
-    """The settings of a resumed run that differ from run.json, by name, as the begin record of its leg stores them."""
+    """The settings of a resumed run that differ from run.json, by name, as the record of the resume stores them."""
     found: dict[str, JsonValue] = {}
     for part in ("args", "guard", "outer"):
         old, new = before.model_dump(mode="json")[part], after.model_dump(mode="json")[part]

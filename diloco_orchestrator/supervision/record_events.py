@@ -7,12 +7,12 @@ A new coordinator replays all of them (`read_attempts`, `recovered`), a running 
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.executors.contract import ExecutorError, ReplicaHandle, ReplicaStatus
 from diloco_orchestrator.protocol import keys, pace
-from diloco_orchestrator.protocol.attempt_records import Cancel, Exit, Handle, reason_of
+from diloco_orchestrator.protocol.attempt_records import Cancel, Exit, Handle, fault_in, reason_of
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.seen_store import SeenStore
 from diloco_orchestrator.supervision.attempt import ReplicaView, follow
@@ -27,6 +27,7 @@ from diloco_orchestrator.supervision.attempt_types import (
     HandleSeen,
     IntentTaken,
     Launching,
+    Outcome,
     Postponed,
     Replaced,
     Reserved,
@@ -72,7 +73,7 @@ class RecordedAttempt:
         if self.cancel is not None:
             yield CancelSeen(self.cancel.reason)
         if self.exit is not None:
-            yield ExitSeen(self.exit.code, reason_of(self.exit), said)
+            yield ExitSeen(self.exit.code, reason_of(self.exit), said, fault_in(self.exit))
         elif status is not None:
             yield status
         if self.replaced is not None:
@@ -95,7 +96,10 @@ def read_attempts(
         if number < numbers[-1]:
             successor = records.intent(replica_id, numbers[index + 1])
             replaced = Replaced() if successor is None else named_in(successor.why, number)
-            if replaced.outcome is not None:  # the outcome is all that counts of an attempt with a successor
+            if replaced.outcome is not None:  # all that counts of an attempt with a successor, beside its fault
+                if replaced.outcome is Outcome.ERROR and number == numbers[-2]:
+                    failed = records.exit(replica_id, number)
+                    replaced = replace(replaced, fault=fault_in(failed) if failed else "")
                 found.append(RecordedAttempt(number, replaced))
                 continue
         ended = records.exit(replica_id, number)
@@ -169,7 +173,7 @@ class RecordEvents:
         self._beat_due: dict[Who, float] = {}
 
     def without_status(self, views: Iterable[ReplicaView], now: float) -> Iterator[Addressed]:
-        """Events for new records (handle, exit) of attempts whose status cannot be polled here; after a pause."""
+        """Events for new records (handle, exit) of attempts whose status cannot be polled here, read at intervals."""
         if now - self._read_at < pace.records_read_s(self._seen.round_s):
             return
         self._read_at = now
@@ -221,7 +225,7 @@ class RecordEvents:
         # With an attempt the leg may have ended: then everything is read anew.
         self._seen.forget("" if status is not None else keys.exit_record(*who))
         ended = self._records.exit(*who)
-        return None if ended is None else ExitSeen(ended.code, reason_of(ended), status)
+        return None if ended is None else ExitSeen(ended.code, reason_of(ended), status, fault_in(ended))
 
 
 def _follow_all(view: ReplicaView, events: Iterable[Event], now: float, policy: AttemptPolicy) -> ReplicaView:

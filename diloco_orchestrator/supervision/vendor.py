@@ -88,12 +88,12 @@ class Vendor:
     # -- launching -----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise `ConfigError` if no launch request can be made: a secret or the run's code archive is missing."""
+        """Raise `ConfigError` if no attempt can be launched: a secret or the run's code archive is missing."""
         self._requests.check_secrets()
         self._requests.check_code(self._executor)
 
     def launch(self, who: Who) -> None:
-        """Begin to launch an attempt in the background; `answered_launches` has the result. Raises `ConfigError`."""
+        """Begin to launch an attempt in the background; `answered_launches` returns the result. Raises as `check`."""
         executor, request = self._executor, self._requests.request(*who, self._executor.shares_machine)
         price = hourly_usd(executor, request)
         self._launched_at[who] = self._clock.now()

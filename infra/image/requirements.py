@@ -1,6 +1,6 @@
 """Prints the packages that a replica's image needs, one per line: our dependencies and those of the extra `s3`.
 
-Used by the Dockerfile beside it, with the path of pyproject.toml, the only place that lists them, as argument.
+The Dockerfile beside it runs it with the path of pyproject.toml, the only place that lists them.
 """
 
 import sys

@@ -63,7 +63,7 @@ class Attempt:
 
     @property
     def begin(self) -> Begin:
-        """The begin record of the leg."""
+        """The record of the start or resume after which this attempt trains."""
         return self.leg.record
 
     @property
@@ -213,10 +213,7 @@ def hardware_here(proc: Path = Path("/proc")) -> dict[str, str]:
 
 
 def differences(versions: Mapping[str, str], hardware: Mapping[str, str]) -> list[str]:
-    """Sentences about hardware and versions in which the machine of a claim differs from this one; empty if none.
-
-    The number of threads does not count: a re-run sets the recorded number.
-    """
+    """Sentences about recorded hardware and versions, thread counts aside, that differ from this machine's."""
     here = {**{name: versions_here()[name] for name in _OF_CLASS}, **hardware_here()}
     there = {**versions, **hardware}
     return [

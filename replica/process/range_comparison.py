@@ -69,9 +69,9 @@ def compare(
 
 
 def is_of_an_earlier_order(found: Contribution, recorded: Sequence[Contribution]) -> bool:
-    """Whether training again drew data in another order than all replicas of the recorded round, of another version.
+    """Whether the repeated training drew data in another order than all replicas of the round, by an older version.
 
-    `recorded`: all manifests of the round, so that no single replica can claim another version for itself.
+    `recorded`: all manifests of the round, so that no single replica can name another version for itself.
     """
     cursors = [each.progress.cursor for each in recorded if each.progress]
     return found.progress is not None and ORDER in found.progress.cursor and not any(ORDER in each for each in cursors)
@@ -137,7 +137,8 @@ def _distance(theirs: Iterator[bytes], mine: Iterator[bytes], payload: Payload) 
 
     Both have one layout. All sums in float64, shard by shard. Where a codec's groups have steps, an element that
     differs by x before is one step apart afterwards with the probability x / step. So a relative distance d becomes at
-    most sqrt(d * (d + steps)), where `steps` is the norm of all steps, relative too; that is solved for d.
+    most sqrt(d * (d + steps)), where `steps` is the norm of all steps, relative too; that is solved for d. For codecs
+    with error feedback, whose steps are far apart, it is a lower estimate.
     """
     apart = norm = steps = 0.0
     for (start, stop), a, b in zip(shard_ranges(payload.numel, payload.shard_numel), theirs, mine, strict=True):

@@ -103,7 +103,10 @@ class _Agreement:
         self._useless: set[str] = set()  # starts whose base is nowhere, or holds what is no number
 
     def reach(self) -> tuple[Entry[Start], FirstBase | None]:
-        """Vote, then wait, upload or adopt until a start record is adopted. Returns as `agree_on_first_base`."""
+        """Vote on the first base, then wait, upload or adopt until a start record (which describes one) is adopted.
+
+        Returns that record, and the first base if this process has it in memory, else None.
+        """
         attempt = self._attempt
         began = Began(**attempt.stamp(), **self._who, start_sha256=self._own, key=self._key)
         attempt.writer.create(began)
@@ -225,7 +228,7 @@ class _Agreement:
         return None
 
     def _create_start(self) -> None:
-        """Create this model's start record as `start.json`, or, if that holds another, at the key named in the vote."""
+        """Create this model's start record as `start.json`, or, if that holds another, at a key of its own."""
         writer = self._attempt.writer
         if writer.create(self._start, keys.START) is None and self._starts.entry(self._own) is None:
             self._starts.refresh()
@@ -292,8 +295,7 @@ class _FirstSnapshot:
         return {each.name: info_of(each.encode()) for each in named}
 
     def existing_on_turn(self) -> set[str] | None:
-        """The planned files of the shared version that exist, if it is this replica's turn to write the next one; else
-        None.
+        """The existing files of snapshot 0's shared version, if this replica is to write the next one; else None.
 
         None while another replica is uploading: a file was added within `patience_s`. One LIST request.
         """
@@ -326,7 +328,7 @@ class _FirstSnapshot:
         return True
 
     def write_anew(self) -> None:
-        """Write all files into this replica's own version; if that holds other bytes, into one with a random name."""
+        """Write all files into this replica's own version of snapshot 0, or if it holds others, into a new version."""
         unforeseen = str(10**8 + int(self._attempt.stamp.unforeseen(), 16) % (9 * 10**8))
         for take in (keys.own_take(self._attempt.replica_id), unforeseen):
             log.warning("the shared take of snapshot 0 holds other bytes than this replica's: it writes take %s", take)
@@ -365,9 +367,7 @@ class _FirstSnapshot:
 
 
 def check_start(start: Start, own: OwnModel, attempt: Attempt) -> None:
-    """Raise `ModelMismatch` unless a replica has the parameters, fragments, adapters, frozen tensors and held-out set
-    of the run.
-    """
+    """Raise `ModelMismatch` unless a replica's model and held-out set are those of the run's start record."""
     url = attempt.store.url
     check_same_model(describe(own.parameters), start.parameters)
     if start.fragments != own.fragments:

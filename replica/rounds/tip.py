@@ -23,7 +23,7 @@ from diloco_orchestrator.snapshots.rebuild import Tip
 
 @dataclass(frozen=True)
 class OpenRound:
-    """The open round as a training loop sees it, with outer step and roster as the commit before it fixes them."""
+    """The open round as a training loop sees it, with the outer step and the replicas that it waits for."""
 
     round: int  # its number
     fragment: int  # index of the fragment that it synchronises
@@ -137,7 +137,7 @@ class HeldTip:
         self.disagreeing = ()
 
     def hold(self, tip: Tip) -> None:
-        """Replace the base and position, also after values of the same base have changed."""
+        """Replace the held base and its position in the log; also called after values of that base have changed."""
         self.value = tip
         self.disagreeing = ()
         self._version += 1

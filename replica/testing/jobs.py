@@ -184,7 +184,7 @@ class Jobs:
         return seen if wanted.watch.get("plain") else self._with_log(seen, wanted)
 
     def _with_log(self, seen: Seen, wanted: Wanted) -> Seen:
-        """`seen` plus the commits and manifests in the run's bucket."""
+        """`seen`, the result of a process, with the commits and manifests that its run's bucket has now."""
         store = open_store(self._url(wanted.run))
         ended: Exit | None = AttemptRecords(store).exit(wanted.replica_id, wanted.attempt)
         commits = list(RunLog(store).commits())

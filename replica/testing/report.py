@@ -1,4 +1,4 @@
-"""`ConformanceReport`: the results of `check_replica`, one `Finding` per claim. Its text is a table."""
+"""`ConformanceReport`: the results of `check_replica`, one `Finding` for each check. Its text is a table."""
 
 import textwrap
 from collections.abc import Iterator

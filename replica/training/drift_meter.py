@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 class DriftMeter:
     """Measures the drift of bases; `kl`: that of the last one in nats per token, None if its round is not measured.
 
-    Rounds 1, 1 + `every`, 1 + 2 `every`… of the probe are measured. The run's start has drift 0 by definition; in that
-    round the replica with the lowest id on the roster writes the reference.
+    Rounds 1, 1 + `every`, 1 + 2 `every`… are measured, by the probe's setting. The run's start has drift 0 by
+    definition; in that round the lowest replica id that the round waits for writes the reference.
     """
 
     def __init__(self, probe: KLProbe) -> None:
@@ -43,10 +43,7 @@ class DriftMeter:
         return self._measured == (opened.round, opened.version)
 
     def measure(self, shown: ShownBase) -> None:
-        """Measure the KL drift of the open round's base from the run's start.
-
-        Raises `ModelMismatch` if the run's reference is of other items, `RecordInvalid` if it was changed.
-        """
+        """Measure the base's KL drift from the run's start. Raises `ModelMismatch`, or `RecordInvalid` if changed."""
         opened, attempt = shown.open, shown.attempt
         if opened.outer_step == 0:
             if not self._written and attempt.replica_id == min(opened.roster):

@@ -69,10 +69,7 @@ class DataCursor:
         return getattr(self._data, "generator", None)
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Continue from a result of `position`, perhaps of another process.
-
-        Raises `ConfigError` if the data has fewer batches than that position counts.
-        """
+        """Continue from an earlier `position`. Raises `ConfigError` if the data has fewer batches than it counts."""
         self._iterator = None
         self._epoch, self._batches = position["epoch"], 0
         if self._stateful and "state" in position:
@@ -115,7 +112,7 @@ class TrainingPosition:
         return self._cursor
 
     def progress(self, stateful: str) -> Progress:
-        """The position now. `stateful`: the encoded small state (`small_state`)."""
+        """The present position in data, random numbers and step counts. `stateful`: the encoded small state."""
         return Progress(
             cursor=self._cursor_position(),
             rng=rng.capture(),
@@ -125,10 +122,7 @@ class TrainingPosition:
         )
 
     def compare_order(self, replica_id: int, manifests: Iterable[Contribution]) -> None:
-        """Compare the order of the training data with other replicas', if they share its batches.
-
-        Raises `ConfigError` as `DealtOrder.compare` does.
-        """
+        """Raise `ConfigError` if replicas that share batches mostly have another order of the data than this one."""
         if (order := self._dealt()) is not None:
             order.compare(replica_id, manifests)
 

@@ -67,6 +67,51 @@ def actions(
     return decide(FleetView(replicas, stopped_at, halt), now, POLICY, retry, quorum or len(replicas))
 
 
+# -- errors that stay --------------------------------------------------------------------------------------------------
+
+
+def failed(replica_id: int, fault: str, faults: int = 1, state: State | None = None) -> ReplicaView:
+    """A replica whose newest ended attempt raised `fault`, as `faults` in a row did."""
+    state = state or replace(ended(Outcome.ERROR), fault=fault)
+    return replace(replica(state, replica_id), fault=fault, faults=faults)
+
+
+def test_a_replica_that_fails_twice_in_a_row_at_one_line_is_given_up_within_its_budget():
+    healthy = replica(RUNNING, 1)
+    assert actions(failed(0, "ValueError at a.py:3"), healthy, now=1004.0, quorum=1)[0] == Launch(
+        0, 2, "attempt 1 (error): because"
+    )
+    given_up = actions(failed(0, "ValueError at a.py:3", 2), healthy, now=1004.0, quorum=1)
+    assert given_up == [GiveUp(0, 1, "failed twice in a row in the same way, ValueError at a.py:3: because")]
+
+
+def test_a_fleet_that_fails_at_one_line_stops_before_any_relaunch():
+    fleet = [failed(i, "ValueError at a.py:3") for i in range(3)]
+    assert actions(*fleet, quorum=1) == [
+        Stop("failed", "every replica failed in the same way, ValueError at a.py:3: because")
+    ]
+    relaunched = failed(0, "ValueError at a.py:3", state=Running(1001.0, None, HANDLE))
+    assert actions(relaunched, *fleet[1:], quorum=1) == actions(*fleet, quorum=1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(failed(1, "ValueError at a.py:4"), id="at another line"),
+        pytest.param(failed(1, ""), id="for a reason outside"),
+        pytest.param(failed(1, "ValueError at a.py:3", state=RUNNING), id="once, and it runs again"),
+    ],
+)
+def test_a_fleet_whose_replicas_do_not_all_fail_alike_goes_on(other):
+    assert Launch(0, 2, "attempt 1 (error): because") in actions(
+        failed(0, "ValueError at a.py:3"), other, now=1004.0, quorum=1
+    )
+
+
+def test_a_run_of_one_replica_is_given_a_second_attempt():
+    assert actions(failed(0, "ValueError at a.py:3"), now=1004.0) == [Launch(0, 2, "attempt 1 (error): because")]
+
+
 # -- launching and relaunching ----------------------------------------------------------------------------------------
 
 

@@ -1,17 +1,21 @@
 """Launches that take their time, are refused, or meet no machine; what is sent to machines elsewhere."""
 
 import json
+import traceback
+from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
+import httpx
 import pytest
 from scripted import STAMP, Scene
 
 from diloco_orchestrator.clock import ManualClock, NoBackground
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.errors import ConfigError, StoreDenied
+from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreUnavailable
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.attempt_records import Exit, reason_of
+from diloco_orchestrator.protocol.attempt_records import Exit, fault_in, reason_of
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.redaction import redact
@@ -229,6 +233,44 @@ def test_an_attempt_that_could_not_reach_the_bucket_is_given_up_with_the_error_t
     assert scene.executor.launched == [(0, 1), (1, 1)]
     view = coordinator._fleet.views[0].state
     assert isinstance(view, GivenUp) and view.reason == f"cannot take part: {words}"
+
+
+def raised(error: BaseException | None) -> str:
+    """The fault that an exit record with the traceback of this error names."""
+    text = "".join(traceback.format_exception(error)) if error is not None else None
+    return fault_in(Exit(**STAMP(), replica_id=0, attempt=1, code=1, reason="error", round=0, error=text))
+
+
+def caught(call: Callable[[], Any]) -> BaseException:
+    with pytest.raises(BaseException) as found:
+        call()
+    return found.value
+
+
+def chained(cause: Exception) -> Any:
+    try:
+        raise cause
+    except Exception as error:
+        raise RuntimeError("no batch") from error
+
+
+def test_the_fault_of_an_end_is_the_type_of_its_error_and_the_line_that_raised_it():
+    here = "test_launching.py"
+    line = chained.__code__.co_firstlineno
+    assert raised(caught(lambda: chained(KeyError("a")))) == f"RuntimeError at {here}:{line + 4}"
+    first, second = [raised(caught(lambda text=text: int(text))) for text in ("x\n  File ", "y")]
+    assert first == second and first.startswith(f"ValueError at {here}:")
+    syntax = caught(lambda: compile("f(", "/tmp/of/user.py", "exec"))
+    assert raised(syntax) == "SyntaxError at user.py:1"
+    assert raised(None) == ""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ConnectionResetError(), TimeoutError(), BrokenPipeError(), httpx.ReadTimeout("slow"), StoreUnavailable("")],
+)
+def test_an_error_of_something_outside_the_process_is_no_fault(error):
+    assert raised(caught(lambda: chained(error))) == ""
 
 
 def test_the_reason_of_an_end_closes_with_its_error():

@@ -98,12 +98,17 @@ def disagreement(live: ReplicaView, new: ReplicaView, recorded: Recorded) -> str
     """
     if live.attempt != new.attempt:
         return "another attempt"
-    if isinstance(live.state, GivenUp) and not isinstance(new.state, GivenUp):
+    if isinstance(live.state, GivenUp) and isinstance(new.state, GivenUp):
+        ends = Counter(live.endings), Counter(new.endings)  # the newest attempt's included, which may differ
+        same = (ends[0] - ends[1]).total() <= 1 and (ends[1] - ends[0]).total() <= 1
+    elif isinstance(live.state, GivenUp):
         same = sum(live.endings.values()) - 1 == sum(of_earlier_attempts(new).values())
     else:
         same = of_earlier_attempts(live) == of_earlier_attempts(new)
     if not same:
         return "other endings of earlier attempts"
+    if live.fault and not recorded.was_blind and not isinstance(new.state, Alive) and new.fault != live.fault:
+        return "another error"
     if isinstance(live.state, Ended | GivenUp):
         return differing_end(live.state, new.state, recorded)
     if isinstance(live.state, Unreachable) and live.state.why == "claim lost" and recorded.blind:

@@ -143,6 +143,9 @@ class Later(NoBackground):
                 future.set_exception(error)
 
 
+TRACEBACKS = [f'Traceback:\n  File "/a/train.py", line {line}, in f\nValueError: message' for line in (7, 8)]
+
+
 @dataclass
 class Post:
     """A coordinator's post: one that dies is followed by another with the same provider."""
@@ -252,7 +255,8 @@ class History:
             if code == 76 and max(number for replica_id, number in provider.launched if replica_id == who[0]) == who[1]:
                 return  # a process that has claimed its attempt leaves only for a later one
             provider.states[who] = ENDS[end]
-            record = Exit(**STAMP(), replica_id=who[0], attempt=who[1], code=code, reason="told", round=1)
+            error = self.chance.choice([None, *TRACEBACKS]) if code == 1 else None
+            record = Exit(**STAMP(), replica_id=who[0], attempt=who[1], code=code, reason="told", round=1, error=error)
             self.bucket.create(keys.exit_record(*who), record.to_bytes())
 
     def beat(self) -> None:

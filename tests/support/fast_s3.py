@@ -7,6 +7,7 @@ and serves until it is killed.
 
 import argparse
 import bisect
+import html
 import json
 import re
 import subprocess
@@ -21,7 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
-from xml.sax.saxutils import escape, unescape
+from xml.sax.saxutils import escape
 
 CONTROL = "/-/"  # requests below this path are the benchmark's own and are not counted
 _PAGE = 1000  # keys in one reply to a listing, as in S3
@@ -47,6 +48,10 @@ class FastS3:
     def requests(self) -> Counter[str]:
         """Requests by kind (GET, LIST, CREATE, PUT, HEAD, DELETE, POST) since the last call; the count starts anew."""
         return Counter(json.loads(self._control("requests")))
+
+    def moved(self) -> Counter[str]:
+        """Bytes of objects that were read ("down") and written ("up") since the last call; the count starts anew."""
+        return Counter(json.loads(self._control("moved")))
 
     def forget(self, part: str) -> int:
         """Delete every object whose key contains `part`. Returns how many there were."""
@@ -143,6 +148,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.objects = Objects()
         self.counted: Counter[str] = Counter()
+        self.moved: Counter[str] = Counter()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -161,6 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
         create = "If-None-Match" in self.headers
         kind = "LIST" if "list-type" in query else "CREATE" if create and self.command == "PUT" else self.command
         self.server.counted[kind] += 1
+        self.server.moved["up"] += len(body)
         match kind:
             case "LIST":
                 self._list(key.rstrip("/"), query)
@@ -184,6 +191,9 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "requests":
             counted, self.server.counted = self.server.counted, Counter()
             return self._reply(200, json.dumps(counted).encode())
+        if path == "moved":
+            moved, self.server.moved = self.server.moved, Counter()
+            return self._reply(200, json.dumps(moved).encode())
         return self._reply(200, str(self.server.objects.forget(query["part"])).encode())
 
     def _created(self, done: bool, key: str) -> None:
@@ -202,6 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
             first, _, last = wanted.removeprefix("bytes=").partition("-")
             view, status = view[int(first) : int(last) + 1 if last else None], 206
             headers["Content-Range"] = f"bytes {first}-{int(first) + len(view) - 1}/{len(body)}"
+        self.server.moved["down"] += len(view)
         return self._reply(status, view, headers)
 
     def _list(self, bucket: str, query: dict[str, str]) -> None:
@@ -221,7 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _post(self, key: str, query: dict[str, str], create: bool, body: bytes) -> None:
         if "delete" in query:
-            names = [unescape(name) for name in re.findall(r"<Key>(.*?)</Key>", body.decode())]
+            names = [html.unescape(name) for name in re.findall(r"<Key>(.*?)</Key>", body.decode())]
             for name in names:
                 self.server.objects.delete(f"{key.rstrip('/')}/{name}")
             done = "".join(f"<Deleted><Key>{escape(name)}</Key></Deleted>" for name in names)

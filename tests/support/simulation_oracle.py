@@ -6,7 +6,6 @@ So a rule that is wrong everywhere alike, and that `verify` therefore derives al
 
 import json
 import math
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
+from plain_codecs import decoded
 
 Floats = NDArray[np.float32]
 Json = Mapping[str, Any]
@@ -111,7 +111,10 @@ def bases_of(
         if said != weight:
             raise Differs(f"round {round_} weighs {said}; plain arithmetic gives {weight}")
         outer = config["outer"] | {n[6:]: v for n, v in begin["settings"].items() if n.startswith("outer.")}
-        base.step(commit["fragment"], average(averaged, weight, config["aggregate"]), outer)
+        before, mean = base.copy(), average(averaged, weight, config["aggregate"])
+        base.step(commit["fragment"], mean, outer)
+        if config["adapters"] == "exact":
+            step_residual(base, before, averaged, weight, mean, outer)
     return found
 
 
@@ -206,14 +209,36 @@ def average(averaged: Sequence[Averaged], weight: Mapping[int, int], how: str) -
     return np.concatenate(found)
 
 
-def decoded(shard: bytes) -> Floats:
-    """The values of a payload shard: a header of 16 bytes, then little-endian fp32 (1) or the upper half of it (2)."""
-    magic, version, codec, count = struct.unpack("<4sHHQ", shard[:16])
-    assert (magic, version) == (b"DLCO", 1) and codec in (1, 2), shard[:16]
-    body = shard[16:]
-    bits = np.frombuffer(body, "<u4") if codec == 1 else np.frombuffer(body, "<u2").astype(np.uint32) << 16
-    assert len(bits) == count
-    return bits.view(np.float32)
+def step_residual(
+    base: PlainBase,
+    before: PlainBase,
+    averaged: Sequence[Averaged],
+    weight: Mapping[int, int],
+    mean: Floats,
+    outer: Json,
+) -> None:
+    """The outer step of the product of a LoRA pair, after that of its factors: docs/protocol.md, Exact adapters."""
+    ((_, (rank, columns)), (_, (rows, _))) = base.names[0]
+
+    def factors(vector: Floats) -> tuple[Floats, Floats]:
+        return vector[: rank * columns].reshape(rank, columns), vector[rank * columns :].reshape(rows, rank)
+
+    def add_product(to: Floats, b: Floats, a: Floats) -> Floats:
+        for r in range(rank):
+            to = to + b[:, r : r + 1] * a[r]
+        return to
+
+    nothing = np.zeros((rows, columns), np.float32)
+    (a, b), (mean_a, mean_b), (new_a, new_b) = (factors(v) for v in (before.parameters[0], mean, base.parameters[0]))
+    largest, crossed, total = max(weight[each.replica_id] for each in averaged), nothing, 0.0
+    for each in sorted(averaged, key=lambda each: each.replica_id):
+        local_a, local_b = factors(np.concatenate([decoded(shard) for shard in each.shards]))
+        share = weight[each.replica_id] / largest
+        crossed, total = add_product(crossed, local_b * np.float32(share), local_a), total + share
+    change = add_product(add_product(nothing, mean_b, a), b, mean_a) - crossed / np.float32(total)
+    base.step(1, change.reshape(-1), outer)
+    moved = add_product(add_product(nothing, b - new_b, a), new_b, a - new_a)
+    base.parameters[1] = base.parameters[1] + moved.reshape(-1)
 
 
 def _disagreeing(values: Mapping[int, Floats], norms: Mapping[int, float]) -> list[int]:

@@ -121,7 +121,7 @@ class Falls(Remembered):
     top: list[Any] | None = None  # highest score, and its model
 
     def begin(self, model: int) -> None:
-        """Start both sums anew from this base."""
+        """Set both sums to zero, so that they add up from this base on."""
         self.sums, self.zero = [0.0, 0.0], [model, model]
 
     def learn(self, model: int, score: float) -> None:
@@ -188,7 +188,7 @@ class Falls(Remembered):
         return Alarm(what, since if self.top is None else self.top[1], ADVICE, AlarmKind.FALL)
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
-        """(name, value, threshold) of both sums."""
+        """(name, value, threshold) of both sums, as the verdict lists them."""
         rows = zip(_NAMES, self.sums, CUSUMS, strict=True)
         return [(name, total, threshold / _DEFAULT * at_default) for name, total, (_, _, at_default) in rows]
 

@@ -28,8 +28,8 @@ from diloco_orchestrator.store.base import ObjectInfo
 class SegmentChecker:
     """Reads and checks one run's segments, objects that join the commits or manifests of ten or a hundred rounds.
 
-    Each is read once, in order of rounds, and one is in memory at a time. What was joined stays in the bucket beside
-    it.
+    Each segment is read once, in order of rounds, and one is in memory at a time. The single objects stay in the bucket
+    beside the segments.
     """
 
     def __init__(self, log: RunLog) -> None:
@@ -42,7 +42,7 @@ class SegmentChecker:
         self._until = 0  # the last round for which a segment was looked for
 
     def manifest(self, round_: int, answer: Answer) -> bytes | None:
-        """The bytes of the manifest that a commit names, from a segment; None if no segment holds it.
+        """The bytes of the manifest that a commit names, from a segment (many manifests in one object); else None.
 
         Raises `Differs` if a segment cannot be read, or if the manifest's own object is missing or has another size.
         """
@@ -53,7 +53,7 @@ class SegmentChecker:
         return data
 
     def check_lacking(self, round_: int, data: bytes) -> None:
-        """Raise `Differs` if the segment for a round exists and lacks a manifest with these bytes."""
+        """Raise `Differs` if a segment (many manifests in one object) covers the round but lacks these bytes."""
         ours = self._manifests
         if ours is not None and is_line(data) and data not in ours:
             raise Differs(str(ours.segment), f"lacks a manifest that the commit of round {round_} names")
@@ -63,7 +63,7 @@ class SegmentChecker:
         return self._segment is not None and round_ <= self._until and key not in self._sizes
 
     def check_commit(self, round_: int, size: int) -> None:
-        """Raise `Differs` if a segment holds the round's commit but its own object is missing or has another size."""
+        """Raise `Differs` if a segment (many commits in one object) has a commit without own object of this size."""
         self._move_to(round_)
         if self._segment is not None:
             self._check_single(keys.commit(round_), size)
@@ -151,6 +151,7 @@ class BaseDeriver:
             equal(key, "base_digest", manifest.base_digest, commit.base_digest, "the commit that names it")
             self._check_payload(manifest)
             self._check_state(manifest)
+            self._check_residual(manifest)
         norm, payload = (manifest.payload.norm, manifest.payload.digest) if manifest.payload else (0.0, "")
         equal(key, "norm", norm, answer.norm, "the commit that names it")
         equal(key, "payload", payload, answer.payload, "the commit that names it")
@@ -185,6 +186,16 @@ class BaseDeriver:
             data = self._checked(key, manifest.round, shard, later)
             if data is not None:
                 self._shards.put((key, shard.digest), data)
+
+    def _check_residual(self, manifest: Contribution) -> None:
+        if (residual := manifest.residual) is None:
+            return
+        for index, shard in enumerate(residual.saved.shards if residual.saved else ()):
+            key = keys.residual(manifest.replica_id, manifest.round, manifest.attempt, index)
+            self._checked(key, manifest.round, shard)
+        for round_, share in residual.missing:
+            of = keys.contribution(round_, manifest.replica_id)
+            self._done.notes.append(f"the residual of {of}, {share:.3g} of its norm, was lost and is in no payload")
 
     def _check_state(self, manifest: Contribution) -> None:
         if manifest.buffers is not None:
@@ -224,7 +235,7 @@ class BaseDeriver:
         return data
 
     def _put_again(self, key: str, shard: Shard, later: Sequence[str], differs: Differs) -> bytes:
-        """A shard's bytes from the first later upload with its digest; raises `differs` if there is none."""
+        """A shard's bytes from the first re-upload that has the shard's digest; raises `differs` if there is none."""
         for each in later:
             with suppress(PayloadCorrupt):
                 data = fetch_shard(self._store, each, shard)
@@ -239,10 +250,10 @@ class BaseDeriver:
     # -- the outer step ------------------------------------------------------------------------------------------
 
     def stepped(self, key: str, commit: Commit, base: Base | None, named: Sequence[Contribution]) -> Base | None:
-        """Step the base by an applied commit, in place; None if payloads that it needs were deleted.
+        """Step the base by an applied commit, in place; None if payloads that the step needs were deleted.
 
         `base`: before the round, None if unknown. `named`: the manifests that the commit averages. Raises `Differs` if
-        they cannot be averaged, or if work counts twice, `SpoolFailed` if this machine lacks room.
+        they cannot be averaged, or if an inner step counts twice, `SpoolFailed` if this machine lacks room.
         """
         self._check_origins(key, commit)
         if base is None:

@@ -221,13 +221,17 @@ class _Verifier:
             return
         if last.stop == "none":
             raise Differs(key, f"is there, though round {last.round}, the last one, stopped nothing")
+        if begin.leg == 1 and result.before_any_commit and self._log.halt(1) is not None:
+            # A replica that was taken for dead brought its model later, and obeyed the request to halt.
+            self._done.notes.append(f"{key} says that no round was committed; round {last.round} ended the leg later")
+            return
         expected = rounds.result_of(last, derived.position.sha256, {"write_id": result.write_id, "at": result.at})
         equal(key, "its content", result.to_bytes(), expected.to_bytes(), "the leg's last commit")
 
     # -- rounds --------------------------------------------------------------------------------------------------
 
     def _commit(self, derived: _Derived, entry: Entry[Begin]) -> bool:
-        """Check the next commit since a start or resume and advance `derived`. False if there is none to the stop."""
+        """Check the leg's next commit and advance `derived`; False if the leg (start to stop) has no further one."""
         begin, round_ = entry.record, derived.position.round + 1
         key = keys.commit(round_)
         commit_entry = self._next
@@ -293,7 +297,7 @@ class _Verifier:
         self._next = optional(keys.commit(round_), lambda: next(self._commits, None))
 
     def _bases_of(self, legs: range) -> Iterator[int]:
-        """The rounds whose bases starts and resumes use. Raises `Differs` for one with invalid record or settings."""
+        """The rounds from whose bases `legs` (start or resume to stop) begin. Raises `Differs` for an invalid one."""
         for leg in legs:
             entry = self._begin(leg)
             self._config_of(keys.begin(leg), leg)

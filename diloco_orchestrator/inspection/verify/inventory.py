@@ -118,7 +118,7 @@ def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
 
 
 def _is_foreign_claim(key: str, records: AttemptRecords) -> bool:
-    """Whether a claim of an attempt has another key than the intent that announces the attempt gives."""
+    """Whether the claim at `key` has another token than the record that announced its attempt."""
     attempt = keys.parse_attempt(key)
     if attempt is None or attempt.name != keys.CLAIM:
         return False
@@ -201,7 +201,7 @@ def _why_unreadable(store: Store, key: str, kind: type[Record]) -> str:
 
 
 def _missing_of_attempts(attempts: Mapping[tuple[int, int], set[str]], records: AttemptRecords) -> list[str]:
-    """Keys of missing records of attempts whose later records exist, such as an intent before a claim of it."""
+    """Keys of records of attempts that are missing although records written after them exist."""
     found = []
     newest: dict[int, int] = {}
     launched = any("handle.json" in names for names in attempts.values())  # by a coordinator, not by hand
@@ -264,7 +264,7 @@ class AttemptFolders:
     legs: dict[int, set[str]] = field(default_factory=dict)  # names of records, by leg
 
     def add(self, key: str) -> None:
-        """Add the key if it is of a record of an attempt, of a joined machine or of a leg."""
+        """Note the record with this key if it is about an attempt, a joined machine, or a start, resume or stop."""
         if (attempt := keys.parse_attempt(key)) is not None:
             self.records.setdefault((attempt.replica_id, attempt.attempt), set()).add(attempt.name)
         elif (joined := keys.parse_join_record(key)) is not None:
@@ -274,7 +274,7 @@ class AttemptFolders:
             self.legs.setdefault(leg[0], set()).add(leg[1])
 
     def has_result(self, leg: int) -> bool:
-        """Whether a leg has a result.json."""
+        """Whether a leg (start or resume to stop) has a result.json."""
         return "result.json" in self.legs.get(leg, ())
 
 

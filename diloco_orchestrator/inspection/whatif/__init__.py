@@ -146,7 +146,7 @@ def whatif_of(
     items: Sequence[Any] | None = None,
     save: Path | None = None,
 ) -> WhatIf:
-    """`whatif` for an open run log. `decided`: arguments of `decision.other_decision`."""
+    """The result of `whatif` for an open run log. `decided`: arguments of `decision.other_decision`."""
     decision = other_decision(run_log.run.config, **decided)
     if save is not None:
         check_new(save)

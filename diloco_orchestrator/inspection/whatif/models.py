@@ -31,9 +31,10 @@ class ModelWriter:
         self._first = files_of_run(run_log)
 
     def files(self, base: Base, round_: int, averaged: Sequence[Answer]) -> Files:
-        """Name and bytes of each file, one piece at a time. `round_`, `averaged`: determine the buffers.
+        """Name and bytes of each model file of a base, one piece at a time.
 
-        Raises `PayloadCorrupt` or `RecordInvalid` if the buffers cannot be read.
+        `round_` and `averaged`, a round and its averaged responses, determine the buffers. Raises `PayloadCorrupt` or
+        `RecordInvalid` if the buffers cannot be read.
         """
         has_some = self.start.buffers is not None and round_ > 0
         buffers = buffers_of(self._log.store, round_, averaged) if has_some else {}
@@ -41,10 +42,7 @@ class ModelWriter:
 
 
 def logged_mean(run_log: RunLog, round_: int, digest: str) -> float | None:
-    """The mean score that replicas logged for the base with this digest after a round, with the metric's own sign.
-
-    None if an item has no score.
-    """
+    """The mean score, in the metric's own sign, that replicas logged for a round's base; None if incomplete."""
     start = run_log.start()
     if start is None or start.record.heldout is None:
         return None
@@ -80,9 +78,10 @@ class BaseScorer:
         self.items = self._scorer.items
 
     def mean(self, base: Base, round_: int, averaged: Sequence[Answer]) -> float:
-        """The mean over all items, with the metric's own sign. `round_`, `averaged`: as of `ModelWriter.files`.
+        """The mean score of a base over all held-out items, with the metric's own sign.
 
-        Raises `ConfigError` if the model cannot be loaded here.
+        `round_` and `averaged`, a round and its averaged responses, determine the buffers. Raises `ConfigError` if the
+        model cannot be loaded here.
         """
         with tempfile.TemporaryDirectory(prefix="diloco-whatif-") as folder:
             write_folder(Path(folder) / "model", self._writer.files(base, round_, averaged))
