@@ -78,7 +78,7 @@ class MetricChannels:
 
     @property
     def warning(self) -> str:
-        """What is unusual in the last judged round and halts nothing: sentences, or ""."""
+        """Sentences about the last judged round that halt nothing: shares that fall alone, a replica far from others; or ""."""
         return "; ".join(filter(None, [self.narrow, self.far]))
 
     def dismiss(self, model: int) -> None:

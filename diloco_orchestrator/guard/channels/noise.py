@@ -26,7 +26,7 @@ FIRST_LINE = 8
 _MEMORY = 32  # rounds that the size remembers: noise that grows tenfold over a run is followed
 _CLIP = 5.0  # times the size, of one second difference: outliers count little, and bursts are still followed
 _SETTLED = 4  # second differences before they are clipped
-# Of the first 32 second differences the largest tenth is left out (one at least, from six on): a curve bends most in
+# The largest tenth of the first 32 second differences is left out (one at least, from six on): a curve bends most in
 # its first rounds, and a fall there would count as noise. `_TRIM` makes up for it, as a factor, for normal noise.
 _TRIMMED, _TRIM = 6, 2.15
 _MEAN_ABS = 0.79788  # of a standard normal number
@@ -113,7 +113,7 @@ class Noise(Remembered):
 
 
 def _dropped(bends: int) -> int:
-    """How many of the first `bends` second differences are left out."""
+    """Number of the first `bends` second differences that are left out."""
     return (bends + 5) // 10 if bends >= _TRIMMED else 0
 
 
