@@ -19,6 +19,7 @@ from diloco_orchestrator.executors.contract import (
     ReplicaHandle,
     ReplicaState,
     ReplicaStatus,
+    Unavailable,
     in_order,
 )
 from diloco_orchestrator.executors.names import words_of
@@ -217,7 +218,7 @@ class RayExecutor(RemoteExecutor):
         return ReplicaStatus(ReplicaState.UNKNOWN, native_state=state, message=f"Ray's state {state!r} is not known")
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """Stop the job: SIGTERM, and SIGKILL two minutes later."""
+        """Stop the job: SIGTERM, and SIGKILL two minutes later; one that waits for resources stops as it begins."""
         try:
             self._api.stop(handle.native_id)
         except Gone:
@@ -244,6 +245,10 @@ class RayExecutor(RemoteExecutor):
             text = self._api.log(handle.native_id)
         except Gone:
             return []
+        except Unavailable:
+            if self.poll(handle).reason == "lost":  # with its node, whose agent had the log
+                return []
+            raise
         before, started, output = text.rpartition(f"{_separator(handle)}\n")
         if not started and not whole:
             return []  # Ray's own output, which only explains a job that never began

@@ -97,7 +97,7 @@ def test_ray_shows_and_keeps_no_secret(rig: RayRig, ray: GenuineRay):
 def test_a_stopped_replica_has_two_minutes_to_publish(rig: RayRig):
     """Ray's own default of three seconds would end it in the middle of an upload."""
     slow = STAY.replace("print('DILOCO", "import time; time.sleep(5); print('DILOCO")
-    handle = rig.executor().launch(request_of(slow))
+    handle = rig.executor().launch(request_of(slow, attempt=7))  # Ray appends to the log of an earlier job of a name
     wait_until(lambda: "here" in list(rig.executor().logs(handle)), "it has started")
     rig.executor().cancel(handle)
     assert ended_state(rig.executor(), handle) is ReplicaState.CANCELLED
@@ -105,11 +105,14 @@ def test_a_stopped_replica_has_two_minutes_to_publish(rig: RayRig):
 
 
 def test_resources_that_no_node_has_are_waited_for_and_said(rig: RayRig):
-    executor = rig.executor(resources=["accelerator_type:A100=0.001"])
-    handle = executor.launch(request_of(STAY))
+    executor = rig.executor()
+    rig.hold(True)
+    handle = executor.launch(request_of("print('begun')", attempt=8))
     status = executor.poll(handle)
+    rig.hold(False)
     assert (status.state, status.reason) == (ReplicaState.PENDING, "no_capacity")
     assert "waiting for resources" in status.message
+    assert ended_state(executor, handle) is ReplicaState.SUCCEEDED
 
 
 def test_a_job_of_somebody_else_under_the_attempts_name_is_refused(rig: RayRig, ray: GenuineRay):
