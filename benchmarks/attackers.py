@@ -1,10 +1,11 @@
 """What scripted attackers do to a run of eight replicas: held-out loss at its end, and what its commits say of them.
 
-    PYTHONPATH=tests/support python benchmarks/attackers.py --docs      # about two hours of one core
+    PYTHONPATH=tests/support python benchmarks/attackers.py --docs      # about half an hour of one core
 
 One or two of the replicas write to the bucket what their script says (tests/support/hostile_replicas.py). Held-out loss
 is compared with that of the same run without attackers, by the default and by `aggregate="agreeing_mean"`. The other
-aggregates are measured where the default ends more than 2 % above it.
+aggregates are measured where the default ends more than 2 % above it. An attack of which no commit takes anything in
+the first seed, and which ends there with the bits of a run whose attackers abstain, is not played with other seeds.
 """
 
 import argparse
@@ -15,8 +16,8 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from statistics import mean
 from typing import Any
 
@@ -37,6 +38,8 @@ COLUMNS = [
     *("2 of 8, trimmed_mean", "2 of 8, median"),
     *("what the commits say, 2 of 8", "the same, agreeing_mean"),
 ]
+ABSTAINING = "abstaining"
+REFUSED = {"unverifiable", "wrong_base", "abstention", "no answer"}  # judgements of a contribution that is not averaged
 # Why a contribution that is averaged as it is does no harm, or as much as one share can.
 AVERAGED = {
     "sign flip, just below the limit": "averaged: within the clip's limit",
@@ -62,7 +65,7 @@ class Outcome:
 def played(name: str | None, attackers: int, rounds: int, settings: Mapping[str, Any], seed: int) -> Outcome:
     """Play one run. `name`: of the attack; None without attackers."""
     attack = (lambda writer: None) if name is None else ATTACKS[name]
-    fleet = HostileFleet(REPLICAS, rounds, seed, attackers, attack, **settings)
+    fleet = HostileFleet(REPLICAS, rounds, seed, attackers, attack, deciders=1, **settings)
     commits = fleet.play()
     judged: Counter[str] = Counter()
     reason = ""
@@ -118,8 +121,17 @@ def measure(names: Sequence[str], seeds: range, rounds: int, given: Mapping[str,
     """The table. `given`: settings of all runs."""
 
     def play(name: str | None, attackers: int, **settings: Any) -> list[Outcome]:
-        settings = {**SETTINGS.get(name or "", {}), **given, **settings}
-        return list(pool.map(partial(played, name, attackers, rounds, settings), seeds))
+        everywhere = {**SETTINGS.get(name or "", {}), **given, **settings}
+        found = list(pool.map(partial(played, name, attackers, rounds, everywhere), seeds[:1]))
+        if name not in (None, ABSTAINING) and found[0].judged.keys() <= REFUSED:
+            without = abstained(attackers, **settings)
+            if found[0].loss == without[0].loss:
+                return [replace(each, judged=found[0].judged, reason=found[0].reason) for each in without]
+        return found + list(pool.map(partial(played, name, attackers, rounds, everywhere), seeds[1:]))
+
+    @cache
+    def abstained(attackers: int, **settings: Any) -> list[Outcome]:
+        return play(ABSTAINING, attackers, **settings)
 
     clean = play(None, 0)
     rows = []

@@ -1,6 +1,6 @@
 # Targets of the benchmarks; the Makefile above includes it, so all are called from there: `make bench-sync`, `make chaos`.
 
-.PHONY: chaos chaos-table soak soak-table transfer large-model requests requests-live bench bench-sync bench-link bench-overlap bench-latency bench-memory \
+.PHONY: chaos chaos-table soak soak-table transfer large-model requests requests-live bench-allreduce bench bench-sync bench-link bench-overlap bench-latency bench-memory \
 	bench-busy bench-history bench-startup bench-heldout_split bench-heldout_leaks bench-guard bench-guard-runs bench-gpu bench-quality
 
 # What faults cost: `make chaos MINUTES=10 RATE=15` as often as wished (RATE=0 for the undisturbed twin), then the table.
@@ -39,6 +39,10 @@ requests: venv
 # `make requests-live OPTIONS="--round-s 1200 --rounds 2"`.
 requests-live: venv
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/live_requests.py $(OPTIONS)
+
+# Requests and bytes of the stand-alone all-reduce by both of its paths: some seconds.
+bench-allreduce: venv
+	PYTHONPATH=tests/support $(BIN)/python benchmarks/allreduce_paths.py $(OPTIONS)
 
 # The tables and pictures of docs/performance.md, each in one command, on a quiet machine; `make bench` takes all of
 # them. `make bench-sync SOURCES="--source OLD --source ."` measures two checkouts in turn; `OPTIONS=` passes others.

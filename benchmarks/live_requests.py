@@ -5,8 +5,8 @@
 
 `diloco run` launches replicas on this machine, over a signed S3 server on loopback, and shows the run, as a user has
 it. Requests are counted as HTTP in front of that server, those of the launcher at one port and those of the replicas at
-another. Each round counts from the commit before it to its own; the first, which starts the replicas, and the final
-evaluation round are left out.
+another. Each round counts from the commit before it to its own. The first, which starts the replicas, has a row of its
+own; the final evaluation round is left out.
 """
 
 import argparse
@@ -23,14 +23,13 @@ from s3_server import running_server
 
 KINDS = ("PUT", "GET", "LIST")  # as they are paid: a CREATE is a PUT
 _PAYLOAD = ("/payload/", "/state/", "snapshots/")  # in keys of what grows with the model; all else is control
-_STEPS = 25  # inner steps of a round
 
 
 def arguments(given: argparse.Namespace) -> list[str]:
     """Arguments of `diloco run` and `diloco plan`."""
-    args = {"step_s": given.round_s / _STEPS, "spread": given.spread}
+    args = {"step_s": given.round_s / given.steps, "spread": given.spread}
     return [
-        *(f"{ROOT}/benchmarks/paced.py:train", "--store", URL, "--sync-every", str(_STEPS)),
+        *(f"{ROOT}/benchmarks/paced.py:train", "--store", URL, "--sync-every", str(given.steps)),
         *("--replicas", str(given.replicas), "--rounds", str(given.rounds)),
         *(each for name, value in args.items() for each in ("--arg", f"{name}={value}")),
     ]
@@ -97,10 +96,17 @@ def table(seen: dict[str, list[Request]], given: argparse.Namespace, details: bo
     kinds = Counter(map(kind_of, everything))
     hour = 3600 / seconds
     lines.append(_row("all, an hour", [len(everything) * hour, *(kinds[kind] * hour for kind in KINDS)]))
+    begun = {who: [each for each in requests if each.at <= ends[first]] for who, requests in seen.items()}
+    starting = [each for requests in begun.values() for each in requests]
+    kinds = Counter(map(kind_of, starting))
+    lines.append(_row("launch and first round", [len(starting), *(kinds[kind] for kind in KINDS)]))
     if details:
         for who, requests in counted.items():
             lines += [f"\n{who}, a round:\n"]
             lines += [f"- {n / rounds:.1f} {what}" for what, n in Counter(map(of_key, requests)).most_common()]
+        for who, requests in begun.items():
+            lines += [f"\n{who}, launch and first round:\n"]
+            lines += [f"- {n} {what}" for what, n in Counter(map(of_key, requests)).most_common()]
     return "\n".join(lines)
 
 
@@ -112,6 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--round-s", type=float, default=25.0)
+    parser.add_argument("--steps", type=int, default=25, help="inner steps of a round")
     parser.add_argument("--rounds", type=int, default=11, help="a multiple of ten, and one: snapshots count evenly")
     parser.add_argument("--spread", type=float, default=0.2, help="share by which the time of an inner step varies")
     parser.add_argument("--details", action="store_true", help="also by key")

@@ -54,10 +54,7 @@ class Background(Protocol):
         ...
 
     def every(self, interval_s: float, call: Callable[[], None]) -> Periodic:
-        """Call `call` at once and again after every `interval_s` seconds until stopped.
-
-        `call` must handle its own errors, because nothing reports them.
-        """
+        """Call `call`, which handles its own errors, at once and after every `interval_s` seconds until stopped."""
         ...
 
 

@@ -1,7 +1,7 @@
 """The run's configuration: one frozen tree with default, unit and reason beside each field.
 
-Built from Python keywords or command-line options, frozen into `run.json`. Reads no environment and no file.
-Longer than most files because it is one list: whoever looks for a setting finds all of them here.
+It is built from Python keywords or command-line options, and frozen into `run.json`; this file reads no environment and
+no other file. It is longer than most, because whoever looks for a setting finds all of them here.
 """
 
 import json
@@ -60,7 +60,9 @@ class TimingConfig(Tree):
     round_timeout_s: float = Field(
         default=1800.0, gt=0, description="s without quorum, and without a launch under way, until QuorumLost is raised"
     )
-    startup_timeout_s: float = Field(default=1800.0, gt=0, description="s that a leg's first round waits for everybody")
+    startup_timeout_s: float = Field(
+        default=1800.0, gt=0, description="s beside training that a leg's first round waits"
+    )
     poll_s: float = Field(
         default=1.0,
         gt=0,
@@ -406,7 +408,8 @@ class RunConfig(Tree):
     def clips_by_history(self) -> bool:
         """Whether a contribution's norm is limited by the norms of earlier rounds.
 
-        Not with a fixed `clip_factor`, nor with "agreeing_mean", which leaves out the least agreeing quarter instead.
+        It is not with a fixed `clip_factor`, nor with "agreeing_mean", which leaves out the least agreeing quarter
+        instead.
         """
         return self.clip != "off" and self.clip_factor is None and self.aggregate != "agreeing_mean"
 
@@ -532,10 +535,7 @@ class RunSettings(TypedDict, total=False):
 
 
 def make_config(values: Mapping[str, Any]) -> RunConfig:
-    """The validated configuration.
-
-    Raises `ConfigError` naming the field, its error and, for an unknown name, the nearest known one.
-    """
+    """The validated configuration. Raises `ConfigError` naming the field, its error and the nearest known name."""
     try:
         config = RunConfig.model_validate(dict(values))
     except ValidationError as error:
@@ -595,7 +595,7 @@ def config_of_leg(config: RunConfig, change: Mapping[str, JsonValue], *, guard: 
 def changed(config: BaseModel, change: Mapping[str, JsonValue]) -> dict[str, Any]:
     """The configuration as nested dicts, with the values of `change`, {"outer.lr": 0.5}, in place of its own.
 
-    Not validated. A name without a parent in the configuration is kept, so that validation refuses it.
+    The result is not validated. A name without a parent in the configuration is kept, so that validation refuses it.
     """
     tree = config.model_dump(mode="json")
     for path, value in change.items():

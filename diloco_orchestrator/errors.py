@@ -57,10 +57,7 @@ class ObjectMissing(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """A transient fault (network, throttling, a server's 5xx): the same call may succeed later.
-
-    The request may have taken effect all the same.
-    """
+    """A transient fault (network, throttling, a server's 5xx). The request may have taken effect all the same."""
 
 
 class StoreDenied(StoreError):
@@ -75,10 +72,7 @@ class StoreFull(StoreError):
 
 
 class SpoolFailed(DilocoError):
-    """A temporary file for data that does not fit into memory could not be written: disk full, or not writable.
-
-    Not permanent: a relaunch may get another machine, or find free space.
-    """
+    """A temporary file could not be written: the disk is full or not writable. A relaunch may find more space."""
 
 
 class BudgetTooSmall(SpoolFailed, ConfigError):

@@ -31,10 +31,7 @@ SHORT_NAMES = ("executors", "replica")
 
 @functools.cache
 def public_names(package_file: str) -> dict[str, str]:
-    """Public names of a package, each with the module that defines it: the imports of the `__init__.pyi` beside it.
-
-    `package_file`: the package's `__file__`.
-    """
+    """A package's public names, each with the defining module, from the `__init__.pyi` beside `package_file`."""
     tree = ast.parse(Path(package_file).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = (node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module)
     return {alias.name: str(node.module) for node in imports for alias in node.names}
@@ -52,8 +49,8 @@ def registered_names(group: str) -> list[str]:
 
 
 def registered(kind: str, group: str, name: str, taken: bool = False) -> tuple[Any, str]:
-    """The object that a package registers under a name, and a description: "command 'tides' of package y
-    (y.cli:tides)".
+    """The object that a package registers under a name, and a text that says where: "command 'x' of package y
+    (y.cli:x)".
 
     `kind`: what the object is, such as "command". `group`: of the entry points. Raises `LookupError` if no package
     registers the name, and ValueError if more than one does (`taken`: we do too) or if it does not load.

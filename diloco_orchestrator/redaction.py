@@ -10,10 +10,12 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, quote_plus
 
 from diloco_orchestrator.executors.names import looks_secret as looks_secret
+
+T = TypeVar("T")
 
 ENV_SECRET_NAMES = "DILOCO_SECRET_NAMES"  # of a replica: comma-separated names of variables to redact
 
@@ -76,36 +78,26 @@ def has_token_shape(text: str) -> bool:
 
 
 def secret_settings(values: Mapping[str, Any], path: str) -> list[str]:
-    """Names of the settings below `path` that hold a credential, by their name or by the shape of their value.
-
-    `values`: JSON, nested or not. Only text can be a credential.
-    """
+    """Names of the settings (JSON) below `path` that hold a credential, by name or by the shape of their text."""
     found: list[str] = []
     for name, value in values.items():
         if has_token_shape(name):
             found.append(f"{path}.<a name that is a credential>")
             continue
         where = f"{path}.{name}"
-        if any(has_token_shape(text) or (text and _SECRET_ARG.fullmatch(name)) for text in _texts(value)):
+        if any(has_token_shape(text) or (text and _SECRET_ARG.fullmatch(name)) for text in _those(str, value)):
             found.append(where)
         else:
-            for below in _mappings(value):
+            for below in _those(dict, value):
                 found += secret_settings(below, where)
     return found
 
 
-def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    """The JSON objects in a setting's value: the value itself, or the items of a list."""
-    if isinstance(value, Mapping):
+def _those(kind: type[T], value: Any) -> list[T]:
+    """The values of this type in a setting's value: the value itself, or items of its lists."""
+    if isinstance(value, kind):
         return [value]
-    return [below for each in value for below in _mappings(each)] if isinstance(value, list | tuple) else []
-
-
-def _texts(value: Any) -> list[str]:
-    """The strings in a setting's value that have no name: the value itself, or the items of a list."""
-    if isinstance(value, str):
-        return [value]
-    return [text for each in value for text in _texts(each)] if isinstance(value, list | tuple) else []
+    return [found for each in value for found in _those(kind, each)] if isinstance(value, list | tuple) else []
 
 
 def redact(text: str, environ: Mapping[str, str]) -> str:
@@ -152,8 +144,8 @@ def _json_leaves(environ: Mapping[str, str]) -> list[tuple[str, str]]:
 
 def _collect(node: Mapping[str, Any], found: list[tuple[str, str]]) -> None:
     for name, value in node.items():
-        found += [(name, text) for text in _texts(value)]
-        for below in _mappings(value):
+        found += [(name, text) for text in _those(str, value)]
+        for below in _those(dict, value):
             _collect(below, found)
 
 

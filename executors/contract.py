@@ -112,7 +112,8 @@ class LaunchRequest:
     def pinned(self, image: str) -> str:
         """The image to send for the executor's option `image`: with its digest from `images`, if it has one there.
 
-        Without its tag: container runtimes differ about references with both, and some refuse them (cri-o/cri-o#8603).
+        Then its tag is left out: container runtimes differ about references with both, and some refuse them
+        (cri-o/cri-o#8603).
         """
         if image not in self.images:
             return image
@@ -214,8 +215,7 @@ class ServerlessExecutor(Protocol):
         env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> list[ReplicaHandle]:
-        """Call `entrypoint(**entrypoint_args)` in `n_replicas` processes, without coordinator and bucket; returns the
-        handles.
+        """Call `entrypoint(**entrypoint_args)` in `n_replicas` processes, without a run; returns their handles.
 
         `run_id`: by default a new one. `code`: a small folder with the entrypoint's package. Raises `LaunchError`,
         which holds the other handles, if only some could be launched.
@@ -325,10 +325,7 @@ class ChecksMachines(Protocol):
     """An executor whose provider lists its kinds of machines."""
 
     def check_machine(self) -> None:
-        """Raise ValueError, naming the nearest, if the provider has no machine of the configured kind.
-
-        Does nothing if the list cannot be read now.
-        """
+        """Raise ValueError, naming the nearest kind of machine, if the provider's list lacks the configured one."""
         ...
 
 

@@ -98,10 +98,7 @@ class HFJobsApi:
                 return str(answer_within(_CALL_S, what, lambda: self._sdk_api().run_job(**arguments)).id)
 
     def hardware(self) -> dict[str, float | None] | None:
-        """US dollars an hour by name of hardware, read once; None if the list cannot be read now.
-
-        The price is None if its unit is unknown to us.
-        """
+        """US dollars an hour (None: unit unknown) by name of hardware, read once; None if the list is unreadable."""
         with self._lock:
             if self._hardware is None:
                 try:
@@ -206,10 +203,7 @@ class HFJobsApi:
         timeout_s: float | None = None,
         needs_token: bool = True,
     ) -> Any:
-        """The response of a GET, which holds JSON.
-
-        The SDK's own `inspect_job` has no timeout, and its `list_jobs` retries for minutes.
-        """
+        """The response of a GET, which holds JSON. The SDK's own calls have no timeout, or retry for minutes."""
         if needs_token and self._token is None and _sdk().get_token() is None:
             raise ExecutorDenied("there is no Hugging Face token here. Run `hf auth login`, or set HF_TOKEN.")
         what = f"reading {url}"

@@ -73,10 +73,7 @@ def job_arguments(request: LaunchRequest, options: JobOptions) -> dict[str, Any]
 
 
 def volumes_of(given: Sequence[str]) -> list[dict[str, Any]]:
-    """Volumes in the command line form of `hf` as the arguments of the SDK's `Volume`.
-
-    Raises ValueError for another form, or two volumes at one path.
-    """
+    """`hf`'s command line form of volumes as the SDK's arguments. Raises ValueError for a bad or repeated one."""
     if isinstance(given, str):
         raise ValueError(f"volumes={given!r} is one string. Write a list, [{given!r}].")
     found: list[dict[str, Any]] = []
@@ -192,7 +189,7 @@ def status_of(job: Job, exit_code: int | None = None) -> ReplicaStatus:
 def _ran_to_its_limit(job: Job) -> bool:
     """Whether the job ran as long as its time limit, by the service's clock.
 
-    With a tolerance of a second or 1 %, because the service does not document when its timer starts.
+    A second or 1 % less counts too, because the service does not document when its timer starts.
     """
     limit, started, finished = (job.get("labels") or {}).get(LABEL_TIMEOUT), job.get("startedAt"), job.get("finishedAt")
     if not (limit and started and finished):

@@ -72,10 +72,7 @@ class KubernetesApi:
     def call(
         self, verb: str, about: str, *args: Any, answers: tuple[int, ...] = (), **options: Any
     ) -> dict[str, Any] | None:
-        """Call a method of the SDK and return the reply; None for an HTTP status in `answers`.
-
-        `verb`: the method's name; `about`: the object, for errors.
-        """
+        """The reply of the SDK's method `verb` about the object `about`; None for an HTTP status in `answers`."""
         response = self._send(verb, about, *args, answers=answers, timeout_s=_CALL_S, **options)
         if response is None:
             return None

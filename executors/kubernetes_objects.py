@@ -91,10 +91,7 @@ class PodOptions:
 
 
 def job_body(request: LaunchRequest, options: PodOptions) -> dict[str, Any]:
-    """The Job of an attempt, as the body of a create call.
-
-    Raises ValueError for a template that sets what the executor sets.
-    """
+    """The body that creates an attempt's Job. Raises ValueError for a template that sets what the executor sets."""
     template, theirs = options.template, container_of(options.template)
     name, labels = attempt_name(request), attempt_labels(request)
     container: dict[str, Any] = {

@@ -157,7 +157,7 @@ class LocalProcessExecutor(RemoteExecutor):
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
         """Status from /proc, the recorded exit code and the exit line; UNKNOWN for a process of another host.
 
-        Also ends a process whose time limit or grace period is over.
+        A process whose time limit or grace period is over is ended.
         """
         process, folder = ProcessId.from_native(handle.native), _folder_of(handle)
         if process.host != platform.node():
@@ -233,8 +233,7 @@ def _argv(command: Sequence[str]) -> list[str]:
 
 
 def _environment(request: LaunchRequest, folder: AttemptFolder, gpu: Mapping[str, str]) -> dict[str, str]:
-    """The child's environment: this process's, its `sys.path`, a fixed thread count, a GPU, then the request's
-    variables.
+    """The child's environment: this process's, its `sys.path`, a thread count, a GPU, then the request's variables.
 
     The allocator's settings are this process's, if it has any.
     """

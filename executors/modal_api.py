@@ -109,10 +109,10 @@ def log_in_again() -> bool:
 
 
 class ModalApp:
-    """Calls about one App, which is created if it does not exist. Errors are the SDK's own, or `Unavailable` if a call
-    does not return in time, so that no call holds the lock for longer.
+    """Calls about one App, which is created if it does not exist.
 
-    `client`: None for that of the environment's credentials.
+    Errors are the SDK's own, or `Unavailable` if a call does not return in time, so that no call holds the lock for
+    longer. `client`: None for that of the environment's credentials.
     """
 
     def __init__(self, options: SandboxOptions, client: "Client | None") -> None:
@@ -188,7 +188,7 @@ class ModalApp:
         return found
 
     def live(self, run_id: str, app_id: str | None) -> "Iterator[Sandbox]":
-        """The Sandboxes of a run that have not ended, one request a page. `app_id`: the result of `app_id()`."""
+        """The Sandboxes of a run that have not ended, one request a page. `app_id`: the App's id."""
         yield from sdk().Sandbox.list(app_id=app_id, tags={LABEL_RUN: run_label(run_id)}, client=self._client)
 
     def create(self, arguments: Mapping[str, Any], secrets: Mapping[str, str]) -> "Sandbox":

@@ -115,10 +115,7 @@ _BUCKET_ARGUMENTS = (  # of the SDK's CloudBucketMount
 
 
 def sandbox_arguments(request: LaunchRequest, options: SandboxOptions) -> dict[str, Any]:
-    """The arguments for the Sandbox of an attempt, as JSON; the request's secrets are redacted.
-
-    Raises ValueError for a time limit that Modal does not support.
-    """
+    """An attempt's Sandbox as JSON, secrets redacted. Raises ValueError for a time limit that Modal forbids."""
     limit_s = options.timeout_s if request.timeout_s is None else whole_timeout(request.timeout_s)
     mounts = options.mounts.items()
     return {
@@ -171,7 +168,7 @@ _BY_CODE = {  # State by exit code, for SUCCESS and FAILURE: the process ended b
 
 
 def status_of(end: str, code: int | None, said: str = "") -> ReplicaStatus:
-    """The status of a Sandbox. `end`, `said`: the result of `modal_api.end_of`; `code`: exit code, None while it runs.
+    """The status of a Sandbox. `end`, `said`: Modal's name for its end, and message; `code`: exit code or None.
 
     Modal reports the code 0 for a process that never started, so 0 counts only if the process ended.
     """

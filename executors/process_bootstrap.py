@@ -1,7 +1,7 @@
 """The process that `launch_replicas` starts: calls the entrypoint and prints its result or error.
 
-Sent as source text (`program_text`), so it needs only the standard library. Reads the environment that
-`function_launch` sets. The last line of output is the exit line, which any executor finds in its provider's log.
+This file is sent as source text (`program_text`), so it needs only the standard library. It reads the environment that
+`launch_replicas` sets. The last line of output is the exit line, which any executor finds in its provider's log.
 """
 
 import base64

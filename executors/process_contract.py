@@ -1,5 +1,4 @@
-"""The contract between a replica's process and its executor: environment, exit codes, exit line, form of the
-entrypoint.
+"""The contract between a replica's process and its executor: environment, exit codes, exit line, entrypoint.
 
 Standard library only: `program_text` pastes this module's source into programs that travel without our packages.
 """
@@ -80,10 +79,7 @@ def parse_exit_line(lines: Iterable[str]) -> dict[str, Any] | None:
 
 
 def load_entrypoint(entrypoint: str) -> Callable[..., Any]:
-    """The function that "package.module:function" names.
-
-    Raises ImportError if it does not exist, TypeError if it cannot be called.
-    """
+    """The function "package.module:function". Raises ImportError if it is missing, TypeError if not callable."""
     module_name, _, path = entrypoint.partition(":")
     found: Any = importlib.import_module(module_name)
     for name in path.split("."):

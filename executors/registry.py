@@ -120,10 +120,7 @@ def spec_of(executor: ServerlessExecutor) -> dict[str, Any] | None:
 
 
 def recreate(spec: Mapping[str, Any]) -> ServerlessExecutor:
-    """The executor that `spec_of` described, with this process's credentials.
-
-    Raises `ExecutorError` if no installed package provides it.
-    """
+    """The executor that `spec_of` described, with this process's credentials. Raises `ExecutorError` if unknown."""
     try:
         return _of_spec(spec)
     except ValueError as error:

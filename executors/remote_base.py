@@ -138,7 +138,6 @@ class RemoteExecutor:
         return self._listed_price() if self._given_usd is None else Price(self._given_usd, "given as hourly_usd")
 
     def hourly_usd(self, request: LaunchRequest) -> float | None:
-        """US dollars an hour for the machine of this request, or None if its price is not known."""
         found = self.price(request)
         return None if found is None else found.hourly_usd
 
@@ -235,8 +234,7 @@ def _function_requests(
     env: Mapping[str, str],
     code: str | None = None,
 ) -> list[LaunchRequest]:
-    """The requests that call `entrypoint(**entrypoint_args)` in `n_replicas` processes, as replicas 0 to n-1, attempt
-    1.
+    """The requests that call `entrypoint(**entrypoint_args)` in `n_replicas` processes, one attempt each.
 
     The arguments are sent as JSON in the environment, with the Python files of the small folder `code`. Raises
     ValueError for an entrypoint of another form, arguments that JSON cannot hold, or a folder that is too large.
@@ -291,10 +289,7 @@ def _failure_text(result: ReplicaResult) -> str:
 
 
 def limited(command: Sequence[str], timeout_s: float | None) -> list[str]:
-    """A command under a request's own time limit, enforced by coreutils' `timeout`.
-
-    --foreground: signals reach the replica alone, as they do without `timeout`.
-    """
+    """A command under coreutils' `timeout`. --foreground: signals reach the replica alone, as without it."""
     if timeout_s is None:
         return list(command)
     return ["timeout", "--foreground", f"--kill-after={KILL_AFTER_S}", f"{timeout_s:g}", *command]

@@ -170,7 +170,7 @@ class SlurmExecutor(RemoteExecutor):
     def _named(self, name: str) -> list[str]:
         """Ids of this user's jobs of this name, the oldest first.
 
-        Without jobs that sbatch refused, some of which Slurm lists for a while as failed for their constraints.
+        Jobs that sbatch refused are left out; Slurm lists some of them for a while as failed for their constraints.
         """
         jobs = self._cli.jobs([this_user()]).values()
         return sorted((job.id for job in jobs if job.name == name and job.reason != REFUSED), key=int)

@@ -50,7 +50,7 @@ _MEMORY = re.compile(r"\d+[KMGT]?")
 
 
 class Job(NamedTuple):
-    """A job as squeue or sacct lists it."""
+    """A Slurm job as squeue or sacct lists it."""
 
     id: str
     state: str  # native, such as "RUNNING"

@@ -37,8 +37,7 @@ class Aggregate(Protocol):
 
 
 def aggregate_of(how: str, parts: Sequence[Part], lengths: Sequence[int]) -> Aggregate:
-    """The aggregate named `how`, one of `AGGREGATES`, of all contributions in `parts`. Those of weight zero are
-    ignored.
+    """The aggregate named `how`, one of `AGGREGATES`, of the contributions `parts` with a weight above zero.
 
     `lengths`: elements of each shard. Raises `ConfigError` for another name, `PayloadCorrupt` for a payload of another
     length or cut into other shards.

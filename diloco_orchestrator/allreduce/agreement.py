@@ -91,10 +91,7 @@ def _digits(cosine: float) -> float:
 
 
 def _scale(norm: float, numel: int) -> float:
-    """The power of two that brings a vector's root mean square to between 16 and 32; 0.0 for a vector of zeros.
-
-    Limited to float32's largest, 2**127, so that numbers below 3e-39 become zeros.
-    """
+    """The power of two, at most 2**127, that makes a vector's root mean square 16 to 32; 0.0 for a zero vector."""
     return math.ldexp(1.0, min(5 - math.frexp(norm / math.sqrt(numel))[1], 127)) if norm else 0.0
 
 

@@ -68,10 +68,7 @@ class WeightedParts:
         return len(self._parts)
 
     def shard(self, index: int) -> list[Encoded]:
-        """One shard of every contribution.
-
-        Raises `PayloadCorrupt` for bytes that are not the shard in the manifest, and what `read` raises.
-        """
+        """One shard of every contribution. Raises `PayloadCorrupt` for other bytes than the manifest's."""
         numel = self.lengths[index]
         return [Encoded(part.read(index), part.payload.codec, numel) for part in self._parts]
 
@@ -93,10 +90,7 @@ class WeightedMean:
             self._total = self._total + weight
 
     def shard(self, index: int) -> ShardBlocks:
-        """The mean of one shard, in blocks that stay in a core's cache.
-
-        Raises `PayloadCorrupt` for bytes that are not the shard in the manifest, and what the parts' `read` raises.
-        """
+        """The mean of one shard, in cache-sized blocks. Raises `PayloadCorrupt` for other bytes than the manifest's."""
         return partial(self._blocks, self._parts.shard(index))
 
     def _blocks(self, shards: Sequence[Encoded], start: int, stop: int) -> Iterator[torch.Tensor]:
@@ -112,15 +106,16 @@ class WeightedMean:
             yield summed.div_(self._total)
 
 
-def mean_into(shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
+def mean_into(shards: Sequence[torch.Tensor], parts: Sequence[Part], only: Sequence[int] | None = None) -> None:
     """Write the weighted mean of all contributions into `shards`, flat tensors of the payload shards' lengths.
 
-    Raises `PayloadCorrupt` for bytes that are not the shard in the manifest, and for other lengths or shards.
+    `only`: indices of the shards to average; None: all. Raises `PayloadCorrupt` for bytes that are not the shard in the
+    manifest, and for other lengths or shards.
     """
     mean = WeightedMean(parts, [shard.numel() for shard in shards])
-    for index, shard in enumerate(shards):
+    for index in range(len(shards)) if only is None else only:
         blocks = mean.shard(index)
-        in_threads([partial(_copy, blocks, shard, *each) for each in ranges(shard.numel())])
+        in_threads([partial(_copy, blocks, shards[index], *each) for each in ranges(shards[index].numel())])
 
 
 def _copy(blocks: ShardBlocks, target: torch.Tensor, start: int, stop: int) -> None:

@@ -1,25 +1,33 @@
 """`ObjectStoreAllReduce`: the mean of one tensor over all ranks through a bucket, usable without a run.
 
 Each rank writes its payload and then a manifest, and reads those of all others: for a payload of c bytes, c bytes up
-and (N-1) c bytes down. All ranks must take part. Rounds that go on without some replicas are in `replica.rounds`.
+and (N-1) c bytes down, or less by `scatter_reduce`. All ranks must take part. Rounds that go on without some replicas
+are in `replica.rounds`.
 """
 
-from typing import Any
+import logging
+from typing import Any, Literal, get_args
 
 import torch
 
 from diloco_orchestrator.allreduce.mean import Part, mean_into
 from diloco_orchestrator.allreduce.payload import check_shape, publish
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
+from diloco_orchestrator.allreduce.scatter_reduce import ScatterReduce, bytes_down, shard_numel_for
 from diloco_orchestrator.allreduce.shards import fetch, shard_ranges
 from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors
-from diloco_orchestrator.clock import Backoff, Clock, SystemClock, random_token
+from diloco_orchestrator.clock import Backoff, Clock, SystemClock, ThreadBackground, random_token
 from diloco_orchestrator.codecs.table import get_codec
-from diloco_orchestrator.errors import AllReduceTimeout, RoundReused
+from diloco_orchestrator.errors import AllReduceTimeout, ConfigError, RoundReused, unknown_name
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.allreduce_records import AllReducePart
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import AllReducePart, Payload
+from diloco_orchestrator.protocol.records import Payload
 from diloco_orchestrator.store.open_store import open_store
+
+log = logging.getLogger(__name__)
+
+Path = Literal["gather", "scatter_reduce", "auto"]
 
 _ATTEMPT = 1  # ranks have no attempts here; a key that holds other bytes means that the round id was used before
 _POLL = Backoff(first_s=0.01, longest_s=0.5)
@@ -29,12 +37,16 @@ class ObjectStoreAllReduce:
     """The mean over `world_size` ranks through objects in the folder `uri`, which no other training may use.
 
     Raises `ValueError` for a rank outside 0..world_size-1 and for a timeout that is not positive, `ConfigError` for an
-    unknown codec. With `world_size=1` tensors are returned as they are, and no object is written.
+    unknown codec or one that needs error feedback. With `world_size=1` tensors are returned as they are, and no object
+    is written.
 
     Args:
         timeout_s: how long `allreduce` waits for the other ranks.
         storage_options: credentials and endpoint as s3fs spells them.
         codec: the encoding in the bucket, as of a run's setting `codec`.
+        path: the same for all ranks. "gather": every rank reads all payloads; "scatter_reduce": about three of them,
+            and averages that others have made; "auto": by which all ranks together read fewer bytes. The mean has the
+            same bits by each.
     """
 
     def __init__(
@@ -46,13 +58,21 @@ class ObjectStoreAllReduce:
         *,
         storage_options: dict[str, Any] | None = None,
         codec: str = "fp32",
+        path: Path = "gather",
         clock: Clock | None = None,
     ) -> None:
         if world_size < 1 or not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is outside 0..{world_size - 1} (world_size={world_size}).")
         if timeout_s <= 0:
             raise ValueError(f"timeout_s={timeout_s} must be positive.")
-        self._codec = get_codec(codec).name
+        if path not in get_args(Path):
+            raise ConfigError(unknown_name("path", path, get_args(Path)))
+        if get_codec(codec).feedback:
+            raise ConfigError(
+                f"codec {codec!r} needs error feedback: what it loses of one tensor must be added to the next, and "
+                'allreduce keeps nothing between calls. Use "int4", which needs none.'
+            )
+        self._codec, self._path = codec, path
         self.rank, self.world_size, self._timeout_s = rank, world_size, timeout_s
         self._clock = clock or SystemClock()
         self._store = open_store(uri, storage_options, clock=self._clock)
@@ -78,21 +98,44 @@ class ObjectStoreAllReduce:
             return tensor.detach().clone()
         local = tensor.detach().to(device="cpu", dtype=torch.float32).contiguous()
         own = PayloadCache()
-        self._publish(local, tensor, round_id, own)
-        peers = self._wait_for_all(round_id)
         mean = torch.empty_like(local)
-        shards = [mean.view(-1)[start:stop] for start, stop in shard_ranges(mean.numel(), SHARD_NUMEL)]
-        mean_into(shards, [self._part(peer, tensor, own) for peer in peers])
+        scatters, shard_numel = self._cut(mean.numel())
+        self._publish(local, tensor, round_id, own, shard_numel)
+        peers = self._wait_for_all(round_id)
+        shards = [mean.view(-1)[start:stop] for start, stop in shard_ranges(mean.numel(), shard_numel)]
+        parts = [self._part(peer, tensor, own, shard_numel) for peer in peers]
+        if scatters:
+            who = round_id, self.rank, self.world_size
+            ScatterReduce(self._store, self._clock, ThreadBackground(), self._stamp, *who).mean_into(shards, parts)
+        else:
+            mean_into(shards, parts)
         own.close()
         return mean.to(device=tensor.device, dtype=tensor.dtype)
 
-    def _publish(self, local: torch.Tensor, tensor: torch.Tensor, round_id: int, own: PayloadCache) -> None:
+    def _cut(self, numel: int) -> tuple[bool, int]:
+        """Whether a tensor of `numel` elements takes scatter-reduce, and its elements per shard; alike on all ranks."""
+        if self.world_size == 2:
+            return False, SHARD_NUMEL  # owner and checker of every shard would read all payloads
+        shard_numel = shard_numel_for(numel, self.world_size, SHARD_NUMEL)
+        if self._path == "auto":
+            lengths = [stop - start for start, stop in shard_ranges(numel, shard_numel)]
+            gathered, scattered = bytes_down(lengths, self._codec, self.world_size)
+            scatters = scattered < gathered
+            chosen = "scatter_reduce" if scatters else "gather"
+            log.info("path %r: all ranks read %d bytes by gather, %d by scatter_reduce", chosen, gathered, scattered)
+        else:
+            scatters = self._path == "scatter_reduce"
+        return scatters, shard_numel if scatters else SHARD_NUMEL
+
+    def _publish(
+        self, local: torch.Tensor, tensor: torch.Tensor, round_id: int, own: PayloadCache, shard_numel: int
+    ) -> None:
         payload = publish(
             self._store,
             lambda shard: keys.payload(round_id, self.rank, _ATTEMPT, shard),
             FlatTensors([local]),
             self._codec,
-            SHARD_NUMEL,
+            shard_numel,
             own,
         )
         ours = AllReducePart(
@@ -135,7 +178,7 @@ class ObjectStoreAllReduce:
                 )
             self._clock.sleep(next(pauses))
 
-    def _part(self, peer: AllReducePart, tensor: torch.Tensor, own: PayloadCache) -> Part:
+    def _part(self, peer: AllReducePart, tensor: torch.Tensor, own: PayloadCache, shard_numel: int) -> Part:
         """A rank's contribution to the mean. `own`: cache with this rank's bytes, which are not read back."""
         theirs = (peer.world_size, peer.shape, peer.dtype)
         ours = (self.world_size, tuple(tensor.shape), str(tensor.dtype))
@@ -144,7 +187,12 @@ class ObjectStoreAllReduce:
                 f"round {peer.round_id}: rank {peer.rank} published (world_size, shape, dtype) = {theirs}, "
                 f"this rank has {ours}. All ranks must agree, in a folder of their own."
             )
-        check_shape(peer.payload, self._codec, tensor.numel(), SHARD_NUMEL)
+        if peer.payload.shard_numel != shard_numel:
+            raise ValueError(
+                f"round {peer.round_id}: rank {peer.rank} cut its payload every {peer.payload.shard_numel} elements, "
+                f"this rank every {shard_numel}. All ranks need the same path, here {self._path!r}."
+            )
+        check_shape(peer.payload, self._codec, tensor.numel(), shard_numel)
 
         def read(index: int) -> bytes | memoryview:
             key = keys.payload(peer.round_id, peer.rank, _ATTEMPT, index)

@@ -11,9 +11,10 @@ from functools import partial
 from diloco_orchestrator.allreduce.payload_cache import KeepsPayloads
 from diloco_orchestrator.allreduce.shards import NotFinite, shard_ranges
 from diloco_orchestrator.allreduce.threads import one_torch_thread, workers
-from diloco_orchestrator.allreduce.vectors import BLOCK, Vector
+from diloco_orchestrator.allreduce.vectors import BLOCK, FlatTensors, Vector
 from diloco_orchestrator.clock import Background, NoBackground, in_parallel
-from diloco_orchestrator.codecs.table import Measure, get_codec
+from diloco_orchestrator.codecs.fine import within
+from diloco_orchestrator.codecs.table import Measure, Ranges, get_codec
 from diloco_orchestrator.errors import PayloadCorrupt, RoundReused
 from diloco_orchestrator.protocol.digests import BulkHasher
 from diloco_orchestrator.protocol.records import Payload, Shard
@@ -31,6 +32,8 @@ def publish(
     cache: KeepsPayloads,
     background: Background | None = None,
     most_norm: float = math.inf,
+    fine: Ranges = (),
+    residual: FlatTensors | None = None,
 ) -> Payload:
     """Create the shards of a vector and return their description for the manifest. Safe to repeat with equal numbers.
 
@@ -44,6 +47,8 @@ def publish(
         shard_numel: elements per shard.
         cache: gets the bytes of each shard, for a reader in this process.
         background: runs several shards at once. `vector` is then read by several threads.
+        fine: ranges of elements in the codec for fine parameters, where `codec` has one.
+        residual: gets `vector` minus what the payload decodes to; of the same length. None: nobody needs it.
     """
     background, encoding = background or NoBackground(), get_codec(codec)
 
@@ -51,13 +56,18 @@ def publish(
     def formed(index: int, start: int, stop: int) -> tuple[Shard | None, Measure]:
         # What is read, encoded and hashed does not leave a core's cache in between. BytesIO gives its bytes uncopied.
         whole, hasher, measure = io.BytesIO(), BulkHasher(), Measure()
-        whole.write(header := encoding.header(stop - start))
+        finer = within(fine, start, stop)
+        whole.write(header := encoding.header(stop - start, finer))
         hasher.update(header)
-        for first in range(start, stop, BLOCK):
-            block = encoding.encode_block(vector.read(first, min(first + BLOCK, stop)))
-            measure += block.measure
-            hasher.update(block.data)
-            whole.write(block.data)
+        for span in encoding.spans(stop - start, finer):
+            for first in range(start + span.start, start + span.stop, BLOCK):
+                values = vector.read(first, min(first + BLOCK, start + span.stop))
+                block = span.codec.encode_block(values)
+                measure += block.measure
+                hasher.update(block.data)
+                whole.write(block.data)
+                if residual is not None:
+                    residual.write(first, values - block.values)
         if measure.nonfinite:
             return None, measure
         shard = Shard(digest=hasher.digest(), size=whole.tell())

@@ -7,6 +7,7 @@ checked. `allreduce.spool` has the process's memory budget and the file's disk s
 
 import mmap
 import threading
+from collections.abc import Callable
 from typing import IO, Protocol
 
 from diloco_orchestrator.allreduce.shards import mapped
@@ -35,10 +36,7 @@ class KeepsPayloads(Protocol):
 
 
 class PayloadCache:
-    """Payload bytes by key and digest. Thread-safe.
-
-    Bytes beyond `memory_bytes`, or beyond the process's memory budget, go to a temporary file.
-    """
+    """Payload bytes by key and digest, in memory up to `memory_bytes`, then in a temporary file. Thread-safe."""
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
         self._lock = threading.Lock()
@@ -91,6 +89,14 @@ class PayloadCache:
                 return mapped(self._file, size, offset)
             data, _ = self._memory.get(name, (None, None))
             return data
+
+    def kept(self, name: Name, read: Callable[[], bytes]) -> bytes | memoryview:
+        """The bytes under `name`, put there from `read()` if there are none yet. Raises `SpoolFailed`."""
+        if name not in self:
+            self.put(name, read())
+        found = self.get(name)
+        assert found is not None, "it is there now"
+        return found
 
     def __contains__(self, name: Name) -> bool:
         with self._lock:

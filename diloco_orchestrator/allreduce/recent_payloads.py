@@ -46,7 +46,7 @@ class RecentPayloads:
     def held(self, key: str) -> bytes | memoryview | None:
         """The bytes of the payload shard at `key`, of the open round or the one before; None if not held.
 
-        Verified once more: a file of the store may be the very one whose damage is to be repaired.
+        They are verified once more: a file of the store may be the very one whose damage is to be repaired.
         """
         for cache in (self._open, self._before):
             for name in cache.names():
@@ -56,10 +56,7 @@ class RecentPayloads:
         return None
 
     def end_round(self, background: Background) -> None:
-        """Drop the bytes of the round before; those of the open round take their place.
-
-        Does nothing if the open round had no payloads, as the final evaluation.
-        """
+        """Drop the bytes of the round before and keep those of the open one, if it had any, in their place."""
         self.wait()
         if not self._open.names():
             return

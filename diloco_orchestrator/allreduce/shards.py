@@ -104,10 +104,10 @@ def fetch_shard(store: Store, key: str, shard: Shard) -> bytes:
 
 
 def check_shard(data: bytes | memoryview, payload: Payload, index: int, whose: str) -> Measure:
-    """Norm and finiteness of a shard's bytes, if they decode to finite numbers of the declared codec and length. No
-    copy.
+    """Norm and finiteness of a shard's bytes, which must decode to finite numbers of the declared codec and length.
 
-    Raises `PayloadCorrupt` for another codec or length, `NotFinite` for NaN or infinity. `whose`: begins the message.
+    No copy is made. Raises `PayloadCorrupt` for another codec or length, `NotFinite` for NaN or infinity. `whose`:
+    begins the message.
     """
     start, stop = shard_ranges(payload.numel, payload.shard_numel)[index]
     measure = Encoded(data, payload.codec, stop - start).measure()

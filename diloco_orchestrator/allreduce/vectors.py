@@ -3,6 +3,7 @@
 The tensors are never concatenated: arithmetic goes through views of them, in blocks that fit a core's cache.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -49,18 +50,19 @@ class FlatTensors:
         return tensor[start - self._ends[index] + tensor.numel() :]
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """A copy of elements [start, stop), of shape (stop - start,), float32, on the CPU."""
         out = empty(stop - start)
         for ours, theirs in aligned(out.numel(), (FlatTensors([out]), 0), (self, start)):
             ours.copy_(theirs)
         return out
 
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """Copy `values`, (n,) float32 on the CPU, to elements [start, start + n)."""
+        for ours, theirs in aligned(values.numel(), (self, start), (FlatTensors([values]), 0)):
+            ours.copy_(theirs)
+
 
 def aligned(numel: int, *parts: tuple[FlatTensors, int], longest: int = BLOCK) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Views of `numel` elements of several vectors side by side, each from its given start on.
-
-    Yields tuples of views of equal length, at most `longest`, one per vector.
-    """
+    """Views of `numel` elements of several vectors side by side, each from its start: tuples of `longest` at most."""
     done = 0
     while done < numel:
         views = [vector.rest(start + done) for vector, start in parts]
@@ -69,13 +71,23 @@ def aligned(numel: int, *parts: tuple[FlatTensors, int], longest: int = BLOCK) -
         done += size
 
 
+def room(numel: int, shard_numel: int, what: str) -> FlatTensors:
+    """Zeros, in tensors of `shard_numel` elements within the memory budget (`allreduce.spool`). `what`: for errors."""
+    return FlatTensors([held(stop - start, what) for start, stop in shard_ranges(numel, shard_numel)])
+
+
 def copied(vector: Vector, shard_numel: int = SHARD_NUMEL) -> FlatTensors:
     """A copy of a vector, in tensors of `shard_numel` elements within the memory budget (`allreduce.spool`)."""
-    copies = []
+    copy = room(vector.numel, shard_numel, "a copy of the pseudo-gradient")
     for start, stop in shard_ranges(vector.numel, shard_numel):
-        copies.append(held(stop - start, "a copy of the pseudo-gradient"))
-        copies[-1].copy_(vector.read(start, stop))
-    return FlatTensors(copies)
+        copy.write(start, vector.read(start, stop))
+    return copy
+
+
+def norm_of(vector: Vector) -> float:
+    """The Euclidean norm of all elements, to about six digits."""
+    blocks = (vector.read(start, stop) for start, stop in shard_ranges(vector.numel, BLOCK))
+    return math.sqrt(math.fsum(float(torch.linalg.vector_norm(block)) ** 2 for block in blocks))
 
 
 def has_nonzero(vector: Vector) -> bool:
@@ -84,8 +96,5 @@ def has_nonzero(vector: Vector) -> bool:
 
 
 def empty(numel: int) -> torch.Tensor:
-    """A flat uninitialised float32 tensor on the CPU, for short use, whatever torch's default dtype and device are.
-
-    For longer use take `allreduce.spool.held`.
-    """
+    """A flat uninitialised float32 tensor on the CPU for short use; `allreduce.spool.held` is for longer use."""
     return torch.empty(numel, dtype=torch.float32, device="cpu")

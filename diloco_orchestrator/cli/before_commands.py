@@ -82,7 +82,8 @@ def doctor(url: str | None, as_json: bool, env: tuple[str, ...], **given: Any) -
 def check(target: str, as_json: bool, args: tuple[str, ...], **settings: Any) -> int:
     """Learn from short local runs whether a training function is a sound replica. Exit 1: it is not.
 
-    Also PKG.MOD:FUNCTION, looked up from the current folder too. Give it arguments that make a small model.
+    FUNCTION may also be PKG.MOD:FUNCTION, looked up from the current folder too. Give it arguments that make a small
+    model.
     """
     from diloco_orchestrator.replica.testing import check_replica
 
@@ -114,10 +115,10 @@ def lock(
     uv_options: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """List all packages that replicas install with version and hashes, by uv, in a file that `run` takes by itself.
+    """List all packages that replicas install with version and hashes, by uv, in a file that `run` finds by itself.
 
-    With it replicas install nothing whose hash is not listed, and every attempt gets an image named with --image by the
-    digest that is asked of its registry now (`diloco plan` names the images of a run). Further options go to `uv pip
+    With that file replicas install nothing whose hash is not listed, and every attempt gets an image named with --image
+    by the digest that its registry has now (`diloco plan` names the images of a run). Further options go to `uv pip
     compile`, as in `diloco lock -- --torch-backend cpu --emit-index-url`.
     """
     from diloco_orchestrator.code_archive.image_digests import digests_of

@@ -51,12 +51,18 @@ def verify(
     store = store_of(url)  # before what is slow to import
     from diloco_orchestrator.inspection.verify import check_loading, verify_run
     from diloco_orchestrator.inspection.verify.inventory import shortened
+    from diloco_orchestrator.protocol import keys
     from diloco_orchestrator.protocol.head import Head
-    from diloco_orchestrator.run_log.launched_here import head_seen_here
+    from diloco_orchestrator.run_log.launched_here import head_seen_here, why_not_launched_here
+    from diloco_orchestrator.run_log.run_log import RunLog
 
     named = {name: named_object(name, text) for name, text in (("build", build), ("score", score), ("items", items))}
-    expect = expect or head_seen_here(store.url)
+    noted = "" if expect else head_seen_here(store)
+    expect = expect or noted
     done = verify_run(store, expect=Head.parse(expect) if expect else None)
+    readable = done.disagreement is not None and done.disagreement.key != keys.RUN
+    if noted and readable and (why := why_not_launched_here(RunLog(store))):
+        done.notes.append(f"the head {Head.parse(noted).short} is of a run that you launched here, and {why}")
     if (load or build or score) and done.agrees:
         check_loading(store, done, **named, tolerance=tolerance)
     if as_json:
@@ -102,7 +108,9 @@ def _spans(rounds: list[int]) -> str:
 
 @click.command()
 @url_argument
-@click.option("--draw", type=click.IntRange(min=1), default=5, show_default=True, help="Segments to train again.")
+@click.option(
+    "--draw", type=click.IntRange(min=1), default=5, show_default=True, help="Rounds of replicas to train again."
+)
 @click.option("--seed", type=click.IntRange(min=0), help="Of the draw; choose it now.  [default: random, printed]")
 @click.option("--limit-s", type=click.FloatRange(min=1), help="s after which one is ended.  [default: by its record]")
 @click.option(

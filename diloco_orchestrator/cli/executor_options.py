@@ -27,11 +27,10 @@ def named(args: Sequence[str]) -> list[str]:
 
 
 def executor_options(specs: Sequence[str], taken: Collection[str]) -> list[click.Parameter]:
-    """click's parameters for `--executor` and the options of the executors in `specs` ("NAME[:COUNT]"), except `taken`
-    flags.
+    """click's parameters for `--executor` and the options of the executors in `specs`, except the `taken` flags.
 
-    In a mixed fleet, options that several executors have get a prefix: `--modal-gpu A100 --eks-gpu 1`. Raises
-    `ConfigError` for an executor that is unknown or does not load.
+    A spec is "NAME[:COUNT]". In a mixed fleet, options that several executors have get a prefix: `--modal-gpu A100
+    --eks-gpu 1`. Raises `ConfigError` for an executor that is unknown or does not load.
     """
     named = sorted({spec.partition(":")[0] for spec in specs or ["local"]})
     try:
@@ -109,10 +108,7 @@ def with_count(settings: Mapping[str, Any], count: int | None) -> dict[str, Any]
 
 
 def secrets_of(names: Sequence[str]) -> dict[str, str]:
-    """Values of secrets by name, read from this process's environment: a command line can be read by every local user.
-
-    Raises `ConfigError` for a name that the environment does not have.
-    """
+    """Secrets by name, from this process's environment. Raises `ConfigError` for a name that is not in it."""
     absent = [name for name in names if name not in os.environ]
     if absent:
         raise ConfigError(f"--secret {absent[0]}: there is no such variable in the environment. Export it first.")

@@ -1,7 +1,8 @@
 """The `diloco` command group, and how errors become messages and exit codes.
 
-Kept light: what a command needs is imported when it runs, so that `--help` is quick. Exit codes: 0 completed, 1 failed,
-2 usage, 3 halted (`demo --hack`: 0 when it halted as meant), 4 `verify` or `audit` found a disagreement, 130 Ctrl-C.
+A command's imports are made when it runs, so that `--help` is quick. Exit codes: 0 completed, 1 failed, 2 usage, 3
+halted (`demo --hack`: 0 when the guard halted it, as it should), 4 `verify` or `audit` found a disagreement, 130
+Ctrl-C.
 """
 
 import importlib

@@ -49,7 +49,7 @@ def status(url: str, as_json: bool) -> None:
     still = why_still(found, SystemClock().wall_time())
     go_on = [f"To go on: diloco attach {quote(found.url)}"] if still else []
     Console().print(overview(found, rounds=20, still=[*still, *go_on]))
-    if failure := failure_seen_here(reader.store.url):
+    if failure := failure_seen_here(reader.store):
         Console().print(f"supervision on this machine ended: {failure} `diloco attach {quote(url)}` goes on.")
 
 

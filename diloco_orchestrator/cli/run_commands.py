@@ -84,8 +84,8 @@ def _what_runs(command: Callable[..., Any]) -> Callable[..., Any]:
 def run_(entrypoint: str, store: str, as_json: bool, **given: Any) -> int:
     """Launch a run of your own training function and supervise it until it ends.
 
-    FUNCTION is called with a ReplicaContext in every replica. Also PKG.MOD:FUNCTION, looked up from the current folder
-    too.
+    FUNCTION is called with a ReplicaContext in every replica. It may also be PKG.MOD:FUNCTION, looked up from the
+    current folder too.
     """
     from diloco_orchestrator.cli.progress import follow
     from diloco_orchestrator.launching.run import launch
@@ -128,10 +128,10 @@ def plan_(
 
         what = _given_to_launch(given)
         what.pop("executor")
-        offers = places.compare(
+        plans = places.compare(
             [places.place_of(each, round_s) for each in compare], entrypoint, store, **what, parameters=count
         )
-        echo(json.dumps(places.offers_json(offers)) if as_json else "\n".join(places.table_of(offers)))
+        echo(json.dumps(places.plans_json(plans)) if as_json else "\n".join(places.table_of(plans)))
         return
     made = plan_launch(entrypoint, store, round_s=round_s, parameters=count, **_given_to_launch(given))
     echo(json.dumps(made.to_json()) if as_json else "\n".join(made.lines()))

@@ -44,10 +44,7 @@ def write_options(command: click.Command, ctx: click.Context, formatter: click.H
 
 
 def setting_options(part: str = "") -> list[click.Parameter]:
-    """click's parameters `--replicas`, …, `--outer-lr`, …; with `part` only the settings of that part.
-
-    Values stay text: `make_config` validates them.
-    """
+    """click's parameters for all settings, or those of `part`. Values stay text, which `make_config` validates."""
     leaves = [(path, field) for path, field in _leaves(RunConfig, ()) if path[0] not in _ELSEWHERE]
     return [_option(path, field) for path, field in leaves if not part or path[0] == part]
 
@@ -74,10 +71,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Settings from a TOML file: the fields of `RunConfig`, tables for its parts.
-
-    Raises `ConfigError` if the file cannot be read or parsed, or sets `entrypoint`.
-    """
+    """Settings from a TOML file. Raises `ConfigError` if it cannot be read or parsed, or sets `entrypoint`."""
     try:
         found = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -91,10 +91,7 @@ def importable(target: str) -> str:
 
 
 def named_object(option: str, name: str | None) -> Any:
-    """The object that an option names as "package.module:name", from sys.path or the current folder; None for None.
-
-    Raises `ConfigError` if there is none.
-    """
+    """The object that an option names as "package.module:name"; None for None. Raises `ConfigError` if missing."""
     if name is None:
         return None
     import importlib
@@ -145,10 +142,7 @@ _MOVES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 
 def shown(text: str) -> str:
-    """`text` with a visible character in place of each that would control the terminal or reorder the line.
-
-    Tabs and newlines stay.
-    """
+    """`text` with a visible character for each that would control the terminal or reorder a line."""
     return _MOVES.sub(lambda found: chr(0x2400 + ord(found[0])) if ord(found[0]) < 32 else "\ufffd", text)
 
 

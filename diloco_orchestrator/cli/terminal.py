@@ -58,10 +58,7 @@ class Display(Protocol):
 
 
 def display_for(console: Console, *, supervises: bool = False) -> Display:
-    """The live panel on a terminal, plain lines elsewhere.
-
-    `supervises`: whether this process launches the replicas, and so logs how they end.
-    """
+    """The live panel on a terminal, plain lines elsewhere. `supervises`: this process logs how replicas end."""
     return LivePanel(console) if console.is_terminal else PlainLines(console, with_attempts=not supervises)
 
 
@@ -71,7 +68,8 @@ def log_to(console: Console) -> None:
     if console.is_terminal:
         handler = RichHandler(console=console, show_path=False, show_level=False, show_time=False)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler], force=True)
-    logging.getLogger("botocore").setLevel(logging.WARNING)  # announces at every client where credentials are from
+    for announcer in ("botocore", "aiobotocore"):  # at every client where credentials are from
+        logging.getLogger(announcer).setLevel(logging.WARNING)
 
 
 class LivePanel:
@@ -137,8 +135,7 @@ def _lines(console: Console, part: RenderableType) -> int:
 
 
 class PlainLines:
-    """Prints one line per round, one when attempts fail, and one when replicas begin another attempt; both with
-    reasons.
+    """Prints a line per round, and lines when attempts fail and when replicas begin another attempt, with reasons.
 
     `with_attempts`: whether to print the latter two, each one line for all replicas with the same text.
     """

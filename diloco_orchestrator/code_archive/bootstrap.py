@@ -151,10 +151,7 @@ def _is_there(requirement: dict[str, str]) -> bool:
 
 
 def install_unhashed(details: dict[str, Any], folder: Path) -> None:
-    """Install our requirements, then the user's, that the image lacks: in the launcher's versions, without hashes.
-
-    Raises `Stopped` if pip fails.
-    """
+    """Install the requirements that the image lacks, in the launcher's versions. Raises `Stopped` if pip fails."""
     limits = folder / "constraints.txt"
     limits.write_text("".join(f"{line}\n" for line in details["constraints"]))
     if wanted := missing(details["requirements"]):

@@ -1,7 +1,8 @@
 """Looks up the digest that a registry has for the tag of a container image, by the OCI Distribution API.
 
-One HEAD of the manifest, with the token that the registry asks for. A multi-platform image has the digest of its index,
-so that each machine gets the image of its own platform. Used by `diloco lock` only; nothing is downloaded.
+A lookup is one HEAD of the manifest, with the token that the registry asks for. A multi-platform image has the digest
+of its index, so that each machine gets the image of its own platform. Only `diloco lock` uses this; nothing is
+downloaded.
 """
 
 import base64
@@ -108,7 +109,7 @@ def digest_of(image: str, *, docker_config: Path | None = None, limit_s: float =
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _Reply:
     """An HTTP reply of a registry or of its token service."""
 
     url: str
@@ -150,7 +151,7 @@ class _Lookup:
             )
         return digest
 
-    def _check(self, answer: _Answer) -> None:
+    def _check(self, answer: _Reply) -> None:
         """Raise an error for every status but 200."""
         if answer.status == 200:
             return
@@ -167,12 +168,8 @@ class _Lookup:
             raise Unavailable(f"{words} It had too many requests from here: try again later, or `docker login` first.")
         raise Unavailable(f"{words} Try again later.")
 
-    def _manifest(self, method: str, url: str, authorization: str) -> _Answer:
-        """The registry's reply to a manifest request, after at most `_MOST_REDIRECTS` redirects, to https or the same
-        origin.
-
-        No credentials are sent to another host.
-        """
+    def _manifest(self, method: str, url: str, authorization: str) -> _Reply:
+        """The registry's reply to a manifest request, after redirects; no credentials are sent to another host."""
         origin = _host(url)
         for _ in range(_MOST_REDIRECTS + 1):
             headers = {"Accept": ", ".join(_MANIFESTS)}
@@ -271,7 +268,7 @@ class _AsItCame(urllib.request.HTTPErrorProcessor):
     https_response = http_response
 
 
-def _ask(method: str, url: str, headers: Mapping[str, str]) -> _Answer:
+def _ask(method: str, url: str, headers: Mapping[str, str]) -> _Reply:
     """Send one http or https request. Uses the environment's proxy, except for this machine."""
     own = _is_loopback(urlsplit(url).netloc)
     opener = urllib.request.build_opener(_AsItCame, *([urllib.request.ProxyHandler({})] if own else []))
@@ -280,7 +277,7 @@ def _ask(method: str, url: str, headers: Mapping[str, str]) -> _Answer:
         body = b"" if method == "HEAD" else response.read(_MOST_BYTES + 1)
         if len(body) > _MOST_BYTES:
             raise OSError(f"it answers with more than {_MOST_BYTES // 2**20} MiB")
-        return _Answer(url, response.status, response.headers, body)
+        return _Reply(url, response.status, response.headers, body)
 
 
 def _host(url: str) -> tuple[str, str]:

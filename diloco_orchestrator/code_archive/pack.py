@@ -166,10 +166,7 @@ def _code_of(code: CodeBundle | str | Path | None, entrypoint: str) -> CodeBundl
 
 
 def lock_file_of(code: CodeBundle | str | Path | None, entrypoint: str) -> Path | None:
-    """The file `LOCK_NAME` in the folder of the code to be sent, or beside its module or package.
-
-    None if there is none. Raises `ConfigError` as `pack` does if no code is found.
-    """
+    """The file `LOCK_NAME` beside the code to be sent, or None. Raises `ConfigError` if no code is found."""
     given = [Path(path).resolve() for path in _code_of(code, entrypoint).paths]
     for path in given:
         for folder in (path, path.parent) if path.is_file() or (path / "__init__.py").exists() else (path,):
@@ -273,10 +270,7 @@ def _is_ignored(path: Path, suffix: str, rules: list[tuple[Path, GitIgnoreSpec]]
 
 
 def _check_entrypoint(entrypoint: str, users: Mapping[str, Path]) -> None:
-    """Raise `ConfigError` if the entrypoint's module is neither in the archive nor in an installed distribution.
-
-    A replica's image may have such a distribution too.
-    """
+    """Raise `ConfigError` if the entrypoint's module is neither in the archive nor in an installed distribution."""
     module = entrypoint.partition(":")[0]
     base = module.replace(".", "/")
     found = next((users[name] for name in (f"{base}.py", f"{base}/__init__.py") if name in users), None)
@@ -370,10 +364,7 @@ _LONGEST_S = 5.0  # git may wait for a lock or a slow disk; a launch does not
 
 
 def source_of(folder: Path) -> str:
-    """The commit checked out in the git repository of `folder`, with "+changes" if tracked files differ.
-
-    Empty outside of a repository, and if git is missing, fails or takes too long.
-    """
+    """The git commit checked out in `folder`, with "+changes" if tracked files differ; empty if unknown."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return ""

@@ -57,7 +57,7 @@ _PIPES: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE
 
 @dataclass(frozen=True)
 class Pinned:
-    """The requirements to send to replicas. `note`: where their hashes are from, or why none; empty: the user's."""
+    """The requirements to send to replicas. `note`: where their hashes are from, or why there are none."""
 
     requirements: Requirements | None
     note: str = ""
@@ -248,8 +248,7 @@ def compiled(
     options: Sequence[str],
     **process: Any,
 ) -> tuple["subprocess.CompletedProcess[str]", str]:
-    """The finished process of `uv pip compile`, and the list that it wrote: all dependencies of `wanted`, within
-    `limits`.
+    """The finished process of `uv pip compile`, and its list of `wanted` and all dependencies, within `limits`.
 
     `wanted`, `limits`: lines of a requirements file and of a constraints file. `process`: further arguments of
     `subprocess.run`. Raises `OSError` if uv cannot be run, and `TimeoutExpired` at a `timeout` in `process`.
@@ -272,7 +271,7 @@ def installed_here() -> list[str]:
 
 
 def limits_beside(asked: Sequence[Requirement]) -> list[str]:
-    """`installed_here` without packages that `asked` requires in another version."""
+    """The packages on this machine with their versions, without those that `asked` wants in another version."""
     other = {canonical(each.name) for each in asked if not is_installed(each)}
     return [line for line in installed_here() if canonical(line.partition("==")[0]) not in other]
 

@@ -125,10 +125,7 @@ def _check_encoding(text: str) -> None:
 
 
 def _check_option(line: str) -> str:
-    """The option's name. Raises `ConfigError` unless the line is one supported option, without credentials.
-
-    pip reads every option of a line, so a second one is refused.
-    """
+    """The name of a line's only option for pip. Raises `ConfigError` unless it is supported, without credentials."""
     name, value, *more = [*_words(line.replace("=", " ", 1)), "", ""][:3]
     known = name in _WITH_VALUE if value else name in _WITHOUT_VALUE
     if known and not more[0]:
@@ -239,10 +236,7 @@ def image_lines(digests: Mapping[str, str]) -> str:
 
 
 def read_image_lines(text: str) -> dict[str, str]:
-    """Digests of images by name, from the text of a lock file.
-
-    Raises `ConfigError` for an invalid line, a name with two digests, or more images than a run's record may have.
-    """
+    """Digests of images by name, from a lock file. Raises `ConfigError` for invalid, repeated or too many lines."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         if not _IMAGE_COMMENT.match(line):

@@ -11,10 +11,7 @@ if TYPE_CHECKING:
 
 
 class _Unprotected:
-    """Wraps read-only memory so that numpy treats it as writable.
-
-    torch has no read-only tensors and warns about each tensor over read-only memory.
-    """
+    """Wraps read-only memory so that numpy treats it as writable, and torch does not warn of it."""
 
     def __init__(self, body: memoryview) -> None:
         import numpy as np
@@ -36,6 +33,8 @@ def little_endian(body: "torch.Tensor", dtype: "torch.dtype") -> "torch.Tensor":
     """The numbers of type `dtype` in the little-endian bytes `body`, (n,) uint8. Shares memory if possible."""
     if sys.byteorder == "big":
         body = body.view(-1, dtype.itemsize).flip(1).view(-1)
+    if body.storage_offset() % dtype.itemsize:  # behind another span of an odd number of bytes
+        body = body.clone()
     return body.view(dtype)
 
 

@@ -2,17 +2,20 @@
 
 An encoded vector is a small header, then its groups of elements one after another, so that a range can be decoded by
 itself. Golden bytes in `tests/protocol/test_codecs.py` pin the format. The header has format version, codec and element
-count; digests are in the manifest. torch is imported inside functions, because the cost forecast needs only sizes and
-must start fast.
+count; digests are in the manifest. Where a codec leaves fine parameters to another one, the header also lists the
+vector's spans, each in one of the two and encoded as if it were a vector by itself. torch is imported inside functions,
+because the cost forecast needs only sizes and must start fast.
 """
 
 import math
 import struct
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
-from diloco_orchestrator.codecs import plain, scaled
+from diloco_orchestrator.codecs import means, plain, scaled, sparse
 from diloco_orchestrator.codecs.plain import tensor_over
 from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, unknown_name
 
@@ -20,10 +23,15 @@ if TYPE_CHECKING:
     import torch
 
 _HEADER = struct.Struct("<4sHHQ")  # magic, format version, codec number, element count
+_COUNT = struct.Struct("<Q")  # of spans, and of the elements of each
+_MOST_SPANS = 2**16  # that a reader follows
 _MAGIC = b"DLCO"
 _VERSION = 1
 _PIECE = 128 * 1024  # elements that are checked at once
 LARGEST_GROUP = 4096  # elements; blocks and shards of vectors are cut at multiples of it
+
+
+Ranges: TypeAlias = Sequence[tuple[int, int]]  # [start, stop) of elements, ascending, apart from each other
 
 
 @dataclass(frozen=True)
@@ -53,10 +61,7 @@ class EncodedBlock:
 
 @dataclass(frozen=True)
 class Codec:
-    """A named encoding of flat CPU fp32 tensors.
-
-    Elements are encoded in groups, such as those that share a scale, whose bytes depend on no other group.
-    """
+    """A named encoding of flat CPU fp32 tensors in groups of elements, whose bytes depend on no other group."""
 
     name: str
     number: int  # in the header; never reused
@@ -65,18 +70,30 @@ class Codec:
     pack: "Callable[[torch.Tensor], bytes | memoryview]"  # (n,) float32 -> bytes, perhaps over the same memory
     unpack: "Callable[[torch.Tensor, int], torch.Tensor]"  # uint8, n -> (n,) of a dtype that fp32 holds, likewise
     levels: int = 0  # steps from zero to a group's largest absolute value; 0: each number is rounded by itself
+    # Error feedback: the share of what encoding lost that is added to the next vector; 0: the loss needs none.
+    feedback: float = 0.0
+    fine: str = ""  # codec of embeddings, norms and heads (`fine_parameters`) in such a run; empty: this one
 
     def __post_init__(self) -> None:
         if LARGEST_GROUP % self.group:
             raise ValueError(f"groups of {self.group} do not fill {LARGEST_GROUP} elements.")
 
-    def header(self, numel: int) -> bytes:
-        """The header of an encoded vector of `numel` elements."""
-        return _HEADER.pack(_MAGIC, _VERSION, self.number, numel)
+    def header(self, numel: int, fine: Ranges = ()) -> bytes:
+        """The header of an encoded vector of `numel` elements. `fine`: its ranges in the codec for fine parameters."""
+        header = _HEADER.pack(_MAGIC, _VERSION, self.number, numel)
+        if not self.fine:
+            return header
+        lengths = _lengths(numel, fine)
+        return header + b"".join(map(_COUNT.pack, (len(lengths), *lengths)))
 
-    def encoded_size(self, numel: int) -> int:
-        """The size in bytes of an encoded tensor of `numel` elements, header included."""
-        return _HEADER.size + self.body_size(numel)
+    def encoded_size(self, numel: int, fine: Ranges = ()) -> int:
+        """The size in bytes of an encoded tensor of `numel` elements, header included. `fine`: as for `header`."""
+        spans = self.spans(numel, fine)
+        return len(self.header(numel, fine)) + sum(span.codec.body_size(span.stop - span.start) for span in spans)
+
+    def spans(self, numel: int, fine: Ranges = ()) -> "list[Span]":
+        """The spans (ranges in one codec each) of a vector of `numel` elements, without empty ones, in order."""
+        return _spans(self, _lengths(numel, fine if self.fine else ()))
 
     def encode_block(self, values: "torch.Tensor") -> EncodedBlock:
         """Encode elements of a vector, (n,) float32 on the CPU: whole groups, except at the end of the vector."""
@@ -87,6 +104,34 @@ class Codec:
         return EncodedBlock(data, decoded, _measured(decoded))
 
 
+@dataclass(frozen=True)
+class Span:
+    """Elements [start, stop) of a vector, encoded in one codec. `place`: of their bytes behind the header."""
+
+    codec: Codec
+    start: int
+    stop: int
+    place: int
+
+
+def _lengths(numel: int, fine: Ranges) -> list[int]:
+    """Numbers of elements by turns outside and inside of the ranges `fine`, from the vector's beginning on."""
+    ends = [end for each in fine for end in each]
+    ends += [numel] if not ends or ends[-1] < numel else []
+    return [stop - start for start, stop in zip([0, *ends], ends, strict=False)]
+
+
+def _spans(codec: Codec, lengths: Sequence[int]) -> list[Span]:
+    """The spans of a vector whose numbers of elements by turns outside and inside of the fine ranges are `lengths`."""
+    turns = (codec, get_codec(codec.fine or codec.name))
+    found, start, place = list[Span](), 0, 0
+    for index, length in enumerate(lengths):
+        span = Span(turns[index % 2], start, start + length, place)
+        found += [span] if length else []
+        start, place = span.stop, place + span.codec.body_size(length)
+    return found
+
+
 CODECS = {
     codec.name: codec
     for codec in (
@@ -94,6 +139,18 @@ CODECS = {
         Codec("bf16", 2, 1, lambda n: 2 * n, plain.pack_bf16, plain.unpack_bf16),
         Codec("int8", 3, scaled.GROUP, scaled.size_int8, scaled.pack_int8, scaled.unpack_int8, 127),
         Codec("int4", 4, scaled.GROUP, scaled.size_int4, scaled.pack_int4, scaled.unpack_int4, 7),
+        Codec(
+            "2bit", 5, means.GROUP, means.size_2bit, means.pack_2bit, means.unpack_2bit, 1, feedback=0.9, fine="int8"
+        ),
+        *(
+            Codec(
+                *(f"topk{kept}", number, sparse.CHUNK, partial(sparse.size_topk, kept)),
+                *(partial(sparse.pack_topk, kept), partial(sparse.unpack_topk, kept), 1),
+                feedback=0.95,
+                fine="int8",
+            )
+            for number, kept in ((6, 64), (7, 128))
+        ),
     )
 }
 
@@ -105,31 +162,53 @@ def get_codec(name: str) -> Codec:
     return CODECS[name]
 
 
-def encode(values: "torch.Tensor", codec: str) -> bytes:
-    """Encode `values`, (numel,) float32 on the CPU, as header and body. Raises `ConfigError` for an unknown codec."""
-    found = get_codec(codec)
-    return found.header(values.numel()) + bytes(found.encode_block(values.contiguous()).data)
+def encode(values: "torch.Tensor", codec: str, fine: Ranges = ()) -> bytes:
+    """Encode `values`, (numel,) float32 on the CPU, as header and body. Raises `ConfigError` for an unknown codec.
+
+    `fine`: ranges of elements in the codec for fine parameters, where `codec` has one.
+    """
+    found, flat = get_codec(codec), values.contiguous()
+    spans = found.spans(values.numel(), fine)
+    bodies = (bytes(span.codec.encode_block(flat[span.start : span.stop]).data) for span in spans)
+    return found.header(values.numel(), fine) + b"".join(bodies)
 
 
 class Encoded:
     """A flat vector in encoded form, whose elements are decoded on demand.
 
-    Raises `PayloadCorrupt` unless header and length of `data` are those of `numel` elements of this codec.
+    Raises `PayloadCorrupt` unless header and length of `data` are those of `numel` elements of this codec. Decoding
+    raises `PayloadCorrupt` for a body that the codec's encoder cannot have written.
     """
 
     def __init__(self, data: bytes | memoryview, codec: str, numel: int) -> None:
         self.numel = numel
         self._codec = get_codec(codec)
         self._data = memoryview(data)
-        if self._data[: _HEADER.size] != self._codec.header(numel) or len(data) != self._codec.encoded_size(numel):
+        try:
+            lengths = self._read_lengths()
+        except struct.error:  # too few bytes
+            lengths = []
+        self._spans = _spans(self._codec, lengths)
+        self._header_size = _HEADER.size + (_COUNT.size * (1 + len(lengths)) if self._codec.fine else 0)
+        size = self._header_size + sum(span.codec.body_size(span.stop - span.start) for span in self._spans)
+        plain = _HEADER.pack(_MAGIC, _VERSION, self._codec.number, numel)
+        if self._data[: _HEADER.size] != plain or sum(lengths) != numel or len(data) != size:
             raise PayloadCorrupt(f"the bytes are not {numel} elements encoded as {codec} (format version {_VERSION}).")
-        self._body = tensor_over(self._data[_HEADER.size :])
+        self._starts = [span.start for span in self._spans]
+        self._body = tensor_over(self._data[self._header_size :])
+
+    def _read_lengths(self) -> list[int]:
+        """The numbers of elements of the spans that the header lists. Raises `struct.error` for too few bytes."""
+        if not self._codec.fine:
+            return [self.numel]
+        (count,) = _COUNT.unpack_from(self._data, _HEADER.size)
+        if count > _MOST_SPANS:
+            return []
+        lengths = [_COUNT.unpack_from(self._data, _HEADER.size + _COUNT.size * (1 + i))[0] for i in range(count)]
+        return lengths if all(lengths[1:]) else []  # only the first may be empty
 
     def values(self, start: int = 0, stop: int | None = None) -> "torch.Tensor":
-        """Elements [start, stop), of shape (stop - start,), float32, on the CPU.
-
-        They may share memory with the encoded bytes, and must never be written to.
-        """
+        """Elements [start, stop), (stop - start,) float32 on the CPU, not to be written to: memory may be shared."""
         import torch
 
         return self._unpacked(start, self.numel if stop is None else stop).to(torch.float32)
@@ -145,36 +224,46 @@ class Encoded:
             yield from self._unpacked(first, min(first + together, stop)).split(longest)
 
     def _unpacked(self, start: int, stop: int) -> "torch.Tensor":
-        group, place = self._codec.group, self._codec.body_size
-        first, last = start - start % group, min(stop + -stop % group, self.numel)
-        unpacked = self._codec.unpack(self._body[place(first) : place(last)], last - first)
+        import torch
+
+        first = max(bisect_right(self._starts, start) - 1, 0)
+        last = max(bisect_left(self._starts, stop), first + 1)
+        pieces = [self._of_span(s, max(start, s.start), min(stop, s.stop)) for s in self._spans[first:last]]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [torch.empty(0, device="cpu")])
+
+    def _of_span(self, span: Span, start: int, stop: int) -> "torch.Tensor":
+        group, place = span.codec.group, span.codec.body_size
+        start, stop, numel = start - span.start, stop - span.start, span.stop - span.start
+        first, last = start - start % group, min(stop + -stop % group, numel)
+        unpacked = span.codec.unpack(self._body[span.place + place(first) : span.place + place(last)], last - first)
         return unpacked if (first, last) == (start, stop) else unpacked[start - first : stop - first]
 
     def step_norm(self) -> float:
-        """The Euclidean norm of all elements' steps: how far apart the values lie that an element may have.
+        """The norm of the distances between neighbouring values of all elements; 0 where numbers are rounded alone."""
+        return math.sqrt(sum(self._squared_steps(span) for span in self._spans if span.codec.levels))
 
-        0 for a codec that rounds each number by itself.
-        """
+    def _squared_steps(self, span: Span) -> float:
         import torch
 
-        if not self._codec.levels or not self.numel:
-            return 0.0
-        missing = -self.numel % self._codec.group
-        groups = torch.nn.functional.pad(self.values(), (0, missing)).view(-1, self._codec.group)
-        squares = (groups.abs().amax(1).to(torch.float64) / self._codec.levels).square()
-        return math.sqrt(float(squares.sum()) * self._codec.group - float(squares[-1]) * missing)
+        missing = -(span.stop - span.start) % span.codec.group
+        values = torch.nn.functional.pad(self.values(span.start, span.stop), (0, missing))
+        largest = values.view(-1, span.codec.group).abs().amax(1)
+        squares = (largest.to(torch.float64) / span.codec.levels).square()
+        return float(squares.sum()) * span.codec.group - float(squares[-1]) * missing
 
     def measure(self, passing: Callable[[memoryview], object] = lambda piece: None) -> Measure:
         """The measure of all elements, without a decoded copy of all.
 
         `passing` is called with all bytes, piece by piece, while each is in a core's cache, for example to hash them.
         """
-        passing(self._data[: _HEADER.size])
-        found, size = Measure(), self._codec.encoded_size
-        for start in range(0, self.numel, _PIECE):
-            stop = min(start + _PIECE, self.numel)
-            passing(self._data[size(start) : size(stop)])
-            found += _measured(self.values(start, stop))
+        passing(self._data[: self._header_size])
+        found, body = Measure(), self._data[self._header_size :]
+        for span in self._spans:
+            for start in range(span.start, span.stop, _PIECE):
+                stop = min(start + _PIECE, span.stop)
+                ends = (span.place + span.codec.body_size(each - span.start) for each in (start, stop))
+                passing(body[slice(*ends)])
+                found += _measured(self.values(start, stop))
         return found
 
 

@@ -38,10 +38,7 @@ class Corpus:
 
 
 def load_corpus(folder: str | None = None) -> Corpus:
-    """All Python files of the standard library, or all text files below `folder`.
-
-    Raises `ConfigError` if the folder does not exist or holds too little text.
-    """
+    """The text files below `folder`, by default the standard library's. Raises `ConfigError` for too little text."""
     root = Path(folder) if folder else Path(sysconfig.get_paths()["stdlib"])
     if not root.is_dir():
         raise ConfigError(f"--text {folder}: there is no such folder.")

@@ -28,8 +28,9 @@ _FEW = {4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 1.107}
 
 @dataclass(frozen=True)
 class LocalGain:
-    """The gain of one replica's local training: mean held-out score of its local parameters minus that of the base,
-    over the same items. NaN if a local score is not finite.
+    """The gain of one replica's local training, over the same held-out items.
+
+    It is the mean score of the replica's local parameters minus that of the base; NaN if a local score is not finite.
     """
 
     replica_id: int
@@ -51,8 +52,8 @@ def threshold(replicas: int) -> float:
     """The threshold of a replica's statistic, in sigmas added up, in a fleet of this many judged replicas.
 
     A CUSUM with slack k crosses h by chance at a rate proportional to exp(-2 k h), so ln(N) / 2k more, .28 for each
-    doubling, keeps the rate of the whole fleet that of one replica. Without `math.log`, whose last bits differ between
-    machines.
+    doubling, keeps the rate of the whole fleet that of one replica. `math.log` is not used, because its last bits
+    differ between machines.
     """
     return 9.0 + 0.28 * (replicas - 1).bit_length()
 

@@ -61,10 +61,7 @@ def first_state(written: Mapping[str, Any] | None, setting: str) -> dict[str, An
 
 @cache  # the search of installed packages takes long beside a fold
 def _installed(name: str) -> type[GuardRule]:
-    """The rule that another package registers under this name.
-
-    Raises `LookupError` if none does, `ConfigError` if two do, or for what is no `GuardRule` of that name.
-    """
+    """The rule that another package registers. Raises `LookupError` if none does, `ConfigError` if it is no rule."""
     try:
         kind, where = registered("guard rule", ENTRY_POINTS, name)
     except ValueError as error:

@@ -24,7 +24,7 @@ _PAST = 0.9  # weight of the past in the spread
 class RoundReports:
     """The reports of replicas in one round, restricted to what the run's start allows them to say.
 
-    All of it is of the base that the round started from, or of the first steps from there; higher is better.
+    All are of the base that the round started from, or of the first steps from there; higher is better.
     """
 
     round: int

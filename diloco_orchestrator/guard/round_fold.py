@@ -277,8 +277,8 @@ def _why_no_metric(metric: str, named: Sequence[Contribution]) -> str:
 def _median(name: str, named: Sequence[Contribution]) -> float | None:
     """The median over contributions of a metric's mean; None unless more than half of them observed it.
 
-    NaN if most of these are not finite. With three replicas or more a single one can neither move it beyond the others'
-    range nor introduce a metric that the others do not observe.
+    It is NaN if most of these are not finite. Of three replicas or more, no single one can move the median beyond the
+    others' range or introduce a metric that the others do not observe.
     """
     means = [metric.mean for manifest in named if (metric := manifest.metrics.get(name)) and metric.count]
     finite = [mean for mean in means if math.isfinite(mean)]

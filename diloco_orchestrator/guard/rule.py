@@ -96,10 +96,7 @@ class GuardRule(ABC):
 
 
 class OffRule(GuardRule):
-    """The guard rule "off-v1", of `guard="off"`: records the held-out scores and judges nothing.
-
-    Its state is the number of rounds with a score.
-    """
+    """The guard rule "off-v1", of `guard="off"`: counts the rounds with a held-out score and judges nothing."""
 
     name: ClassVar[str] = "off-v1"
 

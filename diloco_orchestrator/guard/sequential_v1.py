@@ -169,8 +169,9 @@ class BestLevel(Remembered):
         return filled
 
     def level(self, sigma: float) -> float:
-        """A lower confidence bound of the best level. The best of more blocks is further above the mean by chance,
-        so the bound widens with their number. Before the first full block: 0.0.
+        """A lower confidence bound of the best level; 0.0 before the first full block.
+
+        The best of more blocks is further above the mean by chance, so the bound widens with their number.
         """
         bounds = [
             best - math.sqrt(1.2 + 1.3 * (full.bit_length() - 1)) * sigma / math.sqrt(size)
@@ -180,7 +181,7 @@ class BestLevel(Remembered):
         return max(bounds, default=0.0)
 
     def gain(self) -> float:
-        """The best short block's mean minus the first one's."""
+        """The mean of the best short block of scores minus that of the first one."""
         best = self.best[0]
         return 0.0 if best is None or self.first is None else best - self.first
 
@@ -289,7 +290,7 @@ class Drawdown(Remembered):
         return alarms
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
-        """(name, value, threshold) of both statistics."""
+        """(name, value, threshold) of both statistics, as the verdict lists them."""
         rows = zip(_NAMES, self.falls, CUSUMS, strict=True)
         return [(name, fall, share * threshold) for name, fall, (_, share) in rows]
 
@@ -508,7 +509,7 @@ class MetricChannels:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
-        """(name, value, threshold) of each statistic."""
+        """(name, value, threshold) of each statistic, as the verdict lists them."""
         early = self.early.fall(self.noise.last)
         low = self.new_low.fall(self.noise.last, self.sudden.last_trained or 0.0)
         return [

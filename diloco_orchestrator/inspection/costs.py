@@ -150,10 +150,7 @@ class CostReader:
         return leg_cost(list(costs.values()), begin.at, at)
 
     def _of_attempt(self, replica_id: int, attempt: int, leg: int, replaced: bool) -> AttemptCost | None:
-        """The cost of one attempt since the last resume; None before a process claimed it: waiting costs nothing.
-
-        `replaced`: whether a later attempt of the replica exists.
-        """
+        """The cost of one attempt since the last resume, None before it was claimed. `replaced`: a later one exists."""
         who = replica_id, attempt
         known = self._known.get(who)
         if known is None:

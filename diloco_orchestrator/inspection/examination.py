@@ -15,7 +15,7 @@ from diloco_orchestrator.replica.process.run_attempt import process_environment
 
 
 def main() -> None:
-    """Print the findings and the exit line."""
+    """Examine this machine and the store; print each finding, and all of them in the exit line."""
     parser = argparse.ArgumentParser(prog="python -m diloco_orchestrator.inspection.examination")
     parser.add_argument("--store", required=True, help="a folder of the bucket")
     parser.add_argument("--gpu-wanted", action="store_true", help="a machine without a usable GPU is not ok")

@@ -125,10 +125,7 @@ def facts_of(reader: RunReader, status: RunStatus) -> RunFacts:
 
 
 def settings_of(config: RunConfig) -> dict[str, str]:
-    """The settings that differ from the default, by dotted name, without those that the page shows elsewhere.
-
-    Held-out items are replaced by their number.
-    """
+    """The settings that differ from the default, by dotted name, except those shown elsewhere on the page."""
     found = {name: text for name, text in _changed(config, "").items() if name not in _SHOWN_APART}
     if "heldout_items" in found:
         found["heldout_items"] = f"{len(config.heldout_items)} items"
@@ -159,8 +156,8 @@ def _machine_of(claim: Claim) -> str:
 def losses_by_replica(log: RunLog, background: Background) -> dict[int, list[tuple[int, float]]]:
     """The mean loss that each replica observed in each round, or reward if no replica observed a loss.
 
-    Read from the manifests that commits name, from segments, objects with many manifests, where they exist. A manifest
-    that is missing or has another digest than in the commit gives no point; `verify` reports it.
+    They are in the manifests that commits name; where segments, objects with many manifests, exist, those are read. A
+    manifest that is missing or has another digest than in the commit gives no point; `verify` reports it.
     """
     found: dict[str, dict[int, list[tuple[int, float]]]] = {"loss": {}, "reward": {}}
     for manifest in _manifests(log, background):

@@ -205,7 +205,7 @@ class RunReader:
         return self._model(self.log.begins())
 
     def _model(self, begins: Sequence[Begin]) -> DefaultModel:
-        """The default model according to the rows read so far."""
+        """The model that commands use if no round is named, according to the rows read so far."""
         found, sign = default_base(self.log, self._bases, begins), _sign(self.log)
         score, newest = (None if each is None else sign * each for each in (found.score, found.newest_score))
         return DefaultModel(found.round, score, found.newest, newest, found.after_verdict)

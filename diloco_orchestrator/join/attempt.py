@@ -124,7 +124,7 @@ def end_of(code: int, asked: ReplicaStatus | None) -> ReplicaStatus:
 
 
 class TakenAttempt:
-    """Runs an attempt in `folder`, renews its lease, and obeys the records that a coordinator writes about it.
+    """Runs an attempt in `folder`, shows by its lease that it is alive, and obeys a coordinator's records about it.
 
     `begin`, `attend` and `record` are called once each, in this order; `ask_to_end` and `kill` at any time.
 
@@ -201,8 +201,7 @@ class TakenAttempt:
         self._process = self._start(self._offer.command, self._env, self._file)
 
     def attend(self) -> ReplicaStatus:
-        """Wait for the process's end; ask it to end if this machine leaves, a coordinator cancels it, or its time is
-        over.
+        """Wait for the process's end; ask for it if this machine leaves, a coordinator cancels, or the time is over.
 
         A minute after that request (`GRACE_S`) it is killed. The store's errors are logged and not raised.
         """
@@ -225,8 +224,7 @@ class TakenAttempt:
         return end_of(code, asked or self._asked_here(0.0))
 
     def record(self, end: ReplicaStatus) -> bool:
-        """Write the rest of the output and the record of the end; False if another end was recorded first, which
-        counts.
+        """Write the rest of the output and the end record; False if another end was recorded first, which counts.
 
         Nothing is written, and False returned, if the attempt's offer was deleted. Raises `StoreUnavailable` if the
         bucket cannot be reached while the machine leaves.

@@ -274,10 +274,7 @@ class JoinExecutor(RemoteExecutor):
         return in_order(found)
 
     def forget(self, run_id: str) -> None:
-        """Delete offers, ends and output of the run's attempts from the bucket.
-
-        The offers are deleted first, so that no machine takes one, and a machine that has one ends it.
-        """
+        """Delete the run's offers, so that machines end their attempts, then ends and output, from the bucket."""
         of_run = re.compile(rf"dl-{re.escape(run_label(run_id))}-r[0-9]+-a[0-9]+")
         with _as_executor_errors():
             store = self._store()
@@ -312,10 +309,7 @@ def _lost(why: str) -> ReplicaStatus:
 
 
 def _listed(store: Store, name: str = "") -> dict[str, set[keys.JoinKey]]:
-    """The keys of offers (attempts for joining machines) and of their records, by attempt name. One LIST request.
-
-    `name`: only of this attempt.
-    """
+    """Keys of offers to joining machines and of their records, by attempt name, or of attempt `name`. One LIST."""
     return by_attempt(store.list(f"{keys.JOINS}{name}/" if name else keys.JOINS))
 
 

@@ -50,10 +50,7 @@ class OutputPieces:
             self._pieces += 1
 
     def _next(self, to_end: bool) -> tuple[bytes, int] | None:
-        """The next piece of the process's output and the offset after it in the file; None if there is none yet.
-
-        A piece is whole lines, or a part of a line that is longer than a piece.
-        """
+        """The next piece of the output, whole lines or part of a long one, and the offset after it; None if none."""
         full = self._pieces >= MOST_PIECES
         if full and not to_end:
             return None

@@ -23,12 +23,7 @@ class Place:
     round_s: float
 
 
-@dataclass(frozen=True)
-class Offer:
-    """An executor, and the plan (requests and prices) of launching the run on it."""
-
-    place: Place
-    plan: LaunchPlan
+Plans = Sequence[tuple[Place, LaunchPlan]]  # the launch plan of the same run at each place
 
 
 def place_of(text: str, round_s: float) -> Place:
@@ -63,27 +58,26 @@ def _value(text: str, kind: type) -> Any:
     return text.split("+") if kind is tuple else kind(text)
 
 
-def compare(places: Sequence[Place], entrypoint: Any, store: str, **arguments: Any) -> list[Offer]:
+def compare(places: Sequence[Place], entrypoint: Any, store: str, **arguments: Any) -> Plans:
     """The launch plans of the same run on every executor, the cheapest run first; unknown prices last.
 
     `arguments`: of `plan_launch`, without executor and round_s. Raises `ConfigError` as `plan_launch` does.
     """
     arguments["pin"] = "given"  # no price depends on hashes, and asking for them takes seconds for each place
-    offers = [
-        Offer(place, plan_launch(entrypoint, store, executor=place.executor, round_s=place.round_s, **arguments))
+    plans = [
+        (place, plan_launch(entrypoint, store, executor=place.executor, round_s=place.round_s, **arguments))
         for place in places
     ]
-    return sorted(offers, key=lambda offer: (offer.plan.run_usd is None, offer.plan.run_usd or 0.0, offer.place.name))
+    return sorted(plans, key=lambda each: (each[1].run_usd is None, each[1].run_usd or 0.0, each[0].name))
 
 
-def table_of(offers: Sequence[Offer]) -> list[str]:
+def table_of(plans: Plans) -> list[str]:
     """The launch plans on each executor as lines of text with columns, the cheapest first."""
     rows = [["place", "$/h", "s/round", "machines", "transfer", "requests", "$/round", "$/run", "price from"]]
-    for offer in offers:
-        plan = offer.plan
+    for place, plan in plans:
         machines = None if plan.hourly_usd is None else plan.hourly_usd * plan.round_s / 3600
         moved = None if plan.round.bytes_down is None else plan.round.bytes_down / 1e9 * plan.egress_usd_per_gb
-        row = [offer.place.name, _usd(plan.hourly_usd, 2), f"{plan.round_s:g}", _usd(machines), _usd(moved)]
+        row = [place.name, _usd(plan.hourly_usd, 2), f"{plan.round_s:g}", _usd(machines), _usd(moved)]
         source = "; ".join(plan.price_sources) or "say hourly_usd=…"
         rows.append([*row, _usd(plan.round.requests_usd), _usd(plan.round_usd), _usd(plan.run_usd, 2), source])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -94,6 +88,6 @@ def _usd(value: float | None, digits: int = 4) -> str:
     return "?" if value is None else f"{value:.{digits}f}"
 
 
-def offers_json(offers: Sequence[Offer]) -> list[Mapping[str, Any]]:
+def plans_json(plans: Plans) -> list[Mapping[str, Any]]:
     """The launch plans on each executor as JSON, the cheapest first."""
-    return [{"place": offer.place.name, **offer.plan.to_json()} for offer in offers]
+    return [{"place": place.name, **plan.to_json()} for place, plan in plans]

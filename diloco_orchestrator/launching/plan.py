@@ -1,7 +1,4 @@
-"""Prepares a launch: the records, code and requests that `launch` writes and sends and `plan_launch` shows.
-
-Nothing here writes or sends.
-"""
+"""Prepares a launch: the records, code and requests that `launch` writes and sends. Nothing here writes or sends."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -162,10 +159,7 @@ class LaunchPlan:
 
     @property
     def round_usd(self) -> float | None:
-        """Cost of machines, requests and transfer of one round; None if a machine's price is unknown.
-
-        Without the model's size, transfer is left out.
-        """
+        """Cost of a round's machines, requests and, for a model of known size, transfer; None without a price."""
         if self.hourly_usd is None:
             return None
         moved = (self.round.bytes_down or 0) / 1e9 * self.egress_usd_per_gb

@@ -68,8 +68,10 @@ class Run:
     """A launched run. `wait` supervises it; without supervision replicas train on, but dead ones are not relaunched."""
 
     def __init__(self, reader: RunReader, means: Means, track: str | None = None) -> None:
-        """`track`: where this process sends metrics, in the form of the setting. The setting in run.json is ignored,
-        because whoever can write to the bucket could choose a folder or project here.
+        """`track`: where this process sends metrics, in the form of the setting.
+
+        The setting in run.json is ignored, because whoever can write to the bucket could choose a folder or project
+        here.
         """
         give_store(means.executor, reader.store.url, means.storage_options)
         self.url = reader.store.url

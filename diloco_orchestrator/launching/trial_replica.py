@@ -155,10 +155,7 @@ def _launched(
 
 
 def clock_finding(who: str, at: float, began_at: float, ended_at: float) -> Finding:
-    """The finding about a machine's clock, which showed `at` at some time between `began_at` and `ended_at` here.
-
-    All are seconds since 1970.
-    """
+    """The finding about a machine's clock, which showed `at` between `began_at` and `ended_at` here: s since 1970."""
     off_s = at - ended_at if at > ended_at else min(0.0, at - began_at)
     if abs(off_s) < _CLOCK_S:
         return Finding(f"{who}: clock", True, f"agrees with this machine's to {_CLOCK_S:g} s or better")

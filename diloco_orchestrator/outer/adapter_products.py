@@ -139,8 +139,7 @@ def whole_product(base: Base, pair: AdapterPair) -> torch.Tensor:
 def _add_product(factors: _Factors, rows: slice, out: torch.Tensor) -> None:
     """Add rows of B A to `out`, one rank after another.
 
-    Not a matrix product of BLAS: its sums are in another order, and fused, on other CPUs and with other numbers of
-    threads.
+    BLAS is not used: its sums are in another order, and fused, on other CPUs and with other numbers of threads.
     """
     b, term = factors.b[rows], torch.empty_like(out)
     for rank in range(factors.a.shape[0]):

@@ -17,10 +17,7 @@ _DENORMAL = 1e-40
 
 @contextmanager
 def denormals_kept() -> Iterator[None]:
-    """Context in which denormal numbers are kept, also in threads started in it.
-
-    If they were flushed before, torch uses this one thread in the context.
-    """
+    """Context in which denormal numbers are kept, also in its threads. torch uses one thread if they were flushed."""
     if not flushes():
         yield
         return

@@ -121,10 +121,7 @@ class _ByName(Mapping[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class BaseLayout:
-    """The layout of a base: each fragment is a flat vector of its parameters, in the given order, cut into shards.
-
-    `fragments`: parameter names of each fragment.
-    """
+    """The layout of a base: the parameters named in each fragment are one flat vector, cut into shards."""
 
     shapes: Mapping[str, torch.Size]
     fragments: tuple[tuple[str, ...], ...]
@@ -191,10 +188,7 @@ class Base:
 
     @torch.no_grad()
     def fill(self, parameters: Mapping[str, torch.Tensor], momenta: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite these parameters and momenta, any float dtype; the others keep their values.
-
-        If the base had no momenta, those not given become zero.
-        """
+        """Overwrite these parameters and momenta, of any float dtype; the others keep their values, by default zero."""
         if momenta and not self._momenta:
             self._add_momenta()
         for vectors, tensors in ((self._parameters, parameters), (self._momenta, momenta)):

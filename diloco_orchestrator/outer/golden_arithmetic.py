@@ -40,10 +40,7 @@ def outer_steps_digest() -> str:
 
 
 def edge_cases_digest() -> str:
-    """The digest of a base after one outer step on denormal numbers, rounding ties and values near 3e38.
-
-    Must equal `GOLDEN_EDGES`.
-    """
+    """The digest of a base after an outer step on denormals, ties and values near 3e38; must equal `GOLDEN_EDGES`."""
     numbers = {name: _edges(name) for name in ("denormal", "huge", "tie")}
     base = Base.fresh({name: values * 0.5 for name, values in numbers.items()}, OuterConfig())
     means = {}
@@ -54,10 +51,7 @@ def edge_cases_digest() -> str:
 
 
 def aggregates_digest() -> str:
-    """The digest over all other aggregates of contributions with unequal weights, edge cases included.
-
-    Must equal `GOLDEN_AGGREGATES`.
-    """
+    """The digest of agreeing mean, trimmed mean and median of unequal weights; must equal `GOLDEN_AGGREGATES`."""
     found = []
     for how in AGGREGATES[1:]:
         for name in ("ordinary", "denormal", "huge", "tie"):

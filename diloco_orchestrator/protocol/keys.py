@@ -120,8 +120,7 @@ CLAIMS = (
 
 
 def claim(replica_id: int, attempt: int, token: str) -> str:
-    """The key of the claim by which a process becomes an attempt. `token`: 16 hex digits; empty in runs of old
-    versions.
+    """The key of the claim by which a process becomes an attempt. `token`: 16 hex digits; empty in old runs.
 
     The token is random and named in the attempt's intent, so that nobody can create the claim before the intent exists.
     """
@@ -149,15 +148,16 @@ def parse_attempt(key: str) -> AttemptKey | None:
 
 states = Form("replicas/<id>/state/")  # the prefix of a replica's saved states and buffers
 # The state (optimizer, schedules) that a replica saved with its contribution, pieces of one that is too large for one
-# object, and the buffers (BatchNorm's statistics) that the replica had then.
+# object, the buffers (BatchNorm's statistics) that the replica had then, and the residual of the contribution.
 state = Form("replicas/<id>/state/<round>/<attempt>.safetensors")
 state_piece = Form("replicas/<id>/state/<round>/<attempt>/<piece>.bin")
 buffers = Form("replicas/<id>/state/<round>/<attempt>.buffers.safetensors")
+residual = Form("replicas/<id>/state/<round>/<attempt>/residual.<shard>.bin")
 
 
 def parse_state(key: str) -> tuple[int, int, int] | None:
-    """(replica_id, round, attempt) of a saved state, a piece of one, or saved buffers; None for any other key."""
-    found = state.parse(key) or state_piece.parse(key) or buffers.parse(key)
+    """(replica_id, round, attempt) of a saved state, a piece of one, saved buffers or a residual; else None."""
+    found = state.parse(key) or state_piece.parse(key) or buffers.parse(key) or residual.parse(key)
     return (found[0], found[1], found[2]) if found else None
 
 
@@ -234,13 +234,22 @@ wants = Form("rounds/<round>/want/")  # the prefix of the requests for payloads 
 want = Form("rounds/<round>/want/<id>/<attempt>/<shard>.<version>.json")  # to upload a shard again, as that version
 _first_payload = Form("rounds/<round>/payload/<id>/<attempt>/<shard>.bin")
 _later_payload = Form("rounds/<round>/payload/<id>/<attempt>/<shard>.<version>.bin")
-MAX_TAKES = 4  # of one payload shard
+MAX_TAKES = 4  # of one payload shard, and of one reduced shard
+reduced_shards = Form("rounds/<round>/reduced/")  # the prefix of averages of shards, and of the records about them
+reduced = Form("rounds/<round>/reduced/<id>.json")  # which averages one rank of an all-reduce has made
+_first_reduced = Form("rounds/<round>/reduced/<shard>.bin")
+_later_reduced = Form("rounds/<round>/reduced/<shard>.<version>.bin")
 
 
 def payload(round_: int, replica_id: int, attempt: int, shard: int, take: int = 1) -> str:
     """The key of a payload shard. `take`: 1 for the author's upload, higher for re-uploads of the same bytes."""
     where = round_, replica_id, attempt, shard
     return _first_payload(*where) if take == 1 else _later_payload(*where, take)
+
+
+def reduced_shard(round_: int, shard: int, take: int = 1) -> str:
+    """The key of the average of a shard. `take`: higher where somebody else's bytes are under the keys before."""
+    return _first_reduced(round_, shard) if take == 1 else _later_reduced(round_, shard, take)
 
 
 def end_of_round(round_: int) -> str:

@@ -94,7 +94,7 @@ _KIND_OF = {kind.record: kind for kind in KINDS}
 
 
 def kind_of(record: Record) -> Kind:
-    """The kind of `record`, by its class."""
+    """The kind (schema, keys, writers, size) of a record, by its class."""
     return _KIND_OF[type(record)]
 
 

@@ -35,7 +35,7 @@ class Launched:
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        """Add the command line options that `arguments` returns and `of_options` reads."""
+        """Add the command line options by which a process gets the digests of run.json and of a leg's settings."""
         parser.add_argument(_RUN, required=True, help="of run.json, as the launcher knows it")
         parser.add_argument(_SETTINGS, default="", help="of the settings that the leg changes")
 

@@ -54,11 +54,7 @@ def bases(commits: Iterable[Commit], begins: Sequence[Begin]) -> list[int]:
 
 
 class BaseScores:
-    """Held-out scores of bases, and the bases at which legs ended (a leg: start or resume to stop), from commits in
-    order.
-
-    The commit of round r holds the score of the base before that round.
-    """
+    """Held-out scores of bases, each from the commit of the round after it, and the bases at which the run stopped."""
 
     def __init__(self) -> None:
         self.leg_ends: dict[int, int] = {}  # the round of a leg's last base, by leg, of legs that have stopped

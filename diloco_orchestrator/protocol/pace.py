@@ -11,8 +11,10 @@ _LONGEST_WAIT_S = 15.0  # what a round of any length may lose at its end: 1 % of
 
 
 def heartbeat_s(config: RunConfig, round_s: float) -> float:
-    """The pause between two heartbeats: one and a half rounds, at most a third of `retry.hung_after_s`, and at least
-    `timing.heartbeat_s`. In between, a replica's manifests show that it is alive.
+    """The pause between two heartbeats: one and a half rounds, within the limits of two settings.
+
+    It is at most a third of `retry.hung_after_s` and at least `timing.heartbeat_s`. In between, a replica's manifests
+    show that it is alive.
     """
     return max(config.timing.heartbeat_s, min(1.5 * round_s, config.retry.hung_after_s / 3))
 
@@ -40,6 +42,15 @@ def commits_read_s(round_s: float, open_s: float) -> float:
     return max(1.0, min(early_s, 300.0) if early_s > 0 else min(round_s / 10, 45.0))
 
 
+def starts_read_s(open_s: float) -> float:
+    """Seconds between two polls, before the first round has ended, for what attempts write as they start or end, and of
+    a replica that trains for the round's commit.
+
+    `open_s`: seconds since the process began, or since the replica opened the round.
+    """
+    return max(1.0, min(open_s / 10, 60.0))
+
+
 def seldom_read_s(round_s: float) -> float:
     """Seconds between two polls for what hardly ever comes, such as a resume: 20 rounds, at most half an hour."""
     return max(10.0, min(20 * round_s, 1800.0))
@@ -51,5 +62,5 @@ def records_read_s(round_s: float) -> float:
 
 
 def round_s_of(commit: Commit) -> float:
-    """The length of a round as its slowest response measured it; 0 if no response trained."""
+    """The longest train time in seconds of a round's averaged responses; 0 if it averaged none."""
     return max((answer.train_s for answer in commit.answers if answer.averaged), default=0.0)

@@ -6,10 +6,12 @@ A record is one line of JSON with sorted keys, its own name and the schema versi
 
 import json
 import math
+import re
 from collections.abc import Callable
-from typing import Any, ClassVar, Self, TypedDict
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypedDict
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, ValidationError
 
 from diloco_orchestrator.clock import random_token
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew, RecordTooOld
@@ -45,13 +47,16 @@ class Record(Part):
     """A JSON object of the bucket with a schema. It never changes, unless it is a heartbeat or a machine's lease."""
 
     record: ClassVar[str]  # its name in the JSON
+    later_fields: ClassVar[frozenset[str]] = frozenset()  # left out where None: earlier versions do not know them
 
     write_id: str  # differs between any two writes; shows whether a create whose reply was lost had succeeded
     at: float  # seconds since 1970 on the writer's clock
 
     def to_bytes(self) -> bytes:
         """The record as canonical JSON, with its name and the schema version."""
-        return canonical_json({"record": self.record, "schema_version": SCHEMA_VERSION, **self.model_dump(mode="json")})
+        absent = {name for name in self.later_fields if getattr(self, name) is None}
+        body = self.model_dump(mode="json", exclude=absent)
+        return canonical_json({"record": self.record, "schema_version": SCHEMA_VERSION, **body})
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:
@@ -86,6 +91,35 @@ class Record(Part):
             raise RecordInvalid(
                 f"{where}: field {field!r} of this {cls.record} record is wrong: {first['msg']}."
             ) from None
+
+
+@dataclass(frozen=True)
+class By:
+    """The author of a record: an attempt of a replica, or a process with a name. Stored as text."""
+
+    who: tuple[int, int] | None  # replica_id, attempt
+    name: str = ""  # of a process that is no attempt, such as "coordinator on host"
+
+    @classmethod
+    def parse(cls, text: object) -> Self:
+        """The author that `text` names, in the form that records store. Raises `ValueError` if it is no string."""
+        if isinstance(text, cls):
+            return text
+        if not isinstance(text, str):
+            raise ValueError("it is no text")
+        found = _BY_ATTEMPT.fullmatch(text)
+        return cls((int(found[1]), int(found[2]))) if found else cls(None, text)
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.name.startswith("coordinator")
+
+    def __str__(self) -> str:
+        return self.name if self.who is None else "replica {}, attempt {}".format(*self.who)
+
+
+_BY_ATTEMPT = re.compile(r"replica (0|[1-9][0-9]{0,8}), attempt ([1-9][0-9]{0,8})", re.ASCII)
+AsText: TypeAlias = Annotated[By, PlainValidator(By.parse), PlainSerializer(By.__str__)]
 
 
 def parse_json(data: bytes) -> Any:

@@ -5,16 +5,14 @@ people; the protocol never compares them.
 """
 
 import math
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field, JsonValue, PlainSerializer, PlainValidator
+from pydantic import AfterValidator, Field, JsonValue
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol.digests import BulkDigest, Sha256, bulk_digest
-from diloco_orchestrator.protocol.record_format import LONGEST_REASON, MOST_COUNTED, Part, Record
+from diloco_orchestrator.protocol.record_format import LONGEST_REASON, MOST_COUNTED, AsText, Part, Record
 from diloco_orchestrator.protocol.verdict import Verdict, VerdictKind
 
 # -- the run and its legs ---------------------------------------------------------------------------------------------
@@ -73,7 +71,7 @@ class ParameterInfo(Part):
 
 
 class AdapterPair(Part):
-    """A LoRA adapter of one frozen weight W whose product is averaged exactly: W + scaling * (R + B A)."""
+    """A LoRA adapter of a frozen weight W, averaged exactly with a residual R: W + scaling * (R + B A)."""
 
     a: str  # parameter A, (r, in)
     b: str  # parameter B, (out, r)
@@ -98,7 +96,7 @@ class VaultSet(Part):
 
     @property
     def items(self) -> int:
-        """Number of items of all shares together."""
+        """Number of held-out items in all shares of the confirmation set together."""
         return sum(self.shares)
 
 
@@ -114,7 +112,7 @@ class HeldoutSet(Part):
 
     @property
     def items(self) -> int:
-        """Number of items of all shares together."""
+        """Number of held-out items in all shares together."""
         return sum(self.shares)
 
 
@@ -226,6 +224,11 @@ class Result(Record):
     reason: str
     verdict: Verdict | None = None  # set when the guard fired
     commit_sha256: Sha256 = ""  # of the last commit, which no later one names; empty if no replica brought a model
+
+    @property
+    def before_any_commit(self) -> bool:
+        """Whether a coordinator wrote this result of a run that it stopped before any replica made the first base."""
+        return not self.round and not self.commit_sha256 and self.status != "completed"
 
 
 # -- contributions ----------------------------------------------------------------------------------------------------
@@ -339,6 +342,14 @@ class Origin(Part):
     steps: int = Field(ge=0, le=MOST_COUNTED)
 
 
+class Residual(Part):
+    """The residual of a contribution: what a codec with error feedback lost, to be added to its author's next one."""
+
+    share: float = Field(ge=0)  # its norm over the norm of what was encoded, in three digits
+    saved: Payload | None = None  # it, in fp32, under `keys.residual`; None: its author saved no state
+    missing: tuple[tuple[int, float], ...] = ()  # round and share of residuals that the payload lacks
+
+
 class Consumed(Part):
     """Count and digest of the training items of a contribution's own steps, each compared with the held-out set."""
 
@@ -357,9 +368,10 @@ class Progress(Part):
 
 
 class Contribution(Record):
-    """The manifest of a replica's response to a round. Written after the objects that it names, so they exist."""
+    """The manifest of a replica's response to a round. It is written after the objects that it names, so they exist."""
 
     record: ClassVar[str] = "contribution"
+    later_fields: ClassVar[frozenset[str]] = frozenset({"residual"})
     round: int = Field(ge=1)
     leg: int = Field(ge=1)
     replica_id: int = Field(ge=0)
@@ -375,11 +387,10 @@ class Contribution(Record):
     payload: Payload | None = None
     state: Shard | None = None  # the author's optimizer and schedules after this contribution, if it saved them
     buffers: Shard | None = None  # the author's buffers that differ from the first snapshot's; None: none does
-    tokens: int = Field(
-        default=0, ge=0, le=MOST_COUNTED
-    )  # that the author's own steps of this round saw; a weight may follow from it
+    tokens: int = Field(default=0, ge=0, le=MOST_COUNTED)  # of its own steps of this round; a weight may follow from it
     origins: tuple[Origin, ...] = ()  # its own work and what it carries
     dropped: tuple[Origin, ...] = ()  # earlier work of the author that will never be averaged
+    residual: Residual | None = None  # None for a codec without error feedback
     in_loop: Metric | None = None  # in the round's first steps, near the base that `scores` are of; higher is better
     scores: tuple[Score, ...] = ()  # of the base that the round started from; higher is better
     local_scores: tuple[Score, ...] = ()  # of the author's local parameters, on the same shares; per-replica guard only
@@ -397,35 +408,6 @@ class Contribution(Record):
 
 
 # -- commits ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class By:
-    """The author of a record: an attempt of a replica, or a process with a name. Stored as text."""
-
-    who: tuple[int, int] | None  # replica_id, attempt
-    name: str = ""  # of a process that is no attempt, such as "coordinator on host"
-
-    @classmethod
-    def parse(cls, text: object) -> Self:
-        """The author that `text` names, in the form that records store. Raises `ValueError` if it is no string."""
-        if isinstance(text, cls):
-            return text
-        if not isinstance(text, str):
-            raise ValueError("it is no text")
-        found = _BY_ATTEMPT.fullmatch(text)
-        return cls((int(found[1]), int(found[2]))) if found else cls(None, text)
-
-    @property
-    def is_coordinator(self) -> bool:
-        return self.name.startswith("coordinator")
-
-    def __str__(self) -> str:
-        return self.name if self.who is None else "replica {}, attempt {}".format(*self.who)
-
-
-_BY_ATTEMPT = re.compile(r"replica (0|[1-9][0-9]{0,8}), attempt ([1-9][0-9]{0,8})", re.ASCII)
-AsText: TypeAlias = Annotated[By, PlainValidator(By.parse), PlainSerializer(By.__str__)]
 
 
 class Answer(Part):
@@ -500,9 +482,7 @@ class Commit(Record):
     outer_step: int = Field(ge=0)  # outer steps in the base after the round
     answers: tuple[Answer, ...]  # in replica_id order
     begin_sha256: Sha256
-    base_digest: (
-        BulkDigest | None
-    )  # of the base before the round, as the averaged manifests or most claim it; None: no claims
+    base_digest: BulkDigest | None  # of the base before, as the averaged manifests or most claim it; None: no claims
     roster: tuple[int, ...]  # replicas that the next round waits for
     guard: dict[str, JsonValue] | None = None  # the guard's state after the round
     verdict: Verdict | None = None  # None as long as nothing was scored
@@ -577,18 +557,3 @@ class Retention(Record):
     record: ClassVar[str] = "retention"
     payloads: Literal["needed"]
     by: str
-
-
-# -- all-reduce used alone --------------------------------------------------------------------------------------------
-
-
-class AllReducePart(Record):
-    """The manifest of one rank in a stand-alone `ObjectStoreAllReduce`, outside of any run."""
-
-    record: ClassVar[str] = "allreduce"
-    round_id: int = Field(ge=0)
-    rank: int = Field(ge=0)
-    world_size: int = Field(ge=1)
-    shape: tuple[int, ...]
-    dtype: str
-    payload: Payload

@@ -94,7 +94,7 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     so_far = f"{len(contributors)} of {policy.replicas} contributions" + (
         f", out for good: {_listed(out)}" if out else ""
     )
-    deadline_s = view.deadline.deadline_s if view.deadline else policy.startup_timeout_s
+    deadline_s = _deadline_s(view, policy)
     if len(contributors) >= policy.quorum:
         if not awaited:
             return Decision(Action.COMMIT, so_far, contributors)
@@ -118,10 +118,19 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
 
 def is_ready(view: View, now: float, policy: Policy) -> bool:
     """Whether all replicas that the round waits for (its roster) have responded, or the deadline has passed."""
-    deadline_s = view.deadline.deadline_s if view.deadline else policy.startup_timeout_s
-    return (
-        set(view.roster) <= {a.replica_id for a in view.answers} | set(view.out) or now >= view.opened_at + deadline_s
-    )
+    responded = {a.replica_id for a in view.answers} | set(view.out)
+    return set(view.roster) <= responded or now >= view.opened_at + _deadline_s(view, policy)
+
+
+def _deadline_s(view: View, policy: Policy) -> float:
+    """Seconds from the round's opening for which it waits for its roster.
+
+    A leg's first round has no straggler deadline: whoever starts `startup_timeout_s` late may train as long as this
+    replica has.
+    """
+    if view.deadline is not None:
+        return view.deadline.deadline_s
+    return view.waiting_since - view.opened_at + policy.startup_timeout_s
 
 
 def _straggler_time_left(view: View, deadline_s: float, now: float) -> float:

@@ -26,8 +26,7 @@ class StragglerDeadline:
 
     @classmethod
     def of(cls, train_times_s: Sequence[float]) -> "StragglerDeadline | None":
-        """The deadline for `train_times_s`, those of the last rounds with late contributions included; None without
-        any.
+        """The deadline that follows from `train_times_s`, those of the last rounds, late ones too; None without any.
 
         It is the median plus a slack of 4 median absolute deviations, at least half of the median. The slack, not the
         deadline, is bounded to 2..600 s, so that rounds of any length leave room for stragglers.
@@ -58,7 +57,8 @@ class RoundTimes:
 
     A time that another replica reports counts as at most eight times the usual one, or as the time that this replica
     has waited itself if that is more. So no false report makes a round wait long. The usual time is this replica's
-    median, or the median of the others' medians if that is more. With only one other reporter its times are not used.
+    median, or the median of the others' medians if that is more. If only one other replica reports times, they are not
+    used.
 
     Args:
         round_steps: inner steps of a whole round.
@@ -71,10 +71,7 @@ class RoundTimes:
         self._times: dict[tuple[int, int], _Reported] = {}  # by round and replica
 
     def record(self, manifests: Iterable[Contribution], seen_s: float | None = None) -> None:
-        """Add the train times of `manifests`, once each.
-
-        `seen_s`: seconds since this replica opened their round; None if it did not see the round open.
-        """
+        """Add the train times of `manifests`, once each. `seen_s`: seconds since this replica saw the round open."""
         for manifest in manifests:
             self._add(manifest.round, manifest, seen_s)
         self._forget_old()

@@ -11,7 +11,8 @@ from typing import Any
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol import keys, rounds
-from diloco_orchestrator.protocol.records import Begin, By, Commit, Contribution, UsualNorms
+from diloco_orchestrator.protocol.record_format import By
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, UsualNorms
 from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Policy, Position, is_final_evaluation
 from diloco_orchestrator.protocol.weights import is_said
 
@@ -110,8 +111,7 @@ def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> C
 
 
 def read_without_weights(commit: Commit, before: Before, why: str) -> Commit:
-    """The commit used in place of one whose only fault is its weights: an empty round with its stop and its guard
-    state.
+    """The commit used in place of one whose only fault is its weights: it averages nobody; stop and guard stay.
 
     `why`: the difference between its weights and those that follow from the run's policy.
     """
@@ -141,10 +141,7 @@ def _who_wrote(commit: Commit, before: Before, failed: bool) -> str:
 
 
 def no_commit(round_: int, why: str) -> Commit:
-    """A placeholder for the commit of a round whose object cannot be parsed; `read_as_void` fills it in.
-
-    `why`: the parse error.
-    """
+    """A placeholder for a round's commit that cannot be parsed, for `read_as_void`. `why`: the parse error."""
     return Commit(
         write_id="",
         at=0.0,

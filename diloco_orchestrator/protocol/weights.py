@@ -139,7 +139,7 @@ def as_read(commit: Commit, config: RunConfig) -> Commit:
 
 
 def _by_steps(round_: int, origins: Sequence[Origin], config: RunConfig) -> int:
-    """`sync_every`, less the steps that a payload lacks of a whole round. Work of earlier rounds adds none."""
+    """The weight of a payload by its own inner steps: `sync_every`, less those that it lacks of a whole round."""
     own = sum(origin.steps for origin in origins if origin.round == round_)
     steps = sum(origin.steps for origin in origins)
     return config.sync_every - (max(0, config.round_steps - steps) if own else 0)
@@ -191,7 +191,7 @@ class Limit:
 
 
 def limit_of(norms: Sequence[float], fragment: int, before: UsualNorms | None, config: RunConfig) -> Limit:
-    """The norm limit for contributions to `fragment` with these norms (above zero). `before`: of earlier rounds."""
+    """The norm limit for contributions to `fragment` with these norms (above zero). `before`: earlier rounds' norms."""
     usual, factor = median_low(norms), config.clips_above
     if before is not None and config.clips_by_history:
         few = len(norms) < _FEW

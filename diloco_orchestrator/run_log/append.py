@@ -67,10 +67,7 @@ def append_commit(log: RunLog, commit: Commit) -> CommitEntry:
 
 
 def request_halt(log: RunLog, by: str, reason: str, stamp: Stamp) -> None:
-    """Create the request to stop the run after its open round, unless there is one.
-
-    Raises `ConfigError` if the newest leg (stretch since start or resume) has ended.
-    """
+    """Create the request to stop the run after its open round, if missing. Raises `ConfigError` after the stop."""
     leg = log.newest_begin().record.leg
     if (result := log.result(leg)) is not None:
         raise ConfigError(

@@ -66,10 +66,7 @@ class AttemptRecords:
         return {replica_id: numbers for replica_id, numbers in found.items() if numbers}
 
     def claims(self, replica_id: int) -> set[int]:
-        """The valid attempts of a replica that a process has claimed, that is, become.
-
-        One LIST request, and a GET of the intent (announcing record) of each attempt that has a claim.
-        """
+        """The valid attempts of a replica that a process has become, by its claim. One LIST, and a GET for each."""
         return set(self._claimed(replica_id, 0))
 
     def _claimed(self, replica_id: int, above: int) -> Iterator[int]:
@@ -166,10 +163,7 @@ class AttemptRecords:
 
 
 class Authors:
-    """Checks whether manifests are by the attempts that they name: each names the claim by which a process became one.
-
-    Two threads may share one.
-    """
+    """Checks by the claim that a manifest names whether its attempt wrote it. Two threads may share one object."""
 
     def __init__(self, store: Store, background: Background) -> None:
         self._store = store
@@ -177,7 +171,7 @@ class Authors:
         self._claims: dict[tuple[int, int], str] = {}  # sha256 of the claim of an attempt that counts
 
     def know(self, replica_id: int, attempt: int, claim_sha256: str) -> None:
-        """Cache the digest of an attempt's claim, by which its process became the attempt and just created it."""
+        """Cache the digest of the claim that this process has just created, by which it became the attempt."""
         self._claims[replica_id, attempt] = claim_sha256
 
     def why_not(self, manifest: Contribution) -> str:

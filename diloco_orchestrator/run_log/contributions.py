@@ -26,10 +26,7 @@ class ContributionReader:
         self._background = background or NoBackground()
 
     def named(self, round_: int, answer: Answer) -> Contribution:
-        """The manifest that `answer`, in the commit of a round, names by digest.
-
-        Raises `RecordInvalid` if the manifest has another digest, `ObjectMissing` if it does not exist.
-        """
+        """The manifest that `answer` names. Raises `RecordInvalid` for another digest, `ObjectMissing` without one."""
         manifest = self.exact(round_, answer.replica_id, answer.manifest_sha256)
         if not is_said(answer, manifest):
             raise RecordInvalid(
@@ -39,10 +36,7 @@ class ContributionReader:
         return manifest
 
     def exact(self, round_: int, replica_id: int, sha256: str | None) -> Contribution:
-        """A replica's manifest of a round. `sha256`: the digest that its bytes must have; None: any.
-
-        Raises `RecordInvalid` for another digest, `ObjectMissing` if it does not exist.
-        """
+        """A replica's manifest of a round. `sha256`: its digest, None: any. Raises `RecordInvalid`, `ObjectMissing`."""
         key = keys.contribution(round_, replica_id)
         data = read_record(self._store, key)
         if sha256 is not None and sha256_hex(data) != sha256:
@@ -110,7 +104,7 @@ class ManifestListing:
         self._authors: dict[int, set[int]] = {}
 
     def authors(self, round_: int) -> set[int]:
-        """The replicas with a manifest in `round_`, at most `newest`. Lists back to that round unless it was listed."""
+        """The replicas with a manifest in `round_`, at most `newest`; lists the rounds back to it if needed."""
         assert round_ <= self.newest, f"round {round_} is after {self.newest}"
         while max(1, round_) < self._listed_from:
             self._list(max(1, self._listed_from - self._reach))

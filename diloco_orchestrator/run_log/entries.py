@@ -57,7 +57,7 @@ class CommitEntry:
         return replace(self, commit=commit, void=why, contradicts=why, unlinked=unlinked)
 
     def counted(self, commit: Commit) -> Self:
-        """This entry, void for wrong weights alone, with `commit`, which counts one more round that averages nobody."""
+        """This entry, void for wrong weights alone, with `commit`, which averages nobody, in place of its own."""
         return replace(self, commit=commit)
 
     @property

@@ -1,8 +1,8 @@
 """A file per run, outside of every bucket, of what this user launched on this machine.
 
 To relaunch replicas is to run the executor, options and entrypoint that run.json names. Whoever can write to the bucket
-may have changed them, so they are used only if they have the digests noted here: of run.json, by the run's URL, and of
-the settings that legs begun here changed.
+may have changed them, so they are used only if they have the digests noted here: of run.json, by the store's server and
+URL, and of the settings that legs begun here changed.
 """
 
 import json
@@ -20,6 +20,7 @@ from diloco_orchestrator.protocol.launched import settings_sha256
 from diloco_orchestrator.protocol.records import Begin
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.store.base import Store, endpoint_of
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ def remember(run_log: RunLog, **facts: Any) -> None:
     known = _known_of(run_log) or {"url": run_log.store.url, "run_sha256": run_log.run_sha256}
     record = {**known, **facts}
     try:
-        path = _record_of(run_log.store.url)
+        path = _record_of(run_log.store)
         draft = path.with_suffix(f".{os.getpid()}")
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -44,10 +45,7 @@ def remember(run_log: RunLog, **facts: Any) -> None:
 
 
 def note_head(run_log: RunLog, head: str) -> None:
-    """Note the newest commit of a run launched here, unless that round or a later one is noted.
-
-    So a log that was truncated since does not replace the note.
-    """
+    """Note the newest commit of a run launched here, unless that round or a later one is noted."""
     known = _known_of(run_log)
     if head and known and (not known.get("head") or Head.parse(known["head"]).round < Head.parse(head).round):
         remember(run_log, head=head)
@@ -69,9 +67,9 @@ def note_failure(run_log: RunLog, failure: str) -> None:
         remember(run_log, failure=redact(failure, os.environ))
 
 
-def failure_seen_here(url: str) -> str:
+def failure_seen_here(store: Store) -> str:
     """Reason why supervision of a run launched here ended, as noted last; empty if none is noted."""
-    failure = _known(url).get("failure", "")
+    failure = _known(store).get("failure", "")
     return failure if isinstance(failure, str) else ""
 
 
@@ -90,7 +88,7 @@ def why_not_launched_here(run_log: RunLog) -> str:
 
     Those of a resume count too: whoever can write to the bucket could begin a leg with other training arguments.
     """
-    known = _known(run_log.store.url)
+    known = _known(run_log.store)
     if known.get("run_sha256") != run_log.run_sha256:
         changed = "run.json was changed since you launched the run"
         return changed if known else "you did not launch this run on this machine"
@@ -107,28 +105,30 @@ def settings_begun_here(run_log: RunLog) -> frozenset[Sha256]:
     return frozenset(each for each in _known_of(run_log).get("settings", ()) if isinstance(each, str))
 
 
-def head_seen_here(url: str) -> str:
+def head_seen_here(store: Store) -> str:
     """The noted newest commit (`Head` as text) of a run launched here; empty if none is noted."""
-    head = _known(url).get("head", "")
+    head = _known(store).get("head", "")
     return head if isinstance(head, str) else ""
 
 
 def _known_of(run_log: RunLog) -> dict[str, Any]:
     """The noted facts about the run; empty if run.json differs from the one launched here."""
-    known = _known(run_log.store.url)
+    known = _known(run_log.store)
     return known if known.get("run_sha256") == run_log.run_sha256 else {}
 
 
-def _known(url: str) -> dict[str, Any]:
+def _known(store: Store) -> dict[str, Any]:
     try:
-        known = json.loads(_record_of(url).read_bytes())
+        known = json.loads(_record_of(store).read_bytes())
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}
 
 
-def _record_of(url: str) -> Path:
-    return _folder(os.environ) / f"{sha256_hex(url.encode())[:32]}.json"
+def _record_of(store: Store) -> Path:
+    """The file about a run, named by server and URL: two S3-compatible endpoints or Azure accounts may share a URL."""
+    place = " ".join(filter(None, (store.url, endpoint_of(store))))
+    return _folder(os.environ) / f"{sha256_hex(place.encode())[:32]}.json"
 
 
 def _folder(environ: Mapping[str, str]) -> Path:

@@ -26,10 +26,7 @@ R = TypeVar("R", bound=Record)
 
 
 class LegConfigs:
-    """The validated configuration of each leg (start or resume to stop).
-
-    `run`: the configuration in run.json. `begin_of`: reads the begin record of a leg, None if there is none.
-    """
+    """The configuration of each leg (start or resume to stop), from run.json's, `run`, and its record, `begin_of`."""
 
     def __init__(self, run: RunConfig, begin_of: Callable[[int], Entry[Begin] | None]) -> None:
         self._run = run
@@ -47,10 +44,7 @@ class LegConfigs:
         return self.of_begin(begin)
 
     def of_begin(self, begin: Entry[Begin]) -> RunConfig:
-        """The configuration of the leg with this begin record (a start or resume).
-
-        Raises `ConfigError` if the record names a setting that no leg can change.
-        """
+        """The configuration after this start or resume. Raises `ConfigError` for a change that no leg can make."""
         if begin.sha256 not in self._known:
             self._known[begin.sha256] = config_of_leg(self._run, begin.record.settings, guard=True)
         return self._known[begin.sha256]
@@ -59,7 +53,7 @@ class LegConfigs:
 class LegRecords:
     """Caches each record of a leg (start or resume to stop) that it has read; a missing one is fetched at every call.
 
-    Arguments as of `RunLog`.
+    `on_read`: called with key and bytes of every record. `run_json`: the bytes of run.json; None: they are fetched.
     """
 
     def __init__(self, store: Store, on_read: Callable[[str, bytes], None] | None, run_json: bytes | None) -> None:
@@ -85,10 +79,7 @@ class LegRecords:
         return self.starts.chosen()
 
     def begin(self, leg: int) -> Entry[Begin] | None:
-        """The valid begin record (of a start or resume) of a leg; None if the leg has not begun.
-
-        Raises `RecordTooNew` or `RecordTooOld` for a record of another schema version.
-        """
+        """The valid record of the start or resume that began a leg, or None. Raises `RecordTooNew`, `RecordTooOld`."""
         if leg not in self._begun:
             self.why_foreign(leg)
         return self._begun.get(leg)
@@ -159,10 +150,7 @@ class LegRecords:
         return Launched(self.run_sha256, settings_sha256(begin.settings))
 
     def newest_leg(self) -> int:
-        """The number of the newest leg (start or resume to stop) that has begun; 0 before the first. One LIST request.
-
-        Legs count up from 1; the first number without a valid begin record ends them.
-        """
+        """The number of starts and resumes that have a valid record, without a gap; 0 before the first. One LIST."""
         listed = [info.key for info in self.store.list(keys.LEGS)]
         self._listed_outs = [key for key in listed if keys.out.parse(key)]
         parsed = map(keys.parse_leg, listed)
@@ -177,8 +165,7 @@ class LegRecords:
         return (leg, keys.result(leg).rpartition("/")[2]) in self._listed
 
     def passed_over(self) -> dict[str, str]:
-        """Keys of the objects about legs (start or resume to stop) that are ignored or unreadable, each with the
-        reason.
+        """Keys of the ignored or unreadable objects about starts, resumes and stops, each with the reason.
 
         Uses the listing of the last `newest_leg` call. Costs a GET for each ignored begin record, and one for the
         newest leg's request to halt.
@@ -231,10 +218,7 @@ class LegRecords:
         return cast(Halt, self._entries[key].record)
 
     def out(self, leg: int) -> dict[int, Out]:
-        """Replicas that are launched no more in a leg (start or resume to stop), by replica id.
-
-        One LIST request, and a GET for each new record. Invalid objects are ignored and logged.
-        """
+        """Replicas that are launched no more until a resume, by id. One LIST, and a GET for each new record."""
         self._listed_outs = [info.key for info in self.store.list(keys.outs(leg))]
         return self.known_out(leg)
 

@@ -16,15 +16,12 @@ R = TypeVar("R", bound=Record)
 
 
 def read_record(store: Store, key: str) -> bytes:
-    """The bytes of the record at `key`, truncated (then no valid JSON) beyond the maximum size of such a record.
-
-    Raises the store's errors.
-    """
+    """The bytes of the record at `key`, cut (no valid JSON then) at the maximum size. Raises the store's errors."""
     return store.get(key, 0, most_bytes(key) + 1)
 
 
 def read_optional(store: Store, key: str) -> bytes | None:
-    """The bytes that `read_record` returns, or None if the object does not exist. Raises the store's other errors."""
+    """The bytes of the record at `key`, cut at the maximum size; None if it is missing. Raises the store's errors."""
     try:
         return read_record(store, key)
     except ObjectMissing:

@@ -119,7 +119,7 @@ class RunLog(LegRecords):
         return known if known is not None and known.void else entry
 
     def _each_after(self, position: Position, derive_verdicts: bool = False) -> Iterator[CommitEntry]:
-        """The commits after `position`, as `after` yields them.
+        """The commits after `position`, oldest first, each checked against the one before.
 
         Lists segments, objects with the commits of many rounds (one LIST, then one GET for each), once ten single
         commits were read or the newest known snapshot is ten rounds ahead. At most two segments are in memory.
@@ -210,10 +210,7 @@ class RunLog(LegRecords):
     def checked(
         self, entry: CommitEntry, last: CommitEntry | None, received: Mapping[str, Contribution]
     ) -> CommitEntry:
-        """`entry`, the commit after `last` (None: the first after a start or resume), checked with its verdict.
-
-        `received`: manifests at hand by sha256, which need not be fetched.
-        """
+        """`entry`, the commit after `last` (None: after a resume), checked. `received`: manifests at hand by sha256."""
         previous = last or (self.as_read(entry.written.round - 1) if entry.written.round > 1 else None)
         return self._kept(self.conclusions.read(entry, previous, derive_verdict=True, received=received))
 
@@ -249,10 +246,7 @@ class RunLog(LegRecords):
         return entry
 
     def commits(self) -> Sequence[Commit]:
-        """All commits so far, oldest first; only new ones are fetched. Empty without a start.json.
-
-        Raises `RecordInvalid` at the first that does not name the digest of the one before.
-        """
+        """All commits so far, oldest first; only new ones are fetched. Raises `RecordInvalid` for a broken chain."""
         if self._position is None:
             start = self.start()
             if start is None:
@@ -342,8 +336,7 @@ class RunLog(LegRecords):
         halt = self.halt(1)
         if halt is None:
             return None
-        names_none = recorded is not None and not recorded.round and not recorded.commit_sha256
-        if recorded is not None and names_none and recorded.status != "completed":
+        if recorded is not None and recorded.before_any_commit:
             return recorded
         stamp: StampFields = {"write_id": halt.write_id, "at": halt.at}
         return Result(**stamp, leg=1, status="halted", round=0, outer_steps=0, reason=halt.reason)

@@ -13,7 +13,7 @@ from diloco_orchestrator.clock import Clock
 from diloco_orchestrator.errors import ObjectMissing
 from diloco_orchestrator.protocol import keys, pace
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.store.base import ObjectInfo, Store, open_file
+from diloco_orchestrator.store.base import ObjectInfo, Store, endpoint_of, open_file
 from diloco_orchestrator.store.retrying import without_read_back
 
 _LISTINGS = (keys.LEGS, keys.REPLICAS, keys.SNAPSHOTS, keys.STARTS)  # that are remembered
@@ -77,6 +77,10 @@ class SeenStore:
     def url(self) -> str:
         return self._store.url
 
+    @property
+    def endpoint(self) -> str:
+        return endpoint_of(self._store)
+
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         now = self._clock.now()
         if now < self._absent.get(key, now):
@@ -133,12 +137,13 @@ class SeenStore:
 
     def _pause_s(self, key: str) -> float:
         """For how long the store is not asked for an object, or a listing, again; 0: it is asked at every call."""
-        often_s = pace.records_read_s(self.round_s)
         if keys.commit.parse(key):
             return pace.commits_read_s(self.round_s, self._open_s)
         if keys.heartbeat.parse(key):
             return pace.heartbeats_read_s(self._log.run.config, self.round_s) if self._log else 0.0
         if keys.halt.parse(key) or key == keys.START or key.startswith(keys.STARTS):
-            return often_s
+            return pace.records_read_s(self.round_s)
+        if not key.startswith(_LISTINGS):
+            return 0.0
         # Until a round has ended attempts still start, and the leg may end by its result alone.
-        return (pace.seldom_read_s(self._round_s) if self._round_s else often_s) if key.startswith(_LISTINGS) else 0.0
+        return pace.seldom_read_s(self._round_s) if self._round_s else pace.starts_read_s(self._open_s)

@@ -104,10 +104,7 @@ def is_line(data: bytes) -> bool:
 
 
 class SegmentReader:
-    """Lists and reads a run's segments (each joins many rounds' commits or manifests), as of the last `refresh`.
-
-    Caches at most two.
-    """
+    """Lists and reads a run's segments (each joins many rounds' commits or manifests). Caches at most two."""
 
     def __init__(self, store: Store, config: RunConfig) -> None:
         self._store = store
@@ -241,10 +238,7 @@ class CheckedSegments:
         self._on_bad_segment = on_bad_segment or _log_bad_segment
 
     def after(self, position: Position) -> list[CommitEntry]:
-        """The commits after `position` in the log from the segment (many commits in one object) with the next one.
-
-        Empty if no segment can be used.
-        """
+        """The commits after `position` from the segment (many commits in one object) with the next one; else empty."""
         while (segment := self._segments.holding(position.round + 1)) is not None:
             try:
                 lines = self._segments.read(segment, position)
@@ -262,9 +256,10 @@ class CheckedSegments:
         return []
 
     def _check_last(self, last: CommitEntry) -> None:
-        """Raise `RecordInvalid` unless a segment's last commit is the log's, by the next single commit or its own.
+        """Raise `RecordInvalid` unless a segment's last commit is that of the log: the next commit names it.
 
-        The hash chain within a segment, an object with many commits, does not cover its last commit.
+        The hash chain within a segment, an object with many commits, does not cover its last commit. Without a next
+        commit the single commit of the same round is compared.
         """
         round_ = last.commit.round
         if self._segments.previous_of(round_ + 1) == last.sha256:

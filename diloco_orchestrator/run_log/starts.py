@@ -24,7 +24,7 @@ R = TypeVar("R", bound=Record)
 class Starts:
     """The start records of the run whose run.json has the sha256 `run_sha256`, and the replicas' votes on them.
 
-    With a `first_base` only start records with that base digest count, and only votes for those.
+    If the run has a `first_base`, only start records with that base digest, and votes for those, count.
     """
 
     def __init__(self, store: Store, replicas: int, run_sha256: Sha256, first_base: BulkDigest | None = None) -> None:
@@ -61,13 +61,14 @@ class Starts:
 
     @property
     def is_final(self) -> bool:
-        """Whether the start record that `chosen` returned last is final: missing votes cannot change it."""
+        """Whether the start record that most replicas adopted is final: missing votes cannot change it."""
         return self._chosen is not None
 
     def named_takes(self) -> list[str]:
         """The versions of snapshot 0 that replicas with the chosen start record have read or written, most frequent
-        first; of equally frequent ones that of the lowest `replica_id` first. If this process has read or written one,
-        that one alone.
+        first.
+
+        A tie goes to the lower `replica_id`. If this process has read or written one, that one alone.
         """
         start = self.chosen()
         if self._take is not None:
@@ -86,11 +87,7 @@ class Starts:
         self._chosen, self._take = start, take
 
     def outvoted_by(self) -> Sha256 | None:
-        """The start record that more than half of the replicas adopted if it is not this process's, by digest; else
-        None.
-
-        One LIST request, until more than half have adopted one.
-        """
+        """The start record that over half of the replicas adopted, if not this process; else None. At most one LIST."""
         if self._is_settled or self._chosen is None:
             return None
         self.refresh()
@@ -148,7 +145,7 @@ class Starts:
         self._read_starts([keys.START, *filter(keys.is_start, sorted(named & there))])
 
     def _that_count(self, said: Mapping[int, Began | Follows]) -> dict[int, Sha256]:
-        """The start record that each replica votes for, by replica id; with a `first_base` only existing ones."""
+        """The start record that each replica votes for, by replica id; only existing ones if a `first_base` is set."""
         there = {each.sha256 for each in self._starts.values()}
         named = {replica_id: each.start_sha256 for replica_id, each in said.items()}
         return {i: sha256 for i, sha256 in named.items() if self._first_base is None or sha256 in there}

@@ -7,8 +7,7 @@ from typing import Self, TypeVar
 
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.kinds import Role, kind_of
-from diloco_orchestrator.protocol.record_format import Record
-from diloco_orchestrator.protocol.records import By
+from diloco_orchestrator.protocol.record_format import By, Record
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.store.base import Store
 
@@ -46,10 +45,7 @@ class Writer:
         return Entry(record, sha256_hex(data)) if self._store.create(key, data) else None
 
     def overwrite(self, record: Record, at: str = "") -> None:
-        """Write a record that changes while its author lives, a heartbeat or a lease, over the one before.
-
-        `at`: the key, for records whose fields do not name every part of it.
-        """
+        """Write a heartbeat or a lease over the one before. `at`: the key, where the record does not determine it."""
         self._store.put(self._key(record, at), record.to_bytes())
 
     def _key(self, record: Record, at: str) -> str:

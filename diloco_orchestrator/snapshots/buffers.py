@@ -34,9 +34,10 @@ def write_buffers(
 
 
 def read_buffers(store: Store, manifest: Contribution) -> dict[str, torch.Tensor]:
-    """The buffers that the author of a manifest published with it: those changed since the run's start. Read-only.
+    """The buffers that the author of a manifest published with it: those changed since the run's start.
 
-    Raises `PayloadCorrupt` if the object was deleted or changed, `RecordInvalid` if it holds no buffers.
+    They must not be written to. Raises `PayloadCorrupt` if the object was deleted or changed, `RecordInvalid` if it
+    holds no buffers.
     """
     if manifest.buffers is None:
         return {}
@@ -56,10 +57,7 @@ def buffers_of_base(run_log: RunLog, round_: int) -> dict[str, torch.Tensor]:
 
 
 def buffers_of(store: Store, round_: int, averaged: Sequence[Answer]) -> dict[str, torch.Tensor]:
-    """The buffers of the base after a round whose commit averages the responses `averaged`, in `replica_id` order.
-
-    Raises as `buffers_of_base` does.
-    """
+    """The buffers of the base whose commit averages `averaged`, in `replica_id` order. Raises as `buffers_of_base`."""
     reader, failure = ContributionReader(store), None
     for answer in averaged:
         try:

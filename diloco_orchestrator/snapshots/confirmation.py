@@ -22,11 +22,7 @@ _OLD_TAKES = ("2", "3", "4")  # of earlier versions
 
 
 class ConfirmedSnapshots:
-    """The snapshots that were complete when this object was made; those whose base digest the commit log names are
-    confirmed.
-
-    One LIST request.
-    """
+    """The snapshots that are complete now (one LIST), and which the commit log confirms by their base digest."""
 
     def __init__(self, run_log: RunLog) -> None:
         self._log = run_log
@@ -65,10 +61,7 @@ class ConfirmedSnapshots:
     def newest(
         self, count: int, among: Sequence[int], usable: Callable[[int, str], bool] = lambda round_, take: True
     ) -> list[int]:
-        """The newest `count` rounds in `among` with a confirmed snapshot, oldest first; fewer if there are fewer.
-
-        `usable(round, version)`: whether a confirmed version counts.
-        """
+        """The newest `count` rounds in `among` with a confirmed snapshot that is `usable`, oldest first."""
         found: list[int] = []
         for round_ in sorted(among, reverse=True):
             if len(found) == count:

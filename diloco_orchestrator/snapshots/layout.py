@@ -142,10 +142,7 @@ class ModelFiles:
         return cls(dtypes, lambda: whole, extra, adapter.naming if adapter else Naming(), untrained, adapters)
 
     def with_buffers(self, changed: Mapping[str, torch.Tensor]) -> "ModelFiles":
-        """A copy in which `changed`, buffers by name in the model, replace the values from the run's start.
-
-        An adapter's file holds the buffers that PEFT stores.
-        """
+        """A copy in which `changed`, buffers by name in the model, replace the values from the run's start."""
         if not changed:
             return self
         values = {self.naming.in_file(name): value for name, value in changed.items()}
@@ -154,10 +151,7 @@ class ModelFiles:
         return replace(self, rest=lambda: Overlaid(self.rest(), values))
 
     def planned(self, base: Base, limit: int = OBJECT_LIMIT) -> list[SnapshotFile]:
-        """The files of the snapshot of `base`, those with the model's tensors first. Encodes nothing yet.
-
-        `limit`: bytes of the largest file; a single tensor may be larger.
-        """
+        """The files of the snapshot of `base`, not encoded yet, at most `limit` bytes each; model tensors first."""
         rest, in_model = self.rest(), self.naming.by_file(self.dtypes)
         shapes = base.shapes(list(self.dtypes))
         trained = {

@@ -62,10 +62,7 @@ class Untrained:
         self._described: FrozenTensors | None = None
 
     def describe_frozen(self, background: Background | None = None) -> FrozenTensors | None:
-        """Digest, number and bytes of the frozen tensors, hashed at the first call; None if there are none.
-
-        `background`: hashes several tensors at once.
-        """
+        """Digest, number and bytes of the frozen tensors, hashed at the first call, in parallel; None without any."""
         if self._described is None and self.frozen:
             size = sum(tensor.numel() * tensor.element_size() for tensor in self.frozen.values())
             digest = digest_of(self.frozen, background)

@@ -123,11 +123,11 @@ class Comparison:
 def rebuild_beside(
     run_log: RunLog, begin: Begin, until: int | None = None, below: int | None = None, base: Base | None = None
 ) -> Comparison:
-    """Rebuild the base that `rebuild` gives, shard by shard, and compare it with `base`. None: for the digest alone.
+    """Rebuild the newest base of a leg, or that after round `until`, shard by shard, and compare it with `base`.
 
-    Each shard is read from the snapshot, stepped through all rounds, hashed and compared before the next one. With
-    exactly averaged adapters the whole base is rebuilt, because their steps need several shards. Raises as `rebuild`
-    does.
+    A leg is a run's stretch from start or resume to stop; if `base` is None only the digest is computed. Each shard is
+    read from the snapshot, stepped through all rounds, hashed and compared before the next one. With exactly averaged
+    adapters the whole base is rebuilt, because their steps need several shards. Raises as `rebuild` does.
     """
     if not _start(run_log).adapters:
         return _by_first_way(run_log, begin, until, below, partial(_compared_along, run_log, base))
@@ -160,10 +160,7 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
 
 
 def rebuild_base(run_log: RunLog, round_: int) -> Tip:
-    """The base after `round_`, before or after a resume; the newest base must descend from it.
-
-    Raises `NoSuchRun` if no replica has created the first base, and as `rebuild` does.
-    """
+    """The base after `round_`, from which the newest must descend. Raises as `rebuild` does, and `NoSuchRun`."""
     if run_log.start() is None:
         raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model: there is no base to rebuild.")
     begin = leg_of_base(run_log.begins(), round_)
@@ -172,10 +169,7 @@ def rebuild_base(run_log: RunLog, round_: int) -> Tip:
 
 
 def digest_of_base(run_log: RunLog, round_: int) -> str:
-    """The digest of the base after a round, from the log if that names one, else rebuilt.
-
-    Raises as `rebuild_files` does.
-    """
+    """The digest of the base after a round, from the log if it names one, else rebuilt by `rebuild_files`."""
     return claimed_base(run_log, round_) or rebuild_files(run_log, round_)[0].digest
 
 
@@ -372,13 +366,9 @@ def _read_through(
     cache: PayloadCache, reader: ContributionReader, manifest: Contribution, index: int
 ) -> bytes | memoryview:
     """A payload shard's bytes, kept in `cache` after the first read: all shards together may exceed the memory."""
-    name = f"{manifest.replica_id}", f"{index}"
     if (f"{manifest.replica_id}", f"{index - 1}") in cache:  # the shard before is averaged
         cache.clear()
-    cache.put(name, reader.shard(manifest, index))
-    kept = cache.get(name)
-    assert kept is not None, "it was put there above"
-    return kept
+    return cache.kept((f"{manifest.replica_id}", f"{index}"), lambda: reader.shard(manifest, index))
 
 
 def _start(run_log: RunLog) -> Start:

@@ -43,10 +43,7 @@ def _create(store: Store, key: str, data: bytes) -> Shard:
 
 
 def read_state(store: Store, manifest: Contribution) -> Iterator[bytes]:
-    """The bytes of the state that a manifest names, piece by piece, each verified.
-
-    Raises `PayloadCorrupt` if a piece was deleted or changed, `RecordInvalid` if the index is invalid.
-    """
+    """The verified bytes of the state that a manifest names, in pieces. Raises `PayloadCorrupt`, `RecordInvalid`."""
     assert manifest.state is not None
     key = keys.state(manifest.replica_id, manifest.round, manifest.attempt)
     data = fetch_shard(store, key, manifest.state)

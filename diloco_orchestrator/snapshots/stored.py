@@ -127,10 +127,7 @@ class StoredSnapshot:
 
 
 class RestOfSnapshot:
-    """The untrained tensors of a stored model, by their name in its files.
-
-    If they are read in the order of the files, each file is fetched once.
-    """
+    """A stored model's untrained tensors by name in its files, each of which is fetched once if read in order."""
 
     def __init__(self, snapshot: StoredSnapshot, naming: Naming, trained: Collection[str]) -> None:
         self._snapshot = snapshot

@@ -88,7 +88,7 @@ class StoredShards:
             )
 
     def check_all(self) -> None:
-        """Read all shards and `check` them."""
+        """Read all shards of the base; raise `RecordInvalid` unless their digests make up that of `snapshot.json`."""
         places = [
             (each, index)
             for each in range(len(self.layout.fragments))
@@ -123,7 +123,7 @@ class StoredShards:
             begin = end
 
     def _fill(self, group: Sequence[_Piece]) -> None:
-        """Read a group of adjacent ranges with one request."""
+        """Read adjacent byte ranges of one object with one request, into their tensors."""
         start, stop = group[0].start, group[-1].stop
         data = memoryview(self._store.get(group[0].key, start, stop))
         if len(data) != stop - start:

@@ -95,7 +95,7 @@ def empty_size() -> int:
 
 
 def encode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = _FORMAT) -> bytes:
-    """The safetensors file with these contiguous CPU tensors."""
+    """The bytes of the safetensors file with these contiguous CPU tensors."""
     return b"".join(buffers(tensors, metadata))
 
 
@@ -108,7 +108,7 @@ def encode_each(specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Ten
 
 
 def tensor_pieces(specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of the file of `encode_each` in order: its header, then each tensor as `read` returns it. Lazy."""
+    """The bytes of a safetensors file in order: its header, then each tensor, read only when it is reached."""
     yield _head(specs, _FORMAT)
     for name in _order(specs):
         yield memory_of(read(name))
@@ -243,10 +243,7 @@ def _spec(entry: dict[str, object]) -> TensorSpec:
 
 
 def _check_offsets(specs: Mapping[str, TensorSpec], offsets: Mapping[str, object]) -> None:
-    """Raise `ValueError` unless each tensor begins where the previous one ends and has the length of its shape.
-
-    Both arguments are in file order.
-    """
+    """Raise `ValueError` unless each tensor, in file order, begins where the previous ends and fits its shape."""
     start = 0
     for name, spec in specs.items():
         expected = [start, start + spec.nbytes]
@@ -256,10 +253,7 @@ def _check_offsets(specs: Mapping[str, TensorSpec], offsets: Mapping[str, object
 
 
 def views(data: bytes, where: str) -> dict[str, torch.Tensor]:
-    """The tensors of a file, read-only views of `data`.
-
-    Raises `RecordInvalid`, naming `where`, if `data` is no complete safetensors file.
-    """
+    """A file's tensors as read-only views. Raises `RecordInvalid`, naming `where`, for an incomplete file."""
     header = read_header(lambda start, end: data[start:end], where)
     tensors, start = {}, header.size
     if start + sum(spec.nbytes for spec in header.specs.values()) != len(data):

@@ -76,10 +76,7 @@ class HeldoutManifest(_Part):
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """The manifest in a file, or in the folder that a split wrote.
-
-        Raises `ConfigError` if there is none, it has another version, or its items do not have its Merkle root.
-        """
+        """The manifest in a file or a split's folder. Raises `ConfigError` if it is missing, changed or too new."""
         path = Path(path)
         path = path / NAME if path.is_dir() else path
         try:

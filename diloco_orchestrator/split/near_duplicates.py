@@ -60,8 +60,7 @@ def find_near(held: Sequence[str], others: Sequence[str], threshold: float) -> d
     A text is near a held-out one if it holds `threshold` (0 to 1) of its grams, or if the held-out one holds as much of
     the text's. Grams are 2 and 3 words, or 3 and 4 characters in scripts without spaces and in Korean, of the normal
     form without punctuation. A gram that n of all texts share counts 1/sqrt(n): what all items have in common, such as
-    a prompt's form, says little of two of them. Of several the most similar text is returned, of equally similar ones
-    the first.
+    a prompt's form, says little of two of them. The most similar text is returned, of equally similar ones the first.
     """
     index = _Index(held)
     found = [[index.find(each) for each in _windows(_tokens(text))] for text in others]
@@ -107,10 +106,7 @@ def _grams(tokens: _Hashes) -> _Hashes:
 
 
 def _windows(tokens: _Hashes) -> Iterator[_Hashes]:
-    """The grams of a text, or of each window of a long one.
-
-    A held-out text of any length fills most of a window, or lies in one for the most part, wherever it begins.
-    """
+    """The grams of a text, or of overlapping windows of a long one, so that every held-out text fits one window."""
     last = max(0, len(tokens) - _LONG_TEXT // 2)
     for start in range(0, max(1, last), _LONG_TEXT // 2):
         yield _grams(tokens[start : start + _LONG_TEXT])
@@ -151,7 +147,7 @@ class _Index:
         return _Window(places, len(grams) - len(places))
 
     def weigh(self, windows: Sequence[_Window]) -> None:
-        """Weigh every gram by how many of the held-out texts and of these windows have it."""
+        """Set the weight of every gram (2 to 4 tokens in a row) by how many held-out texts and `windows` have it."""
         texts_with = self._texts_with.copy()
         for window in windows:
             texts_with[window.places] += 1

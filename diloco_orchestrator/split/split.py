@@ -102,10 +102,7 @@ class HeldoutSplit:
         return self._falls(_drawn_by(group))
 
     def split(self, items: Sequence[SplitItem]) -> Splitting:
-        """Decide the set of every item.
-
-        Raises `ConfigError` for an id given twice, a parent that no item has, and a split in which one set is empty.
-        """
+        """Decide every item's set. Raises `ConfigError` for a repeated id, an unknown parent, and an empty set."""
         hashes = [item_hash(each.content) for each in items]
         chosen, spellings = self._chosen(items)
         # One of equal held-out items is scored; which one does not depend on their order.

@@ -74,6 +74,21 @@ class GivesUrls(Protocol):
 
 
 @runtime_checkable
+class KnowsEndpoint(Protocol):
+    """A store whose URL alone does not say where it is: another server may have a bucket of the same name."""
+
+    @property
+    def endpoint(self) -> str:
+        """The server's URL, and the account if the URL names none; empty for the vendor's own server."""
+        ...
+
+
+def endpoint_of(store: Store) -> str:
+    """The URL of the server that a store is on; empty if the store's own URL says it all."""
+    return store.endpoint if isinstance(store, KnowsEndpoint) else ""
+
+
+@runtime_checkable
 class OpensFiles(Protocol):
     """A store whose objects are local files, which can be mapped into memory instead of copied."""
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import fsspec
 from fsspec import AbstractFileSystem
+from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from diloco_orchestrator.clock import random_token
@@ -24,10 +25,12 @@ from diloco_orchestrator.errors import (
     StoreUnavailable,
 )
 from diloco_orchestrator.store.base import ObjectInfo
+from diloco_orchestrator.store.s3 import plain_endpoint
 from diloco_orchestrator.store.s3_errors import BY_CODE
 
 T = TypeVar("T")
 
+_CALL_S = 900.0  # the longest call, as obstore's: a shard on a slow link may take minutes
 _STAGING = "#"  # part of the name of a local file that is being written
 
 _BY_ERRNO: dict[int, tuple[type[StoreError], str]] = {
@@ -54,6 +57,14 @@ class FsspecEngine:
         self._root = root.rstrip("/")
         self.url = url
         self._local = isinstance(filesystem, LocalFileSystem)
+        # Else fsspec waits for its own thread without end, whatever became of the request there.
+        self._bound = {"timeout": _CALL_S} if isinstance(filesystem, AsyncFileSystem) else {}
+
+    @property
+    def endpoint(self) -> str:
+        """The URL of the S3 endpoint; empty for Amazon's own and for other file systems."""
+        client = getattr(self._fs, "s3", None)
+        return plain_endpoint(str(client.meta.endpoint_url)) if client else ""
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         if end is not None and end <= start:
@@ -65,29 +76,34 @@ class FsspecEngine:
     def _from_start(self, path: str, end: int | None) -> bytes:
         """The first `end` bytes of an object, or all, in one request, because a heartbeat may change between two."""
         if end is None:
-            return bytes(self._fs.cat_file(path))
+            return bytes(self._fs.cat_file(path, **self._bound))
         try:
-            return bytes(self._fs.cat_file(path, start=0, end=end))
-        except Exception:  # servers refuse every range of an empty object, each file system in its own way
-            if self._fs.info(path)["size"]:
+            return bytes(self._fs.cat_file(path, start=0, end=end, **self._bound))
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # servers refuse every range of an empty object, each file system in its own way
+            passes = isinstance(self._translated(error, path, "read"), StoreUnavailable | StoreDenied)
+            if passes or self._fs.info(path, **self._bound)["size"]:
                 raise
             return b""
 
     def _range(self, path: str, start: int, end: int | None) -> bytes:
-        size = self._fs.info(path)["size"]
+        size = self._fs.info(path, **self._bound)["size"]
         stop = size if end is None else min(end, size)
-        return bytes(self._fs.cat_file(path, start=start, end=stop)) if start < stop else b""
+        return bytes(self._fs.cat_file(path, start=start, end=stop, **self._bound)) if start < stop else b""
 
     def put(self, key: str, data: bytes) -> None:
-        write = self._replace_locally if self._local else self._fs.pipe_file
-        self._do("write", key, lambda path: write(path, data))
+        if self._local:
+            self._do("write", key, lambda path: self._replace_locally(path, data))
+        else:
+            self._do("write", key, lambda path: self._fs.pipe_file(path, data, **self._bound))
 
     def create(self, key: str, data: bytes) -> bool:
         try:
             if self._local:
                 self._do("create", key, lambda path: self._create_locally(path, data))
             else:
-                self._do("create", key, lambda path: self._fs.pipe_file(path, data, mode="create"))
+                self._do("create", key, lambda path: self._fs.pipe_file(path, data, mode="create", **self._bound))
         except _Exists:
             return False
         return True
@@ -100,7 +116,7 @@ class FsspecEngine:
 
     def delete(self, key: str) -> None:
         try:
-            self._do("delete", key, self._fs.rm_file)
+            self._do("delete", key, lambda path: self._fs.rm_file(path, **self._bound))
         except ObjectMissing:
             return
 
@@ -119,7 +135,7 @@ class FsspecEngine:
 
     def _files_below(self, path: str) -> dict[str, Any]:
         try:
-            return dict(self._fs.find(path.rstrip("/"), detail=True))
+            return dict(self._fs.find(path.rstrip("/"), detail=True, **self._bound))
         except FileNotFoundError as error:
             if _no_bucket(error):
                 raise
@@ -201,6 +217,22 @@ def _no_bucket(error: FileNotFoundError) -> bool:
     return "bucket does not exist" in str(error)
 
 
+def _session(profile: str | None) -> Any:
+    """An aiobotocore session that sends bodies at once.
+
+    botocore lets every body wait until the server has answered `100 Continue`. aiohttp waits for that answer without
+    end, and some servers and proxies never send it. None without aiobotocore.
+    """
+    try:
+        from aiobotocore.session import AioSession  # type: ignore[import-untyped]
+        from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
+    except ImportError:
+        return None  # fsspec says what is missing
+    session = AioSession(profile=profile)
+    session.unregister("before-call.s3", add_expect_header)
+    return session
+
+
 def open_fsspec(url: str, options: Mapping[str, Any], name: str) -> FsspecEngine:
     """The store at any URL that fsspec knows. `name`: the URL that opens it again.
 
@@ -211,6 +243,7 @@ def open_fsspec(url: str, options: Mapping[str, Any], name: str) -> FsspecEngine
     extra: dict[str, Any] = {}
     if protocol in ("s3", "s3a"):
         # A retry inside s3fs, after the reply to our create was lost, would report the object as somebody else's.
+        extra["session"] = _session(options.get("profile"))
         extra["config_kwargs"] = {"retries": {"total_max_attempts": 1}, "read_timeout": 30, "connect_timeout": 10}
     try:
         filesystem, root = fsspec.core.url_to_fs(

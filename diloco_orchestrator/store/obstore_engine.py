@@ -83,13 +83,17 @@ _AZURE_OPTIONS = (
     *("federated_token_file", "use_azure_cli", "skip_signature"),
 )
 
+# Options that say where a container or bucket is, with the environment variables that obstore reads for them.
+_GCS_PLACE = {"base_url": "GOOGLE_BASE_URL"}
+_AZURE_PLACE = {"account_name": "AZURE_STORAGE_ACCOUNT_NAME", "endpoint": "AZURE_STORAGE_ENDPOINT"}
+
 
 class ObstoreEngine:
     """The store interface over any obstore store.
 
     `multipart`: writes the objects above `single_put_limit` bytes. Without it every object is written in one request,
     which a folder and GCS accept at any size, Azure up to 5,000 MiB. `gives_files`: whether a folder's objects may be
-    mapped into memory.
+    mapped into memory. `endpoint`: as `base.KnowsEndpoint`.
     """
 
     def __init__(
@@ -99,10 +103,12 @@ class ObstoreEngine:
         multipart: "MultipartUploads | None" = None,
         single_put_limit: int = OBJECT_LIMIT,
         gives_files: bool = False,
+        endpoint: str = "",
     ) -> None:
         self._store = store
         self._gives_files = gives_files
         self.url = url
+        self.endpoint = endpoint
         self._multipart = multipart
         self._single_put_limit = single_put_limit
 
@@ -258,4 +264,11 @@ def open_cloud(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
     except Exception as error:  # obstore's kinds share no base; options of other types raise others
         text = str(error).split("\n\nDebug source", 1)[0].strip()
         raise ConfigError(f"cannot open {url}: {text}. Check the URL, the credentials and storage_options.") from error
-    return ObstoreEngine(store, url)
+    return ObstoreEngine(store, url, endpoint=_endpoint(kind, options))
+
+
+def _endpoint(kind: str, options: Mapping[str, Any]) -> str:
+    """The account and the server of Azure, the server of GCS, as far as options or environment name them."""
+    names = _GCS_PLACE if kind == "gs" else _AZURE_PLACE
+    found = [str(options.get(name) or os.environ.get(variable, "")) for name, variable in names.items()]
+    return " ".join(filter(None, found))

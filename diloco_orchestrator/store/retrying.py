@@ -20,7 +20,7 @@ from typing import IO, Protocol, TypeVar, runtime_checkable
 
 from diloco_orchestrator.clock import Backoff, Clock
 from diloco_orchestrator.errors import DilocoError, ObjectMissing, StoreDenied, StoreError, StoreFull, StoreUnavailable
-from diloco_orchestrator.store.base import ObjectInfo, Store, open_file
+from diloco_orchestrator.store.base import ObjectInfo, Store, endpoint_of, open_file
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -112,6 +112,10 @@ class RetryingStore:
     def url(self) -> str:
         return self._opened.store.url
 
+    @property
+    def endpoint(self) -> str:
+        return endpoint_of(self._opened.store)
+
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         return self._retry("get", lambda store: store.get(key, start, end))
 
@@ -130,7 +134,6 @@ class RetryingStore:
         return self._retry("create", attempt)
 
     def without_read_back(self) -> "RetryingStore":
-        """This store with a `create` that reads no existing object to find out whether it is its own."""
         found = RetryingStore(
             *(self._opened.store, self._clock, self._rng, self._policy), read_back=False, is_leaving=self._is_leaving
         )
@@ -144,10 +147,7 @@ class RetryingStore:
         self._retry("delete", lambda store: store.delete(key))
 
     def _retry(self, kind: str, call: Callable[[Store], T]) -> T:
-        """The result of `call`, repeated while it raises a transient fault, for as long as the policy allows.
-
-        `kind`: the kind of call, such as "get", by which permissions differ.
-        """
+        """The result of `call`, of a kind such as "get", repeated after transient faults as long as policy allows."""
         failing_since: float | None = None  # the first fault, not the first try: a transfer may outlast total_s
         refused_since = refused_at = -math.inf  # the first and the last of refusals that are minutes apart at most
         bounds = Backoff(self._policy.first_pause_s, self._policy.longest_pause_s).pauses()

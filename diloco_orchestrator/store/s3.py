@@ -66,14 +66,14 @@ def open_s3(url: str, options: Mapping[str, Any], single_put_limit: int = OBJECT
         )  # `BotocoreCredentials` says why not the same one
 
     uploads = MultipartUploads(client, parts.netloc, parts.path.strip("/"))
-    return ObstoreEngine(store, url.rstrip("/"), uploads, single_put_limit)
+    return ObstoreEngine(store, url.rstrip("/"), uploads, single_put_limit, endpoint=plain_endpoint(endpoint or ""))
 
 
 def address_of(options: Mapping[str, Any]) -> dict[str, str]:
     """Endpoint and region of S3 from this process's environment or profile, in the spelling of storage options.
 
-    Replicas on other machines need both, because they lack this machine's environment and profile. Without values that
-    `options` set, and without Amazon's default endpoint. Empty without boto3. Raises `ConfigError` for an unknown
+    Replicas on other machines need both, because they lack this machine's environment and profile. Values that
+    `options` set and Amazon's default endpoint are left out. Empty without boto3. Raises `ConfigError` for an unknown
     option or profile.
     """
     try:
@@ -148,5 +148,11 @@ def _credentials(session: Any, url: str) -> Any:
 
 def _endpoint_of(session: Any) -> str | None:
     """The endpoint that AWS_ENDPOINT_URL or a profile sets, or None for Amazon's own."""
-    endpoint = str(session.client("s3", region_name=session.region_name or _DEFAULT_REGION).meta.endpoint_url)
-    return None if endpoint.endswith(".amazonaws.com") else endpoint
+    client = session.client("s3", region_name=session.region_name or _DEFAULT_REGION)
+    return plain_endpoint(str(client.meta.endpoint_url)) or None
+
+
+def plain_endpoint(url: str) -> str:
+    """An endpoint's URL without a slash at its end; empty for Amazon's own."""
+    plain = url.rstrip("/")
+    return "" if plain.endswith(".amazonaws.com") else plain

@@ -551,7 +551,7 @@ def follow(view: ReplicaView, event: Event, now: float, policy: AttemptPolicy) -
 
 
 def _faults(view: ReplicaView, state: State) -> tuple[str, int]:
-    """`ReplicaView.fault` and `faults` after the newest attempt has come to `state`."""
+    """The error that the replica's last attempts ended with, and of how many, once the newest is in `state`."""
     if not isinstance(state, Ended):
         return view.fault, view.faults
     if state.took_part or state.outcome is not Outcome.ERROR or not state.fault:
@@ -562,10 +562,7 @@ def _faults(view: ReplicaView, state: State) -> tuple[str, int]:
 
 
 def _counted(endings: Mapping[Outcome, int], state: State, change: int) -> Mapping[Outcome, int]:
-    """The number of ends by outcome, `endings`, with `change` added for `state` if it is an end that counts.
-
-    Superseded attempts do not count: another attempt of the replica was alive.
-    """
+    """`endings`, the ends by outcome, with `change` added for `state` if that ended and was not superseded."""
     if not isinstance(state, Ended) or state.outcome is Outcome.SUPERSEDED:
         return endings
     return {**endings, state.outcome: endings.get(state.outcome, 0) + change}

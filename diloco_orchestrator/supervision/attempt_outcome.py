@@ -45,18 +45,15 @@ _TOOK_PART = ", took part"
 
 
 def named(number: int, ended: Ended) -> str:
-    """The `why` of the next attempt's intent, the record that announces it: how attempt `number` ended.
-
-    It is the only record of the end of an attempt without exit record.
-    """
+    """The text by which the record that announces the next attempt says how attempt `number` ended."""
     took_part = _TOOK_PART if ended.took_part else ""
     return f"attempt {number} ({ended.outcome}{took_part}): {ended.reason}"
 
 
 def named_in(why: str, number: int) -> Replaced:
-    """The end of attempt `number` as `named` wrote it into the `why` of the record that announces the next one.
+    """The end of attempt `number`, read from `why` in the record that announces the next attempt, as an event.
 
-    Without an outcome for any other text, such as that of version 0.1.0.
+    Any other text, such as that of version 0.1.0, gives an event without an outcome.
     """
     found = re.fullmatch(rf"attempt {number} \((.+?)({_TOOK_PART})?\): (.*)", why, re.DOTALL)
     if found is None or found[1] not in list(Outcome):

@@ -201,14 +201,14 @@ class ClaimLost:
 
 @dataclass(frozen=True)
 class VendorSaid:
-    """Event: the provider reported a status other than UNKNOWN."""
+    """Event: the provider reported a status of the attempt other than UNKNOWN."""
 
     status: ReplicaStatus
 
 
 @dataclass(frozen=True)
 class VendorBlind:
-    """Event: the provider could not report a status."""
+    """Event: the provider could not report the attempt's status."""
 
 
 @dataclass(frozen=True)

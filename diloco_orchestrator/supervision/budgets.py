@@ -27,10 +27,7 @@ def limit_reached(config: RunConfig, used: LegCost) -> str:
 
 
 def check_cost_limit(config: RunConfig, hourly_usd: Sequence[float | None]) -> None:
-    """Raise `ConfigError` if `max_cost_usd` is set and the price of a replica's machine is not known.
-
-    `hourly_usd`: price per replica; None: not known.
-    """
+    """Raise `ConfigError` if `max_cost_usd` is set and the price of a replica's machine is not known (None)."""
     unknown = [i for i, price in enumerate(hourly_usd) if price is None]
     if config.max_cost_usd is not None and unknown:
         raise ConfigError(

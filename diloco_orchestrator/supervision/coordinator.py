@@ -36,10 +36,7 @@ _LAUNCH_POLL_S = 0.02  # between two checks whether a launch call has returned; 
 
 @dataclass(frozen=True)
 class Means:
-    """The executor, clock and credentials with which a process supervises a run.
-
-    `storage_options` and `secrets` are passed to the replicas that it launches.
-    """
+    """The executor and clock that supervise a run, and the storage options and secrets for launched replicas."""
 
     executor: ServerlessExecutor
     clock: Clock
@@ -110,10 +107,7 @@ class Coordinator:
         return self._finish()
 
     def _observe(self) -> None:
-        """Advance every attempt by what bucket, provider and clock report.
-
-        After a gap between calls, such as an outage of the store, heartbeat timeouts start anew.
-        """
+        """Advance every attempt by what bucket, provider and clock report; an outage of the store is no silence."""
         if self._stopped_at is None:
             self._seen.follow(self.reader.log)
             self._stopped_at = self._clock.now() if self._end.reached() else None
@@ -131,10 +125,7 @@ class Coordinator:
         return fleet_policy.decide(view, now, self._policy, self._config.retry, self._config.contributions_needed)
 
     def _halt_reason(self, now: float) -> str:
-        """The reason of a request to halt; empty if none is known.
-
-        Costs a request only if a replica cannot respond; otherwise replicas obey the halt by themselves.
-        """
+        """The reason of a request to halt, read only if a replica cannot respond and obey it; empty without one."""
         if all(fleet_policy.can_take_part(view.state, now, self._policy) for view in self._fleet.views):
             return ""
         halt = self.reader.log.halt(self.leg)
@@ -172,10 +163,7 @@ class Coordinator:
         return self._fleet.alive()
 
     def wait_for_launches(self, patience_s: float) -> None:
-        """Wait until every launch call has returned, at most `patience_s` seconds.
-
-        Raises `ExecutorDenied` if the provider rejected a launch; the others are launched.
-        """
+        """Wait `patience_s` for all launch calls. Raises `ExecutorDenied` if the provider rejected one of them."""
         deadline = self._clock.now() + patience_s
         self._fleet.take_launch_answers()
         while self._vendor.is_launching() and self._clock.now() <= deadline:

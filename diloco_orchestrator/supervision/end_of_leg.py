@@ -10,8 +10,8 @@ import platform
 from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.kinds import Role
-from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import Begin, By, Commit, Halt, Result
+from diloco_orchestrator.protocol.record_format import By, Stamp
+from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Result
 from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.run_log.append import append_commit
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
@@ -24,10 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class EndOfLeg:
-    """Writes the missing last records of a leg: stop commit, result, snapshot. Methods are safe to repeat and race.
-
-    `begin`: the leg's begin record. A leg is a run's stretch from start or resume to stop.
-    """
+    """Writes a stopped run's missing last records, safe to repeat and race. `begin`: the last start or resume."""
 
     def __init__(self, run_log: RunLog, begin: Entry[Begin], stamp: Stamp) -> None:
         self._log = run_log
@@ -37,10 +34,7 @@ class EndOfLeg:
         self._stamp = stamp
 
     def reached(self) -> bool:
-        """Whether the leg (start or resume to stop) has stopped.
-
-        Two GETs while it goes on: the open round's commit (before the first model `start.json`) and the leg's result.
-        """
+        """Whether the run has stopped since `begin`. Two GETs while it goes on: the open round's commit, the result."""
         last = self._last()
         return bool(last and last.commit.stop != "none") or self._log.result(self._begin.leg) is not None
 
@@ -61,8 +55,8 @@ class EndOfLeg:
             append_commit(self._log, self._stop_commit(last, stop, why))
 
     def finalize(self) -> None:
-        """Write the stopped run's result and last snapshot, after a halt by the guard also the best one, unless they
-        exist.
+        """Write the missing ones of a stopped run's result, last snapshot and, after a halt by the guard, best
+        snapshot.
 
         Called once no attempt runs any more.
         """
@@ -111,10 +105,7 @@ class EndOfLeg:
         )
 
     def _ensure_last_snapshot(self) -> None:
-        """Write the snapshot of the last base before the stop unless it exists.
-
-        If payloads that the base needs cannot be read, there is none, and the log has an error.
-        """
+        """Write the snapshot of the last base before the stop, if missing; unreadable payloads are a logged error."""
         round_, snapshots = self.last_base(), ConfirmedSnapshots(self._log)
         # The log claims nothing of the base that a halt by request leaves, until a leg starts from it.
         unclaimed = claimed_base(self._log, round_) is None and bool(snapshots.said_digests(round_))
@@ -132,10 +123,7 @@ class EndOfLeg:
             log.error("resume %s with --from-round %d, its newest snapshot", self._log.store.url, *newest or [0])
 
     def _write_result(self, stop: rounds.Stop, why: str) -> None:
-        """Write the result of a leg (start or resume to stop) without commits.
-
-        Readers accept it only with a request to halt.
-        """
+        """Write the result of a leg (start or resume to stop) without commits, valid only with a request to halt."""
         assert stop != "none"
         self._writer.create(Halt(**self._stamp(), leg=self._begin.leg, by=coordinator_name(), reason=why))
         result = Result(**self._stamp(), leg=self._begin.leg, status=stop, round=0, outer_steps=0, reason=why)

@@ -59,10 +59,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Action: launch no further attempt of this replica until a resume; the run goes on without it.
-
-    `why`: a phrase that continues "replica 1".
-    """
+    """Action: launch no further attempt of this replica until a resume. `why` continues the words "replica 1"."""
 
     replica_id: int
     attempt: int
@@ -189,7 +186,7 @@ def hung_reason(state: State, now: float, policy: AttemptPolicy, watched_since: 
 def silence_s(state: State, now: float, policy: AttemptPolicy) -> float:
     """Seconds without a heartbeat, for the hung check. 0 for an attempt that is being cancelled or has ended.
 
-    Also 0 until `startup_timeout_s` for an attempt that never sent one; from then on its silence counts since the
+    It is also 0 until `startup_timeout_s` for an attempt that never sent one; from then on its silence counts since the
     provider reported RUNNING, or stopped responding. Waiting for a machine is not silence.
     """
     if not isinstance(state, Alive) or isinstance(state, Cancelling):

@@ -141,10 +141,7 @@ class LaunchRequests:
         )
 
     def program(self, replica_id: int, attempt: int, shares_machine: bool) -> tuple[list[str], dict[str, str]]:
-        """Command and environment of one attempt, which follow from run.json, its URL and the names of secrets.
-
-        Raises `ConfigError` for code that was never uploaded.
-        """
+        """Command and environment of an attempt, from run.json. Raises `ConfigError` for code that was not uploaded."""
         config = self.run.config
         where = ["--store", self.url, "--replica-id", str(replica_id), "--attempt", str(attempt)]
         where += self.launched.arguments()

@@ -173,7 +173,7 @@ class RecordEvents:
         self._beat_due: dict[Who, float] = {}
 
     def without_status(self, views: Iterable[ReplicaView], now: float) -> Iterator[Addressed]:
-        """Events for new records (handle, exit) of attempts whose status cannot be polled here; after a pause."""
+        """Events for new records (handle, exit) of attempts whose status cannot be polled here, read at intervals."""
         if now - self._read_at < pace.records_read_s(self._seen.round_s):
             return
         self._read_at = now

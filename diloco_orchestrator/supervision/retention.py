@@ -40,10 +40,7 @@ class RetentionPlan:
 def plan(
     run_log: RunLog, retention: RetentionConfig, after_round: int = 0, scores: BaseScores | None = None
 ) -> RetentionPlan:
-    """The objects that retention allows to delete now. `after_round`: payloads of rounds up to it are left out.
-
-    `scores`: collected from all commits; None: read here.
-    """
+    """The objects that may be deleted now, without payloads up to `after_round`. `scores`: of all commits."""
     store, begins = run_log.store, run_log.begins()
     confirmed = ConfirmedSnapshots(run_log)
     snapshots = confirmed.rounds
@@ -121,10 +118,7 @@ def _snapshot_objects(store: Store, round_: int) -> list[ObjectInfo]:
 
 
 def _orphans(store: Store, complete: Sequence[int], before: int) -> Iterator[ObjectInfo]:
-    """Files of snapshots without a record, left by an interrupted writer or deletion.
-
-    Called only after the run's stop, because before it a replica may be writing a snapshot.
-    """
+    """Files of snapshots without a record, left by an interrupted writer or deletion. Only for a stopped run."""
     for info in store.list(keys.SNAPSHOTS):
         parsed = keys.parse_snapshot_file(info.key)
         if parsed is not None and parsed[0] < before and parsed[0] not in complete:
@@ -199,15 +193,18 @@ def _authors(store: Store, round_: int) -> set[int]:
 def _states(
     store: Store, replicas: int, made: RetentionPlan, newest: dict[tuple[int, int], Contribution]
 ) -> Iterator[ObjectInfo]:
-    """Saved states to delete under the plan `made`.
+    """Saved states to delete: not those of kept snapshots, of rounds still needed, or each replica's newest.
 
-    Kept are states of rounds with a kept snapshot, of rounds after the horizon, and each replica's newest.
+    The residual of each replica's newest contribution to each fragment stays too: its next one contains it.
     """
     for replica_id in range(replicas):
-        last = max((m.round for (owner, _), m in newest.items() if owner == replica_id), default=0)
+        newest_rounds = {m.round for (owner, _), m in newest.items() if owner == replica_id}
+        last = max(newest_rounds, default=0)
         for info in store.list(keys.states(replica_id)):
             round_ = keys.parse_round(info.key)
             if round_ is None or round_ > made.horizon or round_ == last or round_ in made.kept_snapshots:
+                continue
+            if round_ in newest_rounds and keys.residual.parse(info.key):
                 continue
             if replica_id in _authors(store, round_):
                 yield info

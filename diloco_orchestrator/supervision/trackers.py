@@ -35,10 +35,7 @@ class Tracker(Protocol):
 
 
 class RoundTracker:
-    """Sends the rounds of one run to a tracker. `open_`: opens the tracker, once there is a round to send.
-
-    After the tracker's first error nothing more is sent; the run goes on.
-    """
+    """Sends the rounds of a run to the tracker that `open_` opens, until its first error; the run goes on."""
 
     def __init__(self, open_: Callable[[], Tracker]) -> None:
         self._open = open_

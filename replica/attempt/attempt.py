@@ -213,10 +213,7 @@ def hardware_here(proc: Path = Path("/proc")) -> dict[str, str]:
 
 
 def differences(versions: Mapping[str, str], hardware: Mapping[str, str]) -> list[str]:
-    """Sentences about recorded hardware and versions that differ from this machine's; empty if none does.
-
-    The number of threads does not count: a re-run sets the recorded number.
-    """
+    """Sentences about recorded hardware and versions, thread counts aside, that differ from this machine's."""
     here = {**{name: versions_here()[name] for name in _OF_CLASS}, **hardware_here()}
     there = {**versions, **hardware}
     return [

@@ -1,7 +1,4 @@
-"""The heartbeat of one attempt: its content (`Pulse`) and its writer.
-
-The caller sets the interval; the coordinator decides when an attempt counts as hung.
-"""
+"""The heartbeat of one attempt: its content (`Pulse`), and its writer, which the caller calls at intervals."""
 
 import logging
 import math
@@ -20,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Pulse:
-    """The content of the next heartbeat. Written by the training thread, read by the heartbeat's thread."""
+    """The content of the next heartbeat, which the training thread writes and the heartbeat's thread reads."""
 
     phase: str = "starting"  # starting, scoring, training, waiting or snapshot
     round: int = 0
@@ -45,13 +42,19 @@ class HeartbeatWriter:
         self._stamp = stamp
         self._config = config
         self._counter = 0
+        self._calls = 0  # of `beat`
         self._skipped = 0  # calls of `beat` since the last heartbeat
 
     def beat(self) -> None:
-        """Write a heartbeat if one is due. Called every `timing.heartbeat_s`."""
+        """Write a heartbeat if one is due. Called every `timing.heartbeat_s`.
+
+        While the length of a round is not known, the time since the first call stands for it.
+        """
+        call_s = self._config.timing.heartbeat_s
+        self._calls += 1
         self._skipped += 1
-        every_s = heartbeat_s(self._config, self._pulse.round_s)
-        if not self._counter or self._skipped >= round(every_s / self._config.timing.heartbeat_s):
+        every_s = heartbeat_s(self._config, self._pulse.round_s or self._calls * call_s)
+        if not self._counter or self._skipped >= round(every_s / call_s):
             self._skipped = 0
             self.write()
 

@@ -115,7 +115,7 @@ class ReplicaCallback(TrainerCallback):
             reward_functions[index] = tap(function, self, weight)
 
     def close(self) -> None:
-        """End the session; safe to repeat."""
+        """End the replica's session with the run; safe to repeat."""
         if self.session is not None:
             self.session.__exit__(None, None, None)
 

@@ -187,6 +187,10 @@ class _Epochs:
 
     def _ours(self, batches: Iterable[Any], before: int) -> Iterator[Any]:
         self.seen = 0
+        if isinstance(batches, DataLoader):
+            # Persistent workers would go on with their random numbers of the epoch before, which an attempt that
+            # restarts in this epoch does not have: each epoch of a stream gets new workers.
+            batches._iterator = None
         with self._chance.drawing():
             iterator = iter(batches)
         while True:

@@ -77,7 +77,7 @@ def take(taps: Sequence[RewardTap]) -> dict[str, float]:
     """Mean and standard deviation of the weighted sums of all recorded rewards, which are then emptied.
 
     A completion's sum leaves out functions that returned None for it, as TRL's does; completions without any reward do
-    not count. Not finite if a reward is not. Empty if there was no completion.
+    not count. The results are not finite if a reward is not, and empty if there was no completion.
     """
     columns = [(each.weight, each.rewards) for each in taps]
     for each in taps:

@@ -59,8 +59,7 @@ class TorchftManager:
         fragments: Sequence[torch.nn.Module] | None = None,
         tokenizer: Any = None,
     ) -> None:
-        """Join the rounds with this model and load the newest base into it. Call it before torchft's class is
-        constructed.
+        """Join the rounds with this model and load the newest base into it. Call it before making torchft's object.
 
         `fragments`: the modules that are passed to `DiLoCo`, in that order; by default the whole model is one fragment.
         Frozen parameters keep their values and are not published. Raises `ConfigError` unless every trainable parameter
@@ -129,11 +128,7 @@ class TorchftManager:
         """Does nothing, as `allow_state_dict_read`: no other replica reads a live state here."""
 
     def start_quorum(self) -> None:
-        """Begin a synchronisation.
-
-        Raises `ConfigError` without `attach`, or if LocalSGD is used and the run's outer optimizer is not plain
-        averaging.
-        """
+        """Begin a synchronisation. Raises `ConfigError` without `attach`, and for LocalSGD without plain averaging."""
         self._attached()
         outer = self.outer_config()
         if self._averages_parameters and (outer.lr != 1.0 or outer.momentum):
@@ -148,8 +143,7 @@ class TorchftManager:
         return self._attached().open.outer_step
 
     def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False) -> "_Work":
-        """Collect a tensor of the open fragment, which holds the result once `wait()` of the returned work has
-        returned.
+        """Collect a tensor of the open fragment; it holds the result after `wait()` of the returned work.
 
         Publishes the contribution with the fragment's last tensor. Raises `ConfigError` for `should_quantize`.
         """

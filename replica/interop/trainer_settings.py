@@ -1,6 +1,6 @@
 """Checks and adapts a trainer's settings before it becomes a replica.
 
-Written against transformers' `TrainingArguments` and TRL's additions to them; imports neither.
+It knows transformers' `TrainingArguments` and TRL's additions to them, and imports neither.
 """
 
 import logging

@@ -137,7 +137,8 @@ def _distance(theirs: Iterator[bytes], mine: Iterator[bytes], payload: Payload) 
 
     Both have one layout. All sums in float64, shard by shard. Where a codec's groups have steps, an element that
     differs by x before is one step apart afterwards with the probability x / step. So a relative distance d becomes at
-    most sqrt(d * (d + steps)), where `steps` is the norm of all steps, relative too; that is solved for d.
+    most sqrt(d * (d + steps)), where `steps` is the norm of all steps, relative too; that is solved for d. For codecs
+    with error feedback, whose steps are far apart, it is a lower estimate.
     """
     apart = norm = steps = 0.0
     for (start, stop), a, b in zip(shard_ranges(payload.numel, payload.shard_numel), theirs, mine, strict=True):

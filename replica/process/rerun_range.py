@@ -35,7 +35,7 @@ from diloco_orchestrator.store.open_store import open_store
 _WRITE_ID = "audit"
 
 
-class SegmentPublished(BaseException):
+class RangePublished(BaseException):
     """Ends the training function of an audit once the range (one round's training) is done and its manifest written."""
 
 
@@ -58,7 +58,7 @@ def rerun(
 
     def end(key: str) -> None:
         if key == ours:
-            raise SegmentPublished
+            raise RangePublished
 
     view = PointInTimeView(store, manifest.leg, round_, replica_id, manifest.attempt, end)
     run_json = view.get(keys.RUN)

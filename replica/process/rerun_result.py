@@ -7,10 +7,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True)
 class RerunResult:
-    """The comparison of one replica's round, trained again, with what the bucket has of it.
-
-    A distance is the norm of the difference, divided by the norm of what the bucket has.
-    """
+    """A replica's round, trained again, compared with the bucket's; distances are relative norms of differences."""
 
     not_auditable: str = ""  # why nothing could be compared, in words; the fields below are empty then
     lost: str = ""  # which object that training begins from was changed, or removed from a run that keeps all

@@ -196,10 +196,7 @@ class _Joined:
 
 
 def train(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Ending:
-    """Load and call the user's training function, unless the run had ended before this attempt began.
-
-    Raises nothing: every error becomes an `Ending`.
-    """
+    """Call the user's training function unless the run is over. Every error becomes an `Ending`; none is raised."""
     return _caught(lambda: _ended_before(attempt)) or _call_entrypoint(attempt, load_entrypoint)
 
 
@@ -320,10 +317,7 @@ def _configure_logging(replica_id: int, number: int) -> None:
 
 
 def load_training_libraries(environ: Mapping[str, str]) -> None:
-    """Import torch and the training loop, and make torch use exactly OMP_NUM_THREADS threads.
-
-    The number of threads is fixed so that bits do not depend on the machine's load.
-    """
+    """Import torch and the training loop, and fix torch's threads at OMP_NUM_THREADS, on which bits depend."""
     # The collector would traverse what an import has made again and again, a sixth of the CPU time of importing torch
     # and making the first optimizer. What is imported stays: no later collection need traverse it either.
     gc.disable()

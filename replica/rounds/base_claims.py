@@ -29,10 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class BaseClaims:
-    """Hashes, checks and rebuilds one replica's base, by the base claims (base digests) in the others' manifests.
-
-    `requests`: requests re-upload of unreadable payloads.
-    """
+    """Hashes one replica's base, compares the digests that others' manifests claim, and rebuilds a wrong base."""
 
     def __init__(self, attempt: Attempt, tip: HeldTip, requests: ReuploadRequests) -> None:
         self.rebuilt_after = tip.position.round  # the commit up to which the base was last rebuilt
@@ -104,11 +101,28 @@ class BaseClaims:
         """Digests claimed in the open round because of which this base must be rebuilt; empty if it need not be."""
         return contradictions(claims, self.digest, self._asked_now())
 
+    def confirms_alone(self, claims: Iterable[BaseClaim]) -> bool:
+        """Whether this replica alone claims a base that it has not rebuilt, and whose snapshot needs a second claim.
+
+        Two snapshots need one: that of the last base, and a due one of a base made of several contributions, because
+        its writer does not rebuild it. Otherwise a commit of the open round would confirm the base by the memory that
+        it came from.
+        """
+        made_in = self._tip.value.base_round
+        if self.rebuilt_after >= made_in or self.digest in self._asked_now():
+            return False
+        if {claim.replica_id for claim in claims if claim.digest == self.digest} != {self._attempt.replica_id}:
+            return False
+        made = self._tip.commit_of(made_in)
+        several = sum(answer.averaged for answer in made.answers) > 1
+        due = several and made.outer_step % self._attempt.config.snapshot_every == 0
+        return due or self._tip.open.final_evaluation
+
     def heal(self, claims: Collection[str]) -> bool:
         """Rebuild the open round's base from the bucket because others claim other digests; once per digest and round.
 
-        Rebuilt a second time if no claim has the new digest, because a rebuild can go wrong too. Returns whether the
-        base changed. Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
+        It is rebuilt a second time if no claim has the new digest, because a rebuild can go wrong too. Returns whether
+        the base changed. Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
         """
         asked, before = self._asked_now(), self.digest
         if not (new := set(claims) - asked - {before}):
@@ -118,6 +132,19 @@ class BaseClaims:
         changed = self.verify({before, *claims})
         asked |= new
         return changed
+
+    def verify_unclaimed(self) -> bool:
+        """Rebuild the open round's base, which no other replica claims. Returns whether its bits changed.
+
+        False, with a warning, if it cannot be rebuilt: a replica that is alone goes on with the base that it has.
+        """
+        own = self.hash()
+        self._asked_now().add(own)
+        try:
+            return self.verify({own})
+        except (PayloadCorrupt, RecordInvalid) as error:
+            log.warning("the base after round %d cannot be rebuilt: %s", self._tip.value.base_round, error)
+            return False
 
     def verify(self, known: Collection[str]) -> bool:
         """Rebuild the open round's base, twice if its digest is not in `known`. Returns whether its bits changed."""
@@ -136,16 +163,13 @@ class BaseClaims:
         return True
 
     def rebuild(self, until: int | None = None) -> None:
-        """Replace the base by one rebuilt from the bucket: the newest, or that after round `until`.
-
-        Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
-        """
+        """Replace the base by the newest or `until`'s, rebuilt. Raises `PayloadCorrupt` or `RecordInvalid`."""
         self._take(self._requests.rebuild(until), None)
 
     def leave_if_arithmetic_differs(self, commit: Commit, claims: Sequence[BaseClaim], quorum: int) -> None:
         """Raise `BaseDiverged` if this machine's arithmetic differs from others', so that a rebuild does not help.
 
-        Shown by the third "wrong_base" within nine rounds, or by a rebuild from a snapshot before the disagreement that
+        The third "wrong_base" within nine rounds shows it, or a rebuild from a snapshot before the disagreement that
         gives the same digest again. `commit`: lists this replica as "wrong_base". `claims`: all base claims of its
         round.
         """

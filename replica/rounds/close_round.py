@@ -15,7 +15,8 @@ from diloco_orchestrator.errors import PayloadCorrupt, Preempted, QuorumLost
 from diloco_orchestrator.guard.round_fold import fold_round, is_rebuildable
 from diloco_orchestrator.protocol import pace, rounds, weights
 from diloco_orchestrator.protocol.claims import judged, shared_claim, wrong_bases
-from diloco_orchestrator.protocol.records import Answer, By, Commit, Halt
+from diloco_orchestrator.protocol.record_format import By
+from diloco_orchestrator.protocol.records import Answer, Commit, Halt
 from diloco_orchestrator.protocol.round_metrics import not_finite_words, round_metrics_of
 from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.replica.attempt.attempt import Attempt
@@ -82,7 +83,7 @@ class RoundCloser:
         self._timing.start_waiting()
         self._waiting_since = self._commit_asked_at = self._out_polled_at = attempt.clock.now()
         while (entry := self._timing.without_outages(self._observe, waited)) is None:
-            if self._heal_if_contradicted():
+            if self._heal_if_unsure():
                 continue
             decision, shared, answers = self._decide()
             if decision.action is rounds.Action.COMMIT and waited:
@@ -164,9 +165,9 @@ class RoundCloser:
         return entry
 
     def _commit_of_others(self) -> CommitEntry | None:
-        """The open round's commit, after a pause if this replica, the last to respond, was the first to know of all.
+        """The open round's commit, if another replica has created it, after a pause as long as receiving took here.
 
-        The pause is as long as receiving took here. To create what exists costs as much as to read it twelve times.
+        Called by the replica that responded last and so decides first: reading costs a twelfth of creating in vain.
         """
         self._sleep(min(self._receive_s, self._timing.usual_s / 100))
         return self._read_commit()
@@ -212,21 +213,30 @@ class RoundCloser:
         decision = rounds.decide(view, self._attempt.clock.now(), self._timing.policy)
         return decision, shared, answers
 
-    def _heal_if_contradicted(self) -> bool:
-        """Once the round can end, rebuild a base that is not the one most manifests name. Returns whether it did."""
+    def _heal_if_unsure(self) -> bool:
+        """Once the round can end, rebuild a base that is not the one most manifests name, or of which a snapshot is due
+        and that nobody else names. Returns whether it did.
+        """
         claims = self._received.claims()
-        if not self._claims.contradicted(claims):
+        alone = self._claims.confirms_alone(claims)
+        if not alone and not self._claims.contradicted(claims):
             return False
         view = self._timing.view(self._received.answers(), self._is_out())
         if not rounds.is_ready(view, self._attempt.clock.now(), self._timing.policy):
             return False
         with suppress(PayloadGone):  # others are rounds ahead: the commit of this round exists, and is applied
-            self._heal({claim.digest for claim in claims})
+            if alone:
+                self._note_healed(self._claims.verify_unclaimed())
+            else:
+                self._heal({claim.digest for claim in claims})
         return True
 
     def _heal(self, claims: Collection[str]) -> None:
         """Rebuild the base if digests in `claims` contradict it; then drop unaveraged work from the wrong base."""
-        if self._claims.heal(claims):
+        self._note_healed(self._claims.heal(claims))
+
+    def _note_healed(self, changed: bool) -> None:
+        if changed:
             self._healed = True
             self._contributor.recover_carry()
 
@@ -374,8 +384,7 @@ class RoundCloser:
         return self._tip.step(entry, contributions, self._received.shard, keep_average=keep_average)
 
     def _skip_to_newer_snapshot(self, commit: Commit) -> None:
-        """Replace the base by one rebuilt from a snapshot after `commit`, which is far ahead or whose payloads were
-        deleted.
+        """Replace the base by one rebuilt from a snapshot after `commit`: that is far ahead, or payloads are gone.
 
         Raises `PayloadCorrupt` if there is no such snapshot: then the payload was deleted by hand.
         """

@@ -4,7 +4,7 @@ Writes payload, saved state and manifest, in this order. `close_round` ends the 
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -15,14 +15,16 @@ from diloco_orchestrator.allreduce.payload import publish
 from diloco_orchestrator.allreduce.payload_cache import KeepsPayloads
 from diloco_orchestrator.allreduce.shards import NotFinite
 from diloco_orchestrator.allreduce.vectors import BLOCK, Vector
+from diloco_orchestrator.codecs.fine import fine_ranges
 from diloco_orchestrator.errors import ConfigError, RoundError
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.legs import leg_of_base
 from diloco_orchestrator.protocol.record_format import MOST_NORM
-from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, Payload, Shard
+from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, Payload, Residual, Shard
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
-from diloco_orchestrator.replica.rounds.carry import CarriedWork
 from diloco_orchestrator.replica.rounds.contribution_history import ContributionHistory
+from diloco_orchestrator.replica.rounds.debt import Debt
 from diloco_orchestrator.replica.rounds.interface import ContributionFields
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.replica.rounds.tip import HeldTip
@@ -48,7 +50,7 @@ class Contributor:
         self._claims = claims
         self._timing = timing
         self._cache = cache
-        self._carry = CarriedWork(attempt.store, len(tip.fragments), attempt.config.late, attempt.background)
+        self._debt = Debt(attempt, [tip.base.numel(names) for names in tip.fragments])
 
     # -- contributing --------------------------------------------------------------------------------------------
 
@@ -68,7 +70,8 @@ class Contributor:
             )
         if name := not_a_number(fields.buffers):
             return self._create("abstention", fields, reason=f"buffer {name} holds NaN")
-        vector = self._carry.added_to(pseudo_gradient, opened.fragment, opened.round)
+        vector = self._debt.added_to(pseudo_gradient, opened.fragment, opened.round)
+        residual, shapes = self._debt.room(vector.numel), self._tip.base.shapes(opened.names)
         who = (attempt.replica_id, opened.round, attempt.number)
         saving: dict[str, Future[Shard]] = {}  # while the payload is published
         if (state := fields.state) is not None:
@@ -87,15 +90,21 @@ class Contributor:
                 self._cache,
                 attempt.background,
                 MOST_NORM,
+                fine_ranges(shapes),
+                residual,
             )
+            said = self._debt.formed(residual, payload, vector.missing, opened.round, save=fields.state is not None)
         except NotFinite as error:
-            where = _named_not_finite(vector, self._tip.base.shapes(opened.names)) + _losses_not_finite(fields)
+            where = _named_not_finite(vector, shapes) + _losses_not_finite(fields)
             return self._create("abstention", fields, reason=f"pseudo-gradient not finite: {error}{where}")
         finally:
             vector.close()
         saved = {name: each.result() for name, each in saving.items()}
         origins = (*vector.carried, Origin(round=opened.round, steps=fields.steps))
-        return self._create("delta", fields, payload=payload, origins=origins, dropped=vector.dropped, **saved)
+        named = {"payload": payload, "origins": origins, "dropped": vector.dropped, "residual": said}
+        manifest = self._create("delta", fields, **named, **saved)
+        self._debt.keep(manifest, residual)
+        return manifest
 
     def contribute_scores(self, fields: ContributionFields) -> Contribution:
         """Publish this replica's scores in the final evaluation round, in which nobody trains. Returns its manifest."""
@@ -146,6 +155,7 @@ class Contributor:
         reason: str = "",
         origins: tuple[Origin, ...] = (),
         dropped: tuple[Origin, ...] = (),
+        residual: Residual | None = None,
     ) -> Contribution:
         attempt, opened = self._attempt, self._tip.open
         if kind == "delta" and fields.steps and attempt.config.weights == "tokens" and fields.tokens < 1:
@@ -172,6 +182,7 @@ class Contributor:
             tokens=fields.tokens if kind == "delta" else 0,
             origins=origins,
             dropped=dropped,
+            residual=residual,
             in_loop=fields.in_loop,
             scores=fields.scores,
             local_scores=fields.local_scores if kind == "delta" else (),
@@ -189,13 +200,13 @@ class Contributor:
         """Update this replica's unaveraged work after a commit: averaged, added to a later payload, or dropped."""
         manifest = self.own or self.history.of(commit.round)
         if manifest is not None:
-            self._carry.settle(manifest, commit, self._claims.is_right)
+            self._debt.settle(manifest, commit, self._claims.is_right)
 
     def open_round(self) -> None:
         """Reset for a new open round without a contribution yet. After the run's stop, drop unaveraged work."""
         self.own = self.created = None
         if self._tip.open.stopped:
-            self._carry.drop_all("the run has stopped")
+            self._debt.drop_all("the run has stopped")
 
     def recover(self) -> None:
         """Restore unaveraged work and the train times of the last rounds from the bucket."""
@@ -205,21 +216,35 @@ class Contributor:
             self._warn_of_work_that_its_leg_left()
 
     def recover_carry(self) -> None:
-        """Decide again, from the bucket, which unaveraged work is carried: none that was trained from a wrong base.
+        """After a rebuild gave the base other bits: drop carried work that was trained from a wrong base."""
+        what = self._tip.closed_rounds, self.history.of, self._tip.commit_of, self._claims.is_right
+        self._debt.recover(*what, self._before_this_leg())
 
-        Called once the base was rebuilt with other bits.
+    def _before_this_leg(self) -> Iterator[tuple[Contribution, bool]]:
+        """(manifest of this replica, whether it was averaged) of the rounds before the last resume, newest first.
+
+        Only rounds that led to the base that was resumed from, since the start or resume before.
         """
-        self._carry.recover(self._tip.closed_rounds, self.history.of, self._tip.commit_of, self._claims.is_right)
+        begin, begins = self._attempt.begin, self._attempt.log.begins()
+        if (leg := leg_of_base(begins[: begin.leg - 1], begin.from_round)) is None:
+            return
+        for round_ in range(begin.from_round, leg.after_round, -1):
+            if (manifest := self.history.of(round_)) is not None:
+                yield manifest, _is_averaged(manifest, self._tip.commit_of(round_))
 
     def _warn_of_work_that_its_leg_left(self) -> None:
         """Warn if this replica's last contribution, from before the last resume, was not averaged: it never will be."""
         newest = self.history.newest()
         if newest is None or newest.kind != "delta" or newest.leg == self._attempt.begin.leg:
             return
-        answers = self._tip.commit_of(newest.round).answers
-        if not any(a.averaged and a.replica_id == newest.replica_id for a in answers):
+        if not _is_averaged(newest, self._tip.commit_of(newest.round)):
             steps = sum(origin.steps for origin in newest.origins)
             log.warning("%d inner steps of round %d are dropped: their leg has ended", steps, newest.round)
+
+
+def _is_averaged(manifest: Contribution, commit: Commit) -> bool:
+    """Whether the commit of a manifest's round averages its contribution."""
+    return any(answer.averaged and answer.replica_id == manifest.replica_id for answer in commit.answers)
 
 
 def _named_not_finite(vector: Vector, shapes: Mapping[str, torch.Size]) -> str:

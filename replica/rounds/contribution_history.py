@@ -91,8 +91,7 @@ class ContributionHistory:
     def newest_delta(self) -> Contribution | None:
         """This replica's latest pseudo-gradient of a round that the newest base descends from, or of the open round.
 
-        Searched in this leg, then in the round whose base the leg resumed from. Rounds after that base, from which no
-        later base descends, are skipped. None if there is none.
+        Rounds since the last resume are searched, then the round whose base was resumed from. None if there is none.
         """
         begin = self._attempt.begin
         for round_ in (*range(self._tip.position.round + 1, begin.after_round, -1), begin.from_round):

@@ -228,7 +228,7 @@ class _Agreement:
         return None
 
     def _create_start(self) -> None:
-        """Create this model's start record as `start.json`, or, if that holds another, at the key named in the vote."""
+        """Create this model's start record as `start.json`, or, if that holds another, at a key of its own."""
         writer = self._attempt.writer
         if writer.create(self._start, keys.START) is None and self._starts.entry(self._own) is None:
             self._starts.refresh()
@@ -295,8 +295,7 @@ class _FirstSnapshot:
         return {each.name: info_of(each.encode()) for each in named}
 
     def existing_on_turn(self) -> set[str] | None:
-        """The planned files of the shared version that exist, if it is this replica's turn to write the next one; else
-        None.
+        """The existing files of snapshot 0's shared version, if this replica is to write the next one; else None.
 
         None while another replica is uploading: a file was added within `patience_s`. One LIST request.
         """
@@ -368,9 +367,7 @@ class _FirstSnapshot:
 
 
 def check_start(start: Start, own: OwnModel, attempt: Attempt) -> None:
-    """Raise `ModelMismatch` unless a replica has the parameters, fragments, adapters, frozen tensors and held-out set
-    of the run.
-    """
+    """Raise `ModelMismatch` unless a replica's model and held-out set are those of the run's start record."""
     url = attempt.store.url
     check_same_model(describe(own.parameters), start.parameters)
     if start.fragments != own.fragments:

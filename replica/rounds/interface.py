@@ -38,7 +38,7 @@ class ContributionFields:
 
 @dataclass(frozen=True)
 class ClosedRound:
-    """The outcome of a round that this replica took part in, as `close` returns it."""
+    """The outcome of a round that this replica took part in."""
 
     applied: bool
     skipped: bool  # whether the base is newer than the round's commit, because payloads were deleted by retention
@@ -61,7 +61,7 @@ class Rounds(Protocol):
 
     @property
     def base(self) -> Base:
-        """The base that the open round starts from. No request. Not to be read in flight: closing steps it in place."""
+        """The base that the open round starts from. No request. Not readable in flight: closing steps it in place."""
         ...
 
     def publish(self, form: Callable[[], Vector], fields: ContributionFields, *, in_background: bool = False) -> None:
@@ -101,12 +101,12 @@ class RunRounds(Rounds, Protocol):
 
     @property
     def history(self) -> ContributionHistory:
-        """The manifests of this replica, by any attempt. Not to be used while a round is in flight."""
+        """The manifests of this replica, by any attempt. It must not be used while a round is in flight."""
         ...
 
     @property
     def buffers(self) -> ReplicaBuffers:
-        """The persistent buffers of the attached model. Not to be changed while a round is in flight."""
+        """The persistent buffers of the attached model. They must not be changed while a round is in flight."""
         ...
 
     @property

@@ -103,9 +103,9 @@ class _InFlight:
 
 
 class Participant:
-    """Takes part in rounds, one call at a time. `Participant.join` makes one.
+    """Takes part in rounds, one call at a time, made by `join`; `RunRounds` documents its methods.
 
-    A contribution to a round that was committed meanwhile is published too; its work is carried into the next one.
+    Late contributions are carried into the next round.
     """
 
     def __init__(self, attempt: Attempt, tip: HeldTip, requests: ReuploadRequests, files: ModelFiles) -> None:
@@ -159,12 +159,10 @@ class Participant:
 
     @property
     def open(self) -> OpenRound:
-        """The open round, which stays the same while it is in flight."""
         return self._in_flight.open if self._in_flight else self._tip.open
 
     @property
     def base(self) -> Base:
-        """The base that the open round starts from."""
         return self._tip.base
 
     @property
@@ -174,21 +172,15 @@ class Participant:
 
     @property
     def own(self) -> Contribution | None:
-        """This replica's manifest of the open round, by whichever attempt came first; None if there is none."""
         return self._contributor.own
 
     @property
     def elastic(self) -> bool:
-        """Whether a round may end without this replica, as the run's quorum setting says."""
         return self._timing.elastic
 
     # -- a round -------------------------------------------------------------------------------------------------
 
     def publish(self, form: Callable[[], Vector], fields: ContributionFields, *, in_background: bool = False) -> None:
-        """Publish this replica's contribution to the open round, with the current buffers of the model.
-
-        Arguments as of `Rounds.publish`.
-        """
         fields = replace(fields, buffers=self.buffers.changed())
         if in_background:
             self._begin(lambda: self._contributor.contribute_delta(form(), fields))
@@ -196,24 +188,15 @@ class Participant:
             self._contributor.contribute_delta(form(), fields)
 
     def close_beside_training(self, then: Callable[[], None] = lambda: None, *, keep_average: bool = False) -> None:
-        """Close the open round in a background thread, which calls `then` afterwards.
-
-        Raises errors of publishing, of closing and of `then`, once one has occurred.
-        """
         flight = self._in_flight or self._begin(lambda: None)
         flight.transfer.raise_error()
         flight.transfer.close(lambda: self._close(then, keep_average))
 
     def await_published(self) -> None:
-        """Block until the contribution is in the bucket. Raises the errors of publishing."""
         if self._in_flight is not None:
             self._in_flight.transfer.wait_published()
 
     def close(self, *, keep_average: bool = False) -> ClosedRound:
-        """Commit the open round or wait for its commit, then apply it to the base. Raises as `RoundCloser.close` does.
-
-        The next round's train time counts from here, where training can use its base.
-        """
         self._attempt.pulse.phase = "waiting"
         flight = self._in_flight
         if flight is None:
@@ -229,7 +212,6 @@ class Participant:
         return closed
 
     def give_up(self) -> None:
-        """Make a round in flight end with `Preempted` where it would wait for others: its base is not needed."""
         self._closer.give_up()
 
     def leave(self) -> None:
@@ -255,26 +237,21 @@ class Participant:
         return closed
 
     def publish_scores(self, fields: ContributionFields) -> None:
-        """Contribute this replica's scores to the final evaluation round."""
         self._contributor.contribute_scores(fields)
 
     # -- rounds that go on without this replica ------------------------------------------------------------------
 
     def committed(self, *, if_due: bool = False) -> bool:
-        """Whether the open round was committed without waiting for this replica. One GET, with `if_due` if due."""
         asks = not self.open.stopped and (not if_due or self._timing.poll_due())
         return asks and self._closer.committed()
 
     def is_behind(self, steps: int) -> bool:
-        """Whether this replica, after `steps` inner steps, should publish a partial contribution now."""
         return self._timing.is_behind(steps)
 
     def announce(self) -> None:
-        """Make the next round wait for this replica (put it on the roster), unless rounds wait for it anyway."""
         self._contributor.announce()
 
     def reopen(self, round_: int) -> None:
-        """Restore base and unaveraged work as when a closed round since the last resume was open, to train it again."""
         self._claims.rebuild(until=round_ - 1)
         self._attempt.pulse.round = self.open.round
         self._timing.open_round()
@@ -283,21 +260,12 @@ class Participant:
     # -- snapshots and the end -----------------------------------------------------------------------------------
 
     def write_snapshot_if_due(self) -> bool:
-        """Begin to write the last round's snapshot in the background, if it is due and this replica's turn.
-
-        Write errors are raised by the next round's `close`. Returns whether the base was rebuilt first and had other
-        bits; this replica then holds the rebuilt one.
-        """
         healed = self._snapshots.write_if_due()
         if healed:
             self._contributor.recover_carry()
         return healed
 
     def finish_leg(self) -> bool:
-        """After the stop: unless they exist, write the last base's snapshot (after a halt the best's) and result.json.
-
-        Returns whether the base was rebuilt first and had other bits; this replica then holds the rebuilt one.
-        """
         last = self._tip.value.last
         assert last is not None
         healed = self._snapshots.write_last()

@@ -1,5 +1,4 @@
-"""`ReceivedResponses`: the responses to the open round and the payload shards that this replica downloaded and
-verified.
+"""`ReceivedResponses`: the responses to the open round, and their payload shards, downloaded and verified.
 
 Every byte is verified before the decision; only verified contributions are averaged. `dealing` assigns the shards,
 `protocol.rounds.decide` decides.
@@ -80,10 +79,7 @@ class ExpectedContribution:
 
     @property
     def shards_at_once(self) -> int:
-        """Number of payload shards to fetch and verify at once, so that they take no more than 256 MiB.
-
-        Verified bytes move to the cache, which has a memory limit of its own.
-        """
+        """Number of payload shards to fetch and verify at once, so that they take no more than 256 MiB."""
         shard_bytes = _BYTES_IN_FLIGHT * max(1, min(self.numel, self.config.shard_numel))
         return max(1, min(MOST_PARALLEL, _MEMORY_IN_FLIGHT // shard_bytes))
 
@@ -124,14 +120,14 @@ class ReceivedResponses:
         return found
 
     def take_own(self, data: bytes, replica_id: int, expected: ExpectedContribution) -> None:
-        """Count this replica's response as received, without a request. `confirm_own` reads it before a commit."""
+        """Count this replica's own response as received, without a request; `confirm_own` reads it before a commit."""
         self._received[replica_id] = self._parsed(
             keys.contribution(expected.round, replica_id), data, replica_id, expected
         )
         self._sent = data
 
     def confirm_own(self, replica_id: int, round_: int) -> bool:
-        """Whether the bucket holds this replica's response as `take_own` noted it. One GET; if not, it is dropped.
+        """Whether the bucket holds this replica's own response with the bytes it wrote. One GET; if not, it is dropped.
 
         A commit names the bytes that others read: a store may damage an object that it has acknowledged.
         """
@@ -185,7 +181,7 @@ class ReceivedResponses:
     def claims(self) -> list[BaseClaim]:
         """Base claims (base digests named in manifests) of the readable manifests, in replica_id order.
 
-        Except those of announcements, manifests by which a replica only reports that it is back: they name no base.
+        Announcements, manifests by which a replica only reports that it is back, name no base and are left out.
         """
         return [BaseClaim.of(manifest) for manifest in self.manifests() if manifest.base_digest]
 
@@ -254,10 +250,7 @@ class ReceivedResponses:
         return manifest.kind, ""
 
     def _damaged(self, manifests: Sequence[Contribution], expected: ExpectedContribution) -> dict[int, str]:
-        """Errors of payloads of which an assigned shard is not what its manifest declares, by replica id.
-
-        Verified bytes are put in the cache.
-        """
+        """Errors of payloads with an assigned shard that is not as declared, by replica id. Caches verified bytes."""
         shards = self._dealing(manifests)
         calls = [partial(self._verify, shard) for shard in shards]
         errors = in_parallel(self._background, calls, expected.shards_at_once)

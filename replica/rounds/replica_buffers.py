@@ -37,11 +37,7 @@ class ReplicaBuffers:
         return self._live.changed()
 
     def resume(self) -> None:
-        """Set the model's buffers to those of this replica's newest contribution; if there are none, to those of the
-        base.
-
-        Safe to repeat.
-        """
+        """Set the model's buffers to those of this replica's newest contribution, or without one to the base's."""
         if not self._live.first:
             return
         newest = self._history.newest_delta()

@@ -1,5 +1,5 @@
-"""`ReuploadRequests`: requests payloads that a commit averages but that cannot be read, and uploads what others
-request.
+"""`ReuploadRequests`: requests uploads of payloads that a commit averages and nobody can read, and answers such
+requests.
 
 The store may damage or lose bytes after it has confirmed a write. Every replica that took part in the round has
 verified them, and keeps them until the next commit.
@@ -17,7 +17,8 @@ from diloco_orchestrator.errors import PayloadCorrupt, Preempted
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.keys import PayloadKey
-from diloco_orchestrator.protocol.records import By, Contribution, ReuploadRequest
+from diloco_orchestrator.protocol.record_format import By
+from diloco_orchestrator.protocol.records import Contribution, ReuploadRequest
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.received import everything
 from diloco_orchestrator.run_log.contributions import ContributionReader
@@ -33,10 +34,7 @@ _POLL_CLAIMS_S = 10.0  # between two LIST requests for a later attempt of this r
 
 
 class ReuploadRequests:
-    """One replica's requests to upload payload shards again, and its replies to others' requests.
-
-    `payloads`: cached bytes of the last two rounds.
-    """
+    """Requests new uploads of payload shards, and answers such requests from `payloads`, cached for two rounds."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.payloads = RecentPayloads()
@@ -158,7 +156,7 @@ class ReuploadRequests:
     def put_wanted(self, round_: int) -> None:
         """Upload the requested versions of payload shards of a round whose bytes this replica has, unless they exist.
 
-        Repeated while the request exists, because the store may lose the new version too.
+        Later calls do so again while the request exists, because the store may lose the new version too.
         """
         store = self._attempt.store
         wanted = [keys.parse_want(info.key) for info in store.list(keys.wants(round_))]

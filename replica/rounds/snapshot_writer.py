@@ -59,7 +59,7 @@ class SnapshotWriter:
         if min(averaged) != self._attempt.replica_id:
             return False
         alone = len(averaged) < 2 or not self._newest_is_confirmed()
-        healed = alone and self._rebuild()
+        healed = alone and self._claims.verify_unclaimed()
         tip, digest = self._tip.value, self._claims.digest if alone else None
         self._writing = self._attempt.background.start(lambda: self._write_beside_training(tip, digest))
         return healed
@@ -79,17 +79,18 @@ class SnapshotWriter:
         """After the stop: write the last base's snapshot unless it appears within 30 s per responding replica with a
         lower id.
 
-        The base is rebuilt first unless the last round left it unchanged and several replicas claimed it. The files are
-        read back, because no later commit confirms this base. Returns whether the rebuild changed its bits; this
-        replica then holds the rebuilt base.
+        The base is rebuilt first unless the last round left it unchanged and several replicas claimed it, or this one
+        had rebuilt it. The files are read back, because no later commit confirms this base. Returns whether the rebuild
+        changed its bits; this replica then holds the rebuilt base.
         """
         commit = self._tip.last
         assert commit is not None
         self.wait()
         self._attempt.pulse.phase = "snapshot"
         agreeing = sum(rounds.contributes(answer) for answer in commit.answers)
-        agreed = self._claims.hash() == commit.base_digest and not commit.applied and agreeing > 1
-        healed = not agreed and self._rebuild()
+        checked = agreeing > 1 or self._claims.rebuilt_after >= self._tip.value.base_round
+        agreed = self._claims.hash() == commit.base_digest and not commit.applied and checked
+        healed = not agreed and self._claims.verify_unclaimed()
         before_us = sum(a.replica_id < self._attempt.replica_id for a in commit.answers)
         own = self._tip.value.base_round, self._claims.digest
         self._await_others(_PATIENCE_S * before_us, lambda: self._exists(*own))
@@ -98,9 +99,10 @@ class SnapshotWriter:
         return healed
 
     def write_default(self) -> None:
-        """After a halt by the guard: rebuild the best base and write its snapshot, unless one appears within 30 s per
-        responding replica with a lower id. If that fails, the coordinator writes it, or the process that resumes from
-        it.
+        """After a halt by the guard: rebuild the best base and write its snapshot, unless another replica does.
+
+        Replicas with a lower id that responded have 30 s each to do so first. If the write fails, the coordinator
+        writes the snapshot, or the process that resumes from it.
         """
         commit, run_log = self._tip.last, self._attempt.log
         assert commit is not None
@@ -115,14 +117,6 @@ class SnapshotWriter:
         snapshots = ConfirmedSnapshots(self._attempt.log)
         earlier = [round_ for round_ in snapshots.rounds if round_ < self._tip.value.base_round]
         return not earlier or snapshots.take_of(earlier[-1]) is not None
-
-    def _rebuild(self) -> bool:
-        """Rebuild the base from an older confirmed snapshot. Returns whether its bits changed; False if it failed."""
-        try:
-            return self._claims.verify({self._claims.hash()})
-        except (PayloadCorrupt, RecordInvalid) as error:
-            log.warning("the base after round %d cannot be rebuilt: %s", self._tip.value.base_round, error)
-            return False
 
     def _await_others(self, patience_s: float, is_there: Callable[[], bool]) -> None:
         clock = self._attempt.clock
@@ -181,7 +175,7 @@ class SnapshotWriter:
                 tip = self._tip.value
                 take = self._write(tip, self._claims.digest)
                 if take is None:
-                    self._rebuild()
+                    self._claims.verify_unclaimed()
                 elif self._reads_back(tip.base_round, take):
                     return
 

@@ -39,7 +39,7 @@ class RoundTiming:
         self.open_round()
 
     def open_round(self) -> None:
-        """Start the times of a new open round now."""
+        """Measure times from now on, because a new round is open."""
         self._opened_at = self._waiting_since = self._first_waiting_since = self._now()
         self._quorum_since: float | None = None
         kept = {r: at for r, at in self._first_opened.items() if r in (self._tip.open.round - 1, self._tip.open.round)}
@@ -113,16 +113,14 @@ class RoundTiming:
         """The growing pauses in seconds between two polls of a replica that waits for others.
 
         The first is two thirds of what the times of a replica's rounds differ by, or a five-hundredth of a round: a
-        poll costs little time beside that.
+        poll costs little time beside that. Before a round has ended, the open one counts as long as it is so far.
         """
-        longest_s = pace.longest_wait_s(self._attempt.config, self.usual_s)
+        longest_s = pace.longest_wait_s(self._attempt.config, self.usual_s or self.train_s)
         shortest_s = min(max(_SHORTEST_WAIT_S, self._times.spread_s() / 1.5, self.usual_s / 500), longest_s)
         return Backoff(shortest_s, longest_s, factor=1.5).pauses()
 
     def until_expected_s(self, missing: Iterable[int]) -> float:
-        """Seconds until the next of the missing replicas usually responds, at most `_EXPECTED_S`; 0 if all should have.
-        There is nothing to see before.
-        """
+        """Seconds until the next of the missing replicas usually responds, at most `_EXPECTED_S`; 0 if all are late."""
         deadline, typical, now_s = self.deadline(), self._times.typical_s(), self.train_s
         if deadline is None:
             return 0.0
@@ -134,13 +132,15 @@ class RoundTiming:
     def poll_due(self) -> bool:
         """Whether to spend a request now to check for the open round's commit. True counts as that poll.
 
-        False until 90 % of the straggler deadline for a replica on the roster, because the others wait for it until
-        then, and within the longest pause of a waiting replica of the last poll.
+        False if the last poll was within the longest pause of a waiting replica, and, where others wait for this
+        replica, until 90 % of the straggler deadline. In the first round of all, which may have been opened long ago,
+        the pause grows with the time that this replica has trained.
         """
         now = self._now()
         if now < self._next_poll or not self.may_be_committed():
             return False
-        self._next_poll = now + pace.longest_wait_s(self._attempt.config, self.usual_s)
+        usual_s, config = self.usual_s, self._attempt.config
+        self._next_poll = now + (pace.longest_wait_s(config, usual_s) if usual_s else pace.starts_read_s(self.train_s))
         return True
 
     def may_be_committed(self) -> bool:
@@ -165,10 +165,7 @@ class RoundTiming:
         return step_s * whole > deadline.deadline_s and elapsed + step_s > deadline.median_s
 
     def view(self, answers: Sequence[Answer], out: Sequence[int] = ()) -> rounds.View:
-        """The open round as input of `rounds.decide`, with the time at which a quorum was first seen.
-
-        `out`: replicas that are launched no more before a resume.
-        """
+        """The open round as input of `rounds.decide`. `out`: replicas that are launched no more before a resume."""
         if self._quorum_since is None and sum(map(rounds.contributes, answers)) >= self.policy.quorum:
             self._quorum_since = self._now()
         return rounds.View(

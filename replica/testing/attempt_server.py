@@ -1,5 +1,4 @@
-"""`python -m diloco_orchestrator.replica.testing.attempt_server`: runs the processes of a check, each as a fork of
-itself.
+"""`python -m diloco_orchestrator.replica.testing.attempt_server`: runs the processes of a check as its own forks.
 
 The libraries and the user's module are imported once. Then every line of JSON on standard input is one `Job` for a
 fork, and every line on standard output reports the end of a job. A fork starts from the state after the imports, so

@@ -18,10 +18,7 @@ from diloco_orchestrator.replica.testing.rows import NAMES
 
 
 class ReplicaContract:
-    """pytest tests of a training function: subclass it and set `train`. Checks that do not apply are skipped.
-
-    `settings`: keyword arguments of `check_replica`.
-    """
+    """pytest tests of a training function: set `train`, and `settings`, the keyword arguments of `check_replica`."""
 
     train: ClassVar[str]
     settings: ClassVar[Mapping[str, Any]] = {}

@@ -1,5 +1,4 @@
-"""The rows of a conformance report, each the result of one check of a training function: pure functions that compute
-them.
+"""The rows of a conformance report as pure functions, each the result of one check of a training function.
 
 The input is results of a check's processes. Later rows depend on earlier ones: if training does not end, or is not
 repeatable, the rows that compare bits are "not applicable", so that one fault is one failed row.

@@ -111,7 +111,7 @@ class Watcher:
         return {name: value.detach().to("cpu", copy=True) for name, value in _named(self._model, trainable=True)}
 
     def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write tensors into the folder of observations."""
+        """Write tensors into the folder of observations, under `name`."""
         save_file({each: value.clone() for each, value in tensors.items()}, self._path(f"{name}.safetensors"))
 
     def batch(self) -> None:

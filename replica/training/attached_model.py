@@ -34,10 +34,7 @@ class AttachedModel:
         self._dtypes = {name: parameter.dtype for name, parameter in self.parameters.items()}
 
     def split(self, config: RunConfig, tokenizer: Any) -> "ModelParts":
-        """The model's fragments, their views and the model's parts of a snapshot.
-
-        Raises `ConfigError` for unsupported exact adapters.
-        """
+        """The model's fragments, access to their values, and its parts of a snapshot. Raises `ConfigError`."""
         schedule = SyncSchedule(
             config.sync_every, config.fragments, config.fragment_sync_delay, config.fragment_update_alpha
         )

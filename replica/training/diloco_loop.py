@@ -83,10 +83,7 @@ class DiLoCoLoop:
             self._publish(lambda: pseudo_gradient, in_background=False)
 
     def synchronise(self) -> ClosedRound:
-        """Close the open round after any number of inner steps, and continue from the new base.
-
-        With fewer steps than a whole round the contribution is partial.
-        """
+        """Close the open round after any number of inner steps (partial if few), and go on from the new base."""
         whole = self.inner_step == self.schedule.round_steps
         fragment = self._fragments[self._rounds.open.fragment]
         self.publish_part()
@@ -130,10 +127,7 @@ class DiLoCoLoop:
 
     @property
     def keeps_local_values(self) -> bool:
-        """Whether local parameters differ from the base at a round's start or after publishing.
-
-        They do with several fragments, a delay or an alpha.
-        """
+        """Whether local parameters differ from the base after a round: with several fragments, a delay or an alpha."""
         return len(self._fragments) > 1 or self.schedule.overlaps
 
     def local_values(self) -> dict[str, torch.Tensor]:
@@ -142,10 +136,7 @@ class DiLoCoLoop:
 
     @contextmanager
     def showing_base(self) -> Iterator[None]:
-        """Context in which the model's parameters are the base's; restores the local parameters.
-
-        They differ for fragments that were not synchronised last, or that kept a share of local values.
-        """
+        """Context in which the model's parameters are the base's; it restores the local parameters afterwards."""
         if len(self._fragments) == 1 and not self.schedule.alpha:
             yield
             return

@@ -43,10 +43,7 @@ class DriftMeter:
         return self._measured == (opened.round, opened.version)
 
     def measure(self, shown: ShownBase) -> None:
-        """Measure the KL drift of the open round's base from the run's start.
-
-        Raises `ModelMismatch` if the run's reference is of other items, `RecordInvalid` if it was changed.
-        """
+        """Measure the base's KL drift from the run's start. Raises `ModelMismatch`, or `RecordInvalid` if changed."""
         opened, attempt = shown.open, shown.attempt
         if opened.outer_step == 0:
             if not self._written and attempt.replica_id == min(opened.roster):

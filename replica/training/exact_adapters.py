@@ -25,8 +25,7 @@ _INSTEAD = 'or train the run with adapters="mean"'
 
 
 class ExactAdapters:
-    """The trained adapters of a model. Raises `ConfigError` for an adapter that adds something other than B A to a
-    weight.
+    """The trained adapters of a model. Raises `ConfigError` for one that adds other than B A to a weight.
 
     `parameters`: the model's trainable parameters by name; those of no adapter are averaged as usual.
     """

@@ -40,7 +40,6 @@ class PseudoGradient:
 
     @torch.no_grad()
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop), float32 on the CPU."""
         out, at, index = empty(stop - start), start, bisect_right(self._ends, start)
         while at < stop:
             name, tensor = self._local[index]
@@ -87,7 +86,6 @@ class Fp32View:
 
     @torch.no_grad()
     def pseudo_gradient(self, base: Base) -> PseudoGradient:
-        """`base - local`, with the parameters' values at the time it is read."""
         return self._pseudo_gradient(base, self._parameters)
 
     @torch.no_grad()
@@ -103,7 +101,6 @@ class Fp32View:
 
     @torch.no_grad()
     def stage(self, base: Base) -> None:
-        """Prepare the next `install` of this base, as far as possible without the local values."""
         if not self._mixes:
             self._set_staged = self._handover.stage(self._parameters, base.copy_into)
 
@@ -133,7 +130,7 @@ class Fp32View:
 
     @contextmanager
     def holding(self, base: Base) -> Iterator[None]:
-        """Context in which the model's parameters are those of a base; restores them, and leaves shadows unchanged."""
+        """Context in which the model's parameters are those of a base; restores them. fp32 shadows stay unchanged."""
         local = self.values()
         with torch.no_grad():
             base.copy_into(self._parameters)
@@ -143,7 +140,6 @@ class Fp32View:
             self.restore(local)
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Copies of the model's parameters, in their own dtype."""
         return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
 
     @torch.no_grad()
@@ -169,7 +165,10 @@ def views_of(
     mixes: bool = False,
     in_background: bool = False,
 ) -> list[Fp32View]:
-    """A view (access to the values) of each fragment. `mixes`: as of `Fp32View`. `in_background`: of rounds."""
+    """A view (access to the values) of each fragment. `mixes`: whether `install` may keep a share of local values.
+
+    `in_background`: whether rounds are published beside training.
+    """
     parts = [{name: parameters[name] for name in names} for names in fragments]
     handover = handover_of(parts) if in_background else PlainCopies()
     return [Fp32View(part, mixes, handover) for part in parts]

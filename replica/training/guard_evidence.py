@@ -1,5 +1,4 @@
-"""`GuardEvidence`: a replica's measurements for the guard: held-out scores and KL drift of a base, and its training
-items.
+"""`GuardEvidence`: a replica's measurements for the guard: a base's held-out scores and KL drift, and training items.
 
 Scores and drift are measured on the base when a round opens; training items are compared as they are consumed.
 """
@@ -18,10 +17,7 @@ from diloco_orchestrator.replica.training.vault_scorer import VaultScorer
 
 
 class GuardEvidence:
-    """Measures each base once. `set`: the held-out set from start.json; None: nothing is scored.
-
-    `items`: None if training items are not compared with the held-out set.
-    """
+    """Measures each base once for the guard. `set`: the held-out set or None. `items`: checks training items."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ class Handover(Protocol):
 
 
 class PlainCopies:
-    """`Handover` of parameters on the CPU by plain copies."""
+    """Moves values of parameters that are on the CPU, by plain copies."""
 
     def take(self, parameters: Named) -> Callable[[], Named]:
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in parameters.items()}

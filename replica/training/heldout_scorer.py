@@ -129,10 +129,7 @@ def values_of(heldout: HeldoutFn, model: torch.nn.Module, items: Sequence[Any], 
 
 
 def scorer_digest(heldout: HeldoutFn) -> str | None:
-    """The sha256 of the source of the scoring function, partial or callable object; None if it has no source.
-
-    Functions that it calls are not included.
-    """
+    """The sha256 of the scoring function's own source, without functions that it calls; None if it has none."""
     while isinstance(heldout, functools.partial):
         heldout = heldout.func
     known = inspect.isroutine(heldout)

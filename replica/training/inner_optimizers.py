@@ -66,10 +66,7 @@ class InnerOptimizers:
             each.zero_grad()
 
     def watch(self, before: Callable[[], object], after: Callable[[], object]) -> list[RemovableHandle]:
-        """Call `before` ahead of every step of any optimizer, and `after` once each one has stepped.
-
-        Steps that a GradScaler skips because a gradient is not finite do not count.
-        """
+        """Call `before` and `after` around each step of all optimizers, without steps that a GradScaler skips."""
         stepped: set[int] = set()
         running: dict[int, FrameType] = {}  # the outermost step of an optimizer, until it returns
 
@@ -114,10 +111,7 @@ class InnerOptimizers:
                 _restore_dtypes(each, saved)
 
     def check_state(self) -> None:
-        """After the first step: warn of an optimizer without state whose class usually has some.
-
-        Raises `ConfigError` for a state that cannot be saved.
-        """
+        """After the first step: warn of an optimizer without state; raise `ConfigError` for one that is not savable."""
         for each in self.all:
             state = each.state_dict()
             check_packable(state, f"the state of the optimizer {type(each).__name__}")

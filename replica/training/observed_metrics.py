@@ -52,10 +52,7 @@ class ObservedMetrics:
         self.add(checked_extra(extra, len(known - extra.keys())), 0)
 
     def add(self, values: Mapping[str, float | None], tokens: int) -> None:
-        """Add the values of one inner step; None means not measured.
-
-        `tokens`: a whole number, also a numpy or tensor one. Raises `ConfigError` for any other value, and below 0.
-        """
+        """Add an inner step's values; None means not measured. Raises `ConfigError` for `tokens` that is no count."""
         try:
             tokens = operator.index(tokens)
         except TypeError:
@@ -87,8 +84,8 @@ class ObservedMetrics:
             log.warning("%s", never_observed(self.metric, observed))
 
     def in_loop(self) -> Metric | None:
-        """The training metric for the manifest, higher is better: the mean of the round's first eighth; None if not
-        observed.
+        """The training metric for the manifest: the mean of the round's first eighth, higher is better; None if
+        unobserved.
 
         The guard compares it with the score of the base that the round started from, and the first steps are near that
         base. A mean over more of a round would be of other models: from scratch it is .7 nats off in the first rounds

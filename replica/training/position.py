@@ -69,10 +69,7 @@ class DataCursor:
         return getattr(self._data, "generator", None)
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Continue from a result of `position`, perhaps of another process.
-
-        Raises `ConfigError` if the data has fewer batches than that position counts.
-        """
+        """Continue from an earlier `position`. Raises `ConfigError` if the data has fewer batches than it counts."""
         self._iterator = None
         self._epoch, self._batches = position["epoch"], 0
         if self._stateful and "state" in position:
@@ -125,10 +122,7 @@ class TrainingPosition:
         )
 
     def compare_order(self, replica_id: int, manifests: Iterable[Contribution]) -> None:
-        """Compare the order of the training data with other replicas', if they share its batches.
-
-        Raises `ConfigError` if this replica's order is not the one that most of them have.
-        """
+        """Raise `ConfigError` if replicas that share batches mostly have another order of the data than this one."""
         if (order := self._dealt()) is not None:
             order.compare(replica_id, manifests)
 

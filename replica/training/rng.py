@@ -1,8 +1,8 @@
 """The state of every random number generator of this process, as a small JSON object.
 
-Captured and restored around work that must not disturb training, and saved in manifests, so that a restarted attempt
-draws the same numbers as its predecessor would have. A state is stored compressed, as its difference from the state of
-a seed: a generator that has drawn at most about 600 numbers takes a few bytes, any other one 3.4 KiB.
+It is captured and restored around work that must not disturb training, and saved in manifests, so that a restarted
+attempt draws the same numbers as its predecessor would have. A state is stored compressed, as its difference from the
+state of a seed: a generator that has drawn at most about 600 numbers takes a few bytes, any other one 3.4 KiB.
 """
 
 import base64
@@ -43,7 +43,7 @@ class Generators:
         self._of_numpy = self._numpy.random.get_state() if self._numpy else None
 
     def restore(self) -> None:
-        """Set all generators to these states."""
+        """Set all random generators of the process to the states in this object."""
         random.setstate(self._python)
         torch.set_rng_state(self._cpu)
         torch.cuda.set_rng_state_all(self._gpus)

@@ -31,10 +31,7 @@ RoundFn = Callable[[RoundView], None]
 
 
 class RoundHooks:
-    """The user's functions that one attempt calls with a `RoundView` after each commit.
-
-    `sign`: -1 if the metric is a loss, which verdicts store negated, else 1.
-    """
+    """The functions called with a `RoundView` after each commit. `sign`: -1 if the metric is a loss, else 1."""
 
     def __init__(self, attempt: Attempt, rounds: RunRounds, sign: float) -> None:
         self._attempt = attempt
@@ -53,10 +50,7 @@ class RoundHooks:
             function(self._view(newest))
 
     def tell(self) -> None:
-        """Call every function with the view of each commit applied since the last call, in order of rounds.
-
-        Raises what the functions raise.
-        """
+        """Call every function, whose errors are raised, with each commit applied since the last call, in order."""
         if not self._functions:
             return
         newest = self._newest()

@@ -188,7 +188,7 @@ class TrainingSession:
             self._open_round()
         elif self._rounds.is_behind(trained):
             log.info("round %d: too slow for a whole round, contributing %d inner steps", round_, trained)
-            self._settle(*self._outcome(self._loop.synchronise()))
+            self._synchronise()
             self._open_round()
 
     def _cut(self) -> None:
@@ -197,10 +197,21 @@ class TrainingSession:
         The late work is carried into the next contribution.
         """
         while True:
-            self._settle(*self._outcome(self._loop.synchronise()))
+            self._synchronise()
             self._write_snapshot_if_due()
             if not self._rounds.committed():
                 return
+
+    def _synchronise(self) -> None:
+        """Close the open round after the steps so far, which may be none, and settle its outcome.
+
+        Where this attempt had nothing to publish, another attempt of this replica may have contributed to the round.
+        """
+        round_, continued = self.round, self._loop.published  # behind that attempt's contribution
+        contribution, healed = self._outcome(self._loop.synchronise())
+        if contribution is None and not continued:
+            contribution = self._rounds.history.of(round_)
+        self._settle(contribution, healed)
 
     def _outcome(self, closed: ClosedRound) -> tuple[Contribution | None, bool]:
         """The contribution of a closed round and whether the base was rebuilt with other bits.
@@ -213,8 +224,8 @@ class TrainingSession:
     def _settle(self, contribution: Contribution | None, healed: bool) -> None:
         """Restore, after a round, the training state that fits its outcome.
 
-        If another attempt wrote the contribution, that is the state in its manifest; after an abstention, finite
-        values; after a rebuild that gave another base, the state trained on the right one. The data cursor stays, so
+        If another attempt wrote the contribution, that is the state in its manifest; after an abstention, the last
+        finite one; after a rebuild that gave another base, the one trained on the right base. The data cursor stays, so
         that no batch is repeated.
         """
         if contribution is not None and contribution.attempt != self._attempt.number:

@@ -28,7 +28,7 @@ from diloco_orchestrator.outer.outer_step import average_and_step
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import Contribution, Payload
 from diloco_orchestrator.store.open_store import open_store
-from replica.rounds.carry import WithCarry
+from replica.rounds.debt import StoredPayload, WithDebt
 from replica.rounds.interface import ContributionFields
 
 NUMEL = BLOCK + 3 * LARGEST_GROUP + 301  # more than one block, and a last group that is shorter and odd
@@ -198,12 +198,11 @@ def test_what_is_not_finite_is_not_published(tmp_path: Path, bad: float, codec: 
 
 def test_carried_work_is_added_however_the_sum_is_read(codec: str):
     values, numel = numbers(4, 1000), 1000
-    cache = PayloadCache()
+    stored = StoredPayload(Payload(codec=codec, numel=numel, shard_numel=512, shards=()))
     for index, part in enumerate(values.split(512)):
-        cache.put((str(index), ""), encode(part, codec))
-    payload = Payload(codec=codec, numel=numel, shard_numel=512, shards=())
+        stored.put(index, encode(part, codec))
     whole = through(values, 512, codec)
-    with closing(WithCarry(FlatTensors([torch.ones(numel)]), payload=payload, shards=cache, weight=0.5)) as both:
+    with closing(WithDebt(FlatTensors([torch.ones(numel)]), [(stored, 0.5)])) as both:
         for cuts in ([0, 1000], [0, 100, 300, 700, 1000]):
             read = torch.cat([both.read(*each) for each in itertools.pairwise(cuts)])
             assert torch.equal(read, 1.0 + 0.5 * whole)

@@ -178,7 +178,7 @@ def test_a_replicas_own_policy_lets_pass_what_it_writes(trained: Trained):
     shared = {key for key in puts if may_put(0, key) and may_put(1, key)}
     own = [{key for key in puts - shared if may_put(i, key)} for i in range(2)]
     assert puts == shared | own[0] | own[1] and own[0].isdisjoint(own[1])
-    assert {key.split("/")[0] for key in own[0]} == {"replicas", "rounds"}
+    assert {key.split("/")[0] for key in own[0]} == {"replicas", "rounds", "start"}
 
 
 def _is_put(call: dict[str, Any]) -> bool:

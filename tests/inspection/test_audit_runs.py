@@ -31,7 +31,8 @@ from diloco_orchestrator.store.open_store import open_store
 
 pytestmark = pytest.mark.slow
 
-LIES = {2: "skip", 3: "heldout", 4: "copy", 5: "scale"}  # by round, all of replica 1
+# By round, all of replica 1. After a copied state the next range would be trained from it: that lie is the last one.
+LIES = {2: "skip", 3: "heldout", 4: "copy", 5: "scale", 7: "stale", 8: "state"}
 SEEDS = 1000
 ERROR = 1e-6  # probability with which the frequencies of a right draw would fail one comparison
 CLASS_FACT = "cpu"
@@ -43,7 +44,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class AuditedRun:
-    """A run of two replicas and six rounds in which one lies in four of them, and the finding about every range."""
+    """A run of two replicas and eight rounds in which one lies in six of them, and the finding about every range."""
 
     folder: Path
     auditor: Auditor
@@ -54,7 +55,7 @@ class AuditedRun:
 @pytest.fixture(scope="module")
 def dishonest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AuditedRun]:
     folder = tmp_path_factory.mktemp("dishonest")
-    settings = {"replicas": 2, "rounds": 6, "sync_every": 4, **FAST}
+    settings = {"replicas": 2, "rounds": 8, "sync_every": 4, **FAST}
     os.environ[LIE] = ",".join(f"{round_}={kind}" for round_, kind in LIES.items())
     try:
         executor = LocalProcessExecutor(folder / "executor")
@@ -68,7 +69,7 @@ def dishonest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AuditedRun]:
 
 
 def test_every_honest_segment_is_equal_and_every_lie_is_found(dishonest):
-    assert len(dishonest.findings) == 12
+    assert len(dishonest.findings) == 16
     differing = {range_ for range_, found in dishonest.findings.items() if found.outcome is Outcome.DIFFERS}
     assert {(s.round, s.replica_id) for s in differing} == {(round_, LIAR) for round_ in LIES}
     equal = [found for range_, found in dishonest.findings.items() if range_ not in differing]
@@ -76,6 +77,21 @@ def test_every_honest_segment_is_equal_and_every_lie_is_found(dishonest):
     assert all(found.steps == 4 and found.follows == found.range_.round - 1 for found in dishonest.findings.values())
     scaled = next(found for s, found in dishonest.findings.items() if LIES.get(s.round) == "scale" and s in differing)
     assert scaled.distance == pytest.approx(0.001 / 1.001, rel=1e-3) and scaled.words == "payload differ"
+    copied = next(found for s, found in dishonest.findings.items() if LIES.get(s.round) == "state" and s in differing)
+    assert copied.words == "state differ" and copied.distance == 0.0  # of the payload
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
+def test_honest_segments_of_a_run_with_a_lossy_codec_are_equal_and_a_lie_is_found(codec, tmp_path, monkeypatch):
+    monkeypatch.setenv(LIE, "3=skip")
+    settings = {"replicas": 2, "rounds": 3, "sync_every": 4, **FAST, "codec": codec}
+    executor = LocalProcessExecutor(tmp_path / "executor")
+    launch("dishonest_workloads:train", store=str(tmp_path / "bucket"), executor=executor, **settings).wait()
+    monkeypatch.delenv(LIE)
+    done = audit_run(str(tmp_path / "bucket"), draw=6, seed=1)
+    found = {(each.range_.round, each.range_.replica_id): each.outcome for each in done.findings}
+    assert len(found) == 6 and found.pop((3, LIAR)) is Outcome.DIFFERS
+    assert set(found.values()) == {Outcome.EQUAL}
 
 
 def test_nothing_is_written_to_the_bucket(dishonest):

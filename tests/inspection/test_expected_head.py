@@ -1,8 +1,11 @@
 """A head that was noted outside of the bucket shows that the log was cut, which its hash chain cannot."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cli_support import diloco_here
+from fast_s3 import running_fast_s3
 from protocol_fleet import Fleet, play
 
 from diloco_orchestrator.errors import ConfigError
@@ -68,10 +71,48 @@ def test_what_is_no_head_is_refused(text):
 def test_the_newest_head_that_was_seen_here_stays_when_the_log_is_cut(fleet, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     note_head(RunLog(fleet.store), RunReader(fleet.store).status().head)
-    assert not head_seen_here(fleet.store.url)  # somebody else's run
+    assert not head_seen_here(fleet.store)  # somebody else's run
     remember(RunLog(fleet.store))
     head = RunReader(fleet.store).status().head
     note_head(RunLog(fleet.store), head)
     cut(fleet, 3)
     note_head(RunLog(fleet.store), RunReader(fleet.store).status().head)
-    assert head_seen_here(fleet.store.url) == head
+    assert head_seen_here(fleet.store) == head
+
+
+@pytest.fixture
+def noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Fleet], None]:
+    """Notes a fleet's run as launched here, with the newest head that its log has."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    def note(fleet: Fleet) -> None:
+        remember(RunLog(fleet.store))
+        note_head(RunLog(fleet.store), RunReader(fleet.store).status().head)
+
+    return note
+
+
+@pytest.mark.parametrize("scheme", ["s3", "fsspec+s3"])
+def test_two_servers_with_one_url_have_a_head_each(scheme: str, noted, tmp_path: Path):
+    url = f"{scheme}://bucket/run"
+    with running_fast_s3() as one, running_fast_s3() as other:
+        for server, rounds in ((one, 2), (other, 1)):
+            options = {"key": "anybody", "secret": "anything", "endpoint_url": f"{server.url}/"}
+            fleet = Fleet(replicas=1, rounds=9, store=open_store(url, options))
+            replicas = fleet.join_all()
+            for _ in range(rounds):
+                play(replicas, [1.0])
+            noted(fleet)
+        for server, head in ((one, 2), (other, 1)):
+            done = diloco_here("verify", url, cwd=tmp_path, environ=server.environ())
+            assert done.returncode == 0 and f"{head} rounds" in done.stdout, done.stdout + done.stderr
+
+
+def test_another_run_at_the_same_url_is_told_as_another_run(fleet, noted, tmp_path):
+    noted(fleet)
+    for info in list(fleet.store.list("")):
+        fleet.store.delete(info.key)
+    play(Fleet(replicas=2, rounds=8, store=fleet.store).join_all(), [1.0, -0.5])
+    done = diloco_here("verify", "run", cwd=tmp_path)
+    assert done.returncode == 4 and "though the head 3:" in done.stdout
+    assert "is of a run that you launched here, and run.json was changed since you launched the run" in done.stdout

@@ -24,15 +24,15 @@ def test_places_are_ordered_by_what_the_whole_run_costs_and_unknown_prices_come_
     ]
     places = [place_of(text, 60.0) for text in texts]
     given = {"code": code, "replicas": 4, "rounds": 10, "parameters": 124_000_000}
-    offers = compare(places, "my_train:train", "s3://bucket/run", **given)
-    assert [offer.place.executor.name for offer in offers] == ["eks", "modal", "kubernetes", "kubernetes"]
-    cheap, modal, _, unknown = (offer.plan for offer in offers)
+    plans = compare(places, "my_train:train", "s3://bucket/run", **given)
+    assert [place.executor.name for place, _ in plans] == ["eks", "modal", "kubernetes", "kubernetes"]
+    cheap, modal, _, unknown = (plan for _, plan in plans)
     assert cheap.round_usd == pytest.approx(4 * 1.006 * 60 / 3600 + cheap.round.requests_usd)  # within the region
     assert modal.round.bytes_down is not None and modal.hourly_usd is not None
     moved = modal.round.bytes_down / 1e9 * 0.09
     assert modal.round_usd == pytest.approx(modal.hourly_usd * 20 / 3600 + modal.round.requests_usd + moved)
     assert modal.run_usd == pytest.approx(10 * modal.round_usd) and unknown.run_usd is None
-    lines = table_of(offers)
+    lines = table_of(plans)
     assert len(lines) == 5 and lines[0].startswith("place") and "say hourly_usd" in lines[-1]
 
 

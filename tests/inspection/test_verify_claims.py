@@ -8,7 +8,7 @@ from protocol_fleet import Fleet, answer, play, report
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import Begin, Origin
+from diloco_orchestrator.protocol.records import Begin, Origin, Result
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.supervision.end_of_leg import EndOfLeg
@@ -42,6 +42,29 @@ def stopped_by_coordinator() -> Fleet:
     log = RunLog(fleet.store)
     EndOfLeg(log, log.newest_begin(), STAMP).commit_stop("halted", "nobody is left")
     return fleet
+
+
+def test_a_model_that_came_after_its_run_was_stopped_is_noted():
+    """A coordinator takes the only replica for dead, and stops the run that nobody has brought a model to."""
+    fleet = Fleet(replicas=1, rounds=9)
+    log = RunLog(fleet.store)
+    EndOfLeg(log, log.newest_begin(), STAMP).commit_stop("halted", "nobody is left")
+    late = fleet.join(0)
+    play([late], [1.0])
+    late.finish_leg()
+    done, result = verify_run(fleet.store), RunLog(fleet.store).result(1)
+    assert result is not None and (result.status, result.round) == ("halted", 1)
+    assert done.agrees and keys.result(1) in done.notes[0]
+
+
+def test_a_result_from_before_the_first_commit_that_nobody_asked_for_is_found():
+    fleet = Fleet(replicas=1, rounds=1)
+    forged = Result(**STAMP(), leg=1, status="halted", round=0, outer_steps=0, reason="nobody is left")
+    fleet.store.create(keys.result(1), forged.to_bytes())
+    late = fleet.join(0)
+    play([late], [1.0]), play([late], [1.0])
+    late.finish_leg()
+    assert found(fleet.store)[0] == keys.result(1)
 
 
 def test_inner_steps_that_count_twice_are_found():

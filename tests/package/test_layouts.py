@@ -97,16 +97,16 @@ def test_the_cloud_sdks_are_no_dependencies(wheel: zipfile.ZipFile):
 SHORT_FIRST = """
 import executors, replica
 from executors.contract import LaunchRequest
-from replica.rounds import carry
+from replica.rounds import debt
 import executors.testing.rig
 """
 LONG_FIRST = """
-import diloco_orchestrator.executors.contract, diloco_orchestrator.replica.rounds.carry
+import diloco_orchestrator.executors.contract, diloco_orchestrator.replica.rounds.debt
 import diloco_orchestrator.executors.testing.rig
 """
 SAME = """
 import importlib, sys
-for name in ("executors", "executors.contract", "executors.testing.rig", "replica", "replica.rounds.carry"):
+for name in ("executors", "executors.contract", "executors.testing.rig", "replica", "replica.rounds.debt"):
     short, long = importlib.import_module(name), importlib.import_module(f"diloco_orchestrator.{name}")
     assert short is long and short is sys.modules[name], name
     assert long.__name__ == long.__spec__.name == f"diloco_orchestrator.{name}", long.__spec__

@@ -10,11 +10,15 @@ from diloco_orchestrator.errors import ConfigError, PayloadCorrupt
 
 VALUES = torch.tensor([0.0, 1.0, -2.5, 3.14159274, 1e-40, -65504.0])
 HEADER = "444c434f0100{codec}0600000000000000"
+ONE_SPAN = "01000000000000000600000000000000"
 GOLDEN = {
     "fp32": HEADER.format(codec="0100") + "000000000000803f000020c0db0f4940c216010000e07fc7",
     "bf16": HEADER.format(codec="0200") + "0000803f20c04940010080c7",
     "int8": HEADER.format(codec="0300") + "e4f10044000000000081",
     "int4": HEADER.format(codec="0400") + "db361246888818",
+    "2bit": HEADER.format(codec="0500") + ONE_SPAN + "803f000080c080c7200c",
+    "topk64": HEADER.format(codec="0600") + ONE_SPAN + "0000000080c70000050002",
+    "topk128": HEADER.format(codec="0700") + ONE_SPAN + "0000000080c70000050002",
 }
 
 

@@ -77,8 +77,8 @@ def decide(seen: View, waited_s: float = 10.0, policy: Policy = STRICT) -> Decis
             "1980 s left",
         ),
         (view(answer(0), answer(1), answer(2)), 1e6, Action.COMMIT, (0, 1, 2), (), "3 of 3"),
-        (view(answer(0), deadline=None), 479, Action.WAIT, (), (1, 2), "1 s left"),
-        (view(answer(0), deadline=None), 480, Action.GIVE_UP, (), (1, 2), "no quorum (3) after 480 s"),
+        (view(answer(0), deadline=None), 499, Action.WAIT, (), (1, 2), "1 s left"),
+        (view(answer(0), deadline=None), 500, Action.GIVE_UP, (), (1, 2), "no quorum (3) after 500 s"),
     ],
 )
 def test_decisions(seen, waited_s, action, named, missing, words):
@@ -103,7 +103,7 @@ FIRST = {"deadline": None, "roster": range(5)}  # the round that waits for every
             (0, 1, 2),
             "3 of 5 contributions, out for good: 3, 4",
         ),
-        (view(*map(answer, range(3)), **FIRST, out=(3,)), 0, Action.WAIT, (), "out for good: 3, waiting for 4; 480 s"),
+        (view(*map(answer, range(3)), **FIRST, out=(3,)), 0, Action.WAIT, (), "out for good: 3, waiting for 4; 500 s"),
         (
             view(*map(answer, range(4)), **FIRST, out=(3, 4)),
             0,
@@ -167,8 +167,8 @@ ROSTER = (0, 1, 2, 3)
         (view(*FIRST_THREE, roster=ROSTER, quorum_since=1050.0), 59, Action.WAIT, (), "1 s left"),
         (view(*FIRST_THREE, roster=ROSTER, quorum_since=1050.0), 60, Action.COMMIT, (0, 1, 2), "without 3 after 80.0"),
         # The first round of a leg waits for everybody as long as machines may take to start.
-        (view(*FIRST_THREE, roster=ROSTER, deadline=None), 479, Action.WAIT, (), "waiting for 3; 1 s left"),
-        (view(*FIRST_THREE, roster=ROSTER, deadline=None), 480, Action.COMMIT, (0, 1, 2), "without 3 after 500.0 s"),
+        (view(*FIRST_THREE, roster=ROSTER, deadline=None), 499, Action.WAIT, (), "waiting for 3; 1 s left"),
+        (view(*FIRST_THREE, roster=ROSTER, deadline=None), 500, Action.COMMIT, (0, 1, 2), "without 3 after 520.0 s"),
         # No quorum, however many have answered.
         (view(answer(0), answer(1), roster=ROSTER), 30, Action.WAIT, (), "2 of 5 contributions, missing 2, 3, 4"),
         (view(answer(0), answer(1), answer(2, "abstention"), roster=ROSTER), 69, Action.WAIT, (), "31 s left"),
@@ -209,8 +209,8 @@ def test_elastic_decisions(seen, waited_s, action, named, words):
         (view(answer(0), answer(1)), 10, True),  # the deadline, 30 s after the opening
         (view(*FIRST_THREE), 0, True),
         (view(*(answer(i, "wrong_base") for i in range(3))), 0, True),
-        (view(*FIRST_THREE, roster=ROSTER, deadline=None), 479, False),
-        (view(*FIRST_THREE, roster=ROSTER, deadline=None), 480, True),
+        (view(*FIRST_THREE, roster=ROSTER, deadline=None), 499, False),
+        (view(*FIRST_THREE, roster=ROSTER, deadline=None), 500, True),
     ],
 )
 def test_a_round_is_ready_once_its_roster_has_answered_or_the_deadline_has_passed(seen, waited_s, ready):

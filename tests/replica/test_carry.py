@@ -9,14 +9,13 @@ import pytest
 import torch
 from protocol_fleet import BY_HAND, Fleet, answer, report, together
 
-from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.codecs.table import Encoded, encode
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution, Payload, Score
 from diloco_orchestrator.protocol.rounds import carry_weight
-from replica.rounds.carry import WithCarry
+from replica.rounds.debt import StoredPayload, WithDebt
 from replica.rounds.participant import Participant
 
 
@@ -124,10 +123,10 @@ def test_every_shard_of_a_carry_is_added_however_the_sum_is_read():
     carried = torch.arange(10, dtype=torch.float32)
     payload = Payload(codec="fp32", numel=10, shard_numel=4, shards=())
     for cuts in ([0, 10], [0, 3, 5, 10], [0, 4, 8, 10], [0, 1, 9, 10]):
-        shards = PayloadCache()
+        stored = StoredPayload(payload)
         for index, part in enumerate(carried.split(4)):
-            shards.put((str(index), ""), encode(part, "fp32"))
-        with closing(WithCarry(FlatTensors([torch.ones(10)]), payload=payload, shards=shards, weight=0.5)) as both:
+            stored.put(index, encode(part, "fp32"))
+        with closing(WithDebt(FlatTensors([torch.ones(10)]), [(stored, 0.5)])) as both:
             read = torch.cat([both.read(start, stop) for start, stop in pairwise(cuts)])
             assert torch.equal(read, 1.0 + 0.5 * carried)
 

@@ -112,8 +112,10 @@ KINDS = [
     pytest.param({"sync_every": 4, "fragment_sync_delay": 2}, id="overlap"),
     pytest.param({"sync_every": 6, "fragments": 2, "fragment_sync_delay": 1}, id="fragments and overlap"),
     pytest.param({"sync_every": 6, "fragments": 2, "fragment_update_alpha": 0.5}, id="fragments, half kept"),
+    pytest.param({"sync_every": 4, "codec": "2bit"}, id="two bits"),
+    pytest.param({"sync_every": 6, "fragments": 2, "fragment_sync_delay": 1, "codec": "topk64"}, id="sparse fragments"),
 ]
-QUICK = ("one fragment", "fragments and overlap")
+QUICK = ("one fragment", "fragments and overlap", "two bits")
 
 
 @pytest.mark.parametrize("settings", KINDS)

@@ -1,6 +1,7 @@
 """Several sessions on virtual time: who is waited for, who scores what, who asks how often, which fragment moves."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from stored_snapshots import complete_snapshots
 from virtual_time import Process, VirtualClock, VirtualTime
 
 from diloco_orchestrator.codecs.table import Encoded
+from diloco_orchestrator.errors import Superseded
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.rounds import carry_weight
 from diloco_orchestrator.run_log.contributions import ContributionReader
@@ -129,6 +131,31 @@ def test_who_loses_the_race_for_its_manifest_goes_on_from_the_winners_place_in_t
     time.run()
     assert [answer.attempt for commit in fleet.commits()[:2] for answer in commit.answers] == [1, 1]
     assert seen == [*range(10), *range(20, 30)]
+
+
+def test_an_attempt_that_is_cut_in_a_round_to_which_it_has_nothing_to_add_goes_on_behind_the_one_that_has():
+    """Attempt 2 stands still for 50 s in its first step, while attempt 1 contributes to two rounds."""
+    fleet, time = fleet_of(2, rounds=4), VirtualTime()
+    seen: list[list[int]] = []
+
+    def attempt(replica_id: int, clock: VirtualClock) -> None:
+        batches: list[int] = []
+        seen.append(batches)
+        with suppress(Superseded):
+            constant_steps(
+                context_of(fleet, replica_id, clock),
+                tiny_model(),
+                lambda batch: batches.append(batch) or 1.0,  # type: ignore[func-returns-value]
+                take_s=lambda: clock.sleep(STEP_S + 0.1 * replica_id),  # so that replica 1 never waits
+            )
+
+    for replica_id in (1, 0):
+        time.spawn(f"replica {replica_id}", lambda clock, i=replica_id: attempt(i, clock))  # type: ignore[misc]
+    late = time.spawn("replica 1, attempt 2", lambda clock: attempt(1, clock), at=5.0)
+    time.at(6.0, lambda: time.stop(late, 50.0))
+    time.run()
+    assert [[answer.attempt for answer in commit.answers] for commit in fleet.commits()[:2]] == [[1, 1], [1, 1]]
+    assert seen[2][:2] == [0, 20]
 
 
 @pytest.mark.parametrize("fragments", [1, 2])

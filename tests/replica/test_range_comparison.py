@@ -32,7 +32,10 @@ def test_a_distance_is_that_before_encoding(codec: str, apart: float, tails: int
     error = torch.randn(NUMEL, generator=draws)
     other = values + apart * values.norm() / error.norm() * error
     found = distance(values, other, codec)
-    assert 0.5 * apart <= found <= 1.1 * apart or (codec == "bf16" and found <= max(1.1 * apart, 2**-8))
+    if CODECS[codec].feedback:  # of few values: a lower estimate
+        assert found <= 1.3 * apart
+    else:
+        assert 0.5 * apart <= found <= 1.1 * apart or (codec == "bf16" and found <= max(1.1 * apart, 2**-8))
     assert distance(values, values, codec) == 0.0
 
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 import pytest
 import torch
 from protocol_fleet import Fleet
+from scripted import CountingStore
 from virtual_time import Process, VirtualClock, VirtualTime
 
 from diloco_orchestrator.protocol.record_format import Stamp
@@ -136,6 +137,13 @@ SLOW = [
         marks=pytest.mark.slow,
     ),
 ]
+
+
+def test_replicas_ask_a_few_hundred_times_in_a_first_round_of_twenty_minutes():
+    """Its replicas do not know yet how long a round takes; nobody reads the manifests before both have responded."""
+    store = CountingStore()
+    run([Timing(pace=3.0), Timing(pace=3.3)], rounds=1, sync_every=400, store=store)
+    assert store.calls["GET"] + store.calls["LIST"] < 300
 
 
 @pytest.mark.parametrize("timings", SLOW)

@@ -28,6 +28,13 @@ class Endless(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         return iter(range(7))
 
 
+class Shuffled(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """A stream that is shuffled where it is read, perhaps in a worker."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(7), 7))
+
+
 class OwnOrder(torch.utils.data.Sampler[int]):
     """Draws each epoch's order from a generator of its own, as TRL's sampler does."""
 
@@ -52,6 +59,9 @@ LOADERS: dict[str, Any] = {
         num_workers=1,
         persistent_workers=True,
         collate_fn=list,
+    ),
+    "stream in persistent workers": lambda: DataLoader(
+        Shuffled(), batch_size=2, num_workers=1, persistent_workers=True, collate_fn=list
     ),
     "no batches": lambda: DataLoader(range(7), batch_size=None, shuffle=True),  # type: ignore[arg-type]
     "iterable": lambda: DataLoader(Endless(), batch_size=2, collate_fn=noisy),

@@ -5,8 +5,8 @@ import pytest
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Claim, Heartbeat, Intent
 from diloco_orchestrator.protocol.kinds import Role
-from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import By, Halt, Out
+from diloco_orchestrator.protocol.record_format import By, Stamp
+from diloco_orchestrator.protocol.records import Halt, Out
 from diloco_orchestrator.run_log.reader import read
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.memory import MemoryStore

@@ -9,7 +9,8 @@ from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.inspection.whatif.replay import all_lines
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import By, Commit, Discounted, Result
+from diloco_orchestrator.protocol.record_format import By
+from diloco_orchestrator.protocol.records import Commit, Discounted, Result
 from diloco_orchestrator.protocol.verdict import VerdictKind
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog

@@ -4,8 +4,9 @@ import json
 import logging
 
 import pytest
-from protocol_fleet import Fleet, answer, play
+from protocol_fleet import BY_HAND, Fleet, answer, play
 
+from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import sha256_hex
@@ -153,6 +154,53 @@ def test_a_replica_alone_rebuilds_before_it_writes_and_heals_what_was_wrong():
     assert alone.write_snapshot_if_due() and alone.digest == right
     play([alone], [1.0])
     assert confirmed(fleet, 2) == "" and claimed_base(RunLog(fleet.store), 2) == right
+
+
+@pytest.mark.parametrize("flipped", [True, False])
+def test_who_goes_on_alone_rebuilds_before_it_confirms_the_snapshot_that_it_wrote(flipped: bool):
+    """Two made the base, so that its writer counts on the other's claim; but the other is gone."""
+    clock = ManualClock()
+    fleet = Fleet(replicas=2, rounds=9, snapshot_every=1, quorum=1, timing=BY_HAND)
+    alone, gone = (fleet.join(replica_id, clock=clock) for replica_id in (0, 1))
+    answer(alone, 1.0), answer(gone, 1.0)
+    alone.close(), gone.close()
+    right = gone.digest
+    if flipped:
+        alone.base.parameters["bias"].view(-1)[0] += 0.5
+    assert not alone.write_snapshot_if_due()
+    answer(alone, 1.0)
+    healed = alone.close().healed
+    commit = fleet.commits()[1]
+    assert (commit.base_digest, healed, commit.applied) == (right, flipped, not flipped)
+    assert confirmed(fleet) == (None if flipped else "")
+
+
+def test_a_replica_alone_ends_its_run_with_the_base_that_the_log_gives():
+    """Nobody claims the last base but the final evaluation."""
+    fleet = Fleet(replicas=1, rounds=1, snapshot_every=9)
+    alone = fleet.join(0)
+    play([alone], [1.0])
+    right = alone._claims.hash()
+    alone.base.parameters["bias"].view(-1)[0] += 0.5
+    play([alone], [1.0])
+    assert not alone.open.stopped and alone.digest == right
+    play([alone], [1.0])
+    alone.finish_leg()
+    assert alone.open.stopped and confirmed(fleet) == "" and claimed_base(RunLog(fleet.store), 1) == right
+
+
+def test_a_base_that_only_one_claims_and_nobody_can_rebuild_any_more_ends_nothing(caplog):
+    clock = ManualClock()
+    fleet = Fleet(replicas=2, rounds=9, snapshot_every=1, quorum=1, timing=BY_HAND)
+    alone, gone = (fleet.join(replica_id, clock=clock) for replica_id in (0, 1))
+    answer(alone, 1.0), answer(gone, 1.0)
+    alone.close(), gone.close()
+    alone.write_snapshot_if_due()
+    for info in list(fleet.store.list(keys.snapshot(0, ""))):
+        fleet.store.delete(info.key)
+    answer(alone, 1.0)
+    alone.close()
+    assert fleet.commits()[1].applied and "the base after round 1 cannot be rebuilt" in caplog.text
 
 
 def test_the_base_that_a_halt_leaves_is_confirmed_by_the_leg_that_starts_from_it():

@@ -3,6 +3,7 @@
 import pytest
 
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreError, StoreUnavailable
+from diloco_orchestrator.store.base import endpoint_of
 from diloco_orchestrator.store.obstore_engine import ObstoreEngine
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, check_address, open_store
 
@@ -61,6 +62,27 @@ def test_an_endpoint_may_speak_http_and_one_that_is_none_is_no_outage():
     engine = store["_opened"].store
     with pytest.raises(StoreUnavailable):  # nobody listens there
         engine.get("key")
+
+
+@pytest.mark.parametrize(
+    ("url", "option", "variable", "value"),
+    [
+        ("az://c/x", "account_name", "AZURE_STORAGE_ACCOUNT_NAME", "lab"),
+        ("az://c/x", "endpoint", "AZURE_STORAGE_ENDPOINT", "http://127.0.0.1:9/lab"),
+        ("gs://b/x", "base_url", "GOOGLE_BASE_URL", "http://127.0.0.1:9"),
+        ("s3://b/x", "endpoint_url", "AWS_ENDPOINT_URL", "http://127.0.0.1:9"),
+        ("fsspec+s3://b/x", "endpoint_url", "AWS_ENDPOINT_URL", "http://127.0.0.1:9"),
+    ],
+)
+def test_one_url_on_two_servers_is_two_stores_and_one_on_one_server_is_one(
+    url: str, option: str, variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+):
+    signed = {"az": UNSIGNED, "gs": {"skip_signature": True}}.get(url[:2], {"key": "k", "secret": "s"})
+    other = endpoint_of(open_store(url, signed))
+    by_option = endpoint_of(open_store(url, {**signed, option: value}))
+    monkeypatch.setenv(variable, value)
+    by_variable = endpoint_of(open_store(url, {name: signed[name] for name in signed if name != option}))
+    assert other != by_option == by_variable
 
 
 def test_a_container_that_is_missing_is_no_missing_object():

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from fast_s3 import running_fast_s3
 from fsspec import AbstractFileSystem
 from s3_server import S3Server
 
-from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
+from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreDenied, StoreError, StoreUnavailable
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.fsspec_engine import FsspecEngine
 from diloco_orchestrator.store.open_store import open_store, readable_url
@@ -175,6 +176,20 @@ def test_a_wrong_region_is_told_at_the_first_call(status: int, code: str, engine
 def test_a_url_without_bucket_is_refused():
     with pytest.raises(ConfigError, match="names no bucket"):
         open_store("s3:///folder", {"key": "k", "secret": "s"})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_server_that_never_says_continue_gets_the_body(engine: str):
+    """`fast_s3` reads a body without answering `Expect: 100-continue` first, as some servers and proxies do."""
+    with running_fast_s3() as server:
+        options = {"key": "anybody", "secret": "anything", "endpoint_url": server.url}
+        store = open_store("s3://bucket/x", options, engine=engine)
+        assert store.create("key", b"x") and not store.create("key", b"y") and store.get("key") == b"x"
+        store.put("key", b"z")
+        server.requests()
+        with pytest.raises(ObjectMissing):
+            store.get("missing", 0, 100)
+        assert server.requests() == {"GET": 1}  # s3fs alone would ask by HEAD and by LIST, too
 
 
 @pytest.fixture

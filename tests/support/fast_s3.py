@@ -48,6 +48,10 @@ class FastS3:
         """Requests by kind (GET, LIST, CREATE, PUT, HEAD, DELETE, POST) since the last call; the count starts anew."""
         return Counter(json.loads(self._control("requests")))
 
+    def moved(self) -> Counter[str]:
+        """Bytes of objects that were read ("down") and written ("up") since the last call; the count starts anew."""
+        return Counter(json.loads(self._control("moved")))
+
     def forget(self, part: str) -> int:
         """Delete every object whose key contains `part`. Returns how many there were."""
         return int(self._control(f"forget?part={quote(part)}"))
@@ -143,6 +147,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.objects = Objects()
         self.counted: Counter[str] = Counter()
+        self.moved: Counter[str] = Counter()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -161,6 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
         create = "If-None-Match" in self.headers
         kind = "LIST" if "list-type" in query else "CREATE" if create and self.command == "PUT" else self.command
         self.server.counted[kind] += 1
+        self.server.moved["up"] += len(body)
         match kind:
             case "LIST":
                 self._list(key.rstrip("/"), query)
@@ -184,6 +190,9 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "requests":
             counted, self.server.counted = self.server.counted, Counter()
             return self._reply(200, json.dumps(counted).encode())
+        if path == "moved":
+            moved, self.server.moved = self.server.moved, Counter()
+            return self._reply(200, json.dumps(moved).encode())
         return self._reply(200, str(self.server.objects.forget(query["part"])).encode())
 
     def _created(self, done: bool, key: str) -> None:
@@ -202,6 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
             first, _, last = wanted.removeprefix("bytes=").partition("-")
             view, status = view[int(first) : int(last) + 1 if last else None], 206
             headers["Content-Range"] = f"bytes {first}-{int(first) + len(view) - 1}/{len(body)}"
+        self.server.moved["down"] += len(view)
         return self._reply(status, view, headers)
 
     def _list(self, bucket: str, query: dict[str, str]) -> None:

@@ -1,7 +1,7 @@
 """A fleet in which some replicas attack: real participants on one side, scripted writers of the bucket on the other.
 
-Two participants decide, commit and follow as they do in a run. The manifests of all others are written here: those of
-honest replicas as theirs, those of attackers as their script says. Training is real, of a small classifier.
+By default two participants decide, commit and follow as they do in a run. The manifests of all others are written here:
+those of honest replicas as theirs, those of attackers as their script says. Training is real, of a small classifier.
 """
 
 import json
@@ -150,8 +150,10 @@ class HostileFleet(Fleet):
         attackers: int,
         attack: Attack,
         task: Task | None = None,
+        deciders: int = 2,
         **settings: Any,
     ) -> None:
+        """`deciders`: replicas, the first ones, that are real participants. More than one must decide alike."""
         waits = {"poll_s": 0.5, "round_timeout_s": 60.0, "startup_timeout_s": 60.0}
         given = {"quorum": None, "timing": waits, "sync_every": STEPS, "snapshot_every": 1000, **settings}
         super().__init__(replicas=replicas, rounds=rounds, **given)
@@ -160,7 +162,7 @@ class HostileFleet(Fleet):
         self._attack, self._honest = attack, replicas - attackers
         self._clock = ManualClock()
         joined = [self.join(i, model=Classifier(seed), clock=self._clock) for i in range(replicas)]
-        self.deciders = joined[:2]
+        self.deciders = joined[:deciders]
         self._claims = [participant._attempt.claim_sha256 for participant in joined]
         self._memory: dict[int, dict[str, Any]] = {}
         self._seed = seed
@@ -221,7 +223,7 @@ class HostileFleet(Fleet):
                 self._attack(Writer(self, i, round_, flat[i], honest, flat[: self._honest], memory))
         for participant in self.deciders:
             participant.close()
-        assert first.digest == self.deciders[1].digest
+        assert {participant.digest for participant in self.deciders} == {first.digest}
 
     def _fields(self, replica_id: int, losses: torch.Tensor, in_loop: float) -> ContributionFields:
         """What an honest replica says: its share's scores, and its own training loss."""

@@ -1,7 +1,7 @@
 """One record of each kind, with a value in every field that its golden bytes pin."""
 
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.protocol import attempt_records, records
+from diloco_orchestrator.protocol import allreduce_records, attempt_records, records
 from diloco_orchestrator.protocol.record_format import Record
 
 STAMP = {"write_id": "0123456789abcdef-1", "at": 1700000000.5}
@@ -145,7 +145,16 @@ EXAMPLES: dict[str, Record] = {
         **STAMP, round=3, replica_id=1, attempt=2, shard=0, take=2, by="replica 0, attempt 1", reason="it is gone"
     ),
     "retention": records.Retention(**STAMP, payloads="needed", by="diloco gc"),
-    "allreduce": records.AllReducePart(
+    "allreduce": allreduce_records.AllReducePart(
         **STAMP, round_id=0, rank=1, world_size=2, shape=(3,), dtype="torch.float32", payload=PAYLOAD
+    ),
+    "reduced": allreduce_records.Reduced(
+        **STAMP,
+        round_id=0,
+        rank=1,
+        shards=(
+            allreduce_records.ReducedShard(shard=0, digest=B3),
+            allreduce_records.ReducedShard(shard=1, digest=B3, take=2),
+        ),
     ),
 }

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from simulation_checks import check
 from simulation_forgeries import forge
-from simulation_gradients import LEARNING_RATE, gradient, pattern
+from simulation_gradients import LEARNING_RATE, Model, gradient, pattern
+from simulation_joins import JoinedMachines, join_executor
 from simulation_machines import flip_bit, machines_of
 from simulation_plan import Plan, flips_of, forged_plan_of, plan_of, wide_plan_of
 from simulation_store import Bucket, InvariantBroken, Network
@@ -36,7 +37,7 @@ from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import LASTING
-from diloco_orchestrator.store.retrying import RetryingStore
+from diloco_orchestrator.store.retrying import RetryingStore, RetryPolicy
 from diloco_orchestrator.supervision.coordinator import Coordinator, Means
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
 from executors.contract import (
@@ -80,21 +81,6 @@ class Batches:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.next = state["next"]
-
-
-class Model(torch.nn.Linear):
-    """One input, `width` outputs, and perhaps a buffer that counts steps."""
-
-    def __init__(self, width: int, buffer: bool) -> None:
-        super().__init__(1, width)
-        if buffer:
-            self.register_buffer("steps", torch.zeros(()))
-        with torch.no_grad():
-            self.weight.fill_(1.0), self.bias.fill_(2.0)
-
-    def count_step(self) -> None:
-        for buffer in self.buffers():
-            buffer += 1
 
 
 class Simulation:
@@ -174,6 +160,11 @@ class Simulation:
         if self.plan.halt_at is not None:
             halt = Halt(write_id="halt", at=0.0, leg=1, by="simulate", reason="enough")
             self.time.at(self.plan.halt_at, lambda: self.bucket.create(keys.halt(1), halt.to_bytes()) and None)
+        for when, number in self.plan.machine_kills:
+            self.time.at(when, lambda n=number: self.machines.lose(n))
+        for when, number in self.plan.machine_notices:
+            self.time.at(when, lambda n=number: self.machines.tell_to_leave(n))
+        self._start_machines()
         self._start_coordinator(0.0)
         for when in self.plan.coordinators:
             self.time.spawn("another coordinator", self._supervise, at=when)
@@ -203,6 +194,7 @@ class Simulation:
         self.leg += 1
         self.last_digests.clear()
         self._plan_kills(leg.kills)
+        self._start_machines()
         self._start_coordinator(self.time.now + self.plan.listing_lag_s)  # it must see the leg
 
     def note_closed(self, replica_id: int, attempt: int, round_: int) -> None:
@@ -223,15 +215,15 @@ class Simulation:
             self._commits, self._calls = len(self.bucket.commits), 0
         # Where a payload is gone for good every attempt asks for it as long as a round may take, then the next one.
         attempts = self.config.retry.max_errors if self.plan.harms else 1
-        if self._calls > MOST_CALLS * (self.plan.replicas + 1) * attempts:
+        if self._calls > MOST_CALLS * (self.plan.replicas + self.plan.machines + 1) * attempts:
             self._fail_in_loop(f"no commit in {self._calls} calls")
         self.digest.update(f"{clock.now():.6f} {clock.world.current.name} {verb} {key}\n".encode())
 
-    def network(self, clock: VirtualClock) -> Store:
+    def network(self, clock: VirtualClock, retry: RetryPolicy = LASTING) -> Store:
         self._tokens += 1
         chance = random.Random(f"{self.plan.seed} {self._tokens}")
         faulty = Network(self.bucket, self.plan, clock, chance, self.trace)
-        return RetryingStore(faulty, clock, random.Random(self._tokens), LASTING)
+        return RetryingStore(faulty, clock, random.Random(self._tokens), retry)
 
     def stamp(self, clock: VirtualClock) -> Stamp:
         self._tokens += 1
@@ -266,7 +258,7 @@ class Simulation:
                 if where in ("parameters", "momenta"):
                     base = self.sessions[pair]._rounds.base
                     tensors = base.momenta if where == "momenta" and base.momenta else base.parameters
-                    flip_bit(tensors["bias"], len(self.flipped))
+                    flip_bit(tensors[min(tensors)], len(self.flipped))
                     self.flipped.append((self.time.now, replica_id, self.sessions[pair].round))
                 else:
                     self.coming.append((replica_id, where))
@@ -292,6 +284,9 @@ class Simulation:
 
     # -- the coordinator -----------------------------------------------------------------------------------------
 
+    def _start_machines(self) -> None:
+        self.machines = JoinedMachines(self)
+
     def _start_coordinator(self, at: float) -> None:
         self.coordinator = self.time.spawn("coordinator", self._supervise, at=at)
 
@@ -299,9 +294,8 @@ class Simulation:
         """A user's terminal: attaches again when the connection to the bucket was lost."""
         while True:
             try:
-                coordinator = Coordinator(
-                    RunReader(self.network(clock)), Means(SimExecutor(self), clock, self.stamp(clock))
-                )
+                executor = join_executor(self, clock) if self.plan.machines else SimExecutor(self)
+                coordinator = Coordinator(RunReader(self.network(clock)), Means(executor, clock, self.stamp(clock)))
                 while not coordinator.step():
                     clock.sleep(1.0)
                 return
@@ -359,8 +353,9 @@ class Simulation:
         if replica_id in plan.refused:
             raise ModelMismatch("another model (simulated)")
         clock, tokens = ctx._attempt.clock, plan.tokens[ctx.replica_id] if plan.tokens else 1
-        model, factors = Model(plan.width, plan.buffer), pattern(replica_id, plan.width)
-        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.0)
+        model = Model(plan.width, plan.buffer, plan.adapted)
+        patterns = [(parameter, pattern(replica_id, parameter)) for parameter in model.trained()]
+        optimizer = torch.optim.SGD(model.trained(), lr=LEARNING_RATE, momentum=0.0)
         with ctx.attach(model, optimizer, heldout=self._score, heldout_items=list(range(8))) as replica:
             session = replica._training
             self.sessions[replica_id, ctx._attempt.number] = session
@@ -369,7 +364,8 @@ class Simulation:
                 value = gradient(replica_id, batch)
                 if (batch, replica_id) in plan.nan:
                     value = float("nan")
-                model.weight.grad, model.bias.grad = value * factors[:, None], value * factors
+                for parameter, factors in patterns:
+                    parameter.grad = value * factors
                 optimizer.step()
                 model.count_step()
                 falling = plan.collapse and session.round > 2

@@ -1,11 +1,12 @@
 """What must hold of a simulated run, whatever went wrong: the invariants, from what is in its bucket at the end."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from simulation_gradients import LEARNING_RATE, gradient
+from simulation_gradients import LEARNING_RATE, RANK, gradient
 from simulation_oracle import Differs, PlainBase, bases_of
 from simulation_plan import Plan
 from simulation_store import InvariantBroken
@@ -17,7 +18,7 @@ from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.claims import wrong_bases
 from diloco_orchestrator.protocol.process import EXIT_PERMANENT
-from diloco_orchestrator.protocol.records import Commit, Contribution
+from diloco_orchestrator.protocol.records import Commit, Contribution, Progress
 from diloco_orchestrator.protocol.rounds import carry_weight
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -60,14 +61,19 @@ class RightBases:
 
 
 def first_base(plan: Plan) -> PlainBase:
-    """What every replica's model holds at first, in one fragment or in two."""
-    tensors = {
-        "bias": np.full(plan.width, 2.0, np.float32),
-        "weight": np.full(plan.width, 1.0, np.float32),
-    }
+    """What every replica's model holds at first, in one fragment or in two; residuals of adapters are one more."""
     shapes = {"bias": [plan.width], "weight": [plan.width, 1]}
     fragments = [["bias"], ["weight"]] if plan.settings["fragments"] == 2 else [["bias", "weight"]]
-    parameters = [np.concatenate([tensors[name] for name in names]) for names in fragments]
+    first = {"bias": 2.0, "weight": 1.0}
+    if plan.adapted:
+        a, b, residual = (f"layer.lora_{name}.default" for name in ("A", "B", "residual"))
+        a, b = f"{a}.weight", f"{b}.weight"
+        shapes = {a: [RANK, 1], b: [plan.width, RANK], residual: [plan.width, 1]}
+        fragments, first = [[a, b], [residual]], {a: 1.0, b: 0.0, residual: 0.0}
+    parameters = [
+        np.concatenate([np.full(math.prod(shapes[name]), first[name], np.float32) for name in names])
+        for names in fragments
+    ]
     has_momentum = plan.settings.get("outer", {}).get("momentum", 0.9) > 0
     return PlainBase(
         [[(name, shapes[name]) for name in names] for names in fragments],
@@ -245,7 +251,7 @@ def _check_steps(simulation: "Simulation", commits: Sequence[Commit], right: Rig
             manifest = reader.of(commit.round, replica_id)
             if manifest is None or manifest.progress is None:
                 continue
-            end = int(manifest.progress.cursor["state"]["next"])  # type: ignore[index, call-overload, arg-type]
+            end = _position(manifest.progress)
             if manifest.kind == "scores" and position <= end <= position + plan.settings["fragment_sync_delay"]:
                 position = end  # behind what was trained beside the last round
                 continue
@@ -267,6 +273,12 @@ def _check_steps(simulation: "Simulation", commits: Sequence[Commit], right: Rig
                 if not any(_is_forged(simulation, origin.round, replica_id) for origin in manifest.origins):
                     _check_payload(simulation, reader, manifest, begin, end, owed)
                 owed = None if (commit.round, replica_id) in averaged else manifest
+
+
+def _position(progress: Progress) -> int:
+    """The number of the next batch; 0 for a replica that only scores, so that no attempt of it has drawn a batch."""
+    state = progress.cursor.get("state", {"next": 0})
+    return int(state["next"])  # type: ignore[index, call-overload, arg-type]
 
 
 def _is_outlived(simulation: "Simulation", earlier: Contribution, later: Contribution) -> bool:

@@ -10,8 +10,8 @@ from simulation_plan import FORGERIES
 
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Cancel, Claim, Exit, Intent
-from diloco_orchestrator.protocol.record_format import Record, Stamp
-from diloco_orchestrator.protocol.records import By, Contribution, Out, Result, ReuploadRequest
+from diloco_orchestrator.protocol.record_format import By, Record, Stamp
+from diloco_orchestrator.protocol.records import Contribution, Out, Result, ReuploadRequest
 from diloco_orchestrator.run_log.run_log import RunLog
 
 if TYPE_CHECKING:

@@ -28,6 +28,11 @@ def flip_bit(tensor: torch.Tensor, number: int) -> None:
     bits ^= 1 << (15 - number % 8)
 
 
+def first_tensor(base: Base) -> torch.Tensor:
+    """The parameter of a base that bits flip in."""
+    return base.parameters[min(base.parameters)]
+
+
 @contextmanager
 def machines_of(simulation: "Simulation") -> Iterator[None]:
     """Within it outer steps of `plan.other_arithmetic` differ in their last bits, as with another CPU's rounding, bits
@@ -52,7 +57,7 @@ def machines_of(simulation: "Simulation") -> Iterator[None]:
     def rebuilt_by_this_machine(*args: Any) -> Any:
         made = rebuilt(*args)
         if isinstance(made, rebuild_module.Tip):
-            simulation.maybe_flip("rebuild", made.base.parameters["bias"])
+            simulation.maybe_flip("rebuild", first_tensor(made.base))
         return made
 
     def step_rebuilt_by_this_machine(shard: BaseShard, *args: Any) -> None:
@@ -60,14 +65,14 @@ def machines_of(simulation: "Simulation") -> Iterator[None]:
         simulation.maybe_flip("rebuild", shard.parameters)
 
     def write_by_this_machine(store: Store, round_: int, base: Base, *args: Any, **given: Any) -> str | None:
-        number, held = len(simulation.flipped), base.parameters["bias"].clone()
-        if not simulation.maybe_flip("snapshot", base.parameters["bias"]):
+        number, held = len(simulation.flipped), first_tensor(base).clone()
+        if not simulation.maybe_flip("snapshot", first_tensor(base)):
             return write(store, round_, base, *args, **given)
         try:
             return write(store, round_, base, *args, **given)
         finally:  # the bit was wrong in the copy that was written
-            flip_bit(base.parameters["bias"], number)
-            assert torch.equal(base.parameters["bias"], held)
+            flip_bit(first_tensor(base), number)
+            assert torch.equal(first_tensor(base), held)
 
     def load_and_note(self: Checkpoint, saved: SavedState) -> None:
         simulation.loaded.append(saved.contribution)

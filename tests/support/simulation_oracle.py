@@ -111,7 +111,10 @@ def bases_of(
         if said != weight:
             raise Differs(f"round {round_} weighs {said}; plain arithmetic gives {weight}")
         outer = config["outer"] | {n[6:]: v for n, v in begin["settings"].items() if n.startswith("outer.")}
-        base.step(commit["fragment"], average(averaged, weight, config["aggregate"]), outer)
+        before, mean = base.copy(), average(averaged, weight, config["aggregate"])
+        base.step(commit["fragment"], mean, outer)
+        if config["adapters"] == "exact":
+            step_residual(base, before, averaged, weight, mean, outer)
     return found
 
 
@@ -204,6 +207,38 @@ def average(averaged: Sequence[Averaged], weight: Mapping[int, int], how: str) -
             summed = summed + row
         found.append(summed / total)
     return np.concatenate(found)
+
+
+def step_residual(
+    base: PlainBase,
+    before: PlainBase,
+    averaged: Sequence[Averaged],
+    weight: Mapping[int, int],
+    mean: Floats,
+    outer: Json,
+) -> None:
+    """The outer step of the product of a LoRA pair, after that of its factors: docs/protocol.md, Exact adapters."""
+    ((_, (rank, columns)), (_, (rows, _))) = base.names[0]
+
+    def factors(vector: Floats) -> tuple[Floats, Floats]:
+        return vector[: rank * columns].reshape(rank, columns), vector[rank * columns :].reshape(rows, rank)
+
+    def add_product(to: Floats, b: Floats, a: Floats) -> Floats:
+        for r in range(rank):
+            to = to + b[:, r : r + 1] * a[r]
+        return to
+
+    nothing = np.zeros((rows, columns), np.float32)
+    (a, b), (mean_a, mean_b), (new_a, new_b) = (factors(v) for v in (before.parameters[0], mean, base.parameters[0]))
+    largest, crossed, total = max(weight[each.replica_id] for each in averaged), nothing, 0.0
+    for each in sorted(averaged, key=lambda each: each.replica_id):
+        local_a, local_b = factors(np.concatenate([decoded(shard) for shard in each.shards]))
+        share = weight[each.replica_id] / largest
+        crossed, total = add_product(crossed, local_b * np.float32(share), local_a), total + share
+    change = add_product(add_product(nothing, mean_b, a), b, mean_a) - crossed / np.float32(total)
+    base.step(1, change.reshape(-1), outer)
+    moved = add_product(add_product(nothing, b - new_b, a), new_b, a - new_a)
+    base.parameters[1] = base.parameters[1] + moved.reshape(-1)
 
 
 def decoded(shard: bytes) -> Floats:

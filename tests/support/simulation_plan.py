@@ -65,6 +65,9 @@ class Plan:
     vendor_down: Spans = ()  # every call to the vendor fails
     no_machine: tuple[tuple[float, float, int], ...] = ()  # (from, until, replica): the vendor has no machine for it
     lies: tuple[tuple[float, int], ...] = ()  # (when, which): from then on its vendor calls a living attempt dead
+    machines: int = 0  # that join by themselves and take the attempts; 0: a vendor starts them
+    machine_kills: tuple[tuple[float, int], ...] = ()  # (when, which machine) is lost with what runs on it
+    machine_notices: tuple[tuple[float, int], ...] = ()  # (when, which machine): SIGTERM for `diloco join`
     refused: tuple[int, ...] = ()  # replicas whose attempts end as permanent errors: they bring another model
     # -- what is in the bucket
     full: Spans = ()  # every write is answered that there is no room
@@ -86,6 +89,11 @@ class Plan:
     @property
     def strict(self) -> bool:
         return self.settings["quorum"] == "all"
+
+    @property
+    def adapted(self) -> bool:
+        """Whether the model is a frozen layer with a LoRA adapter, whose products are averaged exactly."""
+        return self.settings.get("adapters") == "exact"
 
     @property
     def harms(self) -> bool:
@@ -115,8 +123,13 @@ class Plan:
 
     @property
     def outnumbers(self) -> bool:
-        """Whether the replicas whose arithmetic is everybody's are the larger group."""
-        return 2 * len(self.other_arithmetic) < self.replicas
+        """Whether the replicas whose arithmetic is everybody's are the larger group of every round that can end.
+
+        With quorum=1 one machine ends rounds while most others are away, and nobody can tell who is wrong.
+        """
+        other, quorum = len(self.other_arithmetic), self.settings["quorum"]
+        needed = self.replicas if quorum == "all" else -(-self.replicas // 2) if quorum is None else quorum
+        return not other or (2 * other < self.replicas and other < needed)
 
     def undisturbed(self) -> "Plan":
         """The same run when nothing goes wrong."""
@@ -219,7 +232,7 @@ def wide_plan_of(seed: int) -> Plan:
 
     lone_group = replicas >= 3 and not plan.strict  # where a machine with other bits is outnumbered, and not needed
     ample = draw.random() < 0.04 and replicas <= 4  # more than one payload shard, which takes a second of real time
-    return replace(
+    wide = replace(
         plan,
         width=140_000 if ample else draw.choice([1, 1, 5]),
         buffer=draw.random() < 0.2,
@@ -243,6 +256,18 @@ def wide_plan_of(seed: int) -> Plan:
         forged=sometimes(0.08, lambda: (draw.randint(1, rounds), which())),
         other_arithmetic=sometimes(0.08, which) if lone_group else (),
     )
+    draw = random.Random(f"wider {seed}")  # so that what was drawn above stays as it was
+    plain = plan.settings["fragments"] == 1 and not plan.settings["fragment_update_alpha"] and aggregate == "mean"
+    if plain and draw.random() < 0.3:
+        wide = replace(wide, settings={**wide.settings, "adapters": "exact"})
+    if draw.random() >= 0.2:
+        return wide
+    machines = replicas + draw.choice([0, 0, 1, 2])
+
+    def some_machines() -> tuple[tuple[float, int], ...]:
+        return tuple((when(), draw.randrange(machines + 2)) for _ in range(draw.randint(0, 2)))
+
+    return replace(wide, machines=machines, machine_kills=some_machines(), machine_notices=some_machines())
 
 
 CALM = Plan(seed=1, replicas=3, rounds=4, settings={"quorum": None, "sync_every": 4}, paces=(1.0, 1.0, 1.0))

@@ -1,7 +1,8 @@
 """The bucket of a simulated run, and each process's network before it: slow, failing, and within a store's promises.
 
 A `get` that begins after a write returned sees that write, as docs/protocol.md section 1 says: stale reads are not
-played. Listings may lag behind by `listing_lag_s`, which is more than a store may do.
+played. Listings may lag behind by `listing_lag_s`, which is more than a store may do: snapshot 0, from which every
+replica begins within seconds, is listed at once.
 """
 
 import random
@@ -15,6 +16,8 @@ from diloco_orchestrator.errors import StoreFull, StoreUnavailable
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
+
+_FIRST_SNAPSHOT = keys.snapshot(0, "").rstrip("/")  # of any version
 
 
 class InvariantBroken(AssertionError):
@@ -97,7 +100,11 @@ class Network:
         seen = self._call("list", prefix, lambda: list(self._bucket.list(prefix, start_after)))
         newest = self._clock.now() - self._plan.listing_lag_s
         lagging = self._plan.listing_lag_s and self._chance.random() < 0.5
-        return iter([i for i in seen if not lagging or self._bucket.written_at.get(i.key, 0.0) <= newest])
+
+        def is_old(key: str) -> bool:
+            return self._bucket.written_at.get(key, 0.0) <= newest or key.startswith(_FIRST_SNAPSHOT)
+
+        return iter([info for info in seen if not lagging or is_old(info.key)])
 
     def delete(self, key: str) -> None:
         self._call("delete", key, lambda: self._bucket.delete(key))

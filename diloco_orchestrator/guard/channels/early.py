@@ -184,7 +184,7 @@ class NewLow(Remembered):
         return Fall(best, self.models[place], (lowest - highest) / width, NEEDS)
 
     def alarms(self, scores: Sequence[float], gained: float) -> list[Alarm]:
-        """The alarm if ten held-out scores in a row lie far below all before; else none. `gained`: see `fall`."""
+        """The alarm if ten held-out scores in a row lie far below all before; else none. `gained`: by training."""
         fall = self.fall(scores, gained)
         if fall is None or not fall.halts:
             return []
@@ -241,9 +241,10 @@ def _width(groups: _Groups) -> float:
 
 
 def _compared(held: _Groups, lost: _Groups, rounds: int) -> tuple[float, float, bool] | None:
-    """(ratio, ratio that halts, whether training gained) of a fall between two groups; None if they overlap.
+    """A fall between two groups of rounds: (distance over width, that which halts, whether training gained).
 
-    `held`: of the held-out score; `lost`: of the negated training metric. `rounds`: since the fall.
+    None if the groups overlap. `held`: of the held-out score; `lost`: of the negated training metric. `rounds`: since
+    the fall.
     """
     distance, width, steps = _distance(held), _width(held), held[0].steps
     varies = steps + held[1].steps >= STEPS or (steps >= 2 and rounds >= CONSTANT)

@@ -143,7 +143,7 @@ class Falls(Remembered):
         return Alarm(what, since if self.top is None else self.top[1], ADVICE, AlarmKind.FALL)
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
-        """(name, value, threshold) of both sums."""
+        """(name, value, threshold) of both sums, as the verdict lists them."""
         rows = zip(_NAMES, self.sums, CUSUMS, strict=True)
         return [(name, total, threshold / _DEFAULT * at_default) for name, total, (_, _, at_default) in rows]
 

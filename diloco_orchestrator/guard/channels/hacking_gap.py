@@ -22,7 +22,7 @@ _OF_THE_GAIN, _OF_THE_SCORE = 0.25, 0.2
 
 @dataclass
 class HackingGap(Remembered):
-    """A sum of how far training has left the held-out score behind since that improved last. State: 28 numbers."""
+    """A sum of sigmas by which training gained on the held-out score since that improved last. State: 28 numbers."""
 
     total: float = 0.0
     zero: int = 0  # the last model at which it was zero
@@ -38,7 +38,7 @@ class HackingGap(Remembered):
     def judge(
         self, model: int, held: float, trained: float, score: float, noise: Noise, tolerance: float, threshold: float
     ) -> list[Alarm]:
-        """Judge the next base. `score`: held-out, not counted from the first one. `noise`: of the difference."""
+        """Judge the next base. `score`: held-out, as measured. `noise`: of training metric less held-out score."""
         sigma = noise.sigma()
         if self.reference is None or self.best is None or not sigma > 0:
             return []

@@ -19,7 +19,7 @@ from diloco_orchestrator.guard.channels.remembered import Remembered
 
 @dataclass
 class MetricChannels:
-    """The channels so far. Values are kept relative to the first ones: a shift of a metric changes no fall."""
+    """All statistics of `SequentialGuard` so far. Values are kept relative to the first: a shift changes no fall."""
 
     count: int = 0  # models judged
     origin: list[float | None] = field(default_factory=lambda: [None, None])  # first held-out score, training metric
@@ -99,7 +99,7 @@ class MetricChannels:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
-        """(name, value, threshold) of each statistic."""
+        """(name, value, threshold) of each statistic, as the verdict lists them."""
         early = self.early.fall(self.noise.last)
         low = self.new_low.fall(self.noise.last, self.trained or 0.0)
         return [
@@ -144,7 +144,7 @@ class MetricChannels:
 
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> Self:
-        """The channels as they were when `state` was taken. They change its lists."""
+        """The statistics with the fields in `state`, whose lists they will change."""
         made = cls()
         for each in [each for each in fields(cls) if each.init]:
             part, kept = getattr(made, each.name), state[each.name]

@@ -90,7 +90,7 @@ class Noise(Remembered):
     def sigma(self, bend: float | None = None) -> float:
         """The long-run standard deviation; 0.0 if it is not known. At least half of the smallest change.
 
-        `bend`: a size of second differences, in place of that of now.
+        `bend`: a size of second differences to use in place of the present one.
         """
         if not self.count:
             return 0.0

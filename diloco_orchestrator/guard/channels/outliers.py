@@ -22,7 +22,7 @@ _DRIFTED, _NAMED = 0.9, 1.7
 
 @dataclass
 class FallingShares(Remembered):
-    """Drifts of shares beside the others. State: 2 numbers per share, and 2."""
+    """The drift of each held-out share's score from the mean of all shares. State: 2 numbers per share, and 2."""
 
     count: int = 0  # rounds learnt
     spread: float = 0.0  # median distance of a share from its usual one in a round
@@ -32,7 +32,7 @@ class FallingShares(Remembered):
     )  # by share: mean of what it is above that, over some 10 rounds
 
     def judge(self, gains: Mapping[str, float]) -> tuple[list[int], float]:
-        """Learn a round's gains. Returns the shares to name, and what the mean lost by those that have drifted down."""
+        """Add a round's gains. Returns the shares that have drifted down, and what the mean lost by them."""
         shares = sorted(gains)
         if not shares:
             return [], 0.0

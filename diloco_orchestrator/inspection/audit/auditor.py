@@ -1,10 +1,8 @@
-"""`Auditor`: has ranges (one replica's training in one round) trained again, each in its own process, and compares
-them.
+"""`Auditor`: has ranges (one replica's training in one round) trained again in own processes, and compares them.
 
 The process is `replica.process.rerun_range`; `findings` draws the ranges.
 """
 
-import importlib.metadata
 import json
 import logging
 import math
@@ -32,7 +30,7 @@ from diloco_orchestrator.inspection.audit.findings import (
 )
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.head import Head
-from diloco_orchestrator.protocol.process import ENV_RANK, ENV_STORAGE_OPTIONS, ENV_WORLD_SIZE
+from diloco_orchestrator.protocol.process import ENV_RANK, ENV_STORAGE_OPTIONS, ENV_WORLD_SIZE, installed_versions
 from diloco_orchestrator.protocol.records import Commit, Contribution, ParameterInfo
 from diloco_orchestrator.redaction import ENV_SECRET_NAMES
 from diloco_orchestrator.replica.process.rerun_result import RerunResult
@@ -233,8 +231,7 @@ class Auditor:
 
 
 def state_bytes(parameters: tuple[ParameterInfo, ...], *, keeps_local: bool) -> int:
-    """The bytes of one saved state with AdamW: two moments of each parameter, and local parameters if the run saves
-    them.
+    """The bytes of one saved state with AdamW: two moments of each parameter, and local parameters if saved.
 
     A run with fragments, delay or alpha saves them. An overestimate with exact adapters, whose residuals are among the
     parameters but in no optimizer.
@@ -277,20 +274,13 @@ def _check_states(run_log: RunLog) -> None:
 def _check_installed(details: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for packages that the run's archive requires and this machine lacks."""
     wanted = [*details.get("requirements", []), *(details.get("users") or [])]
-    absent = [each["spec"] for each in wanted if bootstrap.applies(each) and not _is_installed(each["name"])]
+    installed = installed_versions(each["name"] for each in wanted)
+    absent = [e["spec"] for e in wanted if bootstrap.applies(e) and installed[e["name"]] == "not installed"]
     if absent:
         raise ConfigError(
             f"the run's code needs {', '.join(absent)}, which this machine lacks; an audit installs nothing. Install "
             "them, in the versions of the run, and audit again."
         )
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _why_left_out(commit: Commit, kind: str) -> str:

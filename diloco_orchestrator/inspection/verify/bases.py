@@ -63,10 +63,7 @@ class SegmentChecker:
         return self._segment is not None and round_ <= self._until and key not in self._sizes
 
     def check_commit(self, round_: int, size: int) -> None:
-        """Raise `Differs` if a segment (many commits in one object) has the commit and its own object is missing.
-
-        So it does if that object has another size than `size`.
-        """
+        """Raise `Differs` if a segment (many commits in one object) has a commit without own object of this size."""
         self._move_to(round_)
         if self._segment is not None:
             self._check_single(keys.commit(round_), size)
@@ -154,6 +151,7 @@ class BaseDeriver:
             equal(key, "base_digest", manifest.base_digest, commit.base_digest, "the commit that names it")
             self._check_payload(manifest)
             self._check_state(manifest)
+            self._check_residual(manifest)
         norm, payload = (manifest.payload.norm, manifest.payload.digest) if manifest.payload else (0.0, "")
         equal(key, "norm", norm, answer.norm, "the commit that names it")
         equal(key, "payload", payload, answer.payload, "the commit that names it")
@@ -188,6 +186,16 @@ class BaseDeriver:
             data = self._checked(key, manifest.round, shard, later)
             if data is not None:
                 self._shards.put((key, shard.digest), data)
+
+    def _check_residual(self, manifest: Contribution) -> None:
+        if (residual := manifest.residual) is None:
+            return
+        for index, shard in enumerate(residual.saved.shards if residual.saved else ()):
+            key = keys.residual(manifest.replica_id, manifest.round, manifest.attempt, index)
+            self._checked(key, manifest.round, shard)
+        for round_, share in residual.missing:
+            of = keys.contribution(round_, manifest.replica_id)
+            self._done.notes.append(f"the residual of {of}, {share:.3g} of its norm, was lost and is in no payload")
 
     def _check_state(self, manifest: Contribution) -> None:
         if manifest.buffers is not None:

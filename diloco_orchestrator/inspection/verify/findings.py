@@ -102,10 +102,7 @@ def optional(key: str, read: Callable[[], T]) -> T:
 
 
 def needed(key: str, read: Callable[[], T | None], why: str) -> T:
-    """The result of `read`, which reads the object `key`. Raises `Differs` as `optional`, and if the object is missing.
-
-    `why`: completes "is missing, though …".
-    """
+    """The result of `read`. Raises `Differs` if the object `key` is invalid or missing; `why` it must exist."""
     found = optional(key, read)
     if found is None:
         raise Differs(key, f"is missing, though {why}")

@@ -118,7 +118,7 @@ def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
 
 
 def _is_foreign_claim(key: str, records: AttemptRecords) -> bool:
-    """Whether a claim has another key than its attempt's intent, the record that announces the attempt, prescribes."""
+    """Whether the claim at `key` has another token than the record that announced its attempt."""
     attempt = keys.parse_attempt(key)
     if attempt is None or attempt.name != keys.CLAIM:
         return False
@@ -201,7 +201,7 @@ def _why_unreadable(store: Store, key: str, kind: type[Record]) -> str:
 
 
 def _missing_of_attempts(attempts: Mapping[tuple[int, int], set[str]], records: AttemptRecords) -> list[str]:
-    """Keys of missing records of attempts whose later records exist, such as an announcement before a claim."""
+    """Keys of records of attempts that are missing although records written after them exist."""
     found = []
     newest: dict[int, int] = {}
     launched = any("handle.json" in names for names in attempts.values())  # by a coordinator, not by hand

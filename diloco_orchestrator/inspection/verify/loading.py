@@ -51,10 +51,7 @@ def check_loading(
     items: Sequence[Any] | None = None,
     tolerance: float = TOLERANCE,
 ) -> None:
-    """Load, and with `score` score, the snapshots of a verified run, and add the result to `done`.
-
-    Arguments and errors: `SnapshotLoader`.
-    """
+    """Load, and with `score` score, a verified run's snapshots; adds the result to `done`. See `SnapshotLoader`."""
     run_log = RunLog(store)
     start = run_log.start()
     if start is None:

@@ -23,7 +23,7 @@ class OtherDecision:
     change: Mapping[str, JsonValue] = field(default_factory=dict)  # settings by name: {"outer.lr": 0.4}
 
     def config(self, config: RunConfig) -> RunConfig:
-        """The configuration of a leg (start or resume to stop) so decided. Raises `ConfigError` if it is invalid."""
+        """`config`, of a leg (start or resume to stop), with the other settings. Raises `ConfigError` if invalid."""
         outer = {name: value for name, value in self.change.items() if name.startswith("outer.")}
         rest = {name: value for name, value in self.change.items() if name not in outer}
         made = config_of_leg(config, outer)

@@ -109,22 +109,20 @@ class _Round:
     # -- shard by shard ------------------------------------------------------------------------------------------
 
     def _by_shard(self, base: Base) -> tuple[float, list[_Sums]]:
-        """The norm of the outer step, which `base` takes in place, and each contribution's `_Sums`.
-
-        Residuals of exact adapters are not stepped.
-        """
+        """The norm of the outer step, which `base` takes in place without residuals, and each contribution's sums."""
         shards = base.shards(self._commit.fragment)
         lengths = [len(shard.parameters) for shard in shards]
         manifests = {a.replica_id: self._reader.named(self._commit.round, a) for a, _ in self._pairs}
         step, sums = 0.0, [_Sums() for _ in self._ids]
         with denormals_kept(), torch.no_grad(), closing(PayloadCache()) as cache:
 
+            def read(manifest: Contribution, index: int) -> bytes | memoryview:
+                name = f"{manifest.replica_id}", f"{index}"
+                return cache.kept(name, lambda: self._reader.shard(manifest, index))
+
             def combined(without: int | None) -> tuple[list[Part], Aggregate | None]:
                 pairs, _ = self._decided(without)
-                parts = [
-                    part_of(manifests[answer.replica_id], weight, lambda m, i: _read_once(cache, self._reader, m, i))
-                    for answer, weight in pairs
-                ]
+                parts = [part_of(manifests[answer.replica_id], weight, read) for answer, weight in pairs]
                 return parts, aggregate_of(self._config.aggregate, parts, lengths) if parts else None
 
             parts, average = combined(None)
@@ -146,10 +144,7 @@ class _Round:
     # -- base by base --------------------------------------------------------------------------------------------
 
     def _by_base(self, before: Base) -> tuple[Base, float, list[float], list[float | None]]:
-        """The base after the round, the norm of the step, and for each contribution shift and change of the score.
-
-        One more base is in memory for the contribution that is left out.
-        """
+        """The base after the round, the norm of the step, and for each contribution shift and change of the score."""
         after, usual = self._stepped(before, None)
         shifts, changes = [], []
         for replica_id in self._ids:
@@ -169,18 +164,6 @@ class _Round:
         source = self._commit if pairs else self._before
         answers = [answer for answer, _ in pairs] or [a for a in (source.answers if source else ()) if a.averaged]
         return base, self._scorer.mean(base, source.round if source else 0, answers)
-
-
-def _read_once(
-    cache: PayloadCache, reader: ContributionReader, manifest: Contribution, index: int
-) -> bytes | memoryview:
-    """A payload shard, whose bytes `cache` holds until it is cleared."""
-    name = f"{manifest.replica_id}", f"{index}"
-    if name not in cache:
-        cache.put(name, reader.shard(manifest, index))
-    kept = cache.get(name)
-    assert kept is not None, "it was put there above"
-    return kept
 
 
 def _add(

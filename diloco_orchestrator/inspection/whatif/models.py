@@ -42,10 +42,7 @@ class ModelWriter:
 
 
 def logged_mean(run_log: RunLog, round_: int, digest: str) -> float | None:
-    """The mean score that replicas logged for the base with this digest after a round, with the metric's own sign.
-
-    None if an item has no score.
-    """
+    """The mean score, in the metric's own sign, that replicas logged for a round's base; None if incomplete."""
     start = run_log.start()
     if start is None or start.record.heldout is None:
         return None

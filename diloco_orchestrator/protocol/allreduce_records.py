@@ -1,0 +1,38 @@
+"""Schemas of the JSON objects of a stand-alone `ObjectStoreAllReduce`, outside of any run."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from diloco_orchestrator.protocol.digests import BulkDigest
+from diloco_orchestrator.protocol.record_format import Part, Record
+from diloco_orchestrator.protocol.records import Payload
+
+
+class AllReducePart(Record):
+    """The manifest of one rank in a stand-alone `ObjectStoreAllReduce`, outside of any run."""
+
+    record: ClassVar[str] = "allreduce"
+    round_id: int = Field(ge=0)
+    rank: int = Field(ge=0)
+    world_size: int = Field(ge=1)
+    shape: tuple[int, ...]
+    dtype: str
+    payload: Payload
+
+
+class ReducedShard(Part):
+    """The average of one shard as its owner or checker has computed it from the payloads."""
+
+    shard: int = Field(ge=0)
+    digest: BulkDigest  # of its encoded bytes
+    take: int | None = Field(default=None, ge=1, le=9)  # under which the owner wrote it; None: the checker, or no key
+
+
+class Reduced(Record):
+    """The averages that one rank has made by scatter-reduce from the payloads."""
+
+    record: ClassVar[str] = "reduced"
+    round_id: int = Field(ge=0)
+    rank: int = Field(ge=0)
+    shards: tuple[ReducedShard, ...]  # that it owns or checks

@@ -1,0 +1,319 @@
+"""`Debt`: the carry and the residuals of one replica, added to its next contribution of the same fragment.
+
+The carry is work that no commit averaged, weighted by its staleness. A residual is what a codec of very few bits lost
+of a contribution, times the codec's feedback (error feedback, arXiv 1901.09847). Together they are one vector: the next
+payload is encode(pseudo-gradient + debt). So a payload contains the debt from before it, and the debt of a fragment is
+exactly the payload of the replica's newest contribution to it, if no commit averages that, and the residual of that
+contribution. A restarted attempt finds the former in the bucket, the latter if a state was saved with the contribution,
+and nothing counts twice. A residual lapses with its work: where that is dropped, it is dropped too.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+
+from diloco_orchestrator.allreduce.payload import publish
+from diloco_orchestrator.allreduce.payload_cache import PayloadCache
+from diloco_orchestrator.allreduce.shards import fetch, shard_ranges
+from diloco_orchestrator.allreduce.vectors import FlatTensors, Vector, norm_of, room
+from diloco_orchestrator.clock import in_parallel
+from diloco_orchestrator.codecs.table import Encoded, get_codec
+from diloco_orchestrator.errors import PayloadCorrupt
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, Payload, Residual
+from diloco_orchestrator.protocol.rounds import carry_weight
+from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.rounds.received import PayloadShard, everything
+from diloco_orchestrator.run_log.contributions import ContributionReader
+
+log = logging.getLogger(__name__)
+
+Origins = tuple[Origin, ...]
+Missing = tuple[tuple[int, float], ...]  # round and share of residuals
+Term = tuple[Vector, float]  # of a debt: a vector and its factor
+_WHAT = "the residual of a contribution"
+_SHARDS_AT_ONCE = 4  # each is in memory until it is in the cache
+
+
+class Debt:
+    """One replica's carry and residuals: unaveraged work of this leg, and what encoding lost of contributions.
+
+    A leg is a run's stretch from start or resume to stop. `fragments`: the number of elements of each.
+    """
+
+    def __init__(self, attempt: Attempt, fragments: Sequence[int]) -> None:
+        self._attempt = attempt
+        self._background = attempt.background
+        self._reader = ContributionReader(attempt.store)
+        self._codec = get_codec(attempt.config.codec)
+        self._numels = fragments
+        self._fragments = len(fragments)
+        self._late = attempt.config.late
+        self._carried: dict[int, Contribution] = {}  # by fragment: its newest contribution, if that is not averaged
+        self._newest: dict[int, Contribution] = {}  # by fragment: its newest contribution, unless that was dropped
+        self._residuals: dict[str, FlatTensors] = {}  # by `write_id` of the contribution
+        self._dropped: dict[int, Origins] = {}  # by round: dropped work that no manifest lists as dropped yet
+
+    def recover(
+        self,
+        rounds: range,
+        manifest_of: Callable[[int], Contribution | None],
+        commit_of: Callable[[int], Commit],
+        is_right: Callable[[Contribution], bool],
+        before: Iterable[tuple[Contribution, bool]] = (),
+    ) -> None:
+        """Find the unaveraged work of earlier attempts of this replica in the bucket.
+
+        Args:
+            rounds: closed rounds of this leg, newest first.
+            manifest_of: this replica's manifest of a round.
+            commit_of: the commit of a round.
+            is_right: whether a manifest claims the base that its round started from, as this replica rebuilds it.
+            before: this replica's manifests of the rounds that this leg goes on from, newest first, and whether each is
+                averaged. Unaveraged work was dropped at their leg's stop.
+        """
+        self._carried.clear()
+        self._newest.clear()
+        self._dropped.clear()
+        settled: set[int] = set()
+        listed: set[int] = set()  # rounds whose work a newer manifest lists as dropped
+        for round_ in rounds:
+            manifest = manifest_of(round_)
+            if manifest is None or manifest.kind != "delta":
+                continue
+            if manifest.fragment not in settled and self.settle(manifest, commit_of(round_), is_right):
+                settled.add(manifest.fragment)
+            listed |= {origin.round for origin in manifest.dropped}
+            if len(settled) == self._fragments:
+                break
+        for manifest, is_averaged in before if self._codec.feedback else ():
+            if len(settled) == self._fragments:
+                break
+            if manifest.kind == "delta" and manifest.fragment not in settled:
+                settled.add(manifest.fragment)
+                if is_averaged:
+                    self._newest[manifest.fragment] = manifest
+        self._dropped = {round_: origins for round_, origins in self._dropped.items() if round_ not in listed}
+
+    def settle(self, manifest: Contribution, commit: Commit, is_right: Callable[[Contribution], bool]) -> bool:
+        """Update the debt of a fragment once a round with a contribution of this replica is committed.
+
+        If the commit averages the contribution, its residual is the debt. If the guard quarantines it, its work is
+        dropped and the next manifest lists it as dropped. Otherwise this replica checks the contribution against its
+        own base, whatever the commit says: if right, it becomes the carry, and its residual stays with it; if wrong,
+        its own steps are dropped and listed. Returns False, with the debt unchanged, for an abstention or a wrong base.
+        """
+        if manifest.kind != "delta":
+            return False
+        for origin in manifest.dropped:
+            self._dropped.pop(origin.round, None)
+        if any(a.averaged and a.replica_id == manifest.replica_id for a in commit.answers):
+            self._carried.pop(manifest.fragment, None)
+            self._newest[manifest.fragment] = manifest
+        elif why := commit.quarantines(manifest.replica_id):
+            log.warning("round %d: our %d inner steps are dropped: %s", commit.round, _steps(manifest), why)
+            self._carried.pop(manifest.fragment, None)  # what it carried is in the suspected payload, too
+            self._newest.pop(manifest.fragment, None)
+            self._dropped[manifest.round] = manifest.origins
+        elif is_right(manifest):
+            self._carried[manifest.fragment] = self._newest[manifest.fragment] = manifest
+            log.info("round %d went on without our %d inner steps: %s", commit.round, _steps(manifest), self._fate)
+        else:
+            log.warning("round %d: our %d inner steps, from another base, are dropped", commit.round, _steps(manifest))
+            self._dropped[manifest.round] = tuple(o for o in manifest.origins if o.round == manifest.round)
+            return False
+        newest = {each.write_id for each in self._newest.values()}
+        self._residuals = {name: each for name, each in self._residuals.items() if name in newest}
+        return True
+
+    def drop_all(self, why: str) -> None:
+        """Discard all unaveraged work because the run has stopped and can never average it. `why`: for the log."""
+        for manifest in self._carried.values():
+            log.warning("%d inner steps of round %d are dropped: %s", _steps(manifest), manifest.round, why)
+        self._carried.clear()
+
+    # -- paid ----------------------------------------------------------------------------------------------------
+
+    def added_to(self, pseudo_gradient: Vector, fragment: int, round_: int) -> "WithDebt":
+        """`pseudo_gradient` plus the debt of `fragment`: the carry, weighted by its staleness in `round_`, and the
+        residual.
+
+        `dropped` of the result lists work given up: by the setting `late`, because its payload cannot be read, or
+        because it started from a wrong base. `missing` lists the residual if nobody has kept it. A repeated call gives
+        the same. The caller closes the result.
+        """
+        dropped = tuple(origin for since in sorted(self._dropped) for origin in self._dropped[since])
+        carried = self._carried.get(fragment)
+        if carried is None:
+            return WithDebt(pseudo_gradient, *self._residual_of_newest(fragment), dropped=dropped)
+        if self._late == "drop":
+            log.warning("%d inner steps of round %d are dropped: late is set to drop", _steps(carried), carried.round)
+            return WithDebt(pseudo_gradient, dropped=(*dropped, *carried.origins))
+        staleness = max(1, (round_ - carried.round) // self._fragments)
+        try:
+            payload = self._fetch(carried, pseudo_gradient.numel)
+        except PayloadCorrupt as error:
+            log.error("%d inner steps of round %d are dropped: %s", _steps(carried), carried.round, error)
+            return WithDebt(pseudo_gradient, dropped=(*dropped, *carried.origins))
+        residual, missing = self._residual_of_newest(fragment)
+        debt = [*residual, (payload, carry_weight(staleness))]
+        return WithDebt(pseudo_gradient, debt, missing, carried.origins, dropped)
+
+    def _fetch(self, carried: Contribution, numel: int) -> "StoredPayload":
+        """An unaveraged contribution's payload. Raises `PayloadCorrupt` if a shard of it is unusable."""
+        assert carried.payload is not None
+        if carried.payload.numel != numel:
+            raise PayloadCorrupt(f"the carry has {carried.payload.numel} elements, the pseudo-gradient {numel}.")
+        found = StoredPayload(carried.payload)
+
+        def read(shard: PayloadShard) -> None:
+            found.put(shard.index, self._reader.shard(shard.manifest, shard.index))
+
+        in_parallel(self._background, [partial(read, shard) for shard in everything([carried])], _SHARDS_AT_ONCE)
+        return found
+
+    def _residual_of_newest(self, fragment: int) -> tuple[list[Term], Missing]:
+        """The residual (what encoding lost) of the newest contribution to a fragment, if any, or that it is missing."""
+        newest = self._newest.get(fragment)
+        if newest is None or newest.residual is None:
+            return [], ()
+        if newest.write_id not in self._residuals:
+            try:
+                self._residuals[newest.write_id] = self._saved(newest, self._numels[fragment])
+            except PayloadCorrupt as error:
+                share = newest.residual.share
+                words = (
+                    "round %d: the residual of our contribution, %.3g %% of its norm, is missing in the next one: %s"
+                )
+                log.warning(words, newest.round, 100 * share, error)
+                return [], ((newest.round, share),)
+        return [(self._residuals[newest.write_id], self._codec.feedback)], ()
+
+    def _saved(self, manifest: Contribution, numel: int) -> FlatTensors:
+        """The residual (what encoding lost) of a contribution. Raises `PayloadCorrupt` if the bucket lacks it."""
+        assert manifest.residual is not None
+        saved = manifest.residual.saved
+        if saved is None:
+            raise PayloadCorrupt("no state was saved with it.")
+        if saved.numel != numel or saved.shard_numel < 1 or saved.codec != "fp32":
+            raise PayloadCorrupt(f"{saved.numel} elements in {saved.codec} were saved; its fragment has {numel}.")
+        found, who = room(numel, saved.shard_numel, _WHAT), (manifest.replica_id, manifest.round, manifest.attempt)
+
+        def read(index: int, start: int, stop: int) -> None:
+            data = fetch(self._attempt.store, keys.residual(*who, index), saved, index)
+            found.write(start, Encoded(data, saved.codec, stop - start).values())
+
+        ranges = shard_ranges(numel, saved.shard_numel)
+        if len(ranges) != len(saved.shards):
+            raise PayloadCorrupt(f"{len(saved.shards)} shards were saved; {numel} elements have {len(ranges)}.")
+        reads = [partial(read, index, *each) for index, each in enumerate(ranges)]
+        in_parallel(self._background, reads, _SHARDS_AT_ONCE)
+        return found
+
+    # -- formed --------------------------------------------------------------------------------------------------
+
+    def room(self, numel: int) -> FlatTensors | None:
+        """Zeros for the residual (what encoding will lose) of the next contribution; None without error feedback."""
+        return room(numel, self._attempt.config.shard_numel, _WHAT) if self._codec.feedback else None
+
+    def formed(
+        self, residual: FlatTensors | None, payload: Payload, missing: Missing, round_: int, *, save: bool
+    ) -> Residual | None:
+        """The manifest's description of a residual (what encoding lost), or None. With `save` it is stored in the
+        bucket.
+
+        `missing`: residuals that should be in the payload and are not.
+        """
+        if residual is None:
+            return None
+        norm, attempt, saved = norm_of(residual), self._attempt, None
+        # Payload and residual are orthogonal, because the mean of a class is the projection of its elements.
+        share = norm / whole if (whole := math.hypot(norm, payload.norm)) else 0.0
+        if save:
+            who, cache = (attempt.replica_id, round_, attempt.number), PayloadCache()
+            numel, key = attempt.config.shard_numel, partial(keys.residual, *who)
+            saved = publish(attempt.store, key, residual, "fp32", numel, cache, self._background)
+            cache.close()
+        return Residual(share=float(f"{share:.3g}"), saved=saved, missing=missing)
+
+    def keep(self, manifest: Contribution, residual: FlatTensors | None) -> None:
+        """Keep the residual (what encoding lost) of a published contribution until its round is committed."""
+        if residual is not None and manifest.attempt == self._attempt.number:
+            self._residuals[manifest.write_id] = residual
+
+    @property
+    def _fate(self) -> str:
+        return "they are carried into the next contribution" if self._late == "carry" else "they will be dropped"
+
+
+class StoredPayload:
+    """A payload whose shards are read from the bucket, decoded range by range, as a `Vector`."""
+
+    def __init__(self, payload: Payload) -> None:
+        self.numel = payload.numel
+        self._payload = payload
+        self._shards = PayloadCache()
+
+    def put(self, index: int, data: bytes) -> None:
+        """Keep a shard's verified bytes."""
+        self._shards.put((str(index), ""), data)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop), decoded."""
+        parts = []
+        for index, (low, high) in enumerate(shard_ranges(self.numel, self._payload.shard_numel)):
+            if low < stop and start < high:
+                data = self._shards.get((str(index), "")) or b""
+                encoded = Encoded(data, self._payload.codec, high - low)
+                parts.append(encoded.values(max(low, start) - low, min(high, stop) - low))
+        return torch.cat(parts)
+
+    def close(self) -> None:
+        """Free the bytes."""
+        self._shards.close()
+
+
+class WithDebt:
+    """A pseudo-gradient plus its author's debt, as a `Vector` that adds it range by range when it is read.
+
+    Args:
+        debt: vectors that are added, in this order, and their factors.
+        missing: round and share of residuals that should be among them and are not.
+        carried: origins of the carry.
+        dropped: origins of work that is given up and that the manifest lists as dropped.
+    """
+
+    def __init__(
+        self,
+        pseudo_gradient: Vector,
+        debt: Sequence[Term] = (),
+        missing: Missing = (),
+        carried: Origins = (),
+        dropped: Origins = (),
+    ) -> None:
+        self.missing = missing
+        self.carried = carried
+        self.dropped = dropped
+        self.numel = pseudo_gradient.numel
+        self._pseudo_gradient = pseudo_gradient
+        self._debt = debt
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the sum."""
+        values = self._pseudo_gradient.read(start, stop)
+        for vector, weight in self._debt:
+            values.add_(vector.read(start, stop) * weight)
+        return values
+
+    def close(self) -> None:
+        """Free the bytes of the payload that is added."""
+        for vector, _ in self._debt:
+            if isinstance(vector, StoredPayload):
+                vector.close()
+
+
+def _steps(manifest: Contribution) -> int:
+    return sum(origin.steps for origin in manifest.origins)
