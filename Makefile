@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,composer,dev
 
-.PHONY: venv demo test test-all test-loaded mutants simulate fuzz docker slurm ray ceph kubernetes lint clean
+.PHONY: venv demo test test-all test-loaded mutants simulate fuzz docker slurm ray ceph azurite kubernetes lint clean
 
 venv: .venv/installed
 
@@ -47,6 +47,11 @@ ray:
 # A genuine Ceph for the slow tests of stores, which are skipped without; on Debian and Ubuntu, as root.
 ceph:
 	apt-get install -y --no-install-recommends radosgw ceph-mon ceph-osd ceph-common
+
+# A genuine Azurite for the slow tests of stores, which are skipped without; anywhere with npm.
+AZURITE := /tmp/azurite
+azurite:
+	npm install --silent --no-audit --no-fund --prefix $(AZURITE) azurite@3
 
 # A genuine control plane for the slow tests of KubernetesExecutor, skipped without KUBERNETES_BIN; on Debian 12.
 KUBERNETES := /tmp/kubernetes

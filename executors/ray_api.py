@@ -21,20 +21,20 @@ _CALL_S = 60.0  # a head node answers in milliseconds; a busy one in seconds
 Job = Mapping[str, Any]
 
 
-class Exists(ExecutorError):
-    """A job of this id exists already."""
+class _Exists(ExecutorError):
+    """A job of this id exists already. Used only within this file."""
 
 
-class Gone(ExecutorError):
-    """The cluster has no job of this id."""
+class _Gone(ExecutorError):
+    """The cluster has no job of this id. Used only within this file."""
 
 
 _SAYS = "Ray says {said!r} (HTTP {status})."
 _FAILURES = (
-    # Ray answers 500 for what its own code raises, whatever the reason: the text tells.
-    Failure(Exists, ("already exists",), _SAYS),
+    # Ray answers 500 for whatever its own code raises: the text distinguishes.
+    Failure(_Exists, ("already exists",), _SAYS),
     Failure(ExecutorDenied, (), f"{_SAYS} Check the cluster's token (RAY_AUTH_TOKEN).", (401, 403)),
-    Failure(Gone, ("does not exist",), _SAYS, (404,)),
+    Failure(_Gone, ("does not exist",), _SAYS, (404,)),
     Failure(ExecutorDenied, ("ValueError", "TypeError"), f"{_SAYS} Correct the executor's options.", (400, 500)),
     Failure(Unavailable, (), f"{_SAYS} This passes; try again later.", TRANSIENT_STATUSES),
     Failure(ExecutorDenied, (), f"{_SAYS} Check address=, which is that of Ray's dashboard.", range(400, 500)),
@@ -52,11 +52,15 @@ class RayApi:
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
 
-    def submit(self, body: Mapping[str, Any], what: str) -> None:
-        """Create a job. Raises `Exists` if there is one of its id, running or ended."""
-        answer = self._json("POST", "/api/jobs/", what, json=body)
+    def submit(self, body: Mapping[str, Any], what: str) -> bool:
+        """Create a job. Returns False if there is one of its id, running or ended. `what`: the action, for errors."""
+        try:
+            answer = self._json("POST", "/api/jobs/", what, json=body)
+        except _Exists:
+            return False
         if not isinstance(answer, dict) or answer.get("submission_id") != body["submission_id"]:
             raise odd_reply(what, "the job", answer)
+        return True
 
     def upload(self, name: str, files: Mapping[str, str]) -> str:
         """Store a package of text files, unpacked on the node of a job that names the returned URI.
@@ -80,21 +84,28 @@ class RayApi:
         return {job["submission_id"]: job for job in listed if job.get("submission_id")}
 
     def job(self, job_id: str) -> Job:
-        """One job. Raises `Gone`."""
+        """One job, which exists."""
         what = f"reading job {job_id}"
         job = self._json("GET", f"/api/jobs/{job_id}", what)
         if not isinstance(job, dict) or "status" not in job:
             raise odd_reply(what, "a job", job)
         return job
 
-    def stop(self, job_id: str) -> None:
-        """Ask for the end of a job; nothing happens to one that has ended. Raises `Gone`."""
-        self._json("POST", f"/api/jobs/{job_id}/stop", f"stopping job {job_id}")
+    def stop(self, job_id: str) -> bool:
+        """Ask for the end of a job, without effect on one that has ended. Returns False if there is none of this id."""
+        try:
+            self._json("POST", f"/api/jobs/{job_id}/stop", f"stopping job {job_id}")
+        except _Gone:
+            return False
+        return True
 
     def log(self, job_id: str) -> str:
-        """The whole output of a job. Raises `Gone`."""
+        """The whole output of a job; empty if there is none of this id."""
         what = f"reading the log of job {job_id}"
-        answer = self._json("GET", f"/api/jobs/{job_id}/logs", what)
+        try:
+            answer = self._json("GET", f"/api/jobs/{job_id}/logs", what)
+        except _Gone:
+            return ""
         if not isinstance(answer, dict) or not isinstance(answer.get("logs"), str | None):
             raise odd_reply(what, "a log", answer)
         return answer.get("logs") or ""

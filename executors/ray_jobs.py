@@ -23,7 +23,7 @@ from diloco_orchestrator.executors.contract import (
     in_order,
 )
 from diloco_orchestrator.executors.names import words_of
-from diloco_orchestrator.executors.ray_api import Exists, Gone, Job, RayApi
+from diloco_orchestrator.executors.ray_api import Job, RayApi
 from diloco_orchestrator.executors.remote_base import (
     LABEL_RUN,
     RemoteExecutor,
@@ -181,9 +181,7 @@ class RayExecutor(RemoteExecutor):
         if request.secrets:
             text = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in request.secrets.items())
             package = self._api.upload(f"_ray_pkg_{uuid.uuid4().hex}.zip", {f"{_PACKAGE}/{_SECRETS}": text})
-        try:
-            self._api.submit(self._job(request, package), f"launching {name}")
-        except Exists:
+        if not self._api.submit(self._job(request, package), f"launching {name}"):
             found = self._api.job(name)
             return self.handle_of(request.run_id, found.get("metadata"), name, native)
         return ReplicaHandle(self.name, request.run_id, request.replica_id, request.attempt, name, native)
@@ -219,11 +217,8 @@ class RayExecutor(RemoteExecutor):
 
     def cancel(self, handle: ReplicaHandle) -> None:
         """Stop the job: SIGTERM, and SIGKILL two minutes later; one that waits for resources stops as it begins."""
-        try:
-            self._api.stop(handle.native_id)
-        except Gone:
-            return
-        self._cancelled.add(handle.native_id)
+        if self._api.stop(handle.native_id):
+            self._cancelled.add(handle.native_id)
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
         """Lines of the job's output, which Ray keeps on its node; none once the node or the job is gone."""
@@ -243,8 +238,6 @@ class RayExecutor(RemoteExecutor):
         """The attempt's own lines. `whole`: the last one too, which a running process may not have finished."""
         try:
             text = self._api.log(handle.native_id)
-        except Gone:
-            return []
         except Unavailable:
             if self.poll(handle).reason == "lost":  # with its node, whose agent had the log
                 return []

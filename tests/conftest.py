@@ -16,6 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from genuine_azurite import Azurite, running_azurite
 from genuine_ceph import running_ceph
 from hypothesis import settings
 from patience import PATIENCE_S
@@ -95,6 +96,13 @@ def s3_server() -> Iterator[S3Server]:
 def bucket(s3_server: S3Server) -> str:
     """A new empty bucket on `s3_server`."""
     return s3_server.make_bucket(f"bucket-{uuid4().hex[:12]}")
+
+
+@pytest.fixture(scope="session")
+def azurite() -> Iterator[Azurite]:
+    """One server for all tests of this process, which are skipped without."""
+    with running_azurite() as server:
+        yield server
 
 
 @pytest.fixture

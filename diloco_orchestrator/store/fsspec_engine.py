@@ -25,7 +25,7 @@ from diloco_orchestrator.errors import (
     StoreUnavailable,
 )
 from diloco_orchestrator.store.base import ObjectInfo
-from diloco_orchestrator.store.s3 import plain_endpoint
+from diloco_orchestrator.store.s3 import is_anonymous, pays_for_requests, plain_endpoint
 from diloco_orchestrator.store.s3_errors import BY_CODE
 
 T = TypeVar("T")
@@ -243,7 +243,8 @@ def open_fsspec(url: str, options: Mapping[str, Any], name: str) -> FsspecEngine
     extra: dict[str, Any] = {}
     if protocol in ("s3", "s3a"):
         # A retry inside s3fs, after the reply to our create was lost, would report the object as somebody else's.
-        extra["session"] = _session(options.get("profile"))
+        extra |= {"session": _session(options.get("profile")), "anon": is_anonymous()}
+        extra["requester_pays"] = pays_for_requests()
         extra["config_kwargs"] = {"retries": {"total_max_attempts": 1}, "read_timeout": 30, "connect_timeout": 10}
     try:
         filesystem, root = fsspec.core.url_to_fs(

@@ -51,6 +51,11 @@ _NO_RANGE = re.compile(r"\b416\b|range", re.IGNORECASE)
 
 # The error code in a server's reply: <Code>NoSuchBucket</Code> in its XML.
 _CODE = re.compile(r"(?:<Code>|\(code: )(\w+)")
+_NO_CREDENTIALS = (
+    "There are no credentials in the environment, and this machine has none of its own: set "
+    "GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_KEY; to read a public bucket, "
+    "GOOGLE_SKIP_SIGNATURE=true or AZURE_SKIP_SIGNATURE=true."
+)
 # For errors without a code; the first match decides. obstore's operating-system errors differ only in their text.
 _BY_TEXT: tuple[tuple[str, type[StoreError], str], ...] = (
     (r"os error 28\b|No space left|os error 122\b|507 Insufficient", StoreFull, "Free some space there."),
@@ -58,6 +63,9 @@ _BY_TEXT: tuple[tuple[str, type[StoreError], str], ...] = (
     (r"os error 13\b|Permission denied", StoreDenied, "Check that this user may write there."),
     # A disk or a file server that fails for a moment: EIO, and ESTALE of NFS.
     (r"(os error|Errno) (5|116)\b", StoreUnavailable, "The disk or its file server fails: see dmesg."),
+    # The last source of credentials is the service of the machine itself, which only a cloud's machines have.
+    (r"token request.*(169\.254\.169\.254|metadata\.google).* status code: 4", StoreDenied, _NO_CREDENTIALS),
+    (r"token request.*(169\.254\.169\.254|metadata\.google)", StoreUnavailable, _NO_CREDENTIALS),
     (r"performing HEAD .* 400 Bad Request", StoreDenied, NO_REASON),
     (r"builder error", StoreError, "Check the endpoint: it must be an http:// or https:// address."),
     (r"301 Moved|redirect", StoreError, "The bucket lies in another region: set AWS_REGION to it."),
@@ -175,8 +183,10 @@ class ObstoreEngine:
                 infos = [ObjectInfo(meta["path"], meta["size"]) for meta in found]
             except InvalidPathError:  # a file of somebody else, whose name is no key; without it there are the others
                 infos = listed(Path(self.url), prefix, start_after)
-        # obstore's local engine lists in directory order and shows its staging files.
-        return iter(sorted((i for i in infos if not _STAGING.search(i.key)), key=lambda info: info.key))
+        # Azurite ignores where a listing should begin. obstore's local engine lists in directory order and shows its
+        # staging files.
+        wanted = [info for info in infos if info.key > start_after and not _STAGING.search(info.key)]
+        return iter(sorted(wanted, key=lambda info: info.key))
 
     def delete(self, key: str) -> None:
         with suppress(ObjectMissing), self._translating("delete", key):
@@ -202,7 +212,11 @@ class ObstoreEngine:
         text = str(error).split("\n\nDebug source", 1)[0].strip()
         code = _CODE.search(text)
         if isinstance(error, FileNotFoundError) and not (code and code[1] in ("NoSuchBucket", "ContainerNotFound")):
-            return ObjectMissing(f"{key} does not exist in {self.url}.")
+            if verb not in ("create", "write"):
+                return ObjectMissing(f"{key} does not exist in {self.url}.")
+            return StoreError(
+                f"cannot {verb} {key} in {self.url}: not found. Check the bucket's name and the endpoint."
+            )
         what = f"cannot {verb} {key or 'the folder'} in {self.url}: {code[1] if code else _first_line(text)}."
         if code and code[1] in BY_CODE:
             kind, remedy = BY_CODE[code[1]]
@@ -252,7 +266,10 @@ def open_cloud(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
         if name not in allowed:
             raise ConfigError(unknown_name("storage option", name, allowed))
     # A server on loopback or behind a proxy may speak http, as with S3: no endpoint does that nobody has named.
-    given: Any = {"client_options": {**CLIENT_OPTIONS, "allow_http": True}, "retry_config": NO_RETRIES, **options}
+    client: ClientConfig = {**CLIENT_OPTIONS, "allow_http": True}
+    if kind == "gs" and (payer := os.environ.get("GOOGLE_CLOUD_QUOTA_PROJECT")):  # as in Google's own clients
+        client["default_headers"] = {"x-goog-user-project": payer}
+    given: Any = {"client_options": client, "retry_config": NO_RETRIES, **options}
     try:
         store: ObjectStore
         if "@" in bucket:

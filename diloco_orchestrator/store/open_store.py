@@ -140,7 +140,7 @@ def _open_folder(url: str, is_url: bool, options: Mapping[str, Any], must_exist:
 
     if options:
         raise ConfigError(f"storage_options {sorted(options)} mean nothing to the folder {url}. Leave them out.")
-    path = (Path(unquote(urlsplit(url).path)) if is_url else Path(url).expanduser()).resolve()
+    path = (Path(urlsplit(url).path) if is_url else Path(url).expanduser()).resolve()
     if must_exist and not path.is_dir():
         raise NoSuchRun(f"there is no folder {path}. Check the address; a run is one folder.")
     # A new run is its user's alone. To share it, chmod it, or make its folder first.
@@ -175,6 +175,10 @@ def check_address(url: str) -> None:
         raise ConfigError(
             f"{url} holds {bad!r}, where a URL's path ends: the run would lie in {url.partition(bad)[0]}. Choose a "
             f"folder without {bad!r}."
+        )
+    if name == "file" and unquote(rest) != rest:  # a space to RFC 8089 and to pathlib, three characters to other stores
+        raise ConfigError(
+            f"{url} holds an escape, which stores read in different ways. Write the path: {unquote(rest)}"
         )
     _, _, path = rest.partition("/")
     wrong = next((part for part in path.strip("/").split("/") if part in (".", "..", "")), None)

@@ -39,12 +39,13 @@ def open_s3(url: str, options: Mapping[str, Any], single_put_limit: int = OBJECT
         raise ConfigError(f"{url} names no bucket. Write s3://bucket/folder.")
     settings = _settings(options)
     session = _session(boto3, settings)
-    anonymous = bool(settings.get("anon"))
+    anonymous = bool(settings.get("anon", is_anonymous()))
     credentials = None if anonymous else _credentials(session, url)
     if not anonymous and credentials is None:
         raise StoreDenied(
             f"there are no S3 credentials for {url}: neither in the environment nor in a profile nor from a role. "
-            "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or pass storage_options."
+            "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or pass storage_options; to read a "
+            "public bucket, AWS_SKIP_SIGNATURE=true."
         )
     endpoint = settings.get("endpoint_url") or _endpoint_of(session)
     where: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}  # obstore refuses None
@@ -150,6 +151,16 @@ def _endpoint_of(session: Any) -> str | None:
     """The endpoint that AWS_ENDPOINT_URL or a profile sets, or None for Amazon's own."""
     client = session.client("s3", region_name=session.region_name or _DEFAULT_REGION)
     return plain_endpoint(str(client.meta.endpoint_url)) or None
+
+
+def is_anonymous() -> bool:
+    """Whether the environment asks for requests without a signature, in the words of obstore's stores."""
+    return os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true")
+
+
+def pays_for_requests() -> bool:
+    """Whether the environment offers to pay for reading a bucket whose requester pays, in the words of obstore."""
+    return os.environ.get("AWS_REQUEST_PAYER", "").lower() in ("requester", "true")
 
 
 def plain_endpoint(url: str) -> str:

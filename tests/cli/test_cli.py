@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cli_support import ROOT, diloco, diloco_here
+from signed_s3 import running_signed_s3
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +200,25 @@ def test_verify_agrees_and_exits_with_4_where_a_byte_was_changed(finished, tmp_p
     changed = diloco_here("verify", "bucket", "--json", cwd=tmp_path)
     told = json.loads(changed.stdout)
     assert changed.returncode == 4 and told["disagreement"]["key"] == "rounds/00000002/payload/0/1/0.bin"
+
+
+@pytest.mark.parametrize("scheme", ["s3", pytest.param("fsspec+s3", marks=pytest.mark.slow)])
+def test_a_run_in_a_public_bucket_or_at_the_readers_cost_is_read_at_the_command_line(scheme, finished, tmp_path):
+    with running_signed_s3() as server:
+        for path in (path for path in (finished / "bucket").rglob("*") if path.is_file()):
+            for bucket in ("public", "requester-pays"):
+                server.server.objects.put(
+                    f"{bucket}/run/{path.relative_to(finished / 'bucket')}", path.read_bytes(), True
+                )
+        unsigned = {"AWS_ENDPOINT_URL": server.url, "AWS_SKIP_SIGNATURE": "true"}
+        payer = {**server.environ(), "AWS_REQUEST_PAYER": "requester"}
+        for bucket, environ in (("public", unsigned), ("requester-pays", payer)):
+            url = f"{scheme}://{bucket}/run"
+            for command in (["status", url], ["verify", url], ["pull", url, bucket], ["report", url, f"{bucket}.html"]):
+                done = diloco_here(*command, cwd=tmp_path, environ=environ)
+                assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        refused = diloco_here("status", url, cwd=tmp_path, environ=server.environ())
+        assert refused.returncode == 1 and "cannot read run.json in" in refused.stderr
 
 
 def test_gc_tells_what_would_go_before_it_goes(finished):

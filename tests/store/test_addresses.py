@@ -30,6 +30,12 @@ def test_what_has_no_create_is_refused_in_one_sentence(scheme):
         open_store(f"{scheme}://host/x")
 
 
+@pytest.mark.parametrize("scheme", ["file", "fsspec+file"])
+def test_an_escape_that_stores_read_in_different_ways_is_refused(scheme):
+    with pytest.raises(ConfigError, match=r"holds an escape.* Write the path: /tmp/a b"):
+        open_store(f"{scheme}:///tmp/a%20b")
+
+
 def test_a_slash_that_is_missing_makes_no_folder():
     for call in (open_store, absolute_url):
         with pytest.raises(ConfigError, match=r"write s3://…, or ./s3:/x for the folder"):

@@ -7,6 +7,7 @@ and serves until it is killed.
 
 import argparse
 import bisect
+import html
 import json
 import re
 import subprocess
@@ -21,7 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
-from xml.sax.saxutils import escape, unescape
+from xml.sax.saxutils import escape
 
 CONTROL = "/-/"  # requests below this path are the benchmark's own and are not counted
 _PAGE = 1000  # keys in one reply to a listing, as in S3
@@ -231,7 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _post(self, key: str, query: dict[str, str], create: bool, body: bytes) -> None:
         if "delete" in query:
-            names = [unescape(name) for name in re.findall(r"<Key>(.*?)</Key>", body.decode())]
+            names = [html.unescape(name) for name in re.findall(r"<Key>(.*?)</Key>", body.decode())]
             for name in names:
                 self.server.objects.delete(f"{key.rstrip('/')}/{name}")
             done = "".join(f"<Deleted><Key>{escape(name)}</Key></Deleted>" for name in names)

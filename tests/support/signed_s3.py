@@ -1,0 +1,99 @@
+"""The fast S3 look-alike with a guard at its door, which checks every signature as S3 does: over the key, not the path.
+
+A client that escapes a character of a key in another way than S3 is refused, and so is a body with another digest than
+the signed one. A bucket named `public` is read by everybody; of `requester-pays` only who offers to pay reads.
+"""
+
+import hashlib
+import io
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
+
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
+from fast_s3 import Server, _Handler
+from s3_server import _signature
+
+KEY, SECRET = "AKIASIGNED", "a/secret+with=signs"
+_CREDENTIALS = Credentials(KEY, SECRET)
+_SCOPE = "/us-east-1/s3/aws4_request"
+
+
+@dataclass(frozen=True)
+class SignedS3:
+    """A running server, as its user sees it."""
+
+    url: str
+    server: Server
+
+    def options(self) -> dict[str, str]:
+        return {"key": KEY, "secret": SECRET, "endpoint_url": self.url}
+
+    def environ(self) -> dict[str, str]:
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_REGION": "us-east-1",
+        }
+
+
+@contextmanager
+def running_signed_s3() -> Iterator[SignedS3]:
+    """A server in a thread of this process."""
+    with Server() as server:
+        server.RequestHandlerClass = _Guarded
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield SignedS3(f"http://127.0.0.1:{server.server_port}", server)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class _Guarded(_Handler):
+    def _serve(self) -> None:
+        connection, body = self.rfile, self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if refusal := self._refusal(body):
+            return self._error(403, refusal, self.path)
+        self.rfile = io.BytesIO(body)
+        try:
+            return super()._serve()
+        finally:
+            self.rfile = connection
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve  # noqa: N815
+
+    def _refusal(self, body: bytes) -> str:
+        """The error code of S3; empty for a request that may pass."""
+        split = urlsplit(self.path)
+        bucket, query = split.path.split("/")[1], dict(parse_qsl(split.query, keep_blank_values=True))
+        path = quote(unquote(split.path), safe="/-_.~")  # by S3's rules for the canonical URI
+        if bucket == "requester-pays" and self.headers.get("x-amz-request-payer") != "requester":
+            return "AccessDenied"
+        if "X-Amz-Signature" in query:
+            wanted = _signature(f"http://{self.headers['Host']}{path}", query, _CREDENTIALS)
+            return "" if query["X-Amz-Signature"] == wanted else "SignatureDoesNotMatch"
+        authorization = self.headers.get("Authorization", "")
+        if not authorization:
+            reads = bucket == "public" and self.command in ("GET", "HEAD")
+            return "" if reads else "AccessDenied"
+        told = dict(part.strip().split("=", 1) for part in authorization.removeprefix("AWS4-HMAC-SHA256").split(","))
+        digest = self.headers["x-amz-content-sha256"]
+        if digest not in ("UNSIGNED-PAYLOAD", hashlib.sha256(body).hexdigest()):
+            return "XAmzContentSHA256Mismatch"
+        if not told["Credential"].startswith(f"{KEY}/") or not told["Credential"].endswith(_SCOPE):
+            return "InvalidAccessKeyId"
+        sorted_query = "&".join(f"{quote(n, safe='-_.~')}={quote(v, safe='-_.~')}" for n, v in query.items())
+        request = AWSRequest(self.command, f"http://{self.headers['Host']}{path}?{sorted_query}")
+        for name in told["SignedHeaders"].split(";"):
+            request.headers[name] = self.headers[name]
+        request.context["timestamp"] = self.headers["x-amz-date"]
+        signer = S3SigV4Auth(_CREDENTIALS, "s3", "us-east-1")
+        text = signer.string_to_sign(request, signer.canonical_request(request))
+        return "" if signer.signature(text, request) == told["Signature"] else "SignatureDoesNotMatch"
