@@ -53,10 +53,22 @@ TROUBLE = (
     Arm("a tenth of rounds stall, dropped", stalls=0.1, settings={"late": "drop"}),
     Arm("a replica killed every three rounds", kills=3),
 )
+_SPARSE = {"outer": {"lr": 1.0, "momentum": 0.0}}  # the outer optimizer of arXiv 2508.15706
+FEW_BITS = (
+    Arm("few bits: 2bit", settings={"codec": "2bit"}),
+    Arm("few bits: 2bit, what it loses is dropped", settings={"codec": "2bit"}, forgets=True),
+    Arm("few bits: fp32, outer lr 1 without momentum", settings=_SPARSE),
+    Arm("few bits: topk64, outer lr 1 without momentum", settings={"codec": "topk64", **_SPARSE}),
+    Arm("few bits: topk128, outer lr 1 without momentum", settings={"codec": "topk128", **_SPARSE}),
+    Arm("few bits: 2bit, killed every three rounds", settings={"codec": "2bit"}, kills=3),
+    Arm("few bits: 2bit, killed, states saved", settings={"codec": "2bit", "replica_state": "round"}, kills=3),
+    Arm("few bits: fp32, killed, states saved", settings={"replica_state": "round"}, kills=3),
+)
 GROUPS: Mapping[str, Sequence[Arm]] = {
     "Number of replicas": (ALONE, *REPLICAS),
     "Inner steps between outer steps": INTERVALS,
     "Fragments and payloads": (USUAL, *PARTS),
+    "Payloads of few bits": (USUAL, *FEW_BITS),
     "Late, lost and restarted": (USUAL, *TROUBLE),
     "Against a plain loop": (USUAL, LOOP),
 }

@@ -10,6 +10,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from virtual_time import Killed, VirtualBackground, VirtualClock, VirtualTime
 
+from diloco_orchestrator.codecs.table import CODECS
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.demo.text import Corpus, load_corpus
 from diloco_orchestrator.inspection.status import RoundRow, RunReader
@@ -70,13 +72,17 @@ class Arm:
     slow: float = 1.0  # virtual seconds of an inner step of the last replica
     stalls: float = 0.0  # chance that a replica stalls in a round, for `STALL` rounds
     kills: int = 0  # rounds between kills of a replica; 0 = none
+    forgets: bool = (
+        False  # whether what a codec of few bits loses is added to nothing, which no setting of a run allows
+    )
 
     @property
     def outer_lr(self) -> float:
         return float(self.settings.get("outer", {}).get("lr", OUTER_LR))
 
     def key(self) -> dict[str, Any]:
-        return asdict(self)
+        """What a sample depends on, beside size and seed."""
+        return {name: value for name, value in asdict(self).items() if name != "forgets" or value}
 
 
 # -- the workload ------------------------------------------------------------------------------------------------------
@@ -355,12 +361,24 @@ def mean_score(model: nn.Module, items: Sequence[str]) -> float:
     return math.fsum(score(model, items)) / len(items)
 
 
+@contextmanager
+def without_feedback(codec: str) -> Iterator[None]:
+    """Context in which a codec's residuals are dropped."""
+    known = CODECS[codec]
+    CODECS[codec] = replace(known, feedback=0.0)
+    try:
+        yield
+    finally:
+        CODECS[codec] = known
+
+
 def play(arm: Arm, size: Size, seed: int) -> Sample:
     """Train one arm with one seed."""
     torch.set_num_threads(1)
     began = time.process_time()
     if arm.program == "product":
-        found = ProductRun(arm, size, seed).play()
+        with without_feedback(arm.settings["codec"]) if arm.forgets else nullcontext():
+            found = ProductRun(arm, size, seed).play()
     else:
         found = {"reference": reference, "data-parallel": data_parallel}[arm.program](arm, size, seed)
     return {"arm": arm.name, "seed": seed, **found, "cpu_s": round(time.process_time() - began, 1)}

@@ -123,7 +123,7 @@ def is_ready(view: View, now: float, policy: Policy) -> bool:
 
 
 def _deadline_s(view: View, policy: Policy) -> float:
-    """Seconds from the round's opening for which it waits for its roster.
+    """Seconds from the round's opening for which it waits for the replicas on its roster.
 
     A leg's first round has no straggler deadline: whoever starts `startup_timeout_s` late may train as long as this
     replica has.

@@ -39,6 +39,7 @@ class BaseClaims:
         self._digest: str | None = None  # of the base; None: not hashed since it changed
         self._digests: dict[int, str] = {}  # of earlier bases of this leg, as this replica held them, by their round
         self._asked: tuple[int, set[str]] = (0, set())  # a round, and claims for which its base was rebuilt
+        self._not_rebuilt_in = 0  # the last round whose base could not be rebuilt
 
     # -- the digest ----------------------------------------------------------------------------------------------
 
@@ -109,7 +110,7 @@ class BaseClaims:
         it came from.
         """
         made_in = self._tip.value.base_round
-        if self.rebuilt_after >= made_in or self.digest in self._asked_now():
+        if self.rebuilt_after >= made_in or self._not_rebuilt_in == self._round:
             return False
         if {claim.replica_id for claim in claims if claim.digest == self.digest} != {self._attempt.replica_id}:
             return False
@@ -138,12 +139,11 @@ class BaseClaims:
 
         False, with a warning, if it cannot be rebuilt: a replica that is alone goes on with the base that it has.
         """
-        own = self.hash()
-        self._asked_now().add(own)
         try:
-            return self.verify({own})
+            return self.verify({self.hash()})
         except (PayloadCorrupt, RecordInvalid) as error:
             log.warning("the base after round %d cannot be rebuilt: %s", self._tip.value.base_round, error)
+            self._not_rebuilt_in = self._round
             return False
 
     def verify(self, known: Collection[str]) -> bool:

@@ -175,6 +175,18 @@ def test_who_goes_on_alone_rebuilds_before_it_confirms_the_snapshot_that_it_wrot
     assert confirmed(fleet) == (None if flipped else "")
 
 
+def test_who_rebuilt_its_base_for_a_snapshot_heals_a_bit_that_flips_after_it():
+    clock = ManualClock()
+    fleet = Fleet(replicas=2, rounds=9, snapshot_every=1, quorum=1, timing=BY_HAND)
+    one, other = (fleet.join(replica_id, clock=clock) for replica_id in (0, 1))
+    answer(one, 1.0)
+    one.close(), other.close()
+    assert not one.write_snapshot_if_due()  # nobody else has made this base
+    one.base.parameters["bias"].view(-1)[0] += 0.5
+    answer(one, 1.0), answer(other, 1.0)
+    assert one.close().healed and fleet.commits()[1].base_digest == other.digest
+
+
 def test_a_replica_alone_ends_its_run_with_the_base_that_the_log_gives():
     """Nobody claims the last base but the final evaluation."""
     fleet = Fleet(replicas=1, rounds=1, snapshot_every=9)

@@ -9,6 +9,7 @@ import numpy as np
 from simulation_gradients import LEARNING_RATE, RANK, gradient
 from simulation_oracle import Differs, PlainBase, bases_of
 from simulation_plan import Plan
+from simulation_residuals import check_residuals
 from simulation_store import InvariantBroken
 
 from diloco_orchestrator.codecs.table import Encoded
@@ -111,6 +112,7 @@ def check(
         return commits
     right = RightBases.of(simulation, commits)
     _check_steps(simulation, commits, right)
+    check_residuals(simulation, commits)
     _check_bases(simulation, commits, right)
     _check_arithmetic(simulation, commits, right)
     may_fail = plan.gives_up and result.status == "failed"
@@ -308,6 +310,8 @@ def _check_payload(
 ) -> None:
     found, plan = _value(reader, manifest), simulation.plan
     overlaps = plan.settings["fragment_sync_delay"] or plan.settings.get("fragment_update_alpha")
+    if manifest.residual is not None:
+        return  # its payload is compared whole
     if found is None or overlaps or any(i == manifest.replica_id for _, i in plan.nan):
         return
     expected = LEARNING_RATE * sum(gradient(manifest.replica_id, batch) for batch in range(begin, end))

@@ -6,7 +6,6 @@ So a rule that is wrong everywhere alike, and that `verify` therefore derives al
 
 import json
 import math
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
+from plain_codecs import decoded
 
 Floats = NDArray[np.float32]
 Json = Mapping[str, Any]
@@ -239,16 +239,6 @@ def step_residual(
     base.step(1, change.reshape(-1), outer)
     moved = add_product(add_product(nothing, b - new_b, a), new_b, a - new_a)
     base.parameters[1] = base.parameters[1] + moved.reshape(-1)
-
-
-def decoded(shard: bytes) -> Floats:
-    """The values of a payload shard: a header of 16 bytes, then little-endian fp32 (1) or the upper half of it (2)."""
-    magic, version, codec, count = struct.unpack("<4sHHQ", shard[:16])
-    assert (magic, version) == (b"DLCO", 1) and codec in (1, 2), shard[:16]
-    body = shard[16:]
-    bits = np.frombuffer(body, "<u4") if codec == 1 else np.frombuffer(body, "<u2").astype(np.uint32) << 16
-    assert len(bits) == count
-    return bits.view(np.float32)
 
 
 def _disagreeing(values: Mapping[int, Floats], norms: Mapping[int, float]) -> list[int]:

@@ -213,6 +213,10 @@ def wide_plan_of(seed: int) -> Plan:
         "outer": draw.choice([{}, {}, {"momentum": 0.0}, {"nesterov": False}, {"lr": 0.3, "momentum": 0.5}]),
         "shard_mib": 1,
     }
+    chance = random.Random(f"few bits {seed}")  # of its own: the other draws of a seed stay as they are
+    few_bits = chance.random() < 0.25
+    if few_bits:
+        settings["codec"] = chance.choice(["2bit", "topk64"])
     plan = plan_of(seed, replicas, rounds, **settings)
     if plan.strict:  # whose bits are only those of the undisturbed run if every state is saved
         plan = replace(plan, settings={**plan.settings, "replica_state": "round"})
@@ -234,7 +238,7 @@ def wide_plan_of(seed: int) -> Plan:
     ample = draw.random() < 0.04 and replicas <= 4  # more than one payload shard, which takes a second of real time
     wide = replace(
         plan,
-        width=140_000 if ample else draw.choice([1, 1, 5]),
+        width=140_000 if ample else max(draw.choice([1, 1, 5]), 5 * few_bits),
         buffer=draw.random() < 0.2,
         tokens=tuple(draw.choice([1, 2, 3, 100]) for _ in range(replicas)) if by_tokens else (),
         next_leg=NextLeg(
