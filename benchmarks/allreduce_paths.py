@@ -3,8 +3,9 @@
     make bench-allreduce
     make bench-allreduce OPTIONS="--ranks 4 8 16 --codecs fp32 int4"
 
-Requests and MB of objects for each rank in the mean, in one all-reduce of a vector of 4 MiB of fp32; what `bytes_down`
-foretells, by which `path="auto"` chooses, stands beside it. Exits with 1 where the count is off by more than 1 %.
+Requests and MB of objects for each rank in the mean, in one all-reduce of a vector of 4 MiB of fp32. Beside them stands
+what `bytes_down` foretells, from which `path="auto"` predicts times. Exits with 1 where the count is off by more than
+1 %.
 """
 
 import argparse

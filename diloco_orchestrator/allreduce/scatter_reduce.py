@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from diloco_orchestrator.allreduce.mean import Part, mean_into
-from diloco_orchestrator.allreduce.shards import fetch_shard
+from diloco_orchestrator.allreduce.shards import fetch_shard, shard_ranges
 from diloco_orchestrator.clock import Background, Backoff, Clock, in_parallel, random_token
 from diloco_orchestrator.codecs.table import LARGEST_GROUP, Encoded, encode, get_codec
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
@@ -36,6 +36,9 @@ _POLL = Backoff(first_s=0.01, longest_s=0.5)
 
 _AT_ONCE = 4  # reduced shards that are read at the same time
 
+# The link for which `path="auto"` chooses. All ranks must choose alike, so none goes by what it has measured.
+_ROUND_TRIP_S, _BYTES_PER_S = 0.05, 12.5e6  # 100 Mb/s
+
 Words = Mapping[int, Mapping[int, ReducedShard]]  # rank -> shard -> the average that the rank has published
 
 
@@ -45,7 +48,7 @@ def shard_numel_for(numel: int, world_size: int, most: int) -> int:
 
 
 def dealers(round_id: int, shard: int, world_size: int) -> tuple[int, int]:
-    """Owner and checker of a shard: two ranks of `world_size` > 2, which move on with the round."""
+    """The ranks, owner and checker, that average a shard in this round; another pair each round. `world_size` > 2."""
     first = (round_id + shard) % world_size
     return first, (first + 1) % world_size
 
@@ -66,9 +69,23 @@ def bytes_down(lengths: Sequence[int], codec: str, world_size: int) -> tuple[int
     return gathered, scattered
 
 
+def predicted_s(numel: int, codec: str, world_size: int, most: int) -> tuple[float, float]:
+    """Seconds that a rank waits for the bytes of others: (by gather, by scatter-reduce), by round trips of 50 ms and
+    100 Mb/s.
+
+    `most`: elements of a shard at the most. A rank of a gather reads one payload shard after another.
+    """
+    lengths = [stop - start for start, stop in shard_ranges(numel, shard_numel_for(numel, world_size, most))]
+    shards, own = len(lengths), 2 * len(lengths) / world_size
+    # By scatter-reduce: its own shards and one more, the averages that it writes and those that it reads, the records.
+    trips = own + 1 + own / 2 + (shards - own) / _AT_ONCE + 2 + (world_size - 1)
+    gathered, scattered = (bytes_ / world_size / _BYTES_PER_S for bytes_ in bytes_down(lengths, codec, world_size))
+    return gathered + _ROUND_TRIP_S * (world_size - 1) * -(-numel // most), scattered + _ROUND_TRIP_S * trips
+
+
 @dataclass
 class ScatterReduce:
-    """One rank's part in the scatter-reduce of one round. `parts` of `mean_into` must be those of all ranks."""
+    """One rank's part in the scatter-reduce of one round."""
 
     store: Store
     clock: Clock
@@ -80,11 +97,12 @@ class ScatterReduce:
     _digests: dict[int, BulkDigest] = field(default_factory=dict)  # of the averages made here, by shard
 
     def mean_into(self, shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
-        """Write the mean of all parts into `shards`, flat tensors of the payload shards' lengths, as `mean_into` would.
+        """Write the mean of `parts`, those of all ranks, into `shards`, flat tensors of the payload shards' lengths.
 
         Besides its own shards this rank averages one more from the payloads, which nobody can foretell: of two ranks
-        that publish the same wrong average somebody finds out. Raises `PayloadCorrupt` if this rank does, and as
-        `mean_into`; what one rank alone publishes wrongly is logged with its rank and not used.
+        that publish the same wrong average somebody finds out. Raises `PayloadCorrupt` if this rank does, and for bytes
+        or lengths that are not the manifest's; what one rank alone publishes wrongly is logged with its rank and not
+        used.
         """
         began, pairs = self.clock.now(), [dealers(self.round_id, i, self.world_size) for i in range(len(shards))]
         own = [index for index, pair in enumerate(pairs) if self.rank in pair]
@@ -135,7 +153,7 @@ class ScatterReduce:
     # -- what others published -----------------------------------------------------------------------------------
 
     def _words(self, needed: Iterable[int], until: float) -> Words:
-        """Averages by rank and shard, as the ranks in `needed` published them. After the time `until` some may lack."""
+        """Averages by rank and shard that the ranks `needed` published by the time `until`, when waiting ends."""
         found, missing, pauses = dict[int, Mapping[int, ReducedShard]](), set(needed), _POLL.pauses()
         while missing:
             for info in self.store.list(keys.reduced_shards(self.round_id)):
@@ -198,5 +216,5 @@ class ScatterReduce:
 
 
 def _given(data: bytes | memoryview, index: int) -> bytes | memoryview:
-    """`Part.read` of a shard that was read before."""
+    """The bytes `data` of a shard that was read before, as `Part.read` returns them."""
     return data

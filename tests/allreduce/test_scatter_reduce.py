@@ -9,7 +9,7 @@ import torch
 from fast_s3 import running_fast_s3
 
 from diloco_orchestrator import ObjectStoreAllReduce
-from diloco_orchestrator.allreduce.scatter_reduce import bytes_down, dealers, shard_numel_for
+from diloco_orchestrator.allreduce.scatter_reduce import bytes_down, dealers, predicted_s, shard_numel_for
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.codecs.table import CODECS
 from diloco_orchestrator.errors import AllReduceTimeout, ConfigError, PayloadCorrupt
@@ -179,15 +179,34 @@ def test_ranks_with_different_paths_are_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "codec", "chosen"), [(2, "fp32", "gather"), (4, "fp32", "scatter_reduce"), (4, "int4", "gather")]
+    ("ranks", "shards", "chosen"), [(2, 0, "gather"), (4, 0, "gather"), (8, 800, "scatter_reduce")]
 )
-def test_auto_takes_the_path_of_fewer_bytes_and_says_why(ranks, codec, chosen, tmp_path, caplog):
+def test_auto_takes_the_path_of_less_time_and_says_why(ranks, shards, chosen, tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    means = reduce_all(str(tmp_path), tensors_of(ranks), "auto", codec=codec)
+    means = reduce_all(str(tmp_path), tensors_of(ranks, shards), "auto")
     assert all(torch.equal(mean, means[0]) for mean in means)
     made = list(open_store(str(tmp_path)).list(keys.reduced_shards(ROUND)))
     assert bool(made) == (chosen == "scatter_reduce")
-    assert ranks == 2 or f"path '{chosen}': all ranks read" in caplog.text
+    assert ranks == 2 or f"path '{chosen}': " in caplog.text
+
+
+def test_time_is_foretold_from_bytes_and_round_trips():
+    few, many = predicted_s(1000, "fp32", 4, 2**24), predicted_s(2**28, "fp32", 4, 2**24)
+    assert few[0] < 0.2 < few[1]  # three round trips; several more
+    assert many[1] < 0.75 * many[0] and many[0] == pytest.approx(3 * 2**30 / 12.5e6, rel=0.05)
+    wide, packed = predicted_s(2**26, "fp32", 64, 2**24), predicted_s(2**26, "int4", 4, 2**24)
+    assert wide[1] < 0.1 * wide[0] and packed[0] < packed[1]
+    assert predicted_s(0, "fp32", 3, 2**24)[0] == 0
+
+
+def test_a_payload_that_differs_from_its_manifest_is_never_averaged(reduced):
+    store, again, _ = reduced
+    for shard in range(12):
+        data = bytearray(store.get(keys.payload(ROUND, 0, 1, shard)))
+        data[-1] ^= 1
+        store.put(keys.payload(ROUND, 0, 1, shard), bytes(data))
+    with pytest.raises(PayloadCorrupt, match=r"payload/0/1/\d+\.bin.*read 2 times.*not used"):
+        again()
 
 
 @pytest.mark.slow
