@@ -48,7 +48,7 @@ def shard_numel_for(numel: int, world_size: int, most: int) -> int:
 
 
 def dealers(round_id: int, shard: int, world_size: int) -> tuple[int, int]:
-    """Owner and checker of a shard: two ranks of `world_size` > 2, which move on with the round."""
+    """The ranks, owner and checker, that average a shard in this round; another pair each round. `world_size` > 2."""
     first = (round_id + shard) % world_size
     return first, (first + 1) % world_size
 
@@ -85,7 +85,7 @@ def predicted_s(numel: int, codec: str, world_size: int, most: int) -> tuple[flo
 
 @dataclass
 class ScatterReduce:
-    """One rank's part in the scatter-reduce of one round. `parts` of `mean_into` must be those of all ranks."""
+    """One rank's part in the scatter-reduce of one round."""
 
     store: Store
     clock: Clock
@@ -97,11 +97,12 @@ class ScatterReduce:
     _digests: dict[int, BulkDigest] = field(default_factory=dict)  # of the averages made here, by shard
 
     def mean_into(self, shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
-        """Write the mean of all parts into `shards`, flat tensors of the payload shards' lengths, as `mean_into` would.
+        """Write the mean of `parts`, those of all ranks, into `shards`, flat tensors of the payload shards' lengths.
 
         Besides its own shards this rank averages one more from the payloads, which nobody can foretell: of two ranks
-        that publish the same wrong average somebody finds out. Raises `PayloadCorrupt` if this rank does, and as
-        `mean_into`; what one rank alone publishes wrongly is logged with its rank and not used.
+        that publish the same wrong average somebody finds out. Raises `PayloadCorrupt` if this rank does, and for bytes
+        or lengths that are not the manifest's; what one rank alone publishes wrongly is logged with its rank and not
+        used.
         """
         began, pairs = self.clock.now(), [dealers(self.round_id, i, self.world_size) for i in range(len(shards))]
         own = [index for index, pair in enumerate(pairs) if self.rank in pair]
@@ -152,7 +153,7 @@ class ScatterReduce:
     # -- what others published -----------------------------------------------------------------------------------
 
     def _words(self, needed: Iterable[int], until: float) -> Words:
-        """Averages by rank and shard, as the ranks in `needed` published them. After the time `until` some may lack."""
+        """Averages by rank and shard that the ranks `needed` published by the time `until`, when waiting ends."""
         found, missing, pauses = dict[int, Mapping[int, ReducedShard]](), set(needed), _POLL.pauses()
         while missing:
             for info in self.store.list(keys.reduced_shards(self.round_id)):
@@ -215,5 +216,5 @@ class ScatterReduce:
 
 
 def _given(data: bytes | memoryview, index: int) -> bytes | memoryview:
-    """`Part.read` of a shard that was read before."""
+    """The bytes `data` of a shard that was read before, as `Part.read` returns them."""
     return data

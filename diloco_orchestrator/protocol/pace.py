@@ -43,10 +43,9 @@ def commits_read_s(round_s: float, open_s: float) -> float:
 
 
 def starts_read_s(open_s: float) -> float:
-    """Seconds between two polls, before the first round has ended, for what attempts write as they start or end, and of
-    a replica that trains for the round's commit.
+    """Seconds between two polls before the first round has ended, `open_s` seconds after the process or round began.
 
-    `open_s`: seconds since the process began, or since the replica opened the round.
+    They are polls for what attempts write as they start or end, and a training replica's for the round's commit.
     """
     return max(1.0, min(open_s / 10, 60.0))
 

@@ -61,6 +61,11 @@ class EndOfLeg:
         Called once no attempt runs any more.
         """
         last = self._last()
+        if last is not None and last.commit.stop == "none":
+            # A replica that was thought dead brought a model after the run was stopped for want of one.
+            halt = self._log.halt(self._begin.leg)
+            self.commit_stop("halted", halt.reason if halt else "it was stopped before its first commit")
+            last = self._last()
         if last is None:
             return
         if self._log.result(self._begin.leg) is None:

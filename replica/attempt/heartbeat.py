@@ -48,7 +48,7 @@ class HeartbeatWriter:
     def beat(self) -> None:
         """Write a heartbeat if one is due. Called every `timing.heartbeat_s`.
 
-        While the length of a round is not known, the time since the first call stands for it.
+        While the length of a round is not known, the time since the first call is used instead.
         """
         call_s = self._config.timing.heartbeat_s
         self._calls += 1

@@ -113,7 +113,7 @@ class RoundTiming:
         """The growing pauses in seconds between two polls of a replica that waits for others.
 
         The first is two thirds of what the times of a replica's rounds differ by, or a five-hundredth of a round: a
-        poll costs little time beside that. Before a round has ended, the open one counts as long as it is so far.
+        poll costs little time beside that. Before a round has ended, the length of the open one so far is used.
         """
         longest_s = pace.longest_wait_s(self._attempt.config, self.usual_s or self.train_s)
         shortest_s = min(max(_SHORTEST_WAIT_S, self._times.spread_s() / 1.5, self.usual_s / 500), longest_s)

@@ -57,6 +57,22 @@ def test_a_model_that_came_after_its_run_was_stopped_is_noted():
     assert done.agrees and keys.result(1) in done.notes[0]
 
 
+def test_a_run_whose_replica_committed_once_more_after_it_was_stopped_gets_its_end():
+    """The replica, thought dead, decided its round before it saw the request to halt, and died."""
+    fleet = Fleet(replicas=1, rounds=9)
+    log = RunLog(fleet.store)
+    end = EndOfLeg(log, log.newest_begin(), STAMP)
+    end.commit_stop("halted", "nobody is left")
+    request = fleet.store.get(keys.halt(1))
+    fleet.store.delete(keys.halt(1))
+    play([fleet.join(0)], [1.0])
+    fleet.store.create(keys.halt(1), request)
+    end.finalize()
+    result = RunLog(fleet.store).result(1)
+    assert result is not None and (result.status, result.round, result.reason) == ("halted", 2, "nobody is left")
+    assert verify_run(fleet.store).agrees
+
+
 def test_a_result_from_before_the_first_commit_that_nobody_asked_for_is_found():
     fleet = Fleet(replicas=1, rounds=1)
     forged = Result(**STAMP(), leg=1, status="halted", round=0, outer_steps=0, reason="nobody is left")

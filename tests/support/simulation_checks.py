@@ -229,7 +229,7 @@ def _check_arithmetic(simulation: "Simulation", commits: Sequence[Commit], right
         try:
             ends["a rebuild gives"] = rebuild(log, log.newest_begin().record).digest
         except PayloadCorrupt:
-            if not plan.rots:  # it may be damaged when nobody needs it any more
+            if not plan.harms:  # it may be damaged when nobody needs it any more
                 raise
     for what, digest in ends.items():
         if digest != right.last:
