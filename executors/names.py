@@ -50,6 +50,6 @@ def check_entrypoint(entrypoint: str) -> None:
     if _ENTRYPOINT.fullmatch(entrypoint):
         return
     module, _, function = entrypoint.rpartition(".")
-    guess = f"{module}:{function}"
-    offer = guess if _ENTRYPOINT.fullmatch(guess) else "package.module:function"
+    guess = f"{entrypoint}:FUNCTION" if function == "py" else f"{module}:{function}"
+    offer = guess if function == "py" or _ENTRYPOINT.fullmatch(guess) else "package.module:function"
     raise ValueError(f"entrypoint {entrypoint!r} is not of the form 'package.module:function'. Write {offer!r}.")

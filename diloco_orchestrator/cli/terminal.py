@@ -240,14 +240,18 @@ def _passed_over(status: RunStatus) -> list[str]:
     return [f"passed over: {words}" for words in found[:_SHOWN_UNREADABLE]] + more
 
 
+_LONG = 40  # characters of a remark that is not repeated for the next round
 _STATE_STYLE = {"running": "cyan", "completed": "green", "halted": "yellow", "failed": "red"}
 
 
 def _rounds_table(status: RunStatus, shown: int) -> Table:
     table = _table("round", _metric(status), "held-out before", "gap", "up", "down", "seconds")
     table.add_column("", overflow="fold")
+    remarks: dict[str, int] = {}  # by words: the first round shown that has them
     for row in status.rounds[-shown:]:
-        remark = row.remark()
+        remark, long = row.remark(), len(row.remark()) > _LONG
+        if long and remarks.setdefault(remark, row.round) != row.round:
+            remark = f"as round {remarks[remark]}"
         table.add_row(
             str(row.round),
             _number(row.loss if row.loss is not None else row.reward),

@@ -1,5 +1,6 @@
 """Explains in plain words why a run stopped, or that it goes on, and what to do. Pure: input is a `RunStatus`."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from shlex import quote
@@ -163,9 +164,9 @@ def explain(status: RunStatus, best: int | None = None, now: float | None = None
             f"The model: `diloco pull {at} DESTINATION`.",
             f"More rounds: `diloco resume {at} --rounds N`.",
         ]
-        return Explanation(
-            "completed", what, ["Every outer step is taken.", *scores, *_warning(status)], todo, statistics
-        )
+        errors, mended = _errors(status)
+        done = ["Every outer step is taken.", *_missing(status.rounds), *errors, *scores, *_warning(status)]
+        return Explanation("completed", what, done, [*todo, *mended], statistics)
     if status.verdict is not None and status.verdict.fire and status.reason.startswith(_FIRED):
         return _fired(status, what, scores, statistics, best)
     if status.reason.startswith(_ASKED):
@@ -205,17 +206,33 @@ def _failed(status: RunStatus, what: str, scores: list[str], statistics: list[St
     if "rounds in a row named nobody" in status.reason:
         why.append("No replica had numbers that could be averaged; most often they are NaN.")
         todo.append("Look at the replicas' logs; lower the learning rate, and resume from an earlier round.")
+    errors, mended = _errors(status)
+    why, todo = why + errors, todo + mended
+    logs = f"diloco logs {quote(status.url)}"
+    whole = next((f"`{logs} --replica {r.replica_id}`" for r in status.replicas if r.exit_code), "")
+    todo += [f"The whole output: {whole}."] if whole else []
+    todo.append(f"Committed rounds are safe. Once the cause is mended: {resume}.")
+    return Explanation(status.state, what, [*why, *scores], todo, statistics)
+
+
+def _errors(status: RunStatus) -> tuple[list[str], list[str]]:
+    """Sentences about the errors with which replicas ended, and what to do about each; equal ones once."""
+    why, todo = [], []
     errors = {each.replica_id: _error_of(each) for each in status.replicas if each.error}
     for ids, (name, message) in grouped(errors.items()):
         meaning, advice = _ERRORS.get(name, ("its training function raised an error", "mend it as it says"))
         who = replicas(ids).capitalize()
         why.append(f"{who}: {meaning} ({name}: {message}).")
         todo.append(f"{who}: {advice}.")
-    logs = f"diloco logs {quote(status.url)}"
-    whole = next((f"`{logs} --replica {r.replica_id}`" for r in status.replicas if r.exit_code), "")
-    todo += [f"The whole output: {whole}."] if whole else []
-    todo.append(f"Committed rounds are safe. Once the cause is mended: {resume}.")
-    return Explanation(status.state, what, [*why, *scores], todo, statistics)
+    return why, todo
+
+
+def _missing(rows: Sequence[RoundRow]) -> list[str]:
+    """A sentence for the replicas that at least half of the outer steps went without."""
+    applied = [row for row in rows if row.applied]
+    counts = Counter(replica_id for row in applied for replica_id in row.without)
+    often = ((replica_id, count) for replica_id, count in sorted(counts.items()) if 2 * count >= len(applied))
+    return [f"Without {replicas(ids)}: {count} of {len(applied)} outer steps." for ids, count in grouped(often)]
 
 
 def _error_of(replica: ReplicaRow) -> tuple[str, str]:
@@ -238,15 +255,13 @@ def _scores(rows: Sequence[RoundRow], best: int | None) -> list[str]:
 
 
 def _judged(rows: Sequence[RoundRow]) -> list[str]:
-    """A sentence for each replica whose contributions were weighted less or left out: how often, and why last."""
-    found: dict[int, list[RoundRow]] = {}
-    for row in rows:
-        for replica_id in row.judgements:
-            found.setdefault(replica_id, []).append(row)
+    """Sentences about replicas whose contributions were weighted less or left out: how often, and why last."""
+    counts = Counter(replica_id for row in rows for replica_id in row.judgements)
+    last = {replica_id: (row.round, why) for row in rows for replica_id, why in row.judgements.items()}
     return [
-        f"Replica {replica_id} did not count in full in {len(found[replica_id])} of {len(rows)} rounds; in round "
-        f"{(last := found[replica_id][-1]).round}: {_sentence(last.judgements[replica_id])}"
-        for replica_id in sorted(found)
+        f"{replicas(ids).capitalize()} did not count in full in {count} of {len(rows)} rounds; in round {round_}: "
+        f"{_sentence(why)}"
+        for ids, (count, round_, why) in grouped((i, (counts[i], *last[i])) for i in sorted(last))
     ]
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol.record_format import StampFields
 from diloco_orchestrator.protocol.records import Answer, Clipped, Commit, Disagreeing, Discounted, Quarantine, Result
+from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.protocol.straggler import StragglerDeadline
 
 MAX_EMPTY_ROUNDS = 3  # rounds in a row without a contribution until the run stops as failed
@@ -142,7 +143,8 @@ def _straggler_time_left(view: View, deadline_s: float, now: float) -> float:
 
 def _nobody(view: View, contributors: Sequence[int], missing: Sequence[int], out: Sequence[int], policy: Policy) -> str:
     """The reason, for commit and process log, why a commit averages no contribution."""
-    others = "; ".join(f"replica {a.replica_id}: {_kind(a)}" for a in view.answers if not contributes(a))
+    said = grouped((a.replica_id, _kind(a)) for a in view.answers if not contributes(a))
+    others = "; ".join(f"{replicas(ids)}: {words}" for ids, words in said)
     who = f"no answer from {_listed(missing)}" if missing else "all answered"
     who += f" but {_listed(out)}, out for good" if out and not missing else ""
     return (

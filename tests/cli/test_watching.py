@@ -173,6 +173,14 @@ def test_the_overview_of_a_run_that_nobody_works_on_does_not_call_it_running(fai
     assert "to the end" not in out.getvalue()
 
 
+def test_a_long_reason_of_several_rounds_is_shown_once(failed: tuple[RunStatus, RunStatus]):
+    status, why = running(failed[0], replicas=1, rounds=3), "all answered, but nobody had a finite pseudo-gradient"
+    rows = [replace(row, applied=row.round == 1, reason=why) for row in status.rounds]
+    out = StringIO()
+    Console(file=out, width=200).print(overview(replace(status, rounds=rows), 10))
+    assert out.getvalue().count(why) == 1 and "as round 2" in out.getvalue()
+
+
 def test_who_begins_to_watch_late_gets_the_newest_rounds_only(failed: tuple[RunStatus, RunStatus]):
     out = StringIO()
     with PlainLines(Console(file=out)) as display:

@@ -26,6 +26,7 @@ def test_an_entrypoint_names_a_module_and_a_function(entrypoint: str):
     [
         ("my_pkg.train.train", "'my_pkg.train:train'"),
         ("train", "'package.module:function'"),
+        ("jobs/train.py", "'jobs/train.py:FUNCTION'"),
         ("my-pkg.train:train", "'package.module:function'"),
         (":train", "'package.module:function'"),
         ("m:f ", "'package.module:function'"),

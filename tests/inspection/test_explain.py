@@ -136,6 +136,19 @@ def test_one_error_of_several_replicas_is_explained_once():
     assert text.count("the disk is full") == 1 and "Replicas 0-2: there is no room left" in text
 
 
+def test_of_a_completed_run_it_says_who_was_missing_and_why_and_of_replicas_left_out_alike_once():
+    done = played(4, rounds=3).status()
+    rows = [
+        replace(row, without=[1] * (row.round > 1), judgements={0: "clipped: x", 1: "clipped: x"})
+        for row in done.rounds
+    ]
+    error = "Traceback\nx.ModelMismatch: it has another layer"
+    found = explain(replace(done, rounds=rows, replicas=[replica(error)]))
+    assert found.kind == "completed" and "Without replica 1: 2 of 3 outer steps." in found.why
+    assert sum("ModelMismatch" in words for words in found.why) == 1 and found.todo[-1].startswith("Replica 1: ")
+    assert sum("did not count in full" in words for words in found.why) == 1
+
+
 def test_a_run_that_nobody_works_on_says_so_and_how_to_go_on():
     """Its launcher died with all replicas; nothing but the stamps in the bucket tells a reader."""
     rows = [
