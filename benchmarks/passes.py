@@ -2,6 +2,7 @@
 
     python benchmarks/passes.py                 # N=4, 25 million parameters in fp32
     python benchmarks/passes.py --docs
+    python benchmarks/passes.py --codecs        # GB of fp32 that each codec encodes and decodes in a second of a core
 
 Each pass is the product's own function on payloads in a folder; medians. What a synchronisation takes beyond their sum
 is waiting for the others' payloads, the log's requests, and the other replicas on the same cores and memory.
@@ -21,7 +22,8 @@ from diloco_orchestrator.allreduce.aggregate import aggregate_of
 from diloco_orchestrator.allreduce.mean import Part
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import open_verified, shard_ranges
-from diloco_orchestrator.allreduce.vectors import FlatTensors
+from diloco_orchestrator.allreduce.vectors import BLOCK, FlatTensors
+from diloco_orchestrator.codecs.table import CODECS, Encoded, encode
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.outer.arithmetic import nesterov_step
 from diloco_orchestrator.protocol.digests import bulk_digest
@@ -89,14 +91,40 @@ def passes(folder: Path, replicas: int, numel: int) -> Mapping[str, Callable[[],
     }
 
 
+def codec_rates(numel: int, repetitions: int) -> list[tuple[str, str, str, str]]:
+    """By codec: bits an element, GB of fp32 a CPU second when it encodes and decodes, the best of all repetitions."""
+    values, rows = torch.randn(numel), []
+    for name, codec in CODECS.items():
+        encoded = Encoded(encode(values, name), name, numel)
+        calls = (
+            lambda codec=codec: [codec.pack(block) for block in values.split(BLOCK)],
+            lambda encoded=encoded: [block.numel() for block in encoded.blocks(0, numel, BLOCK)],
+        )
+        seconds = [min(_cpu_s(call) for _ in range(repetitions)) for call in calls]
+        rates = (f"{4 * numel / each / 1e9:.2f}" if codec.group > 1 else "a copy or none" for each in seconds)
+        rows.append((name, f"{8 * codec.body_size(numel) / numel:.3f}", *rates))
+    return rows  # type: ignore[return-value]
+
+
+def _cpu_s(call: Callable[[], object]) -> float:
+    began = time.process_time()
+    call()
+    return time.process_time() - began
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--million", type=int, default=25, help="parameters")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--docs", action="store_true", help="write the table into docs/performance.md")
+    parser.add_argument("--codecs", action="store_true", help="measure the codecs alone")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.codecs:
+        rows = codec_rates(given.million * 10**6, given.repetitions)
+        print(f"{machine()}\n\n{markdown(('codec', 'bits an element', 'encode, GB/s', 'decode, GB/s'), rows)}")
+        return
     with scratch_folder(None) as folder:
         timed = passes(Path(folder), given.replicas, given.million * 10**6)
         seconds: dict[str, list[float]] = {name: [] for name in timed}

@@ -189,6 +189,7 @@ class RoundForecast:
     bytes_down: int | None
     requests_usd: float
     traffic_usd: float | None  # if every byte leaves the cloud of the bucket
+    at_least: bool = False  # whether embeddings, norms and heads add bytes, because they travel in more bits
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -201,25 +202,26 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
     it waits; one of them writes the commit, which the others and the coordinator read. Heartbeats and what a
     coordinator and its display look for have the pauses of `protocol.pace`. A wait for a late replica adds to it.
 
-    `parameters`: number of trainable parameters; without it the result has requests only, as of one shard.
+    `parameters`: number of trainable parameters; without it the result has requests only, as of one shard. Bytes are
+    those of matrices: embeddings, norms and heads, which have more bits with some codecs, need the model's layout.
     """
-    n = config.replicas
+    n, codec = config.replicas, get_codec(config.codec)
     shards = 1
     size = None
     if parameters is not None:
         part = -(-parameters // config.fragments)
         shard_numel = config.shard_numel
         shards = max(1, -(-part // shard_numel))
-        codec = get_codec(config.codec)
         size = (part // shard_numel) * codec.encoded_size(shard_numel)
         size += codec.encoded_size(part % shard_numel) if part % shard_numel else 0
     states = {"round": 1.0, "snapshot": 1.0 / config.snapshot_every, "none": 0.0}[config.saves_state]
+    saved = states * (1 + shards * (codec.feedback > 0))  # with residuals
     beats, beats_read = pace.heartbeat_s(config, round_s), pace.heartbeats_read_s(config, round_s)
     seldom = round_s / pace.seldom_read_s(round_s)
     commits_read = 2 + 0.9 * round_s / pace.commits_read_s(round_s, 0.0)  # with the polls around its end
     retention = 2.0 if config.retention.payloads == "needed" else 0.0  # payloads and states to delete
     requests = {
-        "PUT": n * (shards + 1 + states + round_s / beats) + 1 + _OBJECTS_OF_SNAPSHOT / config.snapshot_every,
+        "PUT": n * (shards + 1 + saved + round_s / beats) + 1 + _OBJECTS_OF_SNAPSHOT / config.snapshot_every,
         # Payloads and manifests of the others; commit and request to halt; heartbeats; records that end attempts.
         "GET": n * (n - 1) * (shards + 1) + n + 1 + commits_read + n * round_s / beats_read + (n + 1) * seldom,
         # Manifests; requests for payloads; later attempts; and the listings of a display.
@@ -231,4 +233,5 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
         bytes_down=None if size is None else n * (n - 1) * size,
         requests_usd=sum(count * _USD_PER_REQUEST[kind] for kind, count in requests.items()),
         traffic_usd=None if size is None else n * (n - 1) * size / 1e9 * _USD_PER_GB_OUT,
+        at_least=bool(codec.fine),
     )

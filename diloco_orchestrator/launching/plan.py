@@ -238,8 +238,9 @@ def _dollars(usd: float | None) -> str:
 def _traffic(each: RoundForecast, rounds_an_hour: float) -> str:
     if each.bytes_up is None or each.bytes_down is None or each.traffic_usd is None:
         return "depends on the model: say --parameters, such as 124M"
+    least = "at least " if each.at_least else ""
     return (
-        f"{each.bytes_up / 1e6:.1f} MB up, {each.bytes_down / 1e6:.1f} MB down a round; "
+        f"{least}{each.bytes_up / 1e6:.1f} MB up, {each.bytes_down / 1e6:.1f} MB down a round; "
         f"${each.traffic_usd * rounds_an_hour:.2f} an hour if all of it leaves AWS, nothing within a region"
     )
 

@@ -67,6 +67,8 @@ _BY_TEXT: tuple[tuple[str, type[StoreError], str], ...] = (
     (r"token request.*(169\.254\.169\.254|metadata\.google).* status code: 4", StoreDenied, _NO_CREDENTIALS),
     (r"token request.*(169\.254\.169\.254|metadata\.google)", StoreUnavailable, _NO_CREDENTIALS),
     (r"performing HEAD .* 400 Bad Request", StoreDenied, NO_REASON),
+    # Every write to such a bucket needs a checksum; obstore sends none, because some servers know none.
+    (r"Object ?Lock", StoreError, "The bucket has a default retention: use one without, or fsspec+s3://."),
     (r"builder error", StoreError, "Check the endpoint: it must be an http:// or https:// address."),
     (r"301 Moved|redirect", StoreError, "The bucket lies in another region: set AWS_REGION to it."),
     (r"code: (429|5\d\d) |timed? ?out|connect|dns|error sending request|HTTP error", StoreUnavailable, ""),
@@ -261,6 +263,8 @@ def open_cloud(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
     """
     kind, _, rest = url.partition("://")
     bucket, _, prefix = rest.partition("/")
+    if not bucket:
+        raise ConfigError(f"{url} names no bucket. Write {kind}://bucket/folder.")
     allowed = _GCS_OPTIONS if kind == "gs" else _AZURE_OPTIONS
     for name in options:  # obstore ends the process's thread at a client's option among them
         if name not in allowed:
@@ -280,7 +284,10 @@ def open_cloud(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
             store = AzureStore(bucket, prefix=prefix.strip("/") or None, **given)
     except Exception as error:  # obstore's kinds share no base; options of other types raise others
         text = str(error).split("\n\nDebug source", 1)[0].strip()
-        raise ConfigError(f"cannot open {url}: {text}. Check the URL, the credentials and storage_options.") from error
+        remedy = "Check the URL, the credentials and storage_options."
+        if "Account must be specified" in text:
+            remedy = "Set AZURE_STORAGE_ACCOUNT_NAME, or write abfss://container@account.dfs.core.windows.net/folder."
+        raise ConfigError(f"cannot open {url}: {text}. {remedy}") from error
     return ObstoreEngine(store, url, endpoint=_endpoint(kind, options))
 
 
