@@ -78,7 +78,7 @@ class MetricChannels:
 
     @property
     def warning(self) -> str:
-        """Sentences about the last judged round that halt nothing: shares that fall alone, a replica far from others; or ""."""
+        """Sentences about the last judged round that halt nothing (shares that fall alone, a far replica), or ""."""
         return "; ".join(filter(None, [self.narrow, self.far]))
 
     def dismiss(self, model: int) -> None:
