@@ -90,7 +90,7 @@ class RetryConfig(Tree):
 
 
 class RetentionConfig(Tree):
-    """Objects that are deleted from the bucket while the run goes on. Commits and manifests always stay."""
+    """Which objects stay in the bucket; others are deleted while the run goes on. Commits and manifests always stay."""
 
     payloads: Literal["all", "needed"] = Field(
         default="all",

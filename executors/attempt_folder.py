@@ -52,7 +52,11 @@ class AttemptFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the launch lock against all processes of this machine. The system frees it if this process dies."""
+        """Context with the attempt's launch lock: one caller on this machine at a time launches it.
+
+        Waits as long as another caller holds the lock, which the system frees if that process dies. Raises
+        `ExecutorError` if the folder or the lock file is not this user's.
+        """
         make_private(self.path)
         with os.fdopen(open_private(self.path / "lock", os.O_WRONLY | os.O_CREAT), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -158,7 +162,7 @@ class AttemptFolder:
 
 
 def state_folder(environ: Mapping[str, str]) -> Path:
-    """The folder for state of this user's local replicas: below $XDG_STATE_HOME, or ~/.local/state."""
+    """The folder in which executors keep files of this user's replicas: below $XDG_STATE_HOME, else ~/.local/state."""
     state = environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / ".local" / "state") / "diloco-orchestrator" / "local"
 

@@ -27,7 +27,7 @@ class ExecutorDenied(ExecutorError):
 
 
 class NoCapacity(ExecutorError):
-    """The provider has no machine of this kind now. The same call may succeed later."""
+    """The provider has no machine of the requested type now. The same call may succeed later."""
 
 
 class Unavailable(ExecutorError):

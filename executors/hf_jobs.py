@@ -4,8 +4,8 @@ Requests and replies as data are in `hf_objects`, calls in `hf_api`. Features th
 substitutes:
 
 - An idempotency key. The labels of an attempt identify it: they are looked up before a launch and again after it.
-  Launchers that raced all keep the oldest job and cancel their own. Until then a double may run for a moment; the
-  claim in the bucket makes it exit.
+  Launchers that raced all keep the oldest job and cancel their own. Until then a second job may run for a moment; the
+  attempt's claim in the bucket makes it exit.
 - Exit codes. COMPLETED is 0. For ERROR the code is read from the replica's exit line, by one read of the log per job.
 - A stage for preemptions. PREEMPTED is an exit line with code 75. An ERROR without an exit line is FAILED, reason
   "lost", because a crash (such as out of memory) looks the same and has to spend the budget for errors. A job that

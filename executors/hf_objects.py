@@ -47,7 +47,7 @@ class Job(TypedDict):
 
 @dataclass(frozen=True)
 class JobOptions:
-    """The user's settings for each replica's job."""
+    """The user's settings for the Hugging Face Job of each attempt."""
 
     hardware: str
     image: str

@@ -131,7 +131,7 @@ class PayloadCache:
             self._clear()
 
     def close(self) -> None:
-        """Drop all bytes and close the file."""
+        """Drop all bytes, and close the cache's temporary file and the kept files of the store."""
         with self._lock:
             self._clear()
             if self._file is not None:

@@ -33,7 +33,11 @@ class RecentPayloads:
         self._open.put(name, data)
 
     def put_file(self, name: Name, file: IO[bytes], size: int) -> None:
-        """Keep a verified file of the store as bytes of the open round; the cache closes the file."""
+        """Keep the payload shard in a local file of the store under `name`, in place of a copy of its bytes.
+
+        The shard is of the open round, and the caller has verified it (`open_verified`). `size`: of the file in bytes.
+        From this call on the cache owns the open file and closes it.
+        """
         self._open.put_file(name, file, size)
 
     def get(self, name: Name) -> bytes | memoryview | None:

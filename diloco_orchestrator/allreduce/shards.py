@@ -1,6 +1,8 @@
-"""Fetches payload shards and saved states from the store and verifies digest, length, codec, finiteness and norm.
+"""Fetches payload shards from the store, and verifies their digest, length, codec, finiteness and norm.
 
-This file is apart from `allreduce.payload`, because commands that only read records must start without importing torch.
+Replicas' saved training states are fetched here too, by digest and length. A failed check raises `PayloadCorrupt`, a
+missing object `PayloadGone`. `allreduce.payload` imports torch, this file does not: commands that only read records
+start faster without it.
 """
 
 import mmap

@@ -113,7 +113,10 @@ def named_object(option: str, name: str | None) -> Any:
 
 
 def texts(flag: str, given: tuple[str, ...]) -> dict[str, str]:
-    """The K=V pairs of an option as a dict. Raises `click.UsageError` for another form or a name given twice."""
+    """The K=V pairs of an option as a dict. `flag`: the option as errors name it.
+
+    Raises `click.UsageError` for another form or a name given twice.
+    """
     found: dict[str, str] = {}
     for pair in given:
         name, equals, text = pair.partition("=")
@@ -126,7 +129,10 @@ def texts(flag: str, given: tuple[str, ...]) -> dict[str, str]:
 
 
 def pairs(flag: str, given: tuple[str, ...]) -> dict[str, Any]:
-    """K=V pairs as a dict. A value that is JSON is parsed, any other is kept as text. `flag`: for errors."""
+    """The K=V pairs of an option as a dict. A value that is JSON is parsed, any other is kept as text.
+
+    `flag`: the option as errors name it. Raises `click.UsageError` for another form or a name given twice.
+    """
     found: dict[str, Any] = {}
     for name, text in texts(flag, given).items():
         try:

@@ -269,7 +269,7 @@ class _AsItCame(urllib.request.HTTPErrorProcessor):
 
 
 def _ask(method: str, url: str, headers: Mapping[str, str]) -> _Reply:
-    """Send one http or https request. Uses the environment's proxy, except for this machine."""
+    """Send one http or https request. Uses the environment's proxy, except to localhost and loopback addresses."""
     own = _is_loopback(urlsplit(url).netloc)
     opener = urllib.request.build_opener(_AsItCame, *([urllib.request.ProxyHandler({})] if own else []))
     request = urllib.request.Request(url, method=method, headers=dict(headers))
@@ -287,7 +287,7 @@ def _host(url: str) -> tuple[str, str]:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a host, with or without port, is this machine by its name."""
+    """Whether a host, with or without port, is "localhost" or a loopback IP address. Names are not looked up in DNS."""
     name = urlsplit(f"//{host}").hostname or ""
     try:
         return name == "localhost" or ipaddress.ip_address(name).is_loopback

@@ -58,9 +58,9 @@ def unpack_2bit(body: "torch.Tensor", numel: int) -> "torch.Tensor":
 def classified(groups: "torch.Tensor", large: float, missing: int = 0) -> "tuple[torch.Tensor, torch.Tensor]":
     """The class 0 to 3 of each element, (g, n) uint8, and the bytes of each group's four means, (g, 8) uint8.
 
-    All means of a group with NaN or infinity are NaN. `groups`: (g, n) fp32, n a multiple of 4 and at most 512.
-    `large`: times the mean of |x|, above which an element is large. `missing`: zeros at the end of the last group that
-    are no elements.
+    Class 0: small >= 0, 1: large >= 0, 2: small < 0, 3: large < 0. All means of a group with NaN or infinity are NaN.
+    `groups`: (g, n) fp32, n a multiple of 4 and at most 512. `large`: times the mean of |x|, above which an element is
+    large. `missing`: zeros at the end of the last group that are no elements.
     """
     import torch
 
@@ -96,14 +96,18 @@ def classified(groups: "torch.Tensor", large: float, missing: int = 0) -> "tuple
 def _by_class(
     total: "torch.Tensor", large: "torch.Tensor", negative: "torch.Tensor", both: "torch.Tensor"
 ) -> "torch.Tensor":
-    """Sums over the four classes, (g, 4), from those over all, large, negative, and large negative elements."""
+    """Sums over a group's elements of each class, (g, 4): small >= 0, large >= 0, small < 0, large < 0.
+
+    Computed from the sums over all, large, negative, and large negative elements, each (g, 1). g: number of groups. An
+    element is large if |x| exceeds a multiple of the group's mean |x|, as in `classified`.
+    """
     import torch
 
     return torch.cat([total - large - negative + both, large - both, negative - both, both], 1)
 
 
 def means_of(means: "torch.Tensor", classes: "torch.Tensor") -> "torch.Tensor":
-    """The mean of each element's class, (g, n) fp32. `means`: (g, 8) uint8. `classes`: (g, n) uint8."""
+    """The mean of each element's class, (g, n) fp32. `means`: (g, 8) uint8, four bf16. `classes`: (g, n) uint8."""
     import torch
 
     table = little_endian(means.reshape(-1), torch.bfloat16).to(torch.float32).view(-1, 4)

@@ -214,9 +214,10 @@ class Encoded:
         return self._unpacked(start, self.numel if stop is None else stop).to(torch.float32)
 
     def blocks(self, start: int, stop: int, longest: int) -> "Iterator[torch.Tensor]":
-        """Elements [start, stop) in order, at most `longest` at a time, in a dtype whose values float32 holds exactly.
+        """Elements [start, stop) in order, as 1-D tensors of at most `longest` elements on the CPU.
 
-        They may share memory with the encoded bytes, and must never be written to.
+        Their dtype is one whose values float32 holds exactly. They may share memory with the encoded bytes, and must
+        never be written to.
         """
         # Single numbers are unpacked as a view, groups as a copy that fits a core's cache.
         together = stop - start if self._codec.group == 1 else longest * max(1, _PIECE // longest)

@@ -72,13 +72,19 @@ def _finite(value: float | None) -> bool:
 
 @dataclass(kw_only=True)
 class HeldOutGuard:
-    """Fires on drift from the start, on a held-out score that falls while training rises, and on a gap between gains.
+    """Fires if one of these conditions holds for the moving averages of a run's metrics:
 
-    Both metrics must be given so that higher is better. A guard that has fired stays fired. Its limits are in the
-    metrics' unit, and noise counts as decline: with the defaults about 1 in 100 rounds of a healthy noisy run fires, a
-    gap fires while the held-out score still improves, and metrics that worsen together do not fire. `SequentialGuard`
-    has none of these weaknesses; docs/kill-switch.md compares both. `entropy` and
-    `reward_std` are smoothed and kept in the state for readers; no tripwire uses them.
+    - the KL divergence of the model from the initial one is above `kl_hard_stop`;
+    - the held-out score has fallen round after round, in `decline_patience` of them while the training metric rose;
+    - the training metric has gained more than `max_proxy_real_gap` above what the held-out score gained, both since
+      the first update;
+    - two rounds in a row brought a score that is not finite.
+
+    The first three count only after `min_steps` updates. Both metrics must be given so that higher is better. A guard that has fired stays fired. Its limits are in the
+    metrics' unit, and noise counts as decline: with the defaults about 1 in 100 rounds of a healthy noisy run fires,
+    the third condition can hold while the held-out score still improves, and metrics that worsen together do not fire.
+    `SequentialGuard` has none of these weaknesses; docs/kill-switch.md compares both. `entropy` and `reward_std` are
+    averaged and kept in the state for readers; no condition uses them.
     """
 
     kl_hard_stop: float = 0.08  # nats per token, token mean
@@ -198,7 +204,7 @@ class HeldOutGuard:
         return self._in_loop.gain - self._heldout.gain
 
     def statistics(self) -> list[tuple[str, float, float]]:
-        """(name, value, limit) of each tripwire. Counts fire when they reach the limit, the others above it."""
+        """(name, value, limit) of each firing condition. Counts fire when they reach the limit, the others above it."""
         found: list[tuple[str, float, float]] = [
             ("declines in a row", self._streak, self.decline_patience),
             ("Hacking Gap", self.proxy_real_gap(), self.max_proxy_real_gap),

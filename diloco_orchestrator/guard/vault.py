@@ -1,7 +1,7 @@
-"""`Vault`: confirms an alarm of the guard on a second, rarely used held-out set before it halts the run.
+"""`Vault`: confirms an alarm of the guard on a second, rarely used held-out set before the alarm halts the run.
 
-An alarm waits for one round, in which the replicas score the confirmation set on the round's base and on the best
-earlier one. Pure; the replicas score.
+An alarm waits for one round, in which the replicas score that set on the round's base and on the best earlier one. This
+file only decides by the scores.
 """
 
 import math

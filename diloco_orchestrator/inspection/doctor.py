@@ -170,7 +170,7 @@ def examine(url: str | None, clock: Clock, *, gpu_wanted: bool = False) -> Itera
 def examine_executor(executor: ServerlessExecutor, clock: Clock) -> Iterator[Finding]:
     """Launch three tiny processes, which costs cents: one returns a value, one is cancelled, one fails.
 
-    A finding is not ok if the executor reports another end than expected, or raises `ExecutorError`. Processes still
+    A finding is not ok if the executor reports another final state or value, or raises `ExecutorError`. Processes still
     running at the end are cancelled, and the executor's records of them are deleted.
     """
     run_id = f"doctor-{random_token()}"

@@ -188,7 +188,11 @@ class Base:
 
     @torch.no_grad()
     def fill(self, parameters: Mapping[str, torch.Tensor], momenta: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite these parameters and momenta, of any float dtype; the others keep their values, by default zero."""
+        """Copy tensors of any float dtype into the base's parameters and momenta of the same names, as fp32.
+
+        Others keep their values, zero in a new base; with the first momenta given all others begin at zero. Raises
+        `KeyError` for a name that the base lacks. Shapes are not checked: they must be those of the base.
+        """
         if momenta and not self._momenta:
             self._add_momenta()
         for vectors, tensors in ((self._parameters, parameters), (self._momenta, momenta)):

@@ -85,7 +85,17 @@ def contributes(answer: Answer) -> bool:
 def decide(view: View, now: float, policy: Policy) -> Decision:
     """Decide whether a replica that has published its response waits for the open round, commits it, or gives up.
 
-    docs/protocol.md, section 5, lists the cases. Equal views and times give equal decisions on every machine.
+    A response to a round is a contribution or an abstention.
+
+    - With a quorum of contributions it commits them once everyone on the roster has responded, or the straggler
+      deadline and its grace have passed.
+    - With fewer it makes a commit that averages nobody once every replica that still could has responded, or (if the
+      quorum is not "all") a quorum has responded and three deadlines have passed.
+    - It gives up when neither has happened, it has waited for `round_timeout_s`, and three deadlines have passed (one
+      if the quorum is "all").
+    - Otherwise it waits.
+
+    Equal views and times give equal decisions on every machine. The table is in docs/protocol.md, section 5.
     """
     contributors = tuple(sorted(a.replica_id for a in view.answers if contributes(a)))
     answered = {a.replica_id for a in view.answers}

@@ -69,9 +69,10 @@ class ContributionReader:
         return None
 
     def shard(self, manifest: Contribution, index: int) -> bytes:
-        """The bytes of a payload shard, from the first of its uploads whose digest is that in the manifest.
+        """The verified bytes of one payload shard of a contribution, from the first upload that fits the manifest.
 
-        Raises `PayloadCorrupt` if no upload has it, `PayloadGone` if the author's upload was deleted.
+        Replicas that hold a shard upload it again, up to three times, when others cannot read the author's upload. If
+        no upload fits, raises the error of the author's: `PayloadGone` if it was deleted, else `PayloadCorrupt`.
         """
         assert manifest.payload is not None
         failure: PayloadCorrupt | None = None

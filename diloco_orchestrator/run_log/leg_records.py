@@ -110,9 +110,10 @@ class LegRecords:
         return found if isinstance(found, Entry) else None
 
     def _begin_as_written(self, leg: int, follows: Callable[[int, str], bool]) -> Entry[Begin] | str | None:
-        """The begin record of a leg (a start or resume), or why the object there is ignored; None without an object.
+        """The begin record of a leg (a start or resume); None if there is none; text why, if the object is ignored.
 
-        `follows(round, sha256)`: whether that commit is the last of the leg before.
+        `follows(round, sha256)`: whether the commit of that round and digest, which the record names, is the last of
+        the leg before. Raises `RecordTooNew` or `RecordTooOld` for another schema version if it is.
         """
         key = keys.begin(leg)
         data = read_optional(self.store, key)

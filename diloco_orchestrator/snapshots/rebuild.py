@@ -222,7 +222,12 @@ class _Way:
 def _by_first_way(
     run_log: RunLog, begin: Begin, until: int | None, below: int | None, rebuilt: Callable[[_Way], T]
 ) -> T:
-    """The result of `rebuilt` for the first path whose objects can all be read; else raises the first error."""
+    """The result of `rebuilt` for the first path (a snapshot and the commits after it) whose objects can all be read.
+
+    `until`: the round whose base is computed, None for the leg's newest. `below`: only snapshots of rounds before it.
+    If every path fails, raises the error of the first one tried, from the newest snapshot: `PayloadCorrupt`,
+    `RecordInvalid` or `ObjectMissing`. Raises `RecordInvalid` without a usable snapshot, and `RecordTooNew` at once.
+    """
     failure: PayloadCorrupt | RecordInvalid | ObjectMissing | None = None
     for way in _ways(run_log, begin, until, below):
         try:

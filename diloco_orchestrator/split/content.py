@@ -74,7 +74,10 @@ def normal_form(text: str) -> str:
 
 
 def json_in(text: str) -> Any:
-    """The JSON object or list that a text holds; None if it holds none, or one of more than 100 levels."""
+    """The parsed text, if the whole of it (without white space around it) is one JSON object or list; else None.
+
+    None also for JSON with NaN or Infinity, or nested in more than 100 levels.
+    """
     bare = text.strip()
     if (bare[:1], bare[-1:]) not in {("{", "}"), ("[", "]")}:
         return None

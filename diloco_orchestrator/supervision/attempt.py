@@ -172,9 +172,11 @@ def _exit_seen(state: Alive, event: ExitSeen, now: float, policy: AttemptPolicy)
 
 @on(Unreachable, ExitSeen, to=(Unreachable, Ended))
 def _exit_of_unreachable(state: Unreachable, event: ExitSeen, now: float, policy: AttemptPolicy) -> Step:
-    """Ignore the exit code "superseded" of an attempt without a successor; its heartbeats show whether it lives.
+    """End an attempt that this coordinator cannot poll, by its exit record; after a lost claim ignore "superseded".
 
-    A forged record of that kind would otherwise count again and again, and a dead attempt would never be hung.
+    The claim is lost to another process, which is followed by its heartbeats. Ending it by that exit code would make
+    the coordinator search for a successor, find the same process, and count its seconds without heartbeat from 0: with
+    a forged exit record a dead attempt would never count as hung (no heartbeat for `hung_after_s`).
     """
     if state.why == "claim lost" and outcome_of(event.code, event.status) is Outcome.SUPERSEDED:
         return Step(state)

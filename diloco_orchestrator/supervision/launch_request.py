@@ -47,7 +47,9 @@ def archive_for(
 ) -> Archive | None:
     """The code archive of a new run; None if replicas share this machine and `code` is not given.
 
-    Raises `ConfigError` for code that cannot be packed, or requirements that this machine lacks if replicas share it.
+    For replicas elsewhere without `code`, the package or module of `entrypoint` ("module:function") is packed. `url`,
+    the run's folder, decides which extras of our package replicas install. Raises `ConfigError` for code that cannot be
+    packed, or requirements that this machine lacks if replicas share it.
     """
     if executor.shares_machine and requirements is not None and (absent := requirements.missing_here()):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`Attempt`: one launched process of a replica, the objects it works with, and the claim by which it became one.
+"""`Attempt`: one launched process of a replica, the objects it works with, and how it claims its attempt number.
 
 What the process does is decided by `run_attempt`.
 """

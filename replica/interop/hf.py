@@ -73,9 +73,11 @@ def train_as_replica(
 
 
 class ReplicaCallback(TrainerCallback):
-    """The callback that `train_as_replica` adds to a trainer, for people who call `trainer.train()` themselves.
+    """Callback by which a Hugging Face trainer trains as a replica of a run; `train_as_replica` adds it to a trainer.
 
-    The arguments are those of `train_as_replica`. `close` ends the session if `train` has raised.
+    Add it yourself if you call `trainer.train()` yourself; the arguments are those of `train_as_replica`. It joins the
+    run when training begins, synchronises at the end of each round, and leaves the run when training ends. If `train`
+    raises, call `close`, which leaves the run. Raises `ConfigError` for a trainer that cannot be a replica.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class ReplicaCallback(TrainerCallback):
             reward_functions[index] = tap(function, self, weight)
 
     def close(self) -> None:
-        """End the replica's session with the run; safe to repeat."""
+        """Leave the run: end the `ReplicaSession` that `train` has opened, if any. Safe to repeat."""
         if self.session is not None:
             self.session.__exit__(None, None, None)
 
@@ -214,7 +216,10 @@ class ReplicaCallback(TrainerCallback):
         return self.session is not None and (self.session.stopped or self.session.preempted)
 
     def _follow_run(self, schedule: Any) -> None:
-        """Step the trainer's learning-rate schedule for rounds that were committed without this replica."""
+        """Step a `LambdaLR` schedule until it has made as many steps as the run has inner steps per replica.
+
+        It lags behind after rounds that were committed without this replica.
+        """
         assert self.session is not None
         if isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
             while schedule.last_epoch < self.session.step_count:

@@ -41,7 +41,8 @@ class RangeRecord:
     def steps_in_round(self) -> int:
         """Number of the range's inner steps that its author took after the round had opened.
 
-        With a delay its first steps were taken after the contribution before, while that round was being closed.
+        With a delay of d steps the range's first d steps were taken before: after the author had published its
+        contribution to the round before, while that round was not closed.
         """
         before = self.delta_before()
         behind = before is not None and (before.leg, before.round) == (self.manifest.leg, self.manifest.round - 1)
@@ -89,11 +90,13 @@ class RangeRecord:
         return ""
 
     def _why_not_with_delay(self) -> str:
-        """Reason why, with a delay, no record determines the range's first steps; empty if one does.
+        """Reason why, with `fragment_sync_delay` d > 0, a re-run may take other steps than the author; empty if it cannot.
 
-        With a delay, an attempt that went on in memory trains on after a whole contribution, but not after a partial
-        one. A restarted attempt always trains on after a contribution to the round before, and never after anything
-        else. Where the two differ, no record shows which of them the author was.
+        The range is one replica's training in one round. Its first d steps may be taken before the round opens, between
+        publishing a contribution to the round before and that round's end. A re-run continues from the bucket, as a
+        restarted attempt does, and takes these d steps after any contribution to the round before, but after no other
+        response. An author that was not restarted takes them after a contribution of all steps that a round publishes,
+        not after a partial one (published with fewer steps); after other responses no record says whether it did.
         """
         response = next((each for each in map(self._of, self._rounds_before()) if each and each.progress), None)
         if response is None or response.attempt != self.manifest.attempt:

@@ -100,7 +100,10 @@ class LeavingNotice:
         return self._given or self._clock.now() >= self._deadline
 
     def install(self) -> None:
-        """Install a SIGTERM handler that gives the notice. Main thread only."""
+        """Install a SIGTERM handler that gives the notice to leave: from then on calls of this object return True.
+
+        Where `interrupt_if` says so the handler also raises `Preempted`. Raises `ValueError` outside the main thread.
+        """
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def interrupt_if(self, is_unheard: Callable[[], bool]) -> None:

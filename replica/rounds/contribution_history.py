@@ -39,8 +39,9 @@ class ContributionHistory:
     def of(self, round_: int) -> Contribution | None:
         """This replica's manifest of a round; None if it is missing, unreadable, or not by an attempt of this replica.
 
-        One GET for a round among the last three. Older rounds are listed, many at once, and cost a GET if there is a
-        manifest; no request if no other attempt of this replica ever ran.
+        The open round and the two before it cost one GET each. Older rounds are listed, many at once, and cost a GET
+        if the listing has a manifest. If no other attempt of this replica ever ran, the result for rounds from before
+        it joined is None without a request. Raises `RecordTooNew` for a manifest of a later schema version.
         """
         if round_ in self._closed:
             return self._closed[round_]

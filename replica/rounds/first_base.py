@@ -401,10 +401,10 @@ def _heldout_words(heldout: HeldoutSet | None) -> str:
 
 
 def _check_untrained(start: Start, own: OwnModel, attempt: Attempt) -> None:
-    """Raise `ModelMismatch` unless the frozen tensors and the adapter of a replica are the run's.
+    """Raise `ModelMismatch` unless a replica's frozen tensors, names and settings of its adapter are the run's.
 
-    Hashes every frozen tensor, once for each model. Where this replica's first buffers differ, those of snapshot 0 are
-    taken.
+    Frozen tensors are hashed at the first call for a model object. Buffers that differ are no error: this function sets
+    the replica's to those in snapshot 0.
     """
     untrained, naming, url = own.untrained, own.files.naming, attempt.store.url
     ours, theirs = untrained.describe_frozen(attempt.background), start.frozen

@@ -70,9 +70,10 @@ class PseudoGradient:
 class Fp32View:
     """`FragmentView` of whole tensors of this process, as float32 on the CPU.
 
-    `mixes`: whether `install` keeps a share of the local values. If so, parameters that are not contiguous fp32 on the
-    CPU get fp32 shadows for the digits that their dtype cannot represent; otherwise the local value of such a parameter
-    is the base plus the change by training. `handover`: copies the values of a round in the background.
+    `mixes`: whether `install` may keep a share of the local values. If so, parameters that are not contiguous fp32 on
+    the CPU get fp32 copies ("shadows") for the digits that their dtype cannot represent; otherwise the local value of
+    such a parameter is the base plus the change by training. `handover`: copies the values of a round in the
+    background.
     """
 
     def __init__(
@@ -165,9 +166,11 @@ def views_of(
     mixes: bool = False,
     in_background: bool = False,
 ) -> list[Fp32View]:
-    """A view (access to the values) of each fragment. `mixes`: whether `install` may keep a share of local values.
+    """One `Fp32View` per fragment. `fragments`: the parameter names of each.
 
-    `in_background`: whether rounds are published beside training.
+    `mixes`: whether `Fp32View.install`, which sets parameters to a new base, may keep a share of their local values; it
+    costs an fp32 copy of each parameter that is not contiguous fp32 on the CPU. `in_background`: whether values are
+    copied out of the model and back while it trains; those of one GPU then go through pinned memory.
     """
     parts = [{name: parameters[name] for name in names} for names in fragments]
     handover = handover_of(parts) if in_background else PlainCopies()

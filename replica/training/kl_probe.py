@@ -51,7 +51,9 @@ def _kl_of_tokens(logits: torch.Tensor, reference_logits: torch.Tensor) -> torch
 
 
 class KLProbe:
-    """Measures the drift of a model on a few fixed items.
+    """Measures the drift of a model from a reference, KL(model || reference), on a few fixed items.
+
+    In a run the reference is the model at the run's start; alone, it is the model given to `reference_of`.
 
     Args:
         items: at most 64, the same on all replicas: text, tensors, JSON, or mappings of such.
@@ -101,7 +103,7 @@ class KLProbe:
         return found
 
     def load(self, reference: Mapping[str, torch.Tensor]) -> None:
-        """Use this reference from now on. Raises `ConfigError` if it has another number of items."""
+        """Use a result of `reference_of` as reference from now on. Raises `ConfigError` for another number of items."""
         names = [_name(index) for index in range(len(self._items))]
         if sorted(reference) != names:
             raise ConfigError(
@@ -111,7 +113,7 @@ class KLProbe:
         self._reference = reference
 
     def measure(self, model: torch.nn.Module) -> float:
-        """KL of `model` from the reference, the mean over all counted tokens of all items, in nats per token.
+        """KL(model || reference), the mean over all counted tokens of all items, in nats per token.
 
         The model is scored in evaluation mode without gradients; modes and random generators are restored. Raises
         `ConfigError` without a reference, and if `forward` counts other tokens than in the reference.

@@ -210,13 +210,21 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 @_cached
 def _packed(state: bytes, fresh: _Fresh) -> str:
-    """The smaller of the compressed differences of `state` from the states in `fresh`, and a checksum of `state`."""
+    """A generator's state as text: its checksum, and the smaller of its compressed differences from those in `fresh`.
+
+    `fresh`: the generator's states right after seeding and after one draw.
+    """
     differences = [bytes([index]) + zlib.compress(_difference(state, each), 9) for index, each in enumerate(fresh)]
     return _text(zlib.crc32(state).to_bytes(_CRC_BYTES, "little") + min(differences, key=len))
 
 
 def _unpacked(text: str, fresh: _Fresh, library: str) -> bytes:
-    """The state encoded in `text`. Raises `RecordInvalid` if its checksum differs. `library`: names it in the error."""
+    """The generator's state that `_packed` encoded in `text`, as bytes.
+
+    `fresh`: the generator's states right after seeding and after one draw; `text` holds the difference from one of
+    them. `library`: the generator's name in errors. Raises `RecordInvalid` if `text` cannot be decoded or the checksum
+    of the result differs, as with another version of the library.
+    """
     try:
         data = base64.b64decode(text)
         reference = fresh[data[_CRC_BYTES]]

@@ -22,7 +22,14 @@ _OF_THE_GAIN, _OF_THE_SCORE = 0.25, 0.2
 
 @dataclass
 class HackingGap(Remembered):
-    """A sum of sigmas by which training gained on the held-out score since that improved last. State: 28 numbers."""
+    """A CUSUM of the gap: the gain of the training metric minus that of the held-out score.
+
+    Both gains count from the reference, the block of 8 rounds up to which the held-out mean last improved beyond noise;
+    a new reference resets the sum. Each round adds (gap - allowed gap) / sigma, limited to ±3.5, minus 0.25; the sum
+    stays >= 0. Sigma is the long-run standard deviation of training metric minus held-out score. An alarm is raised
+    when the sum is above the threshold, unless the last 8 rounds have the best held-out mean. The stored state is the
+    fields below: 24 numbers.
+    """
 
     total: float = 0.0
     zero: int = 0  # the last model at which it was zero
@@ -38,7 +45,11 @@ class HackingGap(Remembered):
     def judge(
         self, model: int, held: float, trained: float, score: float, noise: Noise, tolerance: float, threshold: float
     ) -> list[Alarm]:
-        """Judge the next base. `score`: held-out, as measured. `noise`: of training metric less held-out score."""
+        """Add the next base's gap to the sum; returns one alarm if the sum is above `threshold`, else none.
+
+        `held`, `trained`: held-out score and training metric, less those of the first base. `score`: held-out score as
+        measured. `noise`: of training metric minus held-out score. `tolerance`: allowed gap in its sigmas.
+        """
         sigma = noise.sigma()
         if self.reference is None or self.best is None or not sigma > 0:
             return []

@@ -144,7 +144,11 @@ class _Round:
     # -- base by base --------------------------------------------------------------------------------------------
 
     def _by_base(self, before: Base) -> tuple[Base, float, list[float], list[float | None]]:
-        """The base after the round, the norm of the step, and for each contribution shift and change of the score."""
+        """The base after the round, the L2 norm of the step, and two lists with one number per contribution.
+
+        The first is the L2 distance to the base of the round without that contribution; the second is the held-out
+        score of that base less the score with it, None without a scorer.
+        """
         after, usual = self._stepped(before, None)
         shifts, changes = [], []
         for replica_id in self._ids:
@@ -154,7 +158,10 @@ class _Round:
         return after, distance(before, after), shifts, changes
 
     def _stepped(self, before: Base, without: int | None) -> tuple[Base, float | None]:
-        """A copy of the base after the round without one contribution, and its score."""
+        """A copy of the base after the round, and its held-out score; the score is None without a scorer.
+
+        `without`: the replica whose contribution is left out; None: all are averaged.
+        """
         base, (pairs, config) = before.copy(), self._decided(without)
         named = [(self._reader.named(self._commit.round, answer), weight) for answer, weight in pairs]
         if named:
