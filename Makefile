@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,composer,dev
 
-.PHONY: venv demo test test-all test-loaded mutants simulate fuzz docker slurm ceph azurite kubernetes lint clean
+.PHONY: venv demo test test-all test-loaded mutants simulate fuzz docker slurm ray ceph azurite kubernetes lint clean
 
 venv: .venv/installed
 
@@ -39,6 +39,10 @@ test-all: lint .venv/trainers
 # A genuine Slurm for the slow tests of SlurmExecutor, which are skipped without; on Debian and Ubuntu, as root.
 slurm:
 	apt-get install -y --no-install-recommends munge slurmctld slurmd slurm-client
+
+# A genuine Ray for the slow tests of RayExecutor, which are skipped without, in an environment of its own.
+ray:
+	$(PYTHON) -m venv .venv-ray && .venv-ray/bin/pip install 'ray[default]==2.52.0'
 
 # A genuine Ceph for the slow tests of stores, which are skipped without; on Debian and Ubuntu, as root.
 ceph:

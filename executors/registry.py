@@ -22,6 +22,7 @@ OURS = {
     "kubernetes": "diloco_orchestrator.executors.kubernetes_jobs:KubernetesExecutor",
     "local": "diloco_orchestrator.executors.local_process:LocalProcessExecutor",
     "modal": "diloco_orchestrator.executors.modal_sandboxes:ModalExecutor",
+    "ray": "diloco_orchestrator.executors.ray_jobs:RayExecutor",
     "slurm": "diloco_orchestrator.executors.slurm_jobs:SlurmExecutor",
 }
 

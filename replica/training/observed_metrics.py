@@ -28,9 +28,12 @@ class ObservedMetrics:
         self._values: dict[str, list[float]] = {}
 
     def resume(self, progress: Progress) -> None:
-        """Continue the totals of steps and tokens from those in a manifest of this replica."""
+        """Continue the totals of steps and tokens from those in a manifest of this replica.
+
+        What was counted and observed in the open round is dropped, with the steps that it was counted in.
+        """
         self.total_inner_steps, self.total_tokens = progress.inner_steps, progress.tokens
-        self.inner_steps = 0
+        self.take()
 
     def take(self) -> ContributionFields:
         """The counts and sums for the open round's contribution; values observed later count for the next one."""

@@ -32,6 +32,7 @@ def error_of(*args: str, cwd: Path) -> str:
         ("eks", ["--cluster VALUE", "--service-account VALUE", "--spot / --no-spot"]),
         ("kubernetes", ["--context VALUE", "--queue VALUE"]),
         ("local", ["--grace-s VALUE"]),
+        ("ray", ["--address VALUE", "--gpu VALUE", "--resources VALUE", "[default: python]"]),
         ("slurm", ["--partition VALUE", "--gpu VALUE", "--time-limit VALUE", "--sbatch VALUE", "[default: 60]"]),
     ],
 )

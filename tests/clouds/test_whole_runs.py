@@ -48,7 +48,7 @@ SETTINGS: dict[str, Any] = {
     "env": {"OMP_NUM_THREADS": "1"},  # some sums come out differently with another count
 }
 VICTIM, LONG = 1, 9
-REMOTE = ["modal", "hf_jobs", "eks", "slurm"]  # by their services in `clouds`
+REMOTE = ["modal", "hf_jobs", "eks", "slurm", "ray"]  # by their services in `clouds`
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +221,7 @@ def test_the_doctor_looks_at_an_executor(cloud: clouds.Cloud, tmp_path: Path):
     options = {
         "eks": ["--cluster", "night-shift", "--region", "eu-central-1", "--image", "any"],
         "slurm": ["--directory", str(tmp_path / "attempts")],
+        "ray": ["--address", str(getattr(cloud.executor(), "options", {}).get("address"))],
     }.get(named, [])
     done = diloco("doctor", "--executor", named, *options, "--json", cwd=tmp_path, environ=cloud.environ)
     assert done.returncode == 0, done.stdout + done.stderr

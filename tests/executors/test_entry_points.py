@@ -93,7 +93,7 @@ def test_an_installed_executor_has_its_options_on_the_command_line(install: Inst
     site = install("their-package", {"their_farm": "their_module:TheirExecutor"}, their_module=THEIRS)
     done = diloco("run", "--executor", "their_farm", "--help", cwd=project, environ=path_of(site))
     assert done.returncode == 0, done.stderr
-    assert "eks, hf-jobs, join, kubernetes, local, modal, slurm, their_farm" in " ".join(done.stdout.split())
+    assert "eks, hf-jobs, join, kubernetes, local, modal, ray, slurm, their_farm" in " ".join(done.stdout.split())
     assert "--queue VALUE" in done.stdout and "Slots per replica.  [default: 1]" in done.stdout
 
     run = ["plan", "my_train:train", "--store", "bucket", "--executor", "their_farm:2"]

@@ -149,6 +149,7 @@ def test_only_the_clock_and_process_entries_read_time_or_randomness():
         "diloco_orchestrator.code_archive.bootstrap",
         "diloco_orchestrator.executors.attempt_folder",  # names of drafts
         "diloco_orchestrator.executors.clock",
+        "diloco_orchestrator.executors.ray_jobs",  # names of uploaded packages
         "diloco_orchestrator.executors.remote_base",  # run ids of `launch_replicas`
         "diloco_orchestrator.executors.testing.rig",
         "diloco_orchestrator.store.s3_credentials",  # of an expiry that obstore compares with its own clock

@@ -21,7 +21,7 @@ from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.inspection.report import Report
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Metric, Score
+from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Metric, Progress, Score
 from diloco_orchestrator.protocol.round_metrics import round_metrics_of
 from diloco_orchestrator.protocol.verdict import Verdict
 from diloco_orchestrator.replica.training.observed_metrics import ObservedMetrics
@@ -231,3 +231,15 @@ def test_a_seventeenth_name_in_a_later_step_is_refused():
     metrics.add_extra({"a_": 2.0})
     with pytest.raises(ConfigError, match="17 extra metrics"):
         metrics.add_extra({"z": 1.0})
+
+
+def test_what_was_observed_in_steps_that_another_attempt_took_first_counts_in_no_later_round():
+    metrics = ObservedMetrics("loss")
+    metrics.count_step()
+    metrics.add({"loss": 1.0}, tokens=100)
+    metrics.resume(Progress(cursor={}, rng={}, inner_steps=8, tokens=800))
+    metrics.count_step()
+    metrics.add({"loss": 2.0}, tokens=50)
+    taken = metrics.take()
+    assert (taken.steps, taken.tokens, taken.metrics["loss"].sum) == (1, 50, 2.0)
+    assert (metrics.total_inner_steps, metrics.total_tokens) == (9, 850)

@@ -1,7 +1,8 @@
-"""Executors on loopback services, or a genuine Slurm, behind the same few words: what differs is one line."""
+"""Executors on loopback services, or a genuine Slurm or Ray, behind the same few words: what differs is one line."""
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -181,6 +182,24 @@ def _slurm(folder: Path, **options: Any) -> Iterator[tuple["GenuineSlurm", str, 
     with running_slurm(folder / "slurm", **options) as cluster, exported(cluster.environ):
         construct = f"from executors import SlurmExecutor; executor = SlurmExecutor(directory={where!r})"
         yield cluster, construct, lambda: SlurmExecutor(directory=where)
+
+
+@contextmanager
+def ray(folder: Path) -> Iterator[Cloud]:
+    """One replica per node; the node of the preempted one loses its power."""
+    from genuine_ray import TOKEN, running_ray
+
+    from executors.ray_jobs import RayExecutor
+
+    with running_ray(1, 1, 1, 1) as cluster, exported(cluster.environ):
+        options = {"address": cluster.address, "cpu": 1, "python": sys.executable}
+        yield Cloud(
+            f"from executors import RayExecutor; executor = RayExecutor(**{options!r})",
+            lambda: RayExecutor(**options),
+            lambda handle: cluster.cut_power(cluster.node_of(handle.native_id)),
+            cluster.environ,
+            (TOKEN,),
+        )
 
 
 @contextmanager

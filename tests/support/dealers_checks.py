@@ -164,8 +164,9 @@ def _check_names(w: World, last: int, honest: list[int]) -> None:
         accusers = [
             sum(liar in w.manifests(r)[i].accused for i in honest if i in w.store["commit", r].answered)
             for r in range(1, last)
+            if not w.why_void(r)  # a void commit bars nobody
         ]
-        if max(accusers) > 1 and liar not in barred and not w.scenario.deeds & {"accuse", "grab"}:
+        if max(accusers, default=0) > 1 and liar not in barred and not w.scenario.deeds & {"accuse", "grab"}:
             raise Broken(f"replica {liar} lied, and deals on")
     if one and "sum" in w.scenario.deeds and not barred and not any(w.attempts[i] > 1 for i in honest):
         raise Broken("a false word was without a name")
