@@ -70,8 +70,7 @@ def bytes_down(lengths: Sequence[int], codec: str, world_size: int) -> tuple[int
 
 
 def predicted_s(numel: int, codec: str, world_size: int, most: int) -> tuple[float, float]:
-    """Seconds that a rank waits for the bytes of others: (by gather, by scatter-reduce), by round trips of 50 ms and
-    100 Mb/s.
+    """Seconds that a rank waits for the bytes of others, (by gather, by scatter-reduce), at 50 ms and 100 Mb/s.
 
     `most`: elements of a shard at the most. A rank of a gather reads one payload shard after another.
     """

@@ -132,7 +132,7 @@ def pack(
 
 
 def pack_ours(extras: Sequence[str] = (), requirements: Requirements | None = None) -> Archive:
-    """Pack an archive of our own package alone. `extras`, `requirements`: as for `pack`."""
+    """Pack an archive of our own package alone, to install with these `extras` of it and the user's requirements."""
     files = {f"{bootstrap.OURS}/{name}": data for name, data in our_files()}
     data = _zip(files | _list_files(_details(extras, ()), requirements))
     return Archive(data, hashlib.sha256(data).hexdigest(), {})

@@ -314,7 +314,7 @@ def _listed(store: Store, name: str = "") -> dict[str, set[keys.JoinKey]]:
 
 
 def _offer_in(handle: ReplicaHandle) -> str:
-    """The digest of the offer (attempt for joining machines) in a handle, by which the keys of its records name it."""
+    """The sha256 of the offer (attempt for joining machines) in a handle; the keys of the offer's records hold it."""
     return str(handle.native.get("offer", ""))
 
 

@@ -87,7 +87,7 @@ class Starts:
         self._chosen, self._take = start, take
 
     def outvoted_by(self) -> Sha256 | None:
-        """The start record that over half of the replicas adopted, if not this process; else None. At most one LIST."""
+        """The start record that over half of the replicas adopted, unless this process did too: then None. One LIST."""
         if self._is_settled or self._chosen is None:
             return None
         self.refresh()

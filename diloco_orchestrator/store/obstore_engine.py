@@ -263,6 +263,8 @@ def open_cloud(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
     """
     kind, _, rest = url.partition("://")
     bucket, _, prefix = rest.partition("/")
+    if not bucket:
+        raise ConfigError(f"{url} names no bucket. Write {kind}://bucket/folder.")
     allowed = _GCS_OPTIONS if kind == "gs" else _AZURE_OPTIONS
     for name in options:  # obstore ends the process's thread at a client's option among them
         if name not in allowed:
@@ -282,7 +284,10 @@ def open_cloud(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
             store = AzureStore(bucket, prefix=prefix.strip("/") or None, **given)
     except Exception as error:  # obstore's kinds share no base; options of other types raise others
         text = str(error).split("\n\nDebug source", 1)[0].strip()
-        raise ConfigError(f"cannot open {url}: {text}. Check the URL, the credentials and storage_options.") from error
+        remedy = "Check the URL, the credentials and storage_options."
+        if "Account must be specified" in text:
+            remedy = "Set AZURE_STORAGE_ACCOUNT_NAME, or write abfss://container@account.dfs.core.windows.net/folder."
+        raise ConfigError(f"cannot open {url}: {text}. {remedy}") from error
     return ObstoreEngine(store, url, endpoint=_endpoint(kind, options))
 
 

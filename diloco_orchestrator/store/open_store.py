@@ -106,8 +106,9 @@ def _open_engine(url: str, options: Mapping[str, Any], engine: str, must_exist: 
     if not url:
         raise ConfigError("the store's URL is empty. Give a folder, such as runs/first, or s3://bucket/folder.")
     check_address(url)
+    url = _plain(url)
     found = _SCHEME.match(url)
-    scheme = found[1].lower() if found else ""
+    scheme = found[1] if found else ""
     who, at, _ = urlsplit(url).netloc.partition("@") if found else ("", "", "")
     if at and (":" in who or scheme not in ("abfs", "abfss")):  # theirs is container@account
         raise ConfigError(
@@ -192,4 +193,9 @@ def check_address(url: str) -> None:
 def absolute_url(url: str) -> str:
     """`url` in a form that is valid in every process: a local path is made absolute, any other URL is unchanged."""
     check_address(url)
-    return url if _SCHEME.match(url) else str(Path(url).expanduser().resolve())
+    return _plain(url) if _SCHEME.match(url) else str(Path(url).expanduser().resolve())
+
+
+def _plain(url: str) -> str:
+    """`url` with its scheme in small letters, so that one store has one URL."""
+    return scheme[0].lower() + url[scheme.end() :] if (scheme := _SCHEME.match(url)) else url

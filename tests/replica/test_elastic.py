@@ -358,7 +358,7 @@ def test_each_fragment_owes_its_own(restarted):
 @pytest.mark.slow
 def test_a_carry_of_several_shards_is_added_whole():
     clock = ManualClock()
-    fleet = Fleet(replicas=2, rounds=50, quorum=1, shard_mib=1)
+    fleet = Fleet(replicas=2, rounds=50, quorum=1, shard_mib=1, timing={"startup_timeout_s": 20.0, "poll_s": 1.0})
     model = torch.nn.Linear(600, 600)  # 360,600 elements: one full shard and a shorter one
     zero, one = (fleet.join(i, clock=clock, model=model) for i in (0, 1))
     noise = torch.randn(360_600, generator=torch.Generator().manual_seed(0))

@@ -36,6 +36,25 @@ def test_an_escape_that_stores_read_in_different_ways_is_refused(scheme):
         open_store(f"{scheme}:///tmp/a%20b")
 
 
+@pytest.mark.parametrize("url", ["S3://b/x", "FSSPEC+S3://b/x", "GS://b/x", "AZ://b/x"])
+def test_a_scheme_in_capitals_is_the_same_store(url):
+    small = f"{url.partition('://')[0].lower()}://b/x"
+    options = {"AZ": UNSIGNED, "GS": {"skip_signature": True}}.get(url[:2], {"key": "k", "secret": "s"})
+    assert open_store(url, options).url == open_store(small, options).url == absolute_url(url) == small
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+def test_an_address_without_bucket_is_refused(scheme):
+    with pytest.raises(ConfigError, match=f"names no bucket. Write {scheme}://bucket/folder"):
+        open_store(f"{scheme}://")
+
+
+def test_an_azure_account_that_nobody_has_named_is_told_with_what_to_set(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(ConfigError, match="Set AZURE_STORAGE_ACCOUNT_NAME"):
+        open_store("az://c/x")
+
+
 def test_a_slash_that_is_missing_makes_no_folder():
     for call in (open_store, absolute_url):
         with pytest.raises(ConfigError, match=r"write s3://…, or ./s3:/x for the folder"):
