@@ -47,12 +47,14 @@ from guard_trajectories import (
     HEALTHY,
     LIES,
     LOSSES,
+    OVER_OPTIMISED,
     Fleet,
     collapsing,
     faulty,
     gao,
     healthy,
     noise,
+    over_optimised,
     repeat,
     through_shares,
     times,
@@ -68,12 +70,14 @@ NOISES = ((0.5, 0.0025), (0.5, 0.005), (0.0, 0.01), (0.5, 0.02), (0.7, 0.02), (0
 FLEETS = {
     "all honest": Fleet(),
     "unequal, a fifth drops out": Fleet(dropout=0.2, unequal=True),
+    "16 shares, half of them missing for 20 rounds": Fleet(shares=16, dropout=0.5, stays=20, unequal=True),
     "1 of 8 lies: down by 1 sd": Fleet(liars=1, lie="down by 1 sd"),
     **{f"2 of 8 lie: {lie}": Fleet(liars=2, lie=lie) for lie in LIES},
     "2 of 8 lie: up by .2 in the first 8 rounds": Fleet(liars=2, at_first=0.2),
     "each score given 4 times": Fleet(repeated=4),
     "each score given 8 times": Fleet(repeated=8),
 }
+PEAKS = (40, 150)  # rounds after which an over-optimised gold score falls
 SIZES = (8, 15, 30, 60)  # rounds of delay that `items_needed` is asked for
 DROP, ITEM_SD = 0.05, 0.5
 RULES = ("SequentialGuard", "now", "patience 3", "patience 6")  # the last two: `HeldOutGuard`
@@ -111,6 +115,12 @@ def cells() -> Iterator[Cell]:
                 "early", case, lambda r, n, c=case, p=phi, s=sd: _collapsing(r, c, n, p, s), phi, sd, "collapse", 0.5
             )
         yield Cell("gao", "Gao curve", lambda r, n, p=phi, s=sd: _gao(r, n, p, s), phi, sd, "gao", 0.5)
+    for form in OVER_OPTIMISED:
+        for peak in PEAKS:
+            for sd in (0.02, 0.05):
+                yield Cell(
+                    "public", form, lambda r, n, f=form, p=peak, s=sd: _public(r, f, p, n, s), 0.5, sd, f"{peak}"
+                )
     for case, make in SCORES.items():
         yield Cell("score", case, lambda r, n, m=make: Runs(m(r, n)))
     for phi in (0.0, 0.5):
@@ -183,6 +193,11 @@ def _gao(rng: Rng, runs: int, phi: float, sd: float) -> Runs:
     return Runs(*pair, clean=gold[:, None], metric="reward")
 
 
+def _public(rng: Rng, form: str, peak: int, runs: int, sd: float) -> Runs:
+    pair, gold = over_optimised(rng, form, peak, runs, 0.5, sd)
+    return Runs(*pair, clean=gold[:, None], begins=peak, metric="reward")
+
+
 def _drop(rng: Rng, rounds: int, phi: float, runs: int) -> Runs:
     sd = ITEM_SD / sqrt(items_needed(DROP, item_sd=ITEM_SD, rounds=rounds, autocorrelation=phi))
     u = times(500)[1][:, None]
@@ -207,10 +222,16 @@ def measure_cell(number: int, seed: int, runs: int) -> list[Sample]:
     cell = [*cells()][number]
     runs = max(4, round(runs * cell.share))
     made = cell.make(np.random.default_rng([seed, number]), runs)
-    paired = made.in_loop is not None and cell.group in ("healthy", "fault", "early", "gao", "fleet")
+    paired = made.in_loop is not None and cell.group in ("healthy", "fault", "early", "gao", "fleet", "public")
     few = max(4, runs // 3)
     own = guard_rules.sequential(made.heldout, made.in_loop, made.weight, made.gains, _guard(made))
     found = {"SequentialGuard": (*own, made)}
+    if cell.group == "fall":
+        known = sqrt((1 + cell.phi) / (1 - cell.phi))
+        found["noise known"] = (
+            *guard_rules.sequential(made.heldout, made.in_loop, guard=_guard(made), known=known),
+            made,
+        )
     cut = _first(made, few)
     if not cell.group.startswith("held"):
         trained = cut.in_loop if cut.in_loop is not None else 0 * cut.heldout
@@ -220,6 +241,10 @@ def measure_cell(number: int, seed: int, runs: int) -> list[Sample]:
         for patience in (3, 6):
             halts = guard_rules.heldout_guard(cut.heldout, cut.in_loop, patience, limit)
             found[f"patience {patience}"] = (halts, np.zeros_like(halts), cut)
+    if cell.group == "public":
+        for rounds in (3, 6):
+            halts = guard_rules.patience(cut.heldout, rounds)
+            found[f"callback {rounds}"] = (halts, np.zeros_like(halts), cut)
     given = {"group": cell.group, "case": cell.case, "phi": cell.phi, "sd": cell.sd, "fault": cell.fault}
     return [{**given, "rule": rule, **_figures(*judged, faulty=bool(cell.fault))} for rule, judged in found.items()]
 
@@ -248,7 +273,7 @@ def _figures(halts: guard_rules.Rounds, channels: guard_rules.Rounds, made: Runs
     late = halts[halts > made.begins] - made.begins
     alive = int(((halts == 0) | (halts > made.begins)).sum())
     figures |= {
-        "early": runs - alive,
+        "early": int(((halts > 0) & (halts <= made.begins)).sum()),
         "misses": int((halts == 0).sum() if rounds - made.begins < 200 else alive - (late <= 200).sum()),
         "delay": float(late.mean()) if len(late) else None,
         "delay_error": float(late.std(ddof=1) / sqrt(len(late))) if len(late) > 1 else None,
@@ -510,9 +535,15 @@ def _by_noise(samples: Sequence[Sample], group: str, words: Callable[[Sample], s
 
 
 def _falls(samples: Sequence[Sample]) -> str:
-    ours = pick(samples, group="fall", rule=RULES[0])
-    rows = [[curve, *(fall_words(pick(ours, fault=curve, phi=p)) for p in (0.0, 0.5))] for curve in CURVES]
-    return markdown(["curve", "white", "AR(1) 0.5"], rows)
+    rules = (RULES[0], "noise known")
+    rows = [
+        [
+            curve,
+            *(fall_words(pick(samples, group="fall", rule=r, fault=curve, phi=p)) for r in rules for p in (0.0, 0.5)),
+        ]
+        for curve in CURVES
+    ]
+    return markdown(["curve", "white", "AR(1) 0.5", "white, were sigma known", "AR(1) 0.5, were sigma known"], rows)
 
 
 def _cases(samples: Sequence[Sample], group: str, words: Callable[[Sample], str]) -> str:
@@ -545,6 +576,39 @@ def _callbacks(samples: Sequence[Sample]) -> str:
     )
 
 
+def _public_cases(samples: Sequence[Sample]) -> str:
+    """Each rule on curves of published formulas: stopped before the peak, rounds since it, gold score at the stop."""
+    names = {
+        "SequentialGuard": "SequentialGuard",
+        "now": "the rule before",
+        "patience 3": "HeldOutGuard",
+        "patience 6": "HeldOutGuard, patience 6",
+        "callback 3": "callback, patience 3",
+        "callback 6": "callback, patience 6",
+    }
+    rows = []
+    for form in OVER_OPTIMISED:
+        for peak in PEAKS:
+            for sd in (0.02, 0.05):
+                for rule, name in names.items():
+                    (s,) = pick(samples, group="public", case=form, fault=f"{peak}", sd=sd, rule=rule)
+                    early = f"{100 * s['early'] / s['runs']:.0f} %"
+                    late = "" if s["delay"] is None else f"{s['delay']:.0f}"
+                    missed = s["runs"] - s["early"] - len(s["delays"])
+                    rows.append(
+                        [f"{form}, round {peak}, sd {sd:g}", name, early, late, f"{missed}", f"{s['kept']:.0%}"]
+                    )
+    head = [
+        "curve, peak, noise",
+        "rule",
+        "stopped before the peak",
+        "rounds after it",
+        "not stopped",
+        "gold score kept",
+    ]
+    return markdown(head, rows)
+
+
 def _fleets(samples: Sequence[Sample]) -> str:
     rows = []
     for case in FLEETS:
@@ -570,6 +634,7 @@ def table(samples: Sequence[Sample]) -> str:
         ),
         "Held back: nine lasting falls, rounds of delay": fall_words(held),
         "Beside single-process callbacks with patience": _callbacks(samples),
+        "Gao et al.'s formulas, AR(1) .5; noise in units of the peak": _public_cases(samples),
         "Healthy families: false halts per 1000 rounds": _by_noise(samples, "healthy", lambda s: f"{rate(s):.2f}"),
         "Faults after 100 rounds of a plateau: rounds of delay": _by_noise(samples, "fault", delay_words),
         "Lasting falls after a curve: rounds of delay, from 3 sd below the best score without noise": _falls(samples),

@@ -40,6 +40,16 @@ def heldout_guard(heldout: Array, in_loop: Array, patience: int = 3, gap: float 
     return fired
 
 
+def patience(heldout: Array, rounds: int) -> Rounds:
+    """Where a callback stops that waits so many rounds for a score above the best one."""
+    best, since, fired = heldout[0], np.zeros(heldout.shape[1], int), np.zeros(heldout.shape[1], int)
+    for t in range(1, len(heldout)):
+        since = np.where(heldout[t] > best, 0, since + 1)
+        best = np.maximum(best, heldout[t])
+        fired = np.where((fired == 0) & (since >= rounds), t + 1, fired)
+    return fired
+
+
 @dataclass
 class Halts:
     rounds: Rounds
@@ -116,7 +126,11 @@ class NewLow:
         highest, rise = since.max(axis=0), np.zeros(self.held.shape[1])
         for earlier, later in zip(since[: c.SINCE // 2], since[c.SINCE // 2 :], strict=True):
             rise = rise + (later - earlier)
-        distance, width = self.low[before] - highest, np.maximum(highest - since.min(axis=0), self.step[t])
+        lowest, joined = self.low[first - 1], np.ones(self.held.shape[1], bool)
+        for between in range(first - 1, before, -1):  # rounds that join the ten lie below every score before
+            joined = joined & (self.held[between] < self.low[between - 1])
+            lowest = np.where(joined, self.low[between - 1], lowest)
+        distance, width = lowest - highest, np.maximum(highest - since.min(axis=0), self.step[t])
         # All rounds until the scores since; those that are below every score before are no higher than the others.
         lost = self.high[first - 1] - highest
         says = (2 * self.changes[before] >= before) & (rise <= width) & (lost > c.OF_THE_GAIN * gained)
@@ -127,12 +141,14 @@ class NewLow:
 class _Noise:
     """Twin of `guard.channels.noise.Noise`."""
 
-    def __init__(self, runs: int) -> None:
+    def __init__(self, runs: int, known: float | None = None) -> None:
+        self.known = known
         self.last: list[Array] = []
         self.count = 0
         zero = np.zeros(runs)
         self.changed, self.values = [zero, zero], zero.astype(int)  # the last two that changed; values that did
         self.step, self.bends, self.bend = np.full(runs, np.inf), zero.astype(int), zero
+        self.first, self.largest = zero, np.zeros((noise._dropped(noise._MEMORY), runs))
         weight, prior = noise._PRIOR
         self.windows = [np.full(runs, weight * prior), np.full(runs, weight)]
 
@@ -150,10 +166,19 @@ class _Noise:
             self._learn_correlation(np.array(self.last[-noise.LINE :]))
 
     def _learn_size(self, bend: Array, where: NDArray[np.bool_]) -> None:
-        limit = np.where(self.bends >= noise._SETTLED, noise._CLIP * self.bend, np.inf)
+        settled = (self.bends >= noise._SETTLED) & (self.bend > 0)
+        bend = np.minimum(bend, np.where(settled, noise._CLIP * self.bend, np.inf))
         self.bends = self.bends + where
-        step = (np.minimum(bend, limit) - self.bend) / np.clip(self.bends, 1, noise._MEMORY)
-        self.bend = np.where(where, self.bend + step, self.bend)
+        later = where & (self.bends > noise._MEMORY)
+        early, number = where & ~later, np.maximum(self.bends, 1)
+        dropped = np.where(self.bends >= noise._TRIMMED, (self.bends + 5) // 10, 0)
+        self.first = np.where(early, self.first + bend, self.first)
+        self.largest = np.where(early, np.sort(np.vstack([self.largest, bend[None]]), axis=0)[1:], self.largest)
+        ranks = len(self.largest) - np.arange(len(self.largest))[:, None]
+        left = np.maximum(self.first - np.where(ranks <= dropped, self.largest, 0.0).sum(axis=0), 0.0)
+        trimmed = left / np.maximum(number - dropped, 1) * (1 + noise._TRIM * dropped / number)
+        rest = self.bend + (bend - self.bend) / noise._MEMORY
+        self.bend = np.where(later, rest, np.where(early, trimmed, self.bend))
 
     def _learn_correlation(self, values: Array) -> None:
         count = len(values)
@@ -170,6 +195,8 @@ class _Noise:
         self.windows = [past[0] + np.where(known, rho, 0.0), past[1] + known]
 
     def sigma(self, bend: Array | None = None) -> Array:
+        if self.known is not None:
+            return np.full(self.bend.shape, self.known)
         factor, shift = noise._STRETCH
         rho = np.clip(factor * (self.windows[0] / self.windows[1]) + shift, 0.0, noise._RHO_MAX)
         scale = np.sqrt((1 + rho) / (2 * (3 - rho))) / (1 - rho) * (1 + noise._YOUNG / self.count)
@@ -181,12 +208,13 @@ class _Level:
     """Twin of `guard.channels.falls.BestLevel`."""
 
     def __init__(self, runs: int) -> None:
-        self.mean = [np.full(runs, -np.inf) for _ in falls.BLOCKS]
-        self.bend = [np.zeros(runs) for _ in falls.BLOCKS]
+        self.mean = [np.full(runs, -np.inf) for _ in (*falls.BLOCKS, falls.CLIMB)]
+        self.bend = [np.zeros(runs) for _ in self.mean]
 
     def _bound(self, index: int, mean: Array, bend: Array, noise: _Noise) -> Array:
         errors = np.sqrt(max(noise.count.bit_length() - 1, 1))
-        found: Array = mean - errors * noise.sigma(np.maximum(bend, noise.bend)) / np.sqrt(falls.BLOCKS[index])
+        part = 1 / np.sqrt(falls.BLOCKS[index]) if index < len(falls.BLOCKS) else falls.CLIMB_ERROR
+        found: Array = mean - errors * part * noise.sigma(np.maximum(bend, noise.bend))
         return found
 
     def learn(self, noise: _Noise) -> None:
@@ -195,15 +223,30 @@ class _Level:
                 continue
             block = np.array(noise.last[-size:])
             mean = (block.sum(axis=0) - block.max(axis=0) - block.min(axis=0)) / (size - 2)
-            found = self._bound(index, mean, noise.bend, noise)
-            better = found > self._bound(index, self.mean[index], self.bend[index], noise)
-            self.mean[index] = np.where(better, mean, self.mean[index])
-            self.bend[index] = np.where(better, noise.bend, self.bend[index])
+            self._compare(index, mean, noise)
+        if noise.count >= falls.CLIMB:
+            self._compare(len(falls.BLOCKS), _end_of_climb(np.array(noise.last[-falls.CLIMB :]), noise.sigma()), noise)
+
+    def _compare(self, index: int, mean: Array, noise: _Noise) -> None:
+        found = self._bound(index, mean, noise.bend, noise)
+        better = found > self._bound(index, self.mean[index], self.bend[index], noise)
+        self.mean[index] = np.where(better, mean, self.mean[index])
+        self.bend[index] = np.where(better, noise.bend, self.bend[index])
 
     def level(self, noise: _Noise) -> Array:
         bounds = [self._bound(i, *each, noise) for i, each in enumerate(zip(self.mean, self.bend, strict=True))]
         found: Array = np.max(bounds, axis=0)
         return found
+
+
+def _end_of_climb(scores: Array, sigma: Array) -> Array:
+    """Twin of `guard.channels.falls._end_of_climb`; minus infinity where scores do not climb."""
+    half = len(scores) // 2
+    before, now = (np.sort(part, axis=0)[1:-1].mean(axis=0) for part in (scores[:half], scores[half:]))
+    rise, last = now - before, (scores[-1] + scores[-2] - scores[-3] - scores[-4]) / 2
+    climbs = (rise > falls.STEEP * sigma) & (last >= falls.STILL * rise / 2)
+    found: Array = np.where(climbs, np.minimum(now + rise * (half - 1) / (2 * half), scores.max(axis=0)), -np.inf)
+    return found
 
 
 class _Falls:
@@ -226,6 +269,7 @@ class _Falls:
         recovers = (rise > falls._RISES) | (
             now - lowest > falls._SHARE * np.maximum(level - now, 0.0) + falls._HEALS * unit
         )
+        recovers &= value > -falls._LOST * unit
         halts = np.zeros(value.shape, bool)
         for index, (slack, most, _) in enumerate(falls.CUSUMS):
             limit = self.limits[index]
@@ -317,12 +361,16 @@ def sequential(
     weight: Array | None = None,
     gains: Array | None = None,
     guard: SequentialGuard | None = None,
+    known: float | None = None,
 ) -> tuple[Rounds, NDArray[np.int64]]:
-    """Where `SequentialGuard` halts, and by which of `CHANNELS`. `weight`: share of the items in each score."""
+    """Where `SequentialGuard` halts, and by which of `CHANNELS`.
+
+    `weight`: share of the items in each score. `known`: sigma of the held-out score, in place of the measured one.
+    """
     guard = guard or SequentialGuard()
     rounds, runs = heldout.shape
     halts, first = Halts(np.zeros(runs, int), np.zeros(runs, int)), None if in_loop is None else in_loop[0]
-    own, apart, best, gap = _Noise(runs), _Noise(runs), _Level(runs), _Gap(runs)
+    own, apart, best, gap = _Noise(runs, known), _Noise(runs), _Level(runs), _Gap(runs)
     sums, shares, lows = _Falls(runs, guard.threshold), _Shares(gains), NewLow(heldout - heldout[0])
     for t in range(rounds):
         held = heldout[t] - heldout[0]

@@ -5,6 +5,7 @@ Arrays are (rounds, runs). Higher is better: losses are negated. Which rule stop
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,6 @@ from diloco_orchestrator.guard import robust
 Array = NDArray[np.float64]
 CHANGE = 100  # the last round before anything goes wrong
 ROUNDS = 600
-SHARES = 8
 Pair = tuple[Array, Array]
 
 
@@ -163,13 +163,34 @@ def gao(rng: np.random.Generator, runs: int, phi: float, sd: float, rounds: int 
     return (gold[:, None] + one, proxy[:, None] + other), gold
 
 
+# Gold scores by the formulas of Gao et al. (arXiv 2210.10760): d (a - b log d) for RL, d (a - b d) for the best of n.
+# d is the root of the KL divergence from the first policy, x = d / d of the peak, and the peak is 1.
+OVER_OPTIMISED: dict[str, Callable[[Array], Array]] = {
+    "RL": lambda x: x * (1 - np.log(x)),
+    "best of n": lambda x: x * (2 - x),
+}
+
+
+def over_optimised(
+    rng: np.random.Generator, form: str, peak: int, runs: int, phi: float, sd: float
+) -> tuple[Pair, Array]:
+    """Gold score and proxy with noise, and the gold score without; KL is linear in the round, the proxy in d."""
+    t = times(4 * peak)[0]
+    x = np.sqrt(t / peak)
+    gold = OVER_OPTIMISED[form](x)
+    one, other = noise(rng, len(t), runs, phi, sd), noise(rng, len(t), runs, phi, sd)
+    return (gold[:, None] + one, 2 * x[:, None] + other), gold
+
+
 # -- shares ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """How the held-out score of a round comes from the shares of 8 replicas."""
+    """How the held-out score of a round comes from the shares of the replicas."""
 
+    shares: int = 8
+    stays: int = 1  # rounds for which a share that is missing stays missing
     dropout: float = 0.0  # chance that a share is missing in a round; at least half of them are there
     unequal: bool = False  # shares of different size and difficulty
     liars: int = 0  # replicas that report a score of their own making from round CHANGE on
@@ -203,10 +224,10 @@ def through_shares(
     of `sd`.
     """
     rounds = len(signal)
-    sizes = np.array([3, 1, 1, 1, 1, 1, 1, 1.0] if fleet.unequal else [1.0] * SHARES)
-    levels = rng.normal(0, 0.2, (SHARES, 1)) if fleet.unequal else np.zeros((SHARES, 1))
+    sizes = np.array([3.0 if fleet.unequal else 1.0] + [1.0] * (fleet.shares - 1))
+    levels = rng.normal(0, 0.2, (fleet.shares, 1)) if fleet.unequal else np.zeros((fleet.shares, 1))
     scale = np.sqrt(sizes.sum() / sizes)[:, None]
-    noises = np.stack([noise(rng, rounds, runs, phi, sd) for _ in range(SHARES)], axis=1) * scale
+    noises = np.stack([noise(rng, rounds, runs, phi, sd) for _ in range(fleet.shares)], axis=1) * scale
     scores = signal[:, None, :] + levels + noises  # (rounds, shares, runs)
     scores[:8, : fleet.liars] += fleet.at_first
     gains = scores - scores[0]
@@ -214,7 +235,7 @@ def through_shares(
         honest, since = gains[:, fleet.liars :], np.arange(rounds, dtype=float)[:, None] - CHANGE
         lies = LIES[fleet.lie](honest.mean(axis=1), honest.std(axis=1), since)
         gains[:, : fleet.liars] = np.where((since >= 0)[:, None], lies[:, None], gains[:, : fleet.liars])
-    there = rng.random((rounds, SHARES, runs)) >= fleet.dropout
+    there = repeat(rng.random((rounds, fleet.shares, runs)) >= fleet.dropout, fleet.stays)
     there[0] = True
     enough = (there * sizes[:, None]).sum(axis=1) >= sizes.sum() / 2
     there |= ~enough[:, None]
@@ -238,6 +259,6 @@ def clipped(gains: Array) -> Array:
     return kept
 
 
-def repeat(values: Array, times_each: int) -> Array:
+def repeat(values: NDArray[Any], times_each: int) -> NDArray[Any]:
     """Every `times_each`-th value, given again until the next one."""
     return values[(np.arange(len(values)) // times_each) * times_each]

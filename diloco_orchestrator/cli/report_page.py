@@ -26,7 +26,8 @@ def page(report: Report) -> str:
         _section(
             "Guard",
             _guard(rows),
-            "each statistic as a share of its threshold; one above the line stops the run",
+            "each statistic as a share of its threshold; one above the line stops the run"
+            + (f". By round {status.round} the guard {status.outlook}" if status.outlook else ""),
         ),
         _section("Metrics", _extra(rows), "what the training function observed beside them, mean over the replicas"),
         _section("Bytes", _bytes(trained), "payload of each round, in MB (10^6 bytes), all replicas together"),

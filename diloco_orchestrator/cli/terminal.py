@@ -202,6 +202,9 @@ def overview(status: RunStatus, rounds: int, still: Sequence[str] = ()) -> Rende
         parts += [Text(), _replicas_table(status.replicas, _metric(status))]
     if status.verdict is not None and status.verdict.statistics:
         parts += [Text(), _guard_table(status.verdict.statistics)]
+        parts += (
+            [Text(f"the guard {status.outlook}", style="dim")] if status.outlook and status.state == "running" else []
+        )
     if status.rounds:
         parts += [Text(), _rounds_table(status, rounds)]
     return Group(*parts)

@@ -54,6 +54,7 @@ def measure(
     evidence = Evidence(
         round=reports.round,
         in_loop=in_loop,
+        trained={replica_id: each.mean for replica_id, each in reports.in_loop.items() if math.isfinite(each.mean)},
         kl_to_init=reports.kl_to_init,
         entropy=reports.entropy,
         reward_std=reports.reward_std,

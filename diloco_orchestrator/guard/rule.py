@@ -38,6 +38,7 @@ class Evidence:
     total_items: int = 0  # in the whole held-out set; 0 = unknown, every round counts alike
     # By share of the held-out set: its score minus its first one. Empty = the shares are not known one by one.
     gains: Mapping[str, float] = field(default_factory=dict)
+    trained: Mapping[int, float] = field(default_factory=dict)  # by replica: its training metric, where it is finite
     vault: VaultChange | None = None  # answers an alarm of the round before; None if too few vault items were scored
     rebuildable: bool = True  # whether the base can be rebuilt later, to score the confirmation set on it
     final_evaluation: bool = False  # whether no round follows

@@ -218,6 +218,7 @@ class SequentialGuard(GuardRule):
                 self.gap_sigmas,
                 evidence.gains,
             )
+            run.metrics.compare(evidence.trained)
             alarms += sudden
             if run.metrics.count >= max(self.min_steps, FIRST_GAP):
                 alarms += slow
@@ -234,7 +235,7 @@ class SequentialGuard(GuardRule):
             "folded": folded,
             "value": value,
             "in_loop": in_loop,
-            "warning": run.metrics.narrow if folded else "",
+            "warning": run.metrics.warning if folded else "",
             "statistics": self._statistics(run),
         }
 

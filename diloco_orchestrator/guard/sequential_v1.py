@@ -422,6 +422,15 @@ FIRST_JUDGED = 18  # rounds after which noise is known well enough for statistic
 IMPROVED = 3.5  # standard errors by which a block of held-out scores must beat the reference to become it
 
 
+class _NewLow(NewLow):
+    """Scores between the groups that do not join the later one are not compared with it."""
+
+    def _joined(self, last: Sequence[float], place: int, lowest: float) -> tuple[int, float]:
+        while place > 0 and last[place - 1] < lowest:
+            place -= 1
+        return place, lowest
+
+
 @dataclass
 class MetricChannels:
     """The statistics so far. Values are kept relative to the first ones: a shift of a metric changes nothing."""
@@ -435,7 +444,7 @@ class MetricChannels:
     gap: HackingGap = field(default_factory=HackingGap)
     sudden: SuddenFall = field(default_factory=SuddenFall)
     early: EarlyCollapse = field(default_factory=EarlyCollapse)
-    new_low: NewLow = field(default_factory=NewLow)
+    new_low: _NewLow = field(default_factory=_NewLow)
     breadth: Breadth = field(default_factory=Breadth)
 
     # -- one model -----------------------------------------------------------------------------------------------
@@ -482,7 +491,7 @@ class MetricChannels:
         self.gap.begin(model)
         self.sudden.begin(model)
         self.early.stop()
-        self.new_low = NewLow()
+        self.new_low = _NewLow()
 
     def _since_the_first(self, which: int, value: float) -> float:
         first = self.origin[which]
@@ -525,8 +534,11 @@ class MetricChannels:
         """The long-run standard deviation of the held-out score. Before the first score: 0.0."""
         return self.noise.sigma(self.noise.last[-1]) if self.noise.last else 0.0
 
+    def compare(self, trained: Mapping[int, float]) -> None:
+        """Nothing: only later rules compare replicas."""
+
     @property
-    def narrow(self) -> str:
+    def warning(self) -> str:
         """A sentence about a fall that only few shares of the held-out set show, so that it does not count; or ""."""
         return self.falls.narrow
 

@@ -100,6 +100,15 @@ def test_curves_have_a_point_for_every_value(html):
     assert html.count("stroke-dasharray") == 1  # the guard's threshold
 
 
+def test_the_guard_section_says_what_the_rule_can_judge_by_now():
+    fleet = Fleet(replicas=2, rounds=9, guard={"rule": "sequential"}, scored=True)
+    participants = fleet.join_all()
+    for round_ in range(3):
+        play(participants, [1.0, 1.0], [report(i, 0.1 * round_) for i in (0, 1)])
+    shown = page(Report.read(RunReader(fleet.store), NoBackground()))
+    assert "By round 3 the guard needs 5 more rounds to know the noise of the held-out score" in shown
+
+
 def test_participation_tells_who_was_averaged(html):
     assert re.findall(r"<td>(\d/\d)</td>", html) == ["3/4", "3/4"]
 

@@ -156,6 +156,14 @@ def test_a_tall_screen_has_the_whole_guard_and_ten_rounds(failed: tuple[RunStatu
     assert sum(line.lstrip()[:2].strip() in {str(n) for n in range(21, 31)} for line in lines if "1.000" in line) == 10
 
 
+def test_the_overview_says_what_the_guard_can_judge_by_now_while_the_run_goes_on(failed: tuple[RunStatus, RunStatus]):
+    for state, shown in (("running", True), ("halted", False)):
+        out = StringIO()
+        status = replace(running(failed[0], 2, 3, state=state), outlook="needs 5 more rounds to know the noise")
+        Console(file=out, width=200).print(overview(status, 10))
+        assert ("the guard needs 5 more rounds to know the noise" in out.getvalue()) is shown
+
+
 def test_what_the_panel_showed_last_stays_on_the_screen(failed: tuple[RunStatus, RunStatus]):
     out = StringIO()
     with LivePanel(Console(file=out, force_terminal=True, width=80, height=24)) as panel:

@@ -220,7 +220,9 @@ def test_one_replica_alone_brings_no_metric_that_the_others_do_not_observe(repli
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 def test_one_replica_of_eight_neither_halts_a_healthy_run_nor_hides_a_hack(lie: dict[str, Any]):
     healthy = verdicts_of(lie, hack=0.0)
-    assert not any(verdict.fire or verdict.warning for verdict in healthy)
+    assert not any(verdict.fire for verdict in healthy)
+    far = [verdict.warning for verdict in healthy if verdict.warning]  # of a metric that no other replica is near to
+    assert all(words.startswith("the training metric of replica 7 has been ") for words in far)
     assert all(verdict.folded for verdict in healthy)
     honest, lied = ([v.fire for v in verdicts_of(each, hack=0.02)].index(True) - 30 for each in ({}, lie))
     assert lied <= 2 * honest

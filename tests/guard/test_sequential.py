@@ -344,7 +344,7 @@ def test_the_fold_gives_the_same_bits_on_every_machine_and_python():
     assert verdict.fire and hashlib.sha256(canonical_json(state or {})).hexdigest() == GOLDEN
 
 
-GOLDEN = "23a7ae19f1ae2bdd80abe3b640006097dad4500257b53f47bf778a7355c90b52"
+GOLDEN = "e74023e9b7ad6818a817177c1a4b70e86540aa5d4954eac5039a9d03a46d8444"
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

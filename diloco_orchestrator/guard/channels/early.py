@@ -175,13 +175,22 @@ class NewLow(Remembered):
         # A steady recovery rises by 5/9 of its range from half to half; more than 1/5 is `width` in 5 pairs.
         if highest >= lowest or rise > width or 2 * changes < rounds - 1:
             return None
-        while place > 0 and last[place - 1] < lowest:
-            place -= 1
+        place, lowest = self._joined(last, place, lowest)
         for model, score in zip(self.models[:place], last[:place], strict=True):
             high, best = (score, model) if score > high else (high, best)
-        if high - highest <= OF_THE_GAIN * gained:
+        if high - highest <= OF_THE_GAIN * gained or lowest <= highest:
             return None
         return Fall(best, self.models[place], (lowest - highest) / width, NEEDS)
+
+    def _joined(self, last: Sequence[float], place: int, lowest: float) -> tuple[int, float]:
+        """Index of the later group's first score, and the lowest score before it.
+
+        Scores right before the last ten belong to them if they lie below every score before. `place`: index of the ten
+        in `last`; `lowest`: of all scores before `last`.
+        """
+        while place > 0 and last[place - 1] < min([lowest, *last[: place - 1]]):
+            place -= 1
+        return place, min([lowest, *last[:place]])
 
     def alarms(self, scores: Sequence[float], gained: float) -> list[Alarm]:
         """The alarm if ten held-out scores in a row lie far below all before; else none. `gained`: by training."""

@@ -20,6 +20,10 @@ FIRST_JUDGED = 8  # rounds after which the noise is known well enough, its uncer
 # rounds say little, and only the first rounds climb so fast that eight lag far behind.
 BLOCKS = (3, 8, 32)
 SHORT_UNTIL = 32
+# Scores of a climb, and sigmas between its halves from which on it counts as one: noise makes none so steep, and blocks
+# lag little behind slower ones. The rise of its last pair as a share of what the halves say: a climb that has stopped
+# is none. The error of its end in sigmas, found by simulation.
+CLIMB, STEEP, STILL, CLIMB_ERROR = 8, 4.0, 0.8, 0.55
 # Slack, most that one round counts, threshold (at the setting's default of 10): the first finds small falls, and big
 # ones after 6 rounds; the second those that still go on after 5, which is what a hack does and a spike does not.
 CUSUMS = ((0.35, 1.5, 6.0), (0.5, 2.0, 6.1))
@@ -28,16 +32,33 @@ _NAMES = ("slow fall", "fast fall")
 # Recovery, in sigmas: the last two scores above the two before; or the last four above the lowest four of twelve
 # rounds, by that much and by this share of what is still missing. Then a sum is cut to this share of its threshold.
 _RISES, _HEALS, _SHARE, _CUT = 0.5, 0.5, 0.4, 0.6
+_LOST = (
+    100.0  # sigmas below the run's first score, from which on no recovery counts: an exploded model shrinks for ever
+)
 _SINKS = 0.3  # sigmas by which the last two scores are below the two before in a fall that goes on
 _WITHIN = 12
 
 
+@dataclass(frozen=True)
+class Level:
+    """A level that a score has surely reached."""
+
+    bound: float  # the level less what chance explains
+    mean: float  # the level as measured
+    rounds: int  # in which it was measured
+    last: int  # their last model
+
+
 @dataclass
 class BestLevel(Remembered):
-    """The best level that a score has surely reached, from means of blocks of it. State: 9 numbers."""
+    """The best level that a score has surely reached, from means of blocks of it and ends of climbs. State: 12 numbers.
 
-    # By block: mean without its highest and lowest score, size of second differences then, last model.
-    best: list[Any] = field(default_factory=lambda: [None] * len(BLOCKS))
+    The mean of a block lies half a block behind a climb. So where the last eight scores climb steeply, their straight
+    line is a fourth measure: its end, but no more than the highest of them, so that a climb that stops is no fall.
+    """
+
+    # By block, the climb last: level as measured, size of second differences then, last model.
+    best: list[Any] = field(default_factory=lambda: [None] * (len(BLOCKS) + 1))
 
     def learn(self, model: int, scores: Sequence[float], noise: Noise) -> None:
         """Compare the blocks of scores that end with this base with the best ones; `noise` and `scores` include it."""
@@ -45,28 +66,50 @@ class BestLevel(Remembered):
             if noise.count < max(size, FIRST_JUDGED - 2) or (index == 0 and noise.count > SHORT_UNTIL):
                 continue
             block = scores[-size:]
-            found = [(added(block) - max(block) - min(block)) / (size - 2), noise.bend, model]
-            best = self.best[index]
-            if best is None or self._bound(index, found, noise) > self._bound(index, best, noise):
-                self.best[index] = found
+            self._compare(index, [(added(block) - max(block) - min(block)) / (size - 2), noise.bend, model], noise)
+        end = _end_of_climb(scores[-CLIMB:], noise.sigma()) if noise.count >= CLIMB else None
+        if end is not None:
+            self._compare(len(BLOCKS), [end, noise.bend, model], noise)
 
-    def level(self, noise: Noise) -> tuple[float, int, int] | None:
-        """(lower bound, rounds in the block, its last model) of the best block; None before the first block."""
-        bounds = [
-            (self._bound(index, best, noise), size, best[2])
-            for index, (size, best) in enumerate(zip(BLOCKS, self.best, strict=True))
+    def _compare(self, index: int, found: list[Any], noise: Noise) -> None:
+        best = self.best[index]
+        if best is None or self._bound(index, found, noise) > self._bound(index, best, noise):
+            self.best[index] = found
+
+    def level(self, noise: Noise) -> Level | None:
+        """The level with the highest lower bound; None before the first block."""
+        sizes = [*BLOCKS, CLIMB]
+        found = [
+            Level(self._bound(index, best, noise), best[0], size, best[2])
+            for index, (size, best) in enumerate(zip(sizes, self.best, strict=True))
             if best is not None
         ]
-        return max(bounds) if bounds else None
+        return max(found, key=lambda each: each.bound) if found else None
 
     def _bound(self, index: int, block: list[Any], noise: Noise) -> float:
-        """The block's mean less what chance explains: noise is that of then or now, whichever is larger.
+        """The block's level less what chance explains: noise is that of then or now, whichever is larger.
 
         The best of many blocks is above its level by chance; by how much grows with the logarithm of the rounds.
         """
-        mean, bend, _ = block
+        level, bend, _ = block
         errors = math.sqrt(max(noise.count.bit_length() - 1, 1))
-        return float(mean - errors * noise.sigma(max(bend, noise.bend)) / math.sqrt(BLOCKS[index]))
+        part = 1 / math.sqrt(BLOCKS[index]) if index < len(BLOCKS) else CLIMB_ERROR
+        return float(level - errors * part * noise.sigma(max(bend, noise.bend)))
+
+
+def _end_of_climb(scores: Sequence[float], sigma: float) -> float | None:
+    """The level at the last of these scores if they climb steeply to their end, else None.
+
+    From the two middle scores of each half, so that an outlier makes no climb; no higher than the highest score.
+    """
+    half = len(scores) // 2
+    earlier, later = (sorted(part)[1:-1] for part in (scores[:half], scores[half:]))
+    now = added(later) / len(later)
+    rise = now - added(earlier) / len(earlier)
+    if not rise > STEEP * sigma or _mean(scores, 2) - _mean(scores[:-2], 2) < STILL * rise / 2:
+        return None
+    # The later half's mean lies (half - 1) / 2 rounds before the end, and a round rises by rise / half.
+    return min(now + rise * (half - 1) / (2 * half), max(scores))
 
 
 @dataclass
@@ -97,7 +140,9 @@ class Falls(Remembered):
         lost: float,
         origin: float,
     ) -> list[Alarm]:
-        """Judge the next base. `scores`: the last ones and its own; `noise` and `best` do not know that one yet.
+        """Judge the next base. `noise` and `best` do not know its score yet.
+
+        `scores`: the last ones and its own, counted from the run's first one.
 
         `weight`: share of the held-out items that were scored. `lost`: by shares whose fall does not count. `origin`:
         added to the scores in sentences.
@@ -105,9 +150,9 @@ class Falls(Remembered):
         level, sigma, alarms = best.level(noise), noise.sigma(), []
         if level is None or not sigma > 0:
             return []
-        below = (level[0] - scores[-1] - lost) / sigma
+        below = (level.bound - scores[-1] - lost) / sigma
         rise = (_mean(scores, 2) - _mean(scores[:-2], 2)) / sigma
-        recovers = rise > _RISES or _heals(scores, level[0], sigma)
+        recovers = scores[-1] > -_LOST * sigma and (rise > _RISES or _heals(scores, level.bound, sigma))
         for index, (slack, most, at_default) in enumerate(CUSUMS):
             limit = threshold / _DEFAULT * at_default
             total = max(0.0, self.sums[index] + weight * (min(max(below, -most), most) - slack))
@@ -128,17 +173,17 @@ class Falls(Remembered):
         total: float,
         limit: float,
         scores: Sequence[float],
-        level: tuple[float, int, int],
+        level: Level,
         sigma: float,
         origin: float,
     ) -> Alarm:
-        bound, rounds, last = level
         now, since = _mean(scores, 3), self.zero[index]
+        first, reached = level.last - level.rounds + 1, level.bound + origin
         what = (
             f"the held-out score is below its best level: {now + origin:.4g} in the mean of the last 3 rounds, "
-            f"{(bound - now) / sigma:.1f} sigmas of {sigma:.2g} below the {bound + origin:.4g} that it has surely "
-            f"reached (rounds {last - rounds + 1} to {last}). What adds up since round {since} is {total:.1f}, and "
-            f"halts above {limit:.3g}"
+            f"{(level.bound - now) / sigma:.1f} sigmas of {sigma:.2g} below the {reached:.4g} that it has surely "
+            f"reached (rounds {first} to {level.last}). What adds up since round {since} is {total:.4g}, and "
+            f"halts above {limit:.4g}"
         )
         return Alarm(what, since if self.top is None else self.top[1], ADVICE, AlarmKind.FALL)
 

@@ -54,7 +54,7 @@ class HackingGap(Remembered):
         what = (
             f"Hacking Gap: since round {since}, the end of the last {BLOCK} rounds in which the held-out score surely "
             f"improved, the training metric has gained {gap:.3g} on it; {allowed:.3g} is no reason to halt. What adds "
-            f"up since round {self.zero} is {self.total:.1f}; it halts above {threshold:g}"
+            f"up since round {self.zero} is {self.total:.4g}; it halts above {threshold:g}"
         )
         advice = "look for reward hacking or memorisation there; check the reward"
         return [Alarm(what, self.zero, advice, AlarmKind.GAP, gap - allowed)]

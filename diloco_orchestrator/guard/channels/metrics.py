@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from diloco_orchestrator.guard.channels.alarm import Alarm
+from diloco_orchestrator.guard.channels.apart import Apart
 from diloco_orchestrator.guard.channels.early import ROUNDS, EarlyCollapse, NewLow
 from diloco_orchestrator.guard.channels.falls import CUSUMS, FIRST_JUDGED, BestLevel, Falls
 from diloco_orchestrator.guard.channels.hacking_gap import FIRST_JUDGED as FIRST_GAP
@@ -32,7 +33,9 @@ class MetricChannels:
     early: EarlyCollapse = field(default_factory=EarlyCollapse)
     new_low: NewLow = field(default_factory=NewLow)
     shares: FallingShares = field(default_factory=FallingShares)
+    apart: Apart = field(default_factory=Apart)
     narrow: str = field(default="", init=False)  # shares whose fall does not count in this round
+    far: str = field(default="", init=False)  # the replica whose training metric is far from all others'
 
     def judge(
         self,
@@ -68,6 +71,15 @@ class MetricChannels:
         self._learn(model, held, trained)
         at_once += self.early.alarms(self.noise.last)
         return at_once + self.new_low.alarms(self.noise.last, trained or 0.0), slow
+
+    def compare(self, trained: Mapping[int, float]) -> None:
+        """Add the training metrics of a judged round, by replica."""
+        self.far = self.apart.judge(trained)
+
+    @property
+    def warning(self) -> str:
+        """Sentences about the last judged round that halt nothing (shares that fall alone, a far replica), or ""."""
+        return "; ".join(filter(None, [self.narrow, self.far]))
 
     def dismiss(self, model: int) -> None:
         """Start the statistics anew from this model, because what they added up was no fall; noise and levels stay."""
@@ -125,7 +137,7 @@ class MetricChannels:
         return 0.0 if held is None or trained is None else (in_loop - trained) - (heldout - held)
 
     def outlook(self, threshold: float) -> str:
-        """Words about what can be judged by now: rounds that are missing, or the score that halts within 15."""
+        """Words about what can be judged by now: rounds that are missing, or the fall that halts within 15."""
         if self.count < FIRST_JUDGED:
             missing = FIRST_JUDGED - self.count
             return f"needs {missing} more round{'s' if missing > 1 else ''} to know the noise of the held-out score"
@@ -133,9 +145,11 @@ class MetricChannels:
         if level is None or not sigma > 0:
             return "waits for a held-out score that varies, to know its noise"
         slack, _, limit = CUSUMS[0]
-        seen = level[0] - (slack + threshold / 10 * limit / 15) * sigma
-        score = f"{seen + (self.origin[0] or 0.0):.4g}"
-        return f"would halt within 15 rounds at a held-out score below {score} (noise {sigma:.2g})"
+        worse = level.mean - level.bound + (slack + threshold / 10 * limit / 15) * sigma
+        return (
+            f"would halt within 15 rounds of a held-out score that stays {worse:.2g} worse than its best level, that "
+            f"of rounds {level.last - level.rounds + 1} to {level.last} (noise {sigma:.2g})"
+        )
 
     def state(self) -> dict[str, Any]:
         """The fields by name, as JSON. It shares its lists with the channels."""

@@ -3,7 +3,7 @@
 Two measures, because a curve spoils each of them differently:
 
 - *Size*, from second differences of neighbouring values. They cancel level and slope, a bend adds little to them, and a
-  step or a kink adds two large ones, which are clipped.
+  step or a kink adds two large ones, which are clipped, and left out of the first 32.
 - *Autocorrelation*, from what is left of the last 24 values without their straight line. Values that bend are left out:
   they lie far further from their line than their second differences explain, and say nothing of noise.
 
@@ -26,6 +26,9 @@ FIRST_LINE = 8
 _MEMORY = 32  # rounds that the size remembers: noise that grows tenfold over a run is followed
 _CLIP = 5.0  # times the size, of one second difference: outliers count little, and bursts are still followed
 _SETTLED = 4  # second differences before they are clipped
+# The largest tenth of the first 32 second differences is left out (one at least, from six on): a curve bends most in
+# its first rounds, and a fall there would count as noise. `_TRIM` makes up for it, as a factor, for normal noise.
+_TRIMMED, _TRIM = 6, 2.15
 _MEAN_ABS = 0.79788  # of a standard normal number
 _OUTLIER = 3 * 1.4826  # times the median size, of what is left of one value without its line
 _PAST = 0.99  # weight of the past in the autocorrelation: it is learnt from some 100 rounds
@@ -41,7 +44,7 @@ _YOUNG = 4.0  # sigma is larger by this over the number of values: few values cl
 
 @dataclass
 class Noise(Remembered):
-    """The noise of one series, from its values one after another. State: 41 numbers."""
+    """The noise of one series, from its values one after another. State: 45 numbers."""
 
     last: list[float] = field(default_factory=list)  # 32 values, oldest first
     count: int = 0  # values
@@ -49,6 +52,8 @@ class Noise(Remembered):
     step: float | None = None  # smallest change between two rounds
     bends: int = 0  # second differences of values that changed
     bend: float = 0.0  # their mean size
+    first: float = 0.0  # sum of the first 32 of them, clipped
+    largest: list[float] = field(default_factory=list)  # of these, 3 at most, the largest last
     windows: list[float] = field(default_factory=lambda: [_PRIOR[0] * _PRIOR[1], _PRIOR[0]])  # sum, number
 
     def add(self, value: float) -> None:
@@ -65,10 +70,17 @@ class Noise(Remembered):
             self._learn_correlation(self.last[-LINE:])
 
     def _learn_size(self, bend: float) -> None:
-        if self.bends >= _SETTLED:
+        if self.bends >= _SETTLED and self.bend > 0:
             bend = min(bend, _CLIP * self.bend)
         self.bends += 1
-        self.bend += (bend - self.bend) / min(self.bends, _MEMORY)
+        if self.bends > _MEMORY:
+            self.bend += (bend - self.bend) / _MEMORY
+            return
+        dropped = _dropped(self.bends)
+        self.first += bend
+        self.largest = sorted([*self.largest, bend])[-_dropped(_MEMORY) :]
+        left = max(self.first - added(self.largest[len(self.largest) - dropped :]), 0.0)
+        self.bend = left / (self.bends - dropped) * (1 + _TRIM * dropped / self.bends)
 
     def _learn_correlation(self, values: Sequence[float]) -> None:
         count, left = len(values), _without_line(values)
@@ -98,6 +110,11 @@ class Noise(Remembered):
         rho, bend = self.rho, self.bend if bend is None else bend
         scale = math.sqrt((1 + rho) / (2 * (3 - rho))) / (1 - rho) * (1 + _YOUNG / self.count)
         return max(bend / _MEAN_ABS * scale, (self.step or 0.0) / 2)
+
+
+def _dropped(bends: int) -> int:
+    """Number of the first `bends` second differences that are left out."""
+    return (bends + 5) // 10 if bends >= _TRIMMED else 0
 
 
 def _without_line(values: Sequence[float]) -> list[float]:

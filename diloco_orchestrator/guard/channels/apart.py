@@ -1,0 +1,52 @@
+"""`Apart`: one replica whose training metric is far from all others', round after round. It halts nothing.
+
+The mean of the replicas hides it: one of four that trains on garbage costs the model a quarter of each step, and the
+held-out score goes on improving. Nothing here depends on noise: what counts is that it is the same replica each time.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_orchestrator.guard.channels.remembered import Remembered
+
+_FEWEST = 4  # replicas: the range of fewer than three others says nothing
+_TIMES = 4.0  # times the range of all others, by which it must lie outside
+_ROUNDS = 8  # in a row
+
+
+@dataclass
+class Apart(Remembered):
+    """The replica whose training metric lies outside all others', and for how many rounds it has. State: 1 list."""
+
+    last: list[Any] | None = None  # replica, whether it is worse than all others, rounds in a row
+
+    def judge(self, trained: Mapping[int, float]) -> str:
+        """Learn a round's training metrics by replica, higher is better. Returns the warning, or ""."""
+        found = _outside(trained)
+        if found is None:
+            self.last = None
+            return ""
+        replica, worse, distance, width = found
+        before = self.last[2] if self.last is not None and self.last[:2] == [replica, worse] else 0
+        self.last = [replica, worse, before + 1]
+        if before + 1 < _ROUNDS:
+            return ""
+        return (
+            f"the training metric of replica {replica} has been {'worse' if worse else 'better'} than all others' for "
+            f"{before + 1} rounds, in the last one by {distance:.3g}, while the others differ by {width:.2g}; this "
+            "does not halt: look at the replica's data and machine"
+        )
+
+
+def _outside(trained: Mapping[int, float]) -> tuple[int, bool, float, float] | None:
+    """(replica, whether it is worse, distance from the nearest other one, range of the others); None without one."""
+    if len(trained) < _FEWEST:
+        return None
+    ordered = sorted(trained.items(), key=lambda each: (each[1], each[0]))
+    (lowest, low), (_, second) = ordered[:2]
+    (_, other), (highest, high) = ordered[-2:]
+    below, above = (second - low) - _TIMES * (high - second), (high - other) - _TIMES * (other - low)
+    if below > 0 and below >= above:
+        return lowest, True, second - low, high - second
+    return (highest, False, high - other, other - low) if above > 0 else None
