@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from plain_codecs import decoded, groups
-from simulation_gradients import LEARNING_RATE, gradient, pattern
+from simulation_gradients import LEARNING_RATE, Model, gradient, pattern
 from simulation_store import InvariantBroken
 
 from diloco_orchestrator.protocol import keys
@@ -48,6 +48,8 @@ def check_residuals(simulation: "Simulation", commits: Sequence[Commit]) -> int:
     if feedback is None or odd or overlaps or plan.lies or plan.settings["fragments"] > 1 or plan.width > 64:
         return 0
     averaged = {(c.round, a.replica_id) for c in commits for a in c.answers if a.averaged}
+    trained = Model(plan.width, plan.buffer, plan.adapted).named_parameters()
+    parameters = [each for _, each in sorted(trained, key=lambda named: named[0]) if each.requires_grad]
     reader, paid = ContributionReader(simulation.bucket), 0
     for replica_id in range(plan.replicas):
         before, leg = None, 1
@@ -57,7 +59,7 @@ def check_residuals(simulation: "Simulation", commits: Sequence[Commit]) -> int:
             manifest = reader.of(commit.round, replica_id)
             if manifest is None or manifest.kind != "delta":
                 continue
-            wanted = _steps(plan.width, manifest) + _added(manifest, before, feedback)
+            wanted = _steps(parameters, manifest) + _added(manifest, before, feedback)
             paid += before is not None and bool(np.any(before.residual)) and not _is_given_up(manifest, before)
             key = keys.payload(manifest.round, replica_id, manifest.attempt, 0)
             shard = simulation.bucket.sent[key]
@@ -68,13 +70,14 @@ def check_residuals(simulation: "Simulation", commits: Sequence[Commit]) -> int:
     return paid
 
 
-def _steps(width: int, manifest: Contribution) -> Vector:
+def _steps(parameters: Sequence[torch.Tensor], manifest: Contribution) -> Vector:
+    """What the author's own steps add to a payload of these parameters."""
     assert manifest.progress is not None
     cursor: Any = manifest.progress.cursor
     end, replica_id = int(cursor["state"]["next"]), manifest.replica_id
     scale = LEARNING_RATE * sum(gradient(replica_id, batch) for batch in range(end - manifest.own_steps, end))
-    factors = [pattern(replica_id, torch.empty(shape)) for shape in ((width,), (width, 1))]
-    return np.concatenate([each.numpy().ravel() for each in factors]).astype(np.float64) * scale
+    factors = [pattern(replica_id, parameter).numpy().ravel() for parameter in parameters]
+    return np.concatenate(factors).astype(np.float64) * scale
 
 
 def _added(manifest: Contribution, before: Before | None, feedback: float) -> Vector | float:
