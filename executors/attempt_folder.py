@@ -162,7 +162,7 @@ class AttemptFolder:
 
 
 def state_folder(environ: Mapping[str, str]) -> Path:
-    """The folder in which executors keep files of this user's replicas: below $XDG_STATE_HOME, else ~/.local/state."""
+    """The folder for files of this user's local replicas: below $XDG_STATE_HOME if that is set, else ~/.local/state."""
     state = environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / ".local" / "state") / "diloco-orchestrator" / "local"
 

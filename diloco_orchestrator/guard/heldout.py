@@ -80,11 +80,12 @@ class HeldOutGuard:
       the first update;
     - two rounds in a row brought a score that is not finite.
 
-    The first three count only after `min_steps` updates. Both metrics must be given so that higher is better. A guard that has fired stays fired. Its limits are in the
-    metrics' unit, and noise counts as decline: with the defaults about 1 in 100 rounds of a healthy noisy run fires,
-    the third condition can hold while the held-out score still improves, and metrics that worsen together do not fire.
-    `SequentialGuard` has none of these weaknesses; docs/kill-switch.md compares both. `entropy` and `reward_std` are
-    averaged and kept in the state for readers; no condition uses them.
+    The first three count only from update number `min_steps` on. Both metrics must be given so that higher is better. A
+    guard that has fired stays fired. Its limits are in the metrics' unit, and noise counts as decline: with the
+    defaults about 1 in 100 rounds of a healthy noisy run fires, the third condition can hold while the held-out score
+    still improves, and metrics that worsen together do not fire. `SequentialGuard` has none of these weaknesses;
+    docs/kill-switch.md compares both. `entropy` and `reward_std` are averaged and kept in the state for readers; no
+    condition uses them.
     """
 
     kl_hard_stop: float = 0.08  # nats per token, token mean

@@ -35,7 +35,7 @@ _NO_CAPACITY_PAUSE_S = 10.0  # the first one; providers find machines within min
 
 @dataclass(frozen=True)
 class FleetView:
-    """What a coordinator has observed of a run: its replicas' states, a request to halt, and the run's stop."""
+    """A coordinator's observations of a run: its replicas' states, a request to halt, and the run's stop."""
 
     replicas: Sequence[ReplicaView]
     stopped_at: float | None  # when the coordinator saw the stop; None while the leg goes on

@@ -90,7 +90,7 @@ class RangeRecord:
         return ""
 
     def _why_not_with_delay(self) -> str:
-        """Reason why, with `fragment_sync_delay` d > 0, a re-run may take other steps than the author; empty if it cannot.
+        """Reason why, with `fragment_sync_delay` d > 0, a re-run may train other steps than the author did, or empty.
 
         The range is one replica's training in one round. Its first d steps may be taken before the round opens, between
         publishing a contribution to the round before and that round's end. A re-run continues from the bucket, as a
