@@ -49,6 +49,8 @@ def check_kept(now: Any, said: Any, where: str = "") -> None:
         for name, value in said.items():
             assert name in now, f"{where}.{name}"
             check_kept(now[name], value, f"{where}.{name}")
+    elif isinstance(said, list) and all(isinstance(each, str) for each in said):
+        assert [each for each in now if each in said] == said, where  # a sentence may be added, none may go
     elif isinstance(said, list):
         assert len(now) == len(said), where
         for number, value in enumerate(said):
