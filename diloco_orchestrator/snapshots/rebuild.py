@@ -65,7 +65,7 @@ class Tip:
 
 @dataclass(frozen=True)
 class FirstBase:
-    """The first base in memory, so that snapshot 0 need not be read. A rebuild from it steps it in place."""
+    """The first base in memory, so that snapshot 0 need not be read. A rebuild from it overwrites it."""
 
     base: Base
     digest: str

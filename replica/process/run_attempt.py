@@ -107,7 +107,10 @@ class LeavingNotice:
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def interrupt_if(self, is_unheard: Callable[[], bool]) -> None:
-        """Make SIGTERM raise `Preempted` in the main thread if `is_unheard()`: training does not poll the notice."""
+        """Make SIGTERM raise `Preempted` in the main thread if `is_unheard()`, which is called when the signal arrives.
+
+        It returns True while the training function does not poll this object and would miss the notice.
+        """
         self._is_unheard = is_unheard
 
     def _on_signal(self, *_: Any) -> None:
@@ -139,7 +142,7 @@ def run_attempt(
         should_leave: whether a preemption notice has come.
         load_libraries: imports what training needs, in this thread, while the attempt is claimed in the background.
         load_entrypoint: "module:function" -> the user's training function.
-        interrupt_if: as of `LeavingNotice`; gets whether the training function polls the notice itself.
+        interrupt_if: `LeavingNotice.interrupt_if` of that notice; called before and after training.
 
     Raises nothing: errors of imports and training are recorded. If the attempt cannot be claimed, because the store
     cannot be opened or refuses, no record can be written: its error is printed.

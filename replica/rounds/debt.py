@@ -258,11 +258,11 @@ class StoredPayload:
         self._shards = PayloadCache()
 
     def put(self, index: int, data: bytes) -> None:
-        """Keep a shard's verified bytes."""
+        """Keep the bytes of one shard, which the caller has verified."""
         self._shards.put((str(index), ""), data)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop), decoded."""
+        """Elements [start, stop) of the decoded payload, (stop - start,) float32."""
         parts = []
         for index, (low, high) in enumerate(shard_ranges(self.numel, self._payload.shard_numel)):
             if low < stop and start < high:
@@ -272,7 +272,7 @@ class StoredPayload:
         return torch.cat(parts)
 
     def close(self) -> None:
-        """Free the bytes."""
+        """Free the bytes of the payload's shards."""
         self._shards.close()
 
 

@@ -53,7 +53,7 @@ class Generators:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Context after which all generators have the state from before it."""
+    """Context that restores the states of all random generators of the process at its end."""
     states = Generators()
     try:
         yield
@@ -241,7 +241,7 @@ def _unpacked(text: str, fresh: _Fresh, library: str) -> bytes:
 
 
 def _difference(one: bytes, other: bytes) -> bytes:
-    """The bytewise exclusive or of two texts of equal length."""
+    """The bytewise exclusive or of two byte strings of equal length."""
     return (int.from_bytes(one, "little") ^ int.from_bytes(other, "little")).to_bytes(len(one), "little")
 
 

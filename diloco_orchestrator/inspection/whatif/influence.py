@@ -81,7 +81,7 @@ class _Round:
         self._ids = [answer.replica_id for answer, _ in self._pairs]
 
     def rows(self, base: Base) -> tuple[list[InfluenceRow], Base]:
-        """The influence of each contribution to the round, and the base after it. `base`: before; it is overwritten."""
+        """The influence of each contribution, and the base after the round. `base`: the one before, overwritten."""
         start = self._log.start()
         assert start is not None, "an applied round has a first base"
         whole = base.copy() if self._scorer is not None or start.record.adapters else None
