@@ -493,7 +493,7 @@ def test_wide_plans_cover_what_they_should():
         "aggregate": {"mean", "agreeing_mean", "median", "trimmed_mean"},
         "weights": {"uniform", "tokens"},
         "clip": {"median_norm", "off"},
-        "codec": {"fp32", "bf16"},
+        "codec": {"fp32", "bf16", "2bit", "topk64"},
         "fragment_update_alpha": {0.0, 0.25, 0.5},
     }.items():
         assert {p.settings[name] for p in plans} == values, name
