@@ -204,7 +204,10 @@ class ReplicaSession:
 
     @property
     def is_unheard(self) -> bool:
-        """Whether the loop has neither stepped nor called `batches` or `step`, and so polls no preemption notice."""
+        """Whether the loop has neither stepped nor called `batches` or `step`.
+
+        Such a loop does not poll whether the process was asked to leave (SIGTERM, time limit).
+        """
         return self._entered and not self._asks and self._training.metrics.inner_steps == 0
 
     @property

@@ -38,7 +38,10 @@ class LocalGain:
 
 
 def local_gain(replica_id: int, base: Sequence[Score], local: Sequence[Score]) -> LocalGain | None:
-    """The gain over the shares scored on both models; None if there are none or the base has no finite score."""
+    """The mean score of local parameters minus the base's, over held-out shares with a finite score of the base.
+
+    None if no such share was scored on the local parameters; NaN if a local score is not finite.
+    """
     before = {score.share: score for score in base if math.isfinite(score.mean)}
     both = [score for score in local if score.share in before]
     if not both:
@@ -61,7 +64,7 @@ def threshold(replicas: int) -> float:
 def fold_local(
     state: Mapping[str, Any] | None, gains: Sequence[LocalGain]
 ) -> tuple[dict[str, Any], tuple[Quarantine, ...]]:
-    """The state after one more round, and the contributions to quarantine, in replica order.
+    """The guard's state after one more round, and the contributions to quarantine with reasons, in replica order.
 
     A replica's gain is compared with the other replicas' in the round, and with its usual difference from them, so that
     replicas with harder data are not suspected. Its statistic sums up the sigmas by which it falls short. It is
@@ -126,7 +129,7 @@ class _Run:
         return fallen
 
     def _usual(self, each: LocalGain) -> tuple[int, float]:
-        """Number of rounds in which a replica's usual gain over the others was estimated, and that gain."""
+        """(number of rounds learnt, usual gain of a replica beyond the round's median); (0, 0.0) before the first."""
         count, mean = self.usual.get(str(each.replica_id), (0, 0.0))
         return count, mean
 
@@ -139,7 +142,10 @@ class _Run:
             self.out.discard(name)
 
     def _widen(self, deviations: Sequence[float]) -> None:
-        """Add a round's deviations to the spread, corrected for the bias of the median of few numbers."""
+        """Add a round's distances of gains from the replicas' usual gains to their running median distance.
+
+        The median of few numbers is biased, which is corrected.
+        """
         count = len(deviations)
         deviation = _FEW.get(count, count / (count - 0.8)) * median(deviations)
         self._rounds += 1

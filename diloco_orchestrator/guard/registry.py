@@ -50,10 +50,10 @@ def rule_of_state(state: Mapping[str, Any] | None, setting: str, where: str) -> 
 
 
 def first_state(written: Mapping[str, Any] | None, setting: str) -> dict[str, Any] | None:
-    """The state before the first fold of a run that another version of this package began; None if this one did.
+    """The guard's state before its first round in a run that another version of this package began; else None.
 
-    `written`: the state after that fold, in its commit. It names an earlier version of the setting's rule, if the
-    replica that wrote it had that one.
+    `written`: the state after that round, in its commit. If it names an earlier version of the rule that `setting`
+    names, the result names that version, so that it judges the run from the start.
     """
     name = (written or {}).get("rule")
     return {"rule": name} if name in [kind.name for kind in _EARLIER.get(setting, ())] else None

@@ -39,7 +39,7 @@ class Vault:
         self._waiting: dict[str, Any] | None = None
 
     def learn(self, model: int, heldout: float) -> None:
-        """Add the held-out score of a base that can be rebuilt later."""
+        """Keep the rebuildable base that round `model` made if its held-out score is the best so far."""
         if self._best is None or heldout > self._best[0]:
             self._best = [heldout, model]
 
@@ -56,7 +56,7 @@ class Vault:
         return ""
 
     def ask(self, alarm: Alarm) -> str:
-        """Make an alarm wait for confirmation. Returns the sentence for the verdict."""
+        """Make an alarm wait for the next round's confirmation scores. Returns the sentence for the verdict."""
         assert self._best is not None
         against = self._best[1]
         kept = {name: value for name, value in asdict(alarm).items() if value is not None}

@@ -29,7 +29,7 @@ class BaseClaim:
         return cls(manifest.replica_id, manifest.base_digest, manifest.kind, manifest.rebuilt_after)
 
     def is_fresh(self, round_: int) -> bool:
-        """Whether the author had rebuilt its base from the bucket at most `_FRESH_ROUNDS` rounds before `round_`."""
+        """Whether the author last rebuilt its base from the bucket at most `_FRESH_ROUNDS` rounds before `round_`."""
         return self.rebuilt_after >= round_ - _FRESH_ROUNDS
 
 
@@ -68,7 +68,10 @@ def contradictions(claims: Iterable[BaseClaim], own: str, asked: Collection[str]
 
 
 def judged(answers: Sequence[Answer], claims: Iterable[BaseClaim], shared: str | None) -> tuple[Answer, ...]:
-    """The responses `answers` with kind "wrong_base" for manifests with another base digest than `shared`."""
+    """`answers`, with the kind of those whose manifest names another base than `shared` set to "wrong_base".
+
+    `claims`: base digests that the manifests name. `shared`: digest that the commit names. Unverifiable ones stay.
+    """
     outside = {claim.replica_id for claim in claims if claim.digest != shared}
     return tuple(
         answer.model_copy(update={"kind": "wrong_base", "reason": "it claims another base than most others"})

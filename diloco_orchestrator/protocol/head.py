@@ -23,7 +23,10 @@ class Head:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The head (last commit of a log) that a text names, in the form of `str` or `short`. Raises `ConfigError`."""
+        """The head (last commit of a log) in `text`, such as "35:0123456789abcdef", with the digest whole or shortened.
+
+        Raises `ConfigError` for text of another form.
+        """
         found = _FORM.fullmatch(text.strip())
         if found is None:
             raise ConfigError(
@@ -32,7 +35,7 @@ class Head:
         return cls(int(found[1]), found[2])
 
     def is_of(self, round_: int, sha256: str) -> bool:
-        """Whether `round_` and `sha256`, of the last commit of a log, are those of this head."""
+        """Whether the commit of `round_` with digest `sha256` is this head, whose own digest may be shortened."""
         return self.round == round_ and sha256.startswith(self.sha256)
 
     def __str__(self) -> str:

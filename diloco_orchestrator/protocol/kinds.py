@@ -39,7 +39,10 @@ class Kind:
     by_itself: bool = False  # whether only the attempt that the record is about writes it
 
     def key(self, record: Record) -> str | None:
-        """The key of `record`, from its fields; None if a part of the key is no field, such as the token of a claim."""
+        """The key of `record`, from its fields.
+
+        None if a part of the key is no field, such as the token of a claim, or if the kind has several forms of keys.
+        """
         fields = [_FIELDS.get(name, name) for name in self.forms[0].names]
         if len(self.forms) > 1 or not all(hasattr(record, field) for field in fields):
             return None

@@ -87,7 +87,7 @@ class BaseScores:
         return self._scores.get(base)
 
     def forget(self, but: Sequence[int]) -> None:
-        """Drop the scores of all bases up to the last round in `but`, except those in `but`."""
+        """Drop the scores of the bases up to the last round in `but`, and keep those of the rounds in `but`."""
         last = max(but, default=0)
         self._scores = {base: score for base, score in self._scores.items() if base > last or base in but}
 
@@ -121,7 +121,10 @@ class DefaultBases:
         return [0] + [round_ for round_ in self._applied if leg_of_base(begins, round_) is not None]
 
     def default(self, begins: Sequence[Begin], among: Collection[int] | None = None) -> DefaultBase:
-        """The default base after the added commits. `begins`: of all starts and resumes. `among`: candidates or all."""
+        """The default base after the added commits. `begins`: records of all starts and resumes.
+
+        `among`: rounds whose bases may be chosen after a halt by the guard; None: all that the newest descends from.
+        """
         known, last = self.bases(begins), self.scores.last
         halted = last is not None and last.leg == begins[-1].leg and last.halted_by_guard
         chosen = self.scores.best(known if among is None else among) if halted else known[-1]

@@ -28,7 +28,10 @@ def heartbeats_read_s(config: RunConfig, round_s: float) -> float:
 
 
 def longest_wait_s(config: RunConfig, round_s: float) -> float:
-    """The longest pause of a replica that waits for others, seconds: `timing.poll_s` or a fiftieth of a round."""
+    """The longest pause, in seconds, between two polls of a replica that waits for others' responses.
+
+    A fiftieth of a round of `round_s` seconds, at most `_LONGEST_WAIT_S`; at least `timing.poll_s`.
+    """
     return max(config.timing.poll_s, min(round_s / 50, _LONGEST_WAIT_S))
 
 
@@ -56,7 +59,7 @@ def seldom_read_s(round_s: float) -> float:
 
 
 def records_read_s(round_s: float) -> float:
-    """Seconds between two polls for records of an attempt whose status the provider does not report."""
+    """Seconds between two polls for records of an attempt whose provider reports no status: 1 to 15, a tenth round."""
     return max(1.0, min(round_s / 10, 15.0))
 
 

@@ -15,7 +15,7 @@ from diloco_orchestrator.protocol.replica_names import replicas
 
 
 def round_metrics_of(manifests: Sequence[Contribution], averaged: Collection[int]) -> RoundMetrics:
-    """The metrics of a round for its commit, from its readable manifests; `averaged`: replicas in the average."""
+    """The metrics of a round for its commit, from its readable manifests; `averaged`: ids of the averaged replicas."""
     return RoundMetrics(
         loss=_mean("loss", manifests),
         reward=_mean("reward", manifests),

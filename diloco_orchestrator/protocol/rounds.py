@@ -152,7 +152,10 @@ def _straggler_time_left(view: View, deadline_s: float, now: float) -> float:
 
 
 def _nobody(view: View, contributors: Sequence[int], missing: Sequence[int], out: Sequence[int], policy: Policy) -> str:
-    """The reason, for commit and process log, why a commit averages no contribution."""
+    """The sentence, for commit and process log, why a round's commit averages no contribution.
+
+    `contributors`: replicas that contributed; `missing`: without a response; `out`: not launched before a resume.
+    """
     said = grouped((a.replica_id, _kind(a)) for a in view.answers if not contributes(a))
     others = "; ".join(f"{replicas(ids)}: {words}" for ids, words in said)
     who = f"no answer from {_listed(missing)}" if missing else "all answered"

@@ -71,7 +71,11 @@ class RoundTimes:
         self._times: dict[tuple[int, int], _Reported] = {}  # by round and replica
 
     def record(self, manifests: Iterable[Contribution], seen_s: float | None = None) -> None:
-        """Add the train times of `manifests`, once each. `seen_s`: seconds since this replica saw the round open."""
+        """Add the train times of `manifests`, once each.
+
+        `seen_s`: seconds since this replica saw their round open, up to which a reported time is believed; None: it
+        has not seen that.
+        """
         for manifest in manifests:
             self._add(manifest.round, manifest, seen_s)
         self._forget_old()
@@ -110,7 +114,7 @@ class RoundTimes:
         return median(found) if found else 0.0
 
     def deadline(self) -> StragglerDeadline | None:
-        """The straggler deadline that follows from the recorded train times; None before the first that is believed."""
+        """The straggler deadline that follows from the recorded train times; None while none of these is used."""
         typical = self.typical_s()
         most = {i: _MOST_TIMES * _usual(typical, i, self._own) for i in typical}
         believed = [

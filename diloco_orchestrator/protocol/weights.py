@@ -85,7 +85,7 @@ def shares_of(
 
 
 def is_said(answer: Answer, manifest: Contribution) -> bool:
-    """Whether a response in a commit has its manifest's origins, tokens, norm and payload digest."""
+    """Whether `answer`, as a commit lists it, has the origins, tokens, norm and payload digest of its `manifest`."""
     norm, payload = (manifest.payload.norm, manifest.payload.digest) if manifest.payload else (0.0, "")
     said = manifest.origins, manifest.tokens, norm, payload
     return said == (answer.origins, answer.tokens, answer.norm, answer.payload)
@@ -184,7 +184,7 @@ _RECENT_LEVEL = 4  # rounds of a fragment of which its level is the mean
 
 @dataclass(frozen=True)
 class Limit:
-    """The largest norm of a contribution that keeps its full weight in a round: `usual` times `factor`."""
+    """The largest L2 norm of a contribution that keeps its full weight in a round: `usual` times `factor`."""
 
     usual: Fraction  # the norm as which a contribution above the limit counts
     factor: Fraction  # times `usual` that are allowed

@@ -66,7 +66,10 @@ class AttemptRecords:
         return {replica_id: numbers for replica_id, numbers in found.items() if numbers}
 
     def claims(self, replica_id: int) -> set[int]:
-        """The valid attempts of a replica that a process has become, by its claim. One LIST, and a GET for each."""
+        """The valid attempts of a replica that have a process, which created the attempt's claim; empty if none has.
+
+        One LIST request, and a GET for each claimed attempt.
+        """
         return set(self._claimed(replica_id, 0))
 
     def _claimed(self, replica_id: int, above: int) -> Iterator[int]:
@@ -119,7 +122,7 @@ class AttemptRecords:
         return self._fetched(Heartbeat, keys.heartbeat(replica_id, attempt))
 
     def waiting(self, replica_id: int, attempt: int) -> Waiting | None:
-        """The provider's reason why an attempt has not started; fetched at every call, because it is overwritten."""
+        """The provider's reason why an attempt has not started, fetched at every call; None if none is recorded."""
         return self._fetched(Waiting, keys.waiting(replica_id, attempt))
 
     def log_text(self, replica_id: int, attempt: int) -> str | None:

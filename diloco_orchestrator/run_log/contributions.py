@@ -36,7 +36,10 @@ class ContributionReader:
         return manifest
 
     def exact(self, round_: int, replica_id: int, sha256: str | None) -> Contribution:
-        """A replica's manifest of a round. `sha256`: its digest, None: any. Raises `RecordInvalid`, `ObjectMissing`."""
+        """A replica's manifest of a round. `sha256`: digest that its bytes must have; None: any.
+
+        Raises `ObjectMissing` if there is none, `RecordInvalid` if it has another digest or cannot be parsed.
+        """
         key = keys.contribution(round_, replica_id)
         data = read_record(self._store, key)
         if sha256 is not None and sha256_hex(data) != sha256:

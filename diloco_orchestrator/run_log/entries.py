@@ -53,7 +53,10 @@ class CommitEntry:
         return cls(stands_for_it, sha256, stands_for_it, unreadable=why)
 
     def voided(self, commit: Commit, why: str, unlinked: bool = False) -> Self:
-        """This entry marked void, with `commit`, which averages nobody, instead. `why`: contradiction to the log."""
+        """This entry marked void (contradicts the log), with `commit`, which averages nobody, for readers instead.
+
+        `why`: the contradiction. `unlinked`: whether it is that the commit does not name the digest of the one before.
+        """
         return replace(self, commit=commit, void=why, contradicts=why, unlinked=unlinked)
 
     def counted(self, commit: Commit) -> Self:

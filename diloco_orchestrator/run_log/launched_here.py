@@ -45,7 +45,10 @@ def remember(run_log: RunLog, **facts: Any) -> None:
 
 
 def note_head(run_log: RunLog, head: str) -> None:
-    """Note the newest commit of a run launched here, unless that round or a later one is noted."""
+    """Note `head`, the newest commit of a run launched on this machine, unless that round or a later one is noted.
+
+    Does nothing if `head` is empty or the run was not launched here.
+    """
     known = _known_of(run_log)
     if head and known and (not known.get("head") or Head.parse(known["head"]).round < Head.parse(head).round):
         remember(run_log, head=head)
@@ -74,7 +77,10 @@ def failure_seen_here(store: Store) -> str:
 
 
 def check_launched_here(run_log: RunLog, need: str) -> None:
-    """Raise `ConfigError` unless this user launched the run here and run.json is unchanged. `need`: what for."""
+    """Raise `ConfigError` unless this user launched the run on this machine and its settings are unchanged since.
+
+    `need`: the operation that needs a trusted executor, first words of the error.
+    """
     if why := why_not_launched_here(run_log):
         raise ConfigError(
             f"{need} needs the executor that {run_log.store.url} names, and {why}: whoever may write to the bucket "

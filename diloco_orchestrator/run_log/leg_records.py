@@ -75,11 +75,17 @@ class LegRecords:
         self.starts = Starts(store, self.run.config.replicas, self.run_sha256, self.run.config.first_base)
 
     def start(self) -> Entry[Start] | None:
-        """The start record (of the first base) that most replicas adopted; final once more than half did; or None."""
+        """The start record, which describes the first base, that most replicas adopted; final once over half did.
+
+        Without votes start.json counts; None if it is missing too.
+        """
         return self.starts.chosen()
 
     def begin(self, leg: int) -> Entry[Begin] | None:
-        """The valid record of the start or resume that began a leg, or None. Raises `RecordTooNew`, `RecordTooOld`."""
+        """The record of the start or resume that began a leg; None if it is missing or invalid.
+
+        Raises `RecordTooNew` or `RecordTooOld` for a record of another schema version that names the last commit.
+        """
         if leg not in self._begun:
             self.why_foreign(leg)
         return self._begun.get(leg)
@@ -248,7 +254,10 @@ class LegRecords:
         return None
 
     def recorded_result(self, leg: int) -> Result | None:
-        """The content of a leg's result.json, which may be forged, or None. `RunLog.result` derives the true one."""
+        """The content of a leg's result.json, which any writer to the bucket may have forged; None if it is missing.
+
+        Raises `RecordInvalid` if it cannot be parsed. `RunLog.result` derives the true result from the last commit.
+        """
         found = self._read(Result, keys.result(leg))
         return None if found is None else found.record
 

@@ -210,7 +210,10 @@ class RunLog(LegRecords):
     def checked(
         self, entry: CommitEntry, last: CommitEntry | None, received: Mapping[str, Contribution]
     ) -> CommitEntry:
-        """`entry`, the commit after `last` (None: after a resume), checked. `received`: manifests at hand by sha256."""
+        """`entry`, the commit after `last`, checked against the log and its manifests; void if it contradicts them.
+
+        `last`: None in the first round after a start or resume. `received`: manifests at hand by sha256.
+        """
         previous = last or (self.as_read(entry.written.round - 1) if entry.written.round > 1 else None)
         return self._kept(self.conclusions.read(entry, previous, derive_verdict=True, received=received))
 
@@ -264,7 +267,7 @@ class RunLog(LegRecords):
             yield entry.commit
 
     def position(self) -> Position | None:
-        """The log position after the last commit that `commits` returned; None before its first call or a start."""
+        """The log position after the last commit that `commits` returned; None until it has found a start record."""
         return self._position
 
     def newest(self, begin: Begin) -> CommitEntry | None:

@@ -60,7 +60,10 @@ class SeenStore:
         return self._clock.now() - self._newest[1]
 
     def forget(self, key: str = "") -> None:
-        """Drop the cached answer for `key`, by default all, so that the next call asks the store."""
+        """Drop what is cached of the object at `key`, so that the next call asks the store; "" (default): everything.
+
+        Cached listings stay if `key` is given.
+        """
         for known in (self._absent, self._beats):
             known.pop(key, None) if key else known.clear()
         if not key:

@@ -162,7 +162,7 @@ class SegmentReader:
     def previous_of(self, round_: int) -> str | None:
         """`previous` of the commit of `round_` as the segment (many rounds' commits) that begins with it stores it.
 
-        None if there is no such segment, or if it cannot be read, which `read` reports.
+        The value is the digest of the commit before. None if there is no such segment or if it cannot be parsed.
         """
         segment = self.holding(round_)
         if segment is None or segment.first != round_:

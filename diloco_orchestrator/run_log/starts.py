@@ -68,7 +68,8 @@ class Starts:
         """The versions of snapshot 0 that replicas with the chosen start record have read or written, most frequent
         first.
 
-        A tie goes to the lower `replica_id`. If this process has read or written one, that one alone.
+        A tie goes to the lower `replica_id`. If this process has read or written one, that one alone. Empty if
+        no start record is chosen yet.
         """
         start = self.chosen()
         if self._take is not None:

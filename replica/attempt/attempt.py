@@ -213,7 +213,10 @@ def hardware_here(proc: Path = Path("/proc")) -> dict[str, str]:
 
 
 def differences(versions: Mapping[str, str], hardware: Mapping[str, str]) -> list[str]:
-    """Sentences about recorded hardware and versions, thread counts aside, that differ from this machine's."""
+    """Each recorded version or hardware name that differs from this machine's, as a phrase with both; empty if none.
+
+    `versions`, `hardware`: as an attempt's claim records them. Thread counts are not compared.
+    """
     here = {**{name: versions_here()[name] for name in _OF_CLASS}, **hardware_here()}
     there = {**versions, **hardware}
     return [

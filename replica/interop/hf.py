@@ -216,9 +216,9 @@ class ReplicaCallback(TrainerCallback):
         return self.session is not None and (self.session.stopped or self.session.preempted)
 
     def _follow_run(self, schedule: Any) -> None:
-        """Step a `LambdaLR` schedule until it has made as many steps as the run has inner steps per replica.
+        """Step a `LambdaLR` schedule until it has made as many steps as the run has inner steps per replica so far.
 
-        It lags behind after rounds that were committed without this replica.
+        A schedule has made fewer after rounds that were committed without this replica. Others are left unchanged.
         """
         assert self.session is not None
         if isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
@@ -236,7 +236,10 @@ class ReplicaCallback(TrainerCallback):
         return self._taps[-1]
 
     def _observed(self) -> dict[str, float]:
-        """The metrics of the inner step just taken; empty if no completion was generated in it."""
+        """The training metric of the inner step just taken, by name: the sum of its losses, or its rewards' statistics.
+
+        Empty if no loss was computed or no completion was rewarded in it.
+        """
         losses, self._losses = self._losses, []
         if self._metric == "reward":
             return take(self._taps)

@@ -179,7 +179,10 @@ class _Epochs:
         self._is_ours, self._order, self._chance = is_ours, order, chance
 
     def begin(self, before: int, skip: int) -> Iterator[Any]:
-        """This replica's batches of an epoch except the first `skip`. `before`: batches of the stream before it."""
+        """This replica's batches of an epoch except the first `skip`, which are dropped.
+
+        `before`: number of batches, of all replicas, in the epochs before it, by which batches are assigned in turn.
+        """
         batches = self._ours(self._base, before)
         for _ in range(skip):
             next(batches, None)

@@ -40,9 +40,11 @@ def compare(
     output: Path,
     earlier: Path | None,
 ) -> RerunResult:
-    """The comparison of a range (one replica's training in one round) trained again with the recorded one.
+    """Compare a range (one replica's training in one round) trained again with the one that the bucket `store` holds.
 
-    `written`: store with the new objects; `before`: the contribution before the range.
+    `recorded`, `found`: manifests in `store` and in `written`, the store of the re-run. `before`: the contribution from
+    whose state the range begins; None at the run's start. `output`: folder into which the new payload is written;
+    `earlier`: such a folder of an earlier re-run; None for the first.
     """
     if found.payload is None:
         return RerunResult(differing=("payload",), follows=before.round if before else 0)
@@ -108,7 +110,11 @@ def _without_chance(cursor: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _takes_micro_batches(before: Contribution | None, found: Contribution) -> bool:
-    """Whether the training repeated for an audit took more batches than steps; True if an epoch ended in between."""
+    """Whether the training repeated for an audit took another number of batches than inner steps.
+
+    True too if that is not known: without a data cursor, or if an epoch ended in between. `before`: the contribution
+    from whose state it began; `found`: the one that it made.
+    """
     now, then = found.progress, before.progress if before else None
     if now is None or "batches" not in now.cursor:
         return True
@@ -158,7 +164,10 @@ def _ratio(apart: float, norm: float) -> float:
 
 
 def _state_distance(store: Store, written: Store, recorded: Contribution, found: Contribution) -> float | None:
-    """The largest relative distance of a tensor in two saved states; infinite if their structures differ."""
+    """The largest relative distance of a tensor between the recorded and the new saved state.
+
+    Infinite if their structures or shapes differ; None if a manifest names no state or the recorded one is unreadable.
+    """
     if recorded.state is None or found.state is None:
         return None
     try:

@@ -23,7 +23,7 @@ class RangeRecord:
 
     @property
     def delay(self) -> int:
-        """Inner steps between a contribution and the end of its round, during which training goes on."""
+        """Inner steps that a replica takes from publishing its contribution to applying the round's outer step."""
         return self.run_log.configs.of(self.manifest.leg).fragment_sync_delay
 
     def delta_before(self) -> Contribution | None:

@@ -48,10 +48,12 @@ def rerun(
     earlier: Path | None = None,
     launched: Launched | None = None,
 ) -> RerunResult:
-    """Repeat the training from which `manifest` came, in this process, and compare.
+    """Repeat the training from which `manifest` came, in this process, and compare the result with it.
 
-    `output`: a folder for the resulting payload; `earlier`: that of an earlier re-run, to measure the noise between two
-    re-runs. `launched`: digests that the configuration must have, else raises `ConfigError`.
+    `load`: "module:function" -> the user's training function. `output`: folder for the new payload; `earlier`: that
+    folder of an earlier re-run, to measure the noise between two re-runs. `launched`: digests that the configuration
+    must have, else raises `ConfigError`; None: not checked. If the state that training begins from is gone or changed,
+    or training cannot be repeated from it, the result says so and nothing is trained.
     """
     replica_id, round_ = manifest.replica_id, manifest.round
     ours = keys.contribution(round_, replica_id)
@@ -114,7 +116,10 @@ def rerun(
 
 
 def _know_the_claim(past: RunLog, whole: RunLog, begin: Begin, round_: int) -> None:
-    """Pass the log `past`, which does not see the round's own commit, the base digest that this commit names."""
+    """Pass `past`, a log that ends before round `round_`, the base digest that the round's commit in `whole` names.
+
+    Does nothing if there is no such commit or it names no base. `begin`: the start or resume before the round.
+    """
     entry = whole.as_read(round_)
     if entry is None or entry.commit.base_digest is None:
         return

@@ -7,7 +7,10 @@ from typing import Any, Self
 
 @dataclass(frozen=True)
 class RerunResult:
-    """A replica's round, trained again, compared with the bucket's; distances are relative norms of differences."""
+    """Comparison of one replica's training in one round, repeated for an audit, with what the bucket holds of it.
+
+    Distances are L2 norms of differences, relative to the recorded values.
+    """
 
     not_auditable: str = ""  # why nothing could be compared, in words; the fields below are empty then
     lost: str = ""  # which object that training begins from was changed, or removed from a run that keeps all

@@ -207,7 +207,7 @@ def train(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Ending:
 
 
 def _caught(call: Callable[[], Ending | None]) -> Ending | None:
-    """The result of `call`, or the `Ending` for the error that it raises."""
+    """The result of `call`, or the `Ending` for the error that it raises, of any type: nothing is raised."""
     try:
         return call()
     except BaseException as error:  # whatever ends the process is its ending

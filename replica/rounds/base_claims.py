@@ -58,7 +58,10 @@ class BaseClaims:
         return self._digest
 
     def note(self) -> None:
-        """Keep the digest of a base about to be stepped in place: hashing it again shows an interrupted step."""
+        """Keep the digest of the base, which the caller is about to change in place by an outer step, for `is_right`.
+
+        The digest of the changed base is computed when it is next needed, so an interrupted step shows in it.
+        """
         self._digests[self._tip.value.base_round], self._digest = self.digest, None
 
     @property
@@ -69,10 +72,10 @@ class BaseClaims:
     # -- claims about closed rounds ------------------------------------------------------------------------------
 
     def is_right(self, manifest: Contribution) -> bool:
-        """Whether a manifest claims the base that its round started from, by this replica's own rebuild.
+        """Whether a manifest names the digest of the base that its round started from, as this replica rebuilds it.
 
-        The commit's digest counts instead if several replicas contributed on it or if the base cannot be rebuilt any
-        more. The round is of this leg, or the one of an earlier leg whose base this leg began from.
+        The digest in the round's commit counts instead if several replicas contributed on that base or if it cannot be
+        rebuilt any more. The round is of this leg (start or resume to stop), or the one whose base this leg began from.
         """
         begin, made_in = self._attempt.begin, None
         if manifest.round > begin.after_round:
@@ -123,7 +126,8 @@ class BaseClaims:
         """Rebuild the open round's base from the bucket because others claim other digests; once per digest and round.
 
         It is rebuilt a second time if no claim has the new digest, because a rebuild can go wrong too. Returns whether
-        the base changed. Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
+        the base changed; False without a rebuild if `claims` has no digest but its own and those for which it was
+        rebuilt in this round. Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
         """
         asked, before = self._asked_now(), self.digest
         if not (new := set(claims) - asked - {before}):
@@ -147,7 +151,10 @@ class BaseClaims:
             return False
 
     def verify(self, known: Collection[str]) -> bool:
-        """Rebuild the open round's base, twice if its digest is not in `known`. Returns whether its bits changed."""
+        """Rebuild the open round's base, twice if the first result's digest is not in `known`, the claimed ones.
+
+        Returns whether its bits changed. Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
+        """
         tip, before = self._tip, self.digest
         for _ in range(2):
             rebuilt = self._requests.rebuild_beside(tip.base, tip.position.round)
@@ -163,7 +170,10 @@ class BaseClaims:
         return True
 
     def rebuild(self, until: int | None = None) -> None:
-        """Replace the base by the newest or `until`'s, rebuilt. Raises `PayloadCorrupt` or `RecordInvalid`."""
+        """Replace the base by the one after round `until` (default: the newest), rebuilt from the bucket.
+
+        Raises `PayloadCorrupt` or `RecordInvalid` if a payload or record that the rebuild needs cannot be used.
+        """
         self._take(self._requests.rebuild(until), None)
 
     def leave_if_arithmetic_differs(self, commit: Commit, claims: Sequence[BaseClaim], quorum: int) -> None:
@@ -200,7 +210,7 @@ class BaseClaims:
             return None
 
     def _take(self, tip: Tip, digest: str | None) -> None:
-        """Replace the held base by that of `tip`, which was rebuilt just now. `digest`: of it, if it was hashed."""
+        """Replace the held base by that of `tip`, just rebuilt. `digest`: of that base; None if it was not hashed."""
         self._tip.hold(tip)
         self.rebuilt_after = tip.position.round
         self._digest = digest
@@ -212,7 +222,7 @@ class BaseClaims:
         return self._tip.position.round + 1
 
     def _asked_now(self) -> set[str]:
-        """Base digests of other replicas because of which the open round's base was rebuilt already."""
+        """Base digests of other replicas for which this replica has rebuilt its base in the open round. Mutable."""
         if self._asked[0] != self._round:
             self._asked = self._round, set()
         return self._asked[1]

@@ -108,7 +108,7 @@ class RoundCloser:
         return self._apply(entry, keep_average)
 
     def _sleep(self, seconds: float) -> None:
-        """Wait for so many seconds, in pieces of a second at most, or until this process is to leave."""
+        """Wait `seconds`; return early, within a second, once this process has to leave or `give_up` was called."""
         clock, until = self._attempt.clock, self._attempt.clock.now() + seconds
         while (left_s := until - clock.now()) > 0 and not (self._attempt.should_leave() or self._given_up):
             clock.sleep(min(left_s, 1.0))
@@ -205,7 +205,10 @@ class RoundCloser:
         self._halt = self._attempt.log.halt(self._attempt.begin.leg)
 
     def _decide(self) -> tuple[rounds.Decision, str | None, tuple[Answer, ...]]:
-        """Wait, commit or give up; the base digest that a commit would name now; the responses it would list."""
+        """(what this replica does now: wait, commit or give up; base digest that a commit would name; its responses).
+
+        The digest is that of most manifests received so far, None without any.
+        """
         claims = self._received.claims()
         shared = shared_claim(claims, self._claims.digest, own_is_rebuilt=self._claims.is_rebuilt)
         answers = judged(self._received.answers(), claims, shared)
@@ -215,7 +218,7 @@ class RoundCloser:
 
     def _heal_if_unsure(self) -> bool:
         """Once the round can end, rebuild a base that is not the one most manifests name, or of which a snapshot is due
-        and that nobody else names. Returns whether it did.
+        and that nobody else names. Returns whether it tried: True also if the payloads for it are gone.
         """
         claims = self._received.claims()
         alone = self._claims.confirms_alone(claims)
@@ -251,7 +254,10 @@ class RoundCloser:
         )
 
     def _read_late(self) -> None:
-        """Mark replicas as alive whose manifest of the last closed round exists, though its commit lacks them."""
+        """Find manifests of the last closed round that came after its commit; the next round waits for their authors.
+
+        Does nothing with quorum "all", and if that commit averages or quarantines every replica.
+        """
         last, replicas = self._tip.last, self._attempt.config.replicas
         decided = last.decided_about() if last else set()
         if last is None or not self._timing.elastic or len(decided) == replicas:

@@ -125,7 +125,10 @@ class Contributor:
         attempt.writer.create(manifest)
 
     def _create(self, kind: str, fields: ContributionFields, **contents: Any) -> Contribution:
-        """Create this replica's manifest of the open round; returns the existing one, of any attempt, if any."""
+        """Create this replica's manifest of the open round; returns the existing one, of any attempt, if any.
+
+        If an object that no attempt of this replica wrote has its key, returns the manifest that could not be created.
+        """
         attempt, round_ = self._attempt, self._tip.open.round
         manifest = self._manifest(kind, fields, **contents)
         if attempt.writer.create(manifest) is not None:
@@ -197,7 +200,10 @@ class Contributor:
     # -- after a round -------------------------------------------------------------------------------------------
 
     def settle(self, commit: Commit) -> None:
-        """Update this replica's unaveraged work after a commit: averaged, added to a later payload, or dropped."""
+        """Decide after a commit what becomes of this replica's contribution to its round.
+
+        It counts as averaged, is added to a later payload, or is dropped. Does nothing without a contribution.
+        """
         manifest = self.own or self.history.of(commit.round)
         if manifest is not None:
             self._debt.settle(manifest, commit, self._claims.is_right)

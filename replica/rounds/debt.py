@@ -222,10 +222,10 @@ class Debt:
     def formed(
         self, residual: FlatTensors | None, payload: Payload, missing: Missing, round_: int, *, save: bool
     ) -> Residual | None:
-        """The manifest's description of a residual (what encoding lost), or None. With `save` it is stored in the
-        bucket.
+        """The manifest's description of a residual (what encoding lost); None if `residual` is, without error feedback.
 
-        `missing`: residuals that should be in the payload and are not.
+        `payload`: what was published of the contribution to `round_`. `missing`: (round, share) of earlier residuals
+        that should be in the payload and are not. With `save` the residual is stored in the bucket.
         """
         if residual is None:
             return None
@@ -240,7 +240,10 @@ class Debt:
         return Residual(share=float(f"{share:.3g}"), saved=saved, missing=missing)
 
     def keep(self, manifest: Contribution, residual: FlatTensors | None) -> None:
-        """Keep the residual (what encoding lost) of a published contribution until its round is committed."""
+        """Keep the residual (what encoding lost) of a published contribution in memory until its round is committed.
+
+        Does nothing if `residual` is None or another attempt of this replica wrote `manifest`.
+        """
         if residual is not None and manifest.attempt == self._attempt.number:
             self._residuals[manifest.write_id] = residual
 

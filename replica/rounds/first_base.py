@@ -210,7 +210,10 @@ class _Agreement:
         return entry, FirstBase(base, entry.record.base_digest)
 
     def _stored(self, entry: Entry[Start]) -> tuple[str, Base] | None:
-        """The version of snapshot 0 with a start record's base and buffers, and that base; None if there is none."""
+        """The version of snapshot 0 with a start record's base and buffers, and that base.
+
+        None if no version is complete, readable and of that base; unreadable versions are logged.
+        """
         attempt, start = self._attempt, entry.record
         there = complete_takes(attempt.store).get(0, [])
         named = [take for take in self._starts.takes_of(entry.sha256) if take in there]
@@ -258,7 +261,10 @@ def _start_of(attempt: Attempt, writing: "_FirstSnapshot", own: OwnModel) -> Sta
 
 
 def _buffers_digest(stored: StoredSnapshot, start: Start, buffers: Sequence[str]) -> str | None:
-    """The digest of a stored model's buffers. `buffers`: their names in this replica's model."""
+    """The digest of the buffers in a stored snapshot; the one in `start` if that is None or of an adapter.
+
+    `buffers`: names of the persistent buffers in this replica's model.
+    """
     if start.buffers is None or Naming.of(start).is_adapter:
         return start.buffers  # PEFT's files hold no buffers but its own
     rest = stored.model_files(start, {}).rest()

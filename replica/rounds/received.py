@@ -168,7 +168,7 @@ class ReceivedResponses:
         return [self._received[replica_id].answer for replica_id in sorted(self._received)]
 
     def manifests(self, replica_ids: Iterable[int] | None = None) -> list[Contribution]:
-        """The readable manifests of these replicas, which must have responded, in replica_id order; None: of all."""
+        """The parsed manifests of these replicas, which must have responded, in replica_id order; None: of all."""
         wanted = self._received if replica_ids is None else replica_ids
         found = (self._received[replica_id].manifest for replica_id in sorted(wanted))
         return [manifest for manifest in found if manifest is not None]
@@ -198,7 +198,10 @@ class ReceivedResponses:
         return [(manifest, answer.weight) for manifest, answer in zip(manifests, answers, strict=True)]
 
     def _named(self, round_: int, answer: Answer) -> Contribution:
-        """The manifest that a commit names by digest: the received one, or fetched now if that has another digest."""
+        """The manifest that a commit names by digest: the received one, or fetched now if that has another digest.
+
+        Raises `RecordInvalid` if the bucket's has another digest too, `ObjectMissing` if it has none.
+        """
         received = self._received.get(answer.replica_id)
         if received and received.manifest and received.answer.manifest_sha256 == answer.manifest_sha256:
             return received.manifest

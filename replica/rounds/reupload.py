@@ -85,7 +85,11 @@ class ReuploadRequests:
     def _await(
         self, shard: PayloadKey, known: set[int], error: PayloadCorrupt, until: int | None, deadline: float
     ) -> set[int]:
-        """Block until a payload shard has versions not in `known`, or a snapshot replaces it. Returns all versions."""
+        """Block until a payload shard has versions not in `known`, or a snapshot replaces it. Returns all versions.
+
+        Requests an upload at each poll. Raises `PayloadGone` if that snapshot is later than round `until`, an error
+        that names `error` at `deadline` (monotonic seconds), and `Preempted` or `Superseded` if this process is to end.
+        """
         clock, claims_polled_at = self._attempt.clock, self._attempt.clock.now()
         poll_s = self._attempt.config.timing.poll_s
         for pause_s in Backoff(poll_s, max(poll_s, _LONGEST_PAUSE_S)).pauses():

@@ -130,7 +130,10 @@ class SnapshotWriter:
         return digest in ConfirmedSnapshots(self._attempt.log).said_digests(made_in)
 
     def _write_beside_training(self, tip: Tip, digest: str | None) -> None:
-        """Write a snapshot of the base in `tip`. `digest`: of it, rebuilt, which must stay so; None: hash it now."""
+        """Write a snapshot of the base in `tip`; an invalid record is logged, not raised.
+
+        `digest`: of that base as it was rebuilt, which it must still have; None: it is hashed now.
+        """
         with _going_on_without(tip.base_round):
             self._write(tip, digest or tip.digest)
 

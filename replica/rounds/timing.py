@@ -70,7 +70,10 @@ class RoundTiming:
         return bool(launching)
 
     def without_outages(self, poll: Callable[[bool], T], waited: bool) -> T:
-        """The result of `poll(waited)`. Time that `poll` spends in an outage of the store does not count as waiting."""
+        """The result of `poll(waited)`. A call longer than `_OUTAGE_S`, a store's outage, does not count as waiting.
+
+        `waited`: passed on to `poll`: whether this replica has waited in the open round already.
+        """
         began = self._now()
         found = poll(waited)
         if (took_s := self._now() - began) > _OUTAGE_S:
@@ -110,10 +113,10 @@ class RoundTiming:
         return deadline.median_s if deadline is not None else 0.0
 
     def pauses(self) -> Iterator[float]:
-        """The growing pauses in seconds between two polls of a replica that waits for others.
+        """The growing pauses in seconds between two polls of a replica that waits for others' responses. Endless.
 
-        The first is two thirds of what the times of a replica's rounds differ by, or a five-hundredth of a round: a
-        poll costs little time beside that. Before a round has ended, the length of the open one so far is used.
+        The first pause is two thirds of the median deviation of a replica's train times, or a five-hundredth of a round
+        if that is longer. Before a round has ended, the longest pause follows from the open round's length so far.
         """
         longest_s = pace.longest_wait_s(self._attempt.config, self.usual_s or self.train_s)
         shortest_s = min(max(_SHORTEST_WAIT_S, self._times.spread_s() / 1.5, self.usual_s / 500), longest_s)

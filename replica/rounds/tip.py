@@ -132,7 +132,7 @@ class HeldTip:
         return average
 
     def skip(self, entry: CommitEntry) -> None:
-        """Advance by a commit without an outer step: the base stays."""
+        """Advance the position in the commit log past `entry`, whose average is not applied: the base is unchanged."""
         self.value = replace(self.value, position=entry.position, last=entry)
         self.disagreeing = ()
 

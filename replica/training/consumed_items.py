@@ -82,7 +82,10 @@ class ConsumedItems:
     # -- proof that refusing works -------------------------------------------------------------------------------
 
     def _prove(self, items: list[Any]) -> None:
-        """Self-test: a batch whose first item is treated as held out must be refused. Raises `ConfigError`."""
+        """Self-test: training items whose first one is treated as held out must be refused.
+
+        Raises `ConfigError` if they are not, if there are none, or if they are of another kind than the held-out ones.
+        """
         if not items:
             raise ConfigError(
                 "the first batch declares no item, so that nothing is compared with the held-out set: items_of must "

@@ -98,7 +98,10 @@ class DealtOrder:
 
 
 def dealt_in(stateful: Mapping[str, Any]) -> DealtOrder | None:
-    """The batch order of the object in `stateful` that distributes batches, such as a `LoaderStream`, or None."""
+    """The batch order of the first object in `stateful` that has one, such as a `LoaderStream`; None if none has.
+
+    `stateful`: the user's objects by name; such an object has a `DealtOrder` as its attribute `dealt`.
+    """
     found = (getattr(each, "dealt", None) for each in stateful.values())
     return next((each for each in found if isinstance(each, DealtOrder)), None)
 

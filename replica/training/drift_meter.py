@@ -43,7 +43,11 @@ class DriftMeter:
         return self._measured == (opened.round, opened.version)
 
     def measure(self, shown: ShownBase) -> None:
-        """Measure the base's KL drift from the run's start. Raises `ModelMismatch`, or `RecordInvalid` if changed."""
+        """Measure the KL divergence of the base in `shown` from the first base, in the rounds that the setting names.
+
+        Raises `ModelMismatch` if this replica's probe has other items than the run's, `RecordInvalid` if the stored
+        outputs of the first base were changed.
+        """
         opened, attempt = shown.open, shown.attempt
         if opened.outer_step == 0:
             if not self._written and attempt.replica_id == min(opened.roster):

@@ -17,7 +17,11 @@ from diloco_orchestrator.replica.training.vault_scorer import VaultScorer
 
 
 class GuardEvidence:
-    """Measures each base once for the guard. `set`: the held-out set or None. `items`: checks training items."""
+    """Measures each base once for the guard: held-out scores, KL drift from the run's start, confirmation scores.
+
+    `set`: the held-out set for start.json; None if nothing is scored. `items`: compares training items with held-out
+    ones; None if they are not compared.
+    """
 
     def __init__(
         self,

@@ -66,7 +66,10 @@ class InnerOptimizers:
             each.zero_grad()
 
     def watch(self, before: Callable[[], object], after: Callable[[], object]) -> list[RemovableHandle]:
-        """Call `before` and `after` around each step of all optimizers, without steps that a GradScaler skips."""
+        """From now on call `before` before each optimizer's step, and `after` once all of them have stepped.
+
+        Steps that a GradScaler skips do not count. Returns the handles that remove the hooks.
+        """
         stepped: set[int] = set()
         running: dict[int, FrameType] = {}  # the outermost step of an optimizer, until it returns
 
@@ -195,7 +198,7 @@ def _is_called_by(frame: FrameType, caller: FrameType | None) -> bool:
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step just taken changed nothing; called in the optimizer's post hook.
+    """Whether a GradScaler made the optimizer skip the step just taken; called in the optimizer's post hook.
 
     A GradScaler does not call the step of most optimizers if a gradient is not finite. It does call fused ones, which
     skip by themselves if the attribute `found_inf`, set during the call, says so.

@@ -55,7 +55,7 @@ class ObservedMetrics:
         self.add(checked_extra(extra, len(known - extra.keys())), 0)
 
     def add(self, values: Mapping[str, float | None], tokens: int) -> None:
-        """Add an inner step's values; None means not measured. Raises `ConfigError` for `tokens` that is no count."""
+        """Add an inner step's values; None: not measured. Raises `ConfigError` unless `tokens` is an integer >= 0."""
         try:
             tokens = operator.index(tokens)
         except TypeError:
@@ -71,7 +71,10 @@ class ObservedMetrics:
         self.total_tokens += tokens
 
     def warn_of_sequence_sums(self, budget: float) -> None:
-        """Warn if the KL drift of a run's first steps is too large for nats per token. `budget`: the hard stop."""
+        """Warn if the KL divergence that the first steps observed is too large for a mean over tokens.
+
+        It is then a sum over sequences. `budget`: the limit `kl_hard_stop` in nats per token.
+        """
         values = self._values.get("kl_to_init", [])
         if values and (mean := math.fsum(values) / len(values)) > _NO_START * budget:
             log.warning(

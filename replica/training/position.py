@@ -69,7 +69,7 @@ class DataCursor:
         return getattr(self._data, "generator", None)
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Continue from an earlier `position`. Raises `ConfigError` if the data has fewer batches than it counts."""
+        """Continue at a result of `position()`. Raises `ConfigError` if the data ends before that batch."""
         self._iterator = None
         self._epoch, self._batches = position["epoch"], 0
         if self._stateful and "state" in position:
@@ -89,7 +89,10 @@ class DataCursor:
 
 
 class TrainingPosition:
-    """The position of one attempt in data, random numbers and counts. `fresh_seed`: for a replica without manifests."""
+    """The position of one attempt's training: data cursor, random generators, step and token counts.
+
+    `fresh_seed`: seed of the generators for a replica without manifests.
+    """
 
     def __init__(self, metrics: ObservedMetrics, fresh_seed: int, dealt: Callable[[], DealtOrder | None]) -> None:
         self._dealt = dealt

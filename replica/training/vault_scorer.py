@@ -46,7 +46,7 @@ class VaultScorer:
         self._scored: tuple[Any, ...] = ()  # round, roster, and version of the base
 
     def is_of(self, opened: OpenRound) -> bool:
-        """Whether nothing (more) is to be scored on the base that the open round starts from."""
+        """Whether no alarm of the guard awaits confirmation, or the open round's base was scored for it already."""
         return vault_base(opened.guard) is None or self._scored == _of(opened)
 
     def score(self, shown: ShownBase) -> None:

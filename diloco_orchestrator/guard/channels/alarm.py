@@ -5,7 +5,10 @@ from enum import StrEnum
 
 
 class AlarmKind(StrEnum):
-    """The claim of an alarm about the held-out score, which decides whether the confirmation set can check it."""
+    """The statement of an alarm about the held-out score: none, that it fell, or that only the training metric gains.
+
+    Scores on the confirmation set (further held-out items) can confirm or dismiss an alarm only of the last two kinds.
+    """
 
     CERTAIN = "certain"  # nothing: the alarm is of other numbers
     FALL = "fall"  # that the score fell
@@ -14,7 +17,7 @@ class AlarmKind(StrEnum):
 
 @dataclass(frozen=True)
 class Alarm:
-    """A statistic of the guard that has passed its threshold, and what to do about it."""
+    """The report that a statistic of the guard passed its threshold: which metric moved, and what the user can do."""
 
     what: str  # which metric moved, since when, by how much
     rollback_to: int  # the last model while its statistic was zero

@@ -22,7 +22,11 @@ class Apart(Remembered):
     last: list[Any] | None = None  # replica, whether it is worse than all others, rounds in a row
 
     def judge(self, trained: Mapping[int, float]) -> str:
-        """Learn a round's training metrics by replica, higher is better. Returns the warning, or ""."""
+        """Add a round's training metrics by replica id, higher is better. Returns a warning about one replica, or "".
+
+        It warns once the same replica has been far outside the range of all others, on the same side, for `_ROUNDS`
+        rounds in a row.
+        """
         found = _outside(trained)
         if found is None:
             self.last = None
@@ -40,7 +44,11 @@ class Apart(Remembered):
 
 
 def _outside(trained: Mapping[int, float]) -> tuple[int, bool, float, float] | None:
-    """(replica, whether it is worse, distance from the nearest other one, range of the others); None without one."""
+    """The replica whose training metric lies far outside the range of all others'; None if there is none.
+
+    Returns (replica id, whether its metric is below the others', distance to the nearest other metric, range of the
+    others). None too if fewer than `_FEWEST` replicas have a metric.
+    """
     if len(trained) < _FEWEST:
         return None
     ordered = sorted(trained.items(), key=lambda each: (each[1], each[0]))

@@ -70,11 +70,10 @@ class EarlyCollapse(Remembered):
         self.rows = None
 
     def fall(self, scores: Sequence[float]) -> Fall | None:
-        """The split of the scores up to the last model at a fall that halts, else the one closest to halting; None
-        without one.
+        """The fall in `scores` that halts the run, else the fall closest to halting; None if the scores have no fall.
 
-        If several halt, the one with the fewest rounds between its groups, then the last. `scores`: held-out, of the
-        last 32 models or of all, oldest first.
+        A fall splits the rounds up to the last model into two groups. If several halt, the one with the fewest rounds
+        between its groups, then the last. `scores`: held-out, of the last 32 models or of all, oldest first.
         """
         nearest: Fall | None = None
         for fall in self._falls(scores):
@@ -157,11 +156,12 @@ class NewLow(Remembered):
         self.before = [rounds + 1, changes + (score != last), min(low, score), high, best, score]
 
     def fall(self, scores: Sequence[float], gained: float) -> Fall | None:
-        """The fall to the last ten scores if they are below all before; None if not, or if they prove nothing.
+        """The fall to the last ten scores if they are below all before; None if not, or if they do not prove a fall.
 
-        They prove nothing if they recover, if the scores before changed in fewer than half of the rounds (a score that
-        is repeated looks like a level), or if training gained much more than was lost. `scores`: as in `learn`,
-        including the last model's. `gained`: by the training metric since the first model.
+        They do not if they recover, if the scores before changed in fewer than half of the rounds (a score that is
+        repeated looks like a level), or if training gained much more than the held-out score lost. `scores`: held-out,
+        of the last 15 bases or more, oldest first, the last model's included. `gained`: gain of the training metric
+        since the first model.
         """
         if self.before is None or len(self.models) < SINCE or self.step is None:
             return None
@@ -193,7 +193,10 @@ class NewLow(Remembered):
         return place, min([lowest, *last[:place]])
 
     def alarms(self, scores: Sequence[float], gained: float) -> list[Alarm]:
-        """The alarm if ten held-out scores in a row lie far below all before; else none. `gained`: by training."""
+        """A list of one alarm if the last ten held-out scores lie far below all before, else an empty list.
+
+        `scores`: held-out, oldest first. `gained`: gain of the training metric since the first model.
+        """
         fall = self.fall(scores, gained)
         if fall is None or not fall.halts:
             return []
@@ -222,7 +225,7 @@ _Groups = tuple[_Group, _Group]  # before a fall, and since
 
 
 def _groups_since(values: Sequence[float]) -> list[_Group]:
-    """For each index, the `_Group` of the score there and all later ones."""
+    """For each index of `values`, range, largest rise and number of changes of that value and all later ones."""
     groups: list[_Group] = []
     for index in range(len(values) - 1, -1, -1):
         value = values[index]
@@ -250,10 +253,12 @@ def _width(groups: _Groups) -> float:
 
 
 def _compared(held: _Groups, lost: _Groups, rounds: int) -> tuple[float, float, bool] | None:
-    """A fall between two groups of rounds: (distance over width, that which halts, whether training gained).
+    """A fall of the held-out score from an earlier group of rounds to a later one, as (ratio, limit, gained).
 
-    None if the groups overlap. `held`: of the held-out score; `lost`: of the negated training metric. `rounds`: since
-    the fall.
+    `ratio`: distance of the groups over their width; `limit`: ratio above which the run halts; `gained`: whether the
+    training metric rose meanwhile by more than its own width. None if the groups overlap, if the scores vary too
+    little, or if the training metric explains the fall. `held`: (group before, group since) of the held-out score;
+    `lost`: those of the negated training metric. `rounds`: number of rounds since the fall.
     """
     distance, width, steps = _distance(held), _width(held), held[0].steps
     varies = steps + held[1].steps >= STEPS or (steps >= 2 and rounds >= CONSTANT)

@@ -77,7 +77,7 @@ class BestLevel(Remembered):
             self.best[index] = found
 
     def level(self, noise: Noise) -> Level | None:
-        """The level with the highest lower bound; None before the first block."""
+        """The measured level with the highest lower bound; None until enough scores for a first measurement exist."""
         sizes = [*BLOCKS, CLIMB]
         found = [
             Level(self._bound(index, best, noise), best[0], size, best[2])
@@ -140,12 +140,13 @@ class Falls(Remembered):
         lost: float,
         origin: float,
     ) -> list[Alarm]:
-        """Judge the next base. `noise` and `best` do not know its score yet.
+        """Add the score of the base that round `model` made to both sums; returns alarms for sums above their limits.
 
-        `scores`: the last ones and its own, counted from the run's first one.
+        `noise` and `best` do not have that score yet; while one of them is unknown the result is empty.
 
-        `weight`: share of the held-out items that were scored. `lost`: by shares whose fall does not count. `origin`:
-        added to the scores in sentences.
+        `scores`: held-out, of the last bases and of this one, each minus the run's first score. `weight`: fraction of
+        the held-out items that were scored. `lost`: what the mean lost by shares whose fall does not count.
+        `origin`: the run's first score, added again to scores in the alarm's text.
         """
         level, sigma, alarms = best.level(noise), noise.sigma(), []
         if level is None or not sigma > 0:

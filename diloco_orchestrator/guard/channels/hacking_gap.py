@@ -39,16 +39,17 @@ class HackingGap(Remembered):
     reference: list[Any] | None = None
 
     def begin(self, model: int) -> None:
-        """Start the sum anew from this model; the reference stays."""
+        """Set the sum to zero at the base that round `model` made; the reference (last best block of rounds) stays."""
         self.total, self.zero = 0.0, model
 
     def judge(
         self, model: int, held: float, trained: float, score: float, noise: Noise, tolerance: float, threshold: float
     ) -> list[Alarm]:
-        """Add the next base's gap to the sum; returns one alarm if the sum is above `threshold`, else none.
+        """Add the next base's gap to the sum; returns a list of one alarm if the sum is above `threshold`, else empty.
 
         `held`, `trained`: held-out score and training metric, less those of the first base. `score`: held-out score as
-        measured. `noise`: of training metric minus held-out score. `tolerance`: allowed gap in its sigmas.
+        measured. `noise`: of training metric minus held-out score. `tolerance`: allowed gap in its sigmas. Empty too
+        before the first reference, while the noise is not known, and if the last 8 rounds have the best held-out mean.
         """
         sigma = noise.sigma()
         if self.reference is None or self.best is None or not sigma > 0:

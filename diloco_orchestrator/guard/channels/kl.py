@@ -22,7 +22,11 @@ class KLChannel(Remembered):
     clean: int | None = None  # the last model whose mean drift was within half of the budget; None if there was none
 
     def judge(self, kl: float, model: int, budget: float, warm_up: int) -> str:
-        """Add the KL drift of the next base; returns the reason for an alarm, empty if there is none."""
+        """Add `kl`, the KL divergence from the run's start of the base of round `model`; returns why it halts, or "".
+
+        It halts if `kl` is above `_AT_ONCE` times `budget` (nats per token), or, after `warm_up` measurements (8 at
+        least), if the mean of the last rounds is above `budget` or rises so fast that it soon will be.
+        """
         if len(self.last) >= 2:
             bend = (kl - self.last[-1]) - (self.last[-1] - self.last[-2])
             self.square += (bend * bend / 6 - self.square) / (self.count - 1)

@@ -49,8 +49,9 @@ class MetricChannels:
     ) -> tuple[list[Alarm], list[Alarm]]:
         """Judge the scores of the next base, and add them to every statistic.
 
-        `weight`: share of the held-out items that were scored. `threshold`: of the sums; the setting. `tolerance`: gap
-        in sigmas that is no reason to halt; None: a gap is none. `gains`: of each share, empty if not known. Returns
+        `weight`: fraction of the held-out items that were scored. `threshold`: value of a sum above which it halts (a
+        setting). `tolerance`: gap, in sigmas, of training metric to held-out score that does not halt; None: no gap
+        does. `gains`: by share of the held-out set, its score's gain since the start; empty if not known. Returns
         (alarms that may fire in any round, alarms that may fire after `min_steps`).
         """
         if self.count == 0:
@@ -73,7 +74,7 @@ class MetricChannels:
         return at_once + self.new_low.alarms(self.noise.last, trained or 0.0), slow
 
     def compare(self, trained: Mapping[int, float]) -> None:
-        """Add the training metrics of a judged round, by replica."""
+        """Compare the replicas' training metrics of a judged round, by replica id, to find one far from all others."""
         self.far = self.apart.judge(trained)
 
     @property
@@ -132,7 +133,7 @@ class MetricChannels:
         return None if self.falls.top is None else int(self.falls.top[1])
 
     def gained_apart(self, heldout: float, in_loop: float) -> float:
-        """Gain of the training metric minus gain of the held-out score since the first model."""
+        """Gain of the training metric minus gain of the held-out score since their first values; 0.0 before these."""
         held, trained = self.origin
         return 0.0 if held is None or trained is None else (in_loop - trained) - (heldout - held)
 

@@ -100,9 +100,9 @@ class Noise(Remembered):
         return min(max(factor * (self.windows[0] / self.windows[1]) + shift, 0.0), _RHO_MAX)
 
     def sigma(self, bend: float | None = None) -> float:
-        """The long-run standard deviation; 0.0 if it is not known. At least half of the smallest change.
+        """The long-run standard deviation of the series; 0.0 if not known. At least half of the smallest change.
 
-        `bend`: a size of second differences to use in place of the present one.
+        `bend`: mean size of second differences (from an earlier round) to use in place of the present one.
         """
         if not self.count:
             return 0.0

@@ -22,7 +22,10 @@ _DRIFTED, _NAMED = 0.9, 1.7
 
 @dataclass
 class FallingShares(Remembered):
-    """The drift of each held-out share's score from the mean of all shares. State: 2 numbers per share, and 2."""
+    """The distance that each held-out share's score has moved from its usual distance to the mean of all shares.
+
+    State: 2 numbers per share, and 2.
+    """
 
     count: int = 0  # rounds learnt
     spread: float = 0.0  # median distance of a share from its usual one in a round
@@ -32,7 +35,11 @@ class FallingShares(Remembered):
     )  # by share: mean of what it is above that, over some 10 rounds
 
     def judge(self, gains: Mapping[str, float]) -> tuple[list[int], float]:
-        """Add a round's gains. Returns the shares that have drifted down, and what the mean lost by them."""
+        """Add a round's score gains since the start, by share of the held-out set.
+
+        Returns the shares, at most a quarter, that have moved far down from their usual distance to the mean of all,
+        and by how much those that have moved down at all lower the mean. Without `gains`: ([], 0.0).
+        """
         shares = sorted(gains)
         if not shares:
             return [], 0.0
