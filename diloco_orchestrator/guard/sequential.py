@@ -167,7 +167,10 @@ class SequentialGuard(GuardRule):
     def _after_the_vault(
         self, run: "_Run", alarms: list[Alarm], evidence: Evidence, numbers: dict[str, Any]
     ) -> Verdict | None:
-        """The verdict of a round in which an alarm is raised or awaits confirmation; None if the alarm is dismissed."""
+        """The verdict of a round in which an alarm is raised, or awaits confirmation by the confirmation set.
+
+        It halts, or waits for a round; None if that set's scores dismiss the alarm, and the round goes on without it.
+        """
         certain = [alarm for alarm in alarms if alarm.kind is AlarmKind.CERTAIN]
         if certain:
             return _halt(run, certain[0], certain[0].what, numbers)
@@ -194,7 +197,10 @@ class SequentialGuard(GuardRule):
         return Verdict(fire=False, reason=reason, action=VerdictKind.CONFIRM, **{**numbers, "warning": reason})
 
     def _alarms(self, run: "_Run", evidence: Evidence, *, conclusive: bool) -> list[Alarm]:
-        """The alarms that fire in this round, the most serious first."""
+        """The alarms that fire in this round, the most serious first; empty if none does.
+
+        `conclusive`: whether enough held-out items have finite scores, so that scores and training metric are judged.
+        """
         model, alarms = evidence.model, []
         if run.nonfinite >= _NONFINITE_ROUNDS:
             what = f"nonfinite: no finite metrics in {run.nonfinite} consecutive rounds"
@@ -284,7 +290,10 @@ class _Run:
 
 
 def _halt(run: _Run, alarm: Alarm, what: str, numbers: Mapping[str, Any]) -> Verdict:
-    """The verdict that an alarm stops the run. The base to resume from is no later than the best scored one."""
+    """The verdict that `alarm` stops the run, with the round to resume from: no later than the best scored base.
+
+    `what`: first sentence of its reason. `numbers`: further fields of the verdict.
+    """
     best = run.metrics.best_model
     back = alarm.rollback_to if best is None else min(best, alarm.rollback_to)
     reason = f"{what}. Roll back to round {back} and {alarm.what_to_do}."
@@ -324,7 +333,7 @@ def items_needed(
     Args:
         drop: in the metric's unit.
         item_sd: standard deviation of one item's score between rounds, at most 0.5 for scores in [0, 1].
-        rounds: of delay; fewer rounds take more items.
+        rounds: rounds from the fall to the halt; fewer take more items.
         autocorrelation: of the score's noise from round to round, AR(1).
         threshold: `GuardConfig.threshold`.
 

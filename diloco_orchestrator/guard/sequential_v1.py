@@ -152,7 +152,7 @@ class BestLevel(Remembered):
     first: float | None = None  # mean of the first short block
 
     def add(self, value: float) -> float | None:
-        """Learn the next value; returns the mean of the short block that it fills, if it fills one."""
+        """Learn the next value; returns the mean of the short block of values that it completes, else None."""
         self.count += 1
         filled: float | None = None
         for index, size in enumerate(BLOCKS):
@@ -206,12 +206,12 @@ class Breadth(Remembered):
     now: dict[str, float] = field(default_factory=dict, init=False)  # this round's distances from the mean
 
     def begin_round(self, gains: Mapping[str, float]) -> None:
-        """Set the round's gain of each scored share; empty if unknown."""
+        """Begin a round with the score gain of each scored share of the held-out set; `gains` is empty if unknown."""
         mean = added([gains[share] for share in sorted(gains)]) / len(gains) if gains else 0.0
         self.now = {share: gains[share] - mean for share in sorted(gains)}
 
     def add(self, index: int, *, zero: bool) -> None:
-        """Add the round to the parts in statistic `index`. `zero`: the statistic is zero now, so parts restart."""
+        """Add the round to each share's part in statistic `index`; if `zero`, it is zero now: drop all its parts."""
         parts = self.parts[index]
         if zero:
             parts.clear()
@@ -236,7 +236,7 @@ class Breadth(Remembered):
         return lowest > _WITHOUT_LOWEST * threshold or extremes > _WITHOUT_EXTREMES * threshold
 
     def most(self, index: int) -> list[int]:
-        """The quarter of the shares that carries most of a statistic."""
+        """The ids of the quarter of the shares that carries most of statistic `index`; empty for fewer than four."""
         parts = self.parts[index]
         return sorted(int(share) for share in sorted(parts, key=lambda s: -parts[s])[: len(parts) // _LIARS])
 
@@ -267,7 +267,11 @@ class Drawdown(Remembered):
     def judge(
         self, model: int, below: float, sigma: float, weight: float, threshold: float, breadth: Breadth
     ) -> list[Alarm]:
-        """Judge the next model, whose score is `below` the best level, in the metric's unit."""
+        """Add the score of the model of round `model` to both statistics; returns alarms for those above their limit.
+
+        `below`: how far the score is below its best level, in the metric's unit; `sigma`: its noise. `weight`: fraction
+        of the held-out items scored. A fall that only few shares show (`breadth`) gives no alarm but a warning.
+        """
         below, alarms, self.narrow = in_sigmas(below, sigma), [], ""
         for index, (slack, share) in enumerate(CUSUMS):
             limit = share * threshold
@@ -327,7 +331,11 @@ class HackingGap(Remembered):
     def judge(
         self, model: int, held: float, trained: float, sigma: float, allowed: float, weight: float, threshold: float
     ) -> list[Alarm]:
-        """Judge the next model. `allowed`: the gap that is no reason to halt, in the metric's unit."""
+        """Add the gap of the next model to the statistic; returns an alarm if it is above `threshold`, else none.
+
+        `held`, `trained`: held-out score and training metric, less their first values. `allowed`: gap, in the metric's
+        unit, that does not count. `weight`: fraction of the held-out items scored. None before the first reference.
+        """
         if self.reference is None:
             return []
         held_level, trained_level, since = self.reference
@@ -351,7 +359,10 @@ class HackingGap(Remembered):
         self.training = [self.training[0] + trained, self.training[1] + 1]
 
     def end_block(self, model: int, held: float, least: float) -> None:
-        """A block of held-out scores with the mean `held` is full; it is the reference if it improved by `least`."""
+        """End a block of held-out scores, whose mean is `held`. It becomes the reference of gaps if it improved enough.
+
+        Enough is more than `least` above the reference before. A new reference sets the statistic to zero.
+        """
         total, count = self.training
         if count and (self.reference is None or held - self.reference[0] > least):
             self.reference, self.statistic = [held, total / count, model], 0.0
@@ -382,7 +393,10 @@ class SuddenFall(Remembered):
         self.quartet, self.strikes, self.at_best = [0.0, 0, None, 0], 0, model
 
     def judge(self, model: int, held: float, last: Sequence[float]) -> list[Alarm]:
-        """Judge the next model by its held-out score. `last`: the scores before it, oldest first, at most 32."""
+        """Judge the next model by its held-out score; returns an alarm in the second round of a fall, else none.
+
+        `last`: the held-out scores before it, oldest first, at most 32; too few give no alarm.
+        """
         best, best_model = self.quartet[2], self.quartet[3]
         if best is None or best - held <= self.largest:
             self.at_best = model
@@ -461,8 +475,9 @@ class MetricChannels:
     ) -> tuple[list[Alarm], list[Alarm]]:
         """Judge the next model and learn from it.
 
-        `weight`: share of the held-out items that were scored. `threshold`: of the slow drawdown statistic.
-        `tolerance`: gap in sigmas that is no reason to halt. `gains`: of each share, empty if not known. Returns
+        `weight`: fraction of the held-out items that were scored. `threshold`: value of the slow fall statistic above
+        which it halts. `tolerance`: gap, in sigmas, of training metric to held-out score that does not halt. `gains`:
+        by share of the held-out set, its score's gain since the start; empty if not known. Returns
         (alarms that may fire in any round, alarms that may fire after warm-up).
         """
         if self.count == 0:

@@ -82,7 +82,7 @@ class ContributionHistory:
         return self.of(self._tip.position.round + 1)
 
     def newest(self) -> Contribution | None:
-        """This replica's newest manifest, from before a resume too, with its training progress; else None."""
+        """This replica's newest manifest that holds training progress, from before a resume too; None without one."""
         for round_ in range(self._tip.position.round + 1, 0, -1):
             manifest = self.of(round_)
             if manifest is not None and manifest.progress is not None:

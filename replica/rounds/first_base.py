@@ -153,7 +153,10 @@ class _Agreement:
         )
 
     def _check_first_base(self, waited: bool) -> None:
-        """Raise `ModelMismatch` if until the timeout no replica had the configured `first_base`, this one included."""
+        """Raise `ModelMismatch` if this replica's base is not the configured `first_base` and the wait for one is over.
+
+        `waited`: whether `startup_timeout_s` has passed without a start record of that base.
+        """
         attempt, named = self._attempt, self._attempt.config.first_base
         if waited and named not in (None, self._start.base_digest):
             raise ModelMismatch(
@@ -343,7 +346,7 @@ class _FirstSnapshot:
                 return
 
     def _wrote(self, take: str) -> bool:
-        """Write the missing files of a snapshot version; False if the version holds a file with other bytes."""
+        """Write the missing files and record of a snapshot version; False if the version holds other bytes already."""
         infos = {}
         for each in self._planned:
             data = each.encode()

@@ -120,7 +120,10 @@ class ReceivedResponses:
         return found
 
     def take_own(self, data: bytes, replica_id: int, expected: ExpectedContribution) -> None:
-        """Count this replica's own response as received, without a request; `confirm_own` reads it before a commit."""
+        """Count this replica's own response, whose bytes `data` it has just written, as received, without a request.
+
+        `confirm_own` reads it back before a commit.
+        """
         self._received[replica_id] = self._parsed(
             keys.contribution(expected.round, replica_id), data, replica_id, expected
         )
@@ -253,7 +256,10 @@ class ReceivedResponses:
         return manifest.kind, ""
 
     def _damaged(self, manifests: Sequence[Contribution], expected: ExpectedContribution) -> dict[int, str]:
-        """Errors of payloads with an assigned shard that is not as declared, by replica id. Caches verified bytes."""
+        """Errors of payloads with a shard that is not as its manifest declares, by replica id; empty if there is none.
+
+        Only the shards that `dealing` assigns to this replica are fetched. Caches the verified bytes.
+        """
         shards = self._dealing(manifests)
         calls = [partial(self._verify, shard) for shard in shards]
         errors = in_parallel(self._background, calls, expected.shards_at_once)
