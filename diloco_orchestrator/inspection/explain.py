@@ -266,7 +266,7 @@ def _judged(rows: Sequence[RoundRow]) -> list[str]:
 
 
 def _warning(status: RunStatus) -> list[str]:
-    """The warning of the newest round in which replicas trained."""
+    """The warning of the newest round in which replicas trained, as a sentence; empty if that round has none."""
     trained = next((row for row in reversed(status.rounds) if row.stop != "completed"), None)
     return [f"Warning: {_sentence(trained.warning)}"] if trained is not None and trained.warning else []
 
@@ -282,7 +282,7 @@ def _sentence(words: str) -> str:
 
 
 def still_s(status: RunStatus, now: float) -> float:
-    """Seconds since anything changed in a run that has not ended; 0 while a process may work on it.
+    """Seconds since the newest record or heartbeat of a run that has not ended, above `retry.hung_after_s`; else 0.
 
     `now`: seconds since 1970. A coordinator replaces a replica that has sent no heartbeat for `retry.hung_after_s`.
     """

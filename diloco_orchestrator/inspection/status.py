@@ -425,7 +425,7 @@ def _sign(run_log: RunLog) -> float:
 
 
 def _sign_of(heldout: HeldoutSet | None) -> float:
-    """-1 for a loss, which verdicts store negated so that higher is better; 1 for a reward."""
+    """The factor from a stored score to the metric's own sign: -1 for a loss, stored negated; 1 for a reward."""
     return 1.0 if heldout is not None and heldout.metric == "reward" else -1.0
 
 

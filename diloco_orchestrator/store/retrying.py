@@ -86,8 +86,8 @@ class RetryingStore:
     """The store interface over `store`, with retries of transient faults.
 
     Raises the last error once faults have lasted as long as `policy` allows. `rng`: draws the pauses; replicas need
-    different seeds, or they retry in step. `is_leaving`: whether this process was asked to end. `reopen`: opens the
-    store again, with credentials read anew.
+    different seeds, or they retry at the same moments. `is_leaving`: returns whether this process was asked to end;
+    faults are then retried only briefly. `reopen`: opens the store again, with credentials read anew.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class Replayed:
 
 
 def all_lines(run_log: RunLog) -> Line:
-    """All applied rounds from the first base to the newest one. Raises `NoSuchRun` without a base or outer step."""
+    """The applied rounds by which the newest base descends from the first. Raises `NoSuchRun` if there is none."""
     if run_log.start() is None:
         raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model: there is no round to redo.")
     applied = [commit for commit in run_log.each_commit() if commit.applied]
