@@ -100,7 +100,8 @@ def spec_of(executor: ServerlessExecutor) -> dict[str, Any] | None:
     """Name and options as `run.json` stores them, from which `recreate` makes an equal executor in another process.
 
     For an executor with arguments that must not be recorded, their names; `recreate` then raises an error naming them.
-    None for an executor whose class is not registered.
+    None for an executor whose class is not the one registered under its name or records no options, and for a mixed
+    executor with such a part.
     """
     if isinstance(executor, MixedExecutor):
         shares = [{"executor": spec_of(each), "replicas": count} for each, count in executor.shares]

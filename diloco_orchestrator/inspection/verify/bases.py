@@ -218,10 +218,11 @@ class BaseDeriver:
             self._checked(piece_key, manifest.round, piece)
 
     def _checked(self, key: str, round_: int, shard: Shard, later: Sequence[str] = ()) -> bytes | None:
-        """The bytes of an object that a manifest names; None if retention deleted it and was allowed to.
+        """The bytes of an object that a manifest names, checked against the digest in `shard`.
 
-        `later`: keys of re-uploads, one of which may have the digest if the object has not. Raises `Differs` if none
-        has it, or if retention was not allowed to delete the object.
+        None if the object was deleted and retention may have done it. `round_`: the manifest's. `later`: keys of
+        re-uploads, which are tried if the object is damaged, or missing against retention's rules. Raises `Differs`
+        if none of them has the digest.
         """
         try:
             data = fetch_shard(self._store, key, shard)

@@ -65,7 +65,8 @@ def all_lines(run_log: RunLog) -> Line:
 def line_from(run_log: RunLog, round_: int, until: int | None) -> Line:
     """The applied rounds from `round_` to `until` (None: the newest base's).
 
-    Raises `ConfigError` with the nearest round if one of them made no base, and why; `NoSuchRun` as `all_lines`.
+    Raises `ConfigError`, naming the nearest possible round and the reason, if `round_` or `until` is no round by which
+    the newest base descends from the first, or if `until` is before `round_`; `NoSuchRun` if there is no such round.
     """
     whole = all_lines(run_log)
     known = [commit.round for commit in whole.commits]
