@@ -79,7 +79,10 @@ def odd_reply(what: str, form: str, reply: Any) -> Unavailable:
 
 
 def unreadable(what: str, error: Exception) -> Unavailable:
-    """The error for a reply in which an SDK misses a field. `error`: the SDK's. `what`: the failed action."""
+    """The error for a reply that a provider's SDK cannot parse, such as one without an expected field.
+
+    `error`: what the SDK raised, quoted in the message. `what`: the action whose reply it was, for the message.
+    """
     words = f"{type(error).__name__}: {str(error)[:200]}"
     return Unavailable(f"{what}: the SDK cannot read the answer ({words}). {_ADVICE}")
 
@@ -134,8 +137,9 @@ def answer_within(limit_s: float, what: str, call: Callable[[], T]) -> T:
 def items_while(is_there: Callable[[], bool], silence_s: float, items: Iterable[T]) -> Iterator[T]:
     """The items of an iterable that may block for ever, read in a thread of its own.
 
-    After every `silence_s` seconds without an item `is_there` is called. The items end once it returned False and the
-    next `silence_s` brought none; its errors are raised here.
+    After every `silence_s` seconds without an item `is_there`, whether the source of the items still exists, is
+    called. Once it returned False, the items end after `silence_s` more seconds without one. Errors of `items` and of
+    `is_there` are raised here.
     """
     found: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
     abandoned = threading.Event()

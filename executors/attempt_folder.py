@@ -71,7 +71,10 @@ class AttemptFolder:
         return os.fdopen(open_private(self.output, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
 
     def handle(self) -> ReplicaHandle | None:
-        """The recorded handle; None if no launch has started the process."""
+        """The handle in `handle.json`; None if that file does not exist, because no launch has written it yet.
+
+        Raises `ExecutorError` if the file is a link, another user's, or of another version.
+        """
         try:
             descriptor = open_private(self.path / "handle.json", os.O_RDONLY)
         except FileNotFoundError:
@@ -96,7 +99,10 @@ class AttemptFolder:
         self._write("code", str(code))
 
     def ended_status(self) -> ReplicaStatus:
-        """The status of an attempt whose process is gone."""
+        """The status of an attempt whose process is gone, from its files: a cancel or time limit, else its exit code.
+
+        FAILED with reason "lost" if neither is recorded.
+        """
         code, ending = self._exit_code(), self.ending()
         if ending is not None and code != EXIT_DONE:
             reason = "user" if ending.state is ReplicaState.CANCELLED else "deadline"
@@ -117,7 +123,7 @@ class AttemptFolder:
         return None if fields is None else int(fields["code"])
 
     def tail(self, lines: int) -> tuple[list[str], int]:
-        """The last `lines` non-empty lines of output, and the size of the output in bytes."""
+        """The last `lines` non-empty lines of output, and the output's size in bytes; ([], 0) without output file."""
         if not self.output.exists():
             return [], 0
         with self.output.open("rb") as stream:

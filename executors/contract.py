@@ -325,7 +325,7 @@ class ChecksMachines(Protocol):
     """An executor whose provider lists its kinds of machines."""
 
     def check_machine(self) -> None:
-        """Raise ValueError, naming the nearest kind of machine, if the provider's list lacks the configured one."""
+        """Raise ValueError if the provider's list lacks the configured kind of machine; the text names the nearest."""
         ...
 
 
@@ -363,12 +363,12 @@ def forget_run(executor: ServerlessExecutor, run_id: str) -> None:
 
 
 def part_of(executor: ServerlessExecutor, replica_id: int) -> ServerlessExecutor:
-    """The executor that launches this replica: a part of a composite, else `executor` itself."""
+    """The executor that launches this replica: a part of a `Composite`, such as a mixed fleet; else `executor`."""
     return executor.part(replica_id) if isinstance(executor, Composite) else executor
 
 
 def launched_by(executor: ServerlessExecutor, handle: ReplicaHandle) -> bool:
-    """Whether `executor` launched the attempt of `handle`, so that it can poll it."""
+    """Whether `executor`, or its part for that replica, has the name in `handle`, so that it can poll the attempt."""
     return part_of(executor, handle.replica_id).name == handle.executor
 
 

@@ -203,7 +203,11 @@ class HFJobsApi:
         timeout_s: float | None = None,
         needs_token: bool = True,
     ) -> Any:
-        """The response of a GET, which holds JSON. The SDK's own calls have no timeout, or retry for minutes."""
+        """The response of a GET, which holds JSON. The SDK's own calls have no timeout, or retry for minutes.
+
+        `timeout_s`: None for the default. `needs_token`: raise `ExecutorDenied` if this machine has no Hugging Face
+        token. Raises `Unavailable` for a reply that is no JSON.
+        """
         if needs_token and self._token is None and _sdk().get_token() is None:
             raise ExecutorDenied("there is no Hugging Face token here. Run `hf auth login`, or set HF_TOKEN.")
         what = f"reading {url}"
@@ -254,7 +258,8 @@ def _readable(what: str) -> Iterator[None]:
 def _errors_of(what: str, launching: bool = False) -> Iterator[None]:
     """Context that translates errors of the SDK. `what`: the action, for messages.
 
-    `launching`: whether a 404 means something other than a missing job.
+    `launching`: True for a call that starts a job. A 404 then is an `ExecutorError`; otherwise it means that the job
+    does not exist, and raises `_Gone`.
     """
     http_error = _sdk().errors.HfHubHTTPError
     try:

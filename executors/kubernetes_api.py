@@ -159,7 +159,11 @@ class KubernetesApi:
             raise _unreachable(about, error) from None
 
     def _connected(self, instead_of: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-        """The SDK's parts of the API, after a new login if `instead_of` are the current ones."""
+        """The SDK's API objects for Jobs and for the core API, by "job" and "core", cached after the first login.
+
+        `instead_of`: API objects whose login the server refused; if they are still the cached ones, log in again.
+        Raises `MissingSdk`, or `ExecutorDenied` if the login fails.
+        """
         with self._connecting:
             if self._apis is None or self._apis is instead_of:
                 try:

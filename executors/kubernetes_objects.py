@@ -313,7 +313,10 @@ def refusals(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def waits_for_pod(job: Mapping[str, Any], pod: Mapping[str, Any] | None) -> bool:
-    """Whether a Job that has not ended and waits for no queue has no pod, perhaps because creation is refused."""
+    """Whether a Job has no pod (`pod` is None) although it has not ended and is not suspended by a queue.
+
+    The API server may have refused to create the pod.
+    """
     return pod is None and not job["spec"].get("suspend") and condition(job, "Complete", "Failed") is None
 
 
@@ -362,7 +365,7 @@ def _failed_status(end: Mapping[str, Any], pod: Mapping[str, Any] | None) -> Rep
 
 
 def condition(item: Mapping[str, Any], *types: str, status: str = "True") -> Mapping[str, Any] | None:
-    """The first condition of an object that has one of these types and this status, or None."""
+    """The first condition in an object's status that has one of `types` and the status `status`; None without any."""
     conditions = item.get("status", {}).get("conditions") or []
     return next((each for each in conditions if each["type"] in types and each["status"] == status), None)
 

@@ -41,9 +41,10 @@ def memory_share(replicas: int) -> int:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The GPUs that a process with this environment may use; empty if there is none.
+    """The GPUs that a process with this environment may use, each as its number or UUID.
 
-    Those in `CUDA_VISIBLE_DEVICES`, else all that `nvidia-smi` lists. If a GPU is partitioned (MIG), its parts.
+    They are those in `CUDA_VISIBLE_DEVICES`, else the UUIDs of all that `nvidia-smi` lists, of a partitioned GPU (MIG)
+    its parts. Empty without a GPU, and if `nvidia-smi` is missing, fails or does not respond.
     """
     given = environ.get(VISIBLE)
     if given is not None:

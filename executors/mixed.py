@@ -57,7 +57,7 @@ class MixedExecutor(RemoteExecutor):
         return self.statuses(handles)
 
     def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """Statuses by one `poll_many` per part; all UNKNOWN for a part whose provider refuses our credentials."""
+        """Statuses in the order of `handles`: one `poll_many` per executor, UNKNOWN where credentials are refused."""
         found: dict[tuple[int, int], ReplicaStatus] = {}
         for executor in self._executors:
             theirs = [handle for handle in handles if self.part(handle.replica_id) is executor]

@@ -92,7 +92,8 @@ def errors_of(what: str) -> Iterator[None]:
 def log_in_again() -> bool:
     """Read Modal's configuration file again, and drop the process's client, so that the next call logs in anew.
 
-    The SDK reads the file only once, at import. Returns False with an SDK whose private names differ.
+    The SDK reads the file only once, at import. Returns True if that was done, False with an SDK version that lacks
+    the private names used here: the old client then stays.
     """
     sdk()
     import modal.config
@@ -125,7 +126,10 @@ class ModalApp:
         self._without_room: set[str] = set()  # GPU types that Modal had none of when last asked
 
     def log_in_again(self) -> bool:
-        """Log in anew with the current configuration. False if the client is the user's own object."""
+        """Drop the client and its App, so that the next call logs in with the current configuration. True if done.
+
+        False if the client is an object that the user passed, or the SDK lacks the private names for it.
+        """
         if self._client is not None:
             return False
         with self._lock:  # what was made with the old client goes on using it
@@ -264,7 +268,10 @@ def end_of(sandbox: "Sandbox") -> tuple[str, str]:
 
 
 def has_machine(sandbox: "Sandbox") -> bool:
-    """Whether a Sandbox that has not ended has a machine. True with an SDK that lacks the private call."""
+    """Whether a Sandbox that has not ended has got a machine; False while it waits for one.
+
+    True also with an SDK that lacks the private call which reports it.
+    """
     try:
         sandbox._resolve_task_id_for_logs()
     except sdk().exception.ExecutionError:
@@ -277,7 +284,8 @@ def has_machine(sandbox: "Sandbox") -> bool:
 def entries_of(sandbox: "Sandbox", newest: datetime | None, tail: int | None) -> Sequence[Entry]:
     """Output entries that Modal has kept, without Modal's own: the last ones, or from 5 s before `newest` on.
 
-    `tail`: number of lines wanted, if `newest` is None.
+    `newest`: time of the newest entry already read; None: fetch the last entries, enough for `tail` lines, or with
+    `tail` None as many as Modal returns. Empty if Modal no longer has the Sandbox or it has no machine yet.
     """
     errors = sdk().exception
     try:

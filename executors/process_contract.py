@@ -67,7 +67,7 @@ def print_exit_line(code: int, **fields: Any) -> None:
 
 
 def parse_exit_line(lines: Iterable[str]) -> dict[str, Any] | None:
-    """The JSON of the last exit line among `lines`, or None if there is none. A truncated line does not count."""
+    """The JSON object in the last complete exit line among `lines`; None without one. Truncated lines do not count."""
     found = None
     for line in lines:
         if line.startswith(EXIT_LINE):

@@ -92,7 +92,7 @@ class RayApi:
         return job
 
     def stop(self, job_id: str) -> bool:
-        """Ask for the end of a job, without effect on one that has ended. Returns False if there is none of this id."""
+        """Ask Ray to end a job. True if the cluster has a job of this id, even an ended one; else False."""
         try:
             self._json("POST", f"/api/jobs/{job_id}/stop", f"stopping job {job_id}")
         except _Gone:

@@ -100,7 +100,8 @@ def spec_of(executor: ServerlessExecutor) -> dict[str, Any] | None:
     """Name and options as `run.json` stores them, from which `recreate` makes an equal executor in another process.
 
     For an executor with arguments that must not be recorded, their names; `recreate` then raises an error naming them.
-    None for an executor whose class is not registered.
+    None for an executor whose class is not the one registered under its name or records no options, and for a mixed
+    executor with such a part.
     """
     if isinstance(executor, MixedExecutor):
         shares = [{"executor": spec_of(each), "replicas": count} for each, count in executor.shares]
@@ -120,7 +121,10 @@ def spec_of(executor: ServerlessExecutor) -> dict[str, Any] | None:
 
 
 def recreate(spec: Mapping[str, Any]) -> ServerlessExecutor:
-    """The executor that `spec_of` described, with this process's credentials. Raises `ExecutorError` if unknown."""
+    """A new executor of the name and options in `spec` (from `spec_of`), with this process's credentials.
+
+    Raises `ExecutorError` if this machine has no such executor, or its constructor refuses the options.
+    """
     try:
         return _of_spec(spec)
     except ValueError as error:
@@ -142,10 +146,10 @@ def _of_spec(spec: Mapping[str, Any]) -> ServerlessExecutor:
 
 
 def make_fleet(specs: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> tuple[ServerlessExecutor, int | None]:
-    """The executor for the values of `--executor`, and the number of replicas as the sum of their counts, or None.
+    """The executor for the values of `--executor`, and the sum of their replica counts; None without a count.
 
-    `specs`: one name, or several with counts: ["modal:2", "eks:2"]. `options`: by executor. Raises ValueError for
-    invalid names, counts or options.
+    `specs`: one name, or several with counts: ["modal:2", "eks:2"]; empty: "local". `options`: constructor options by
+    executor name. Raises ValueError for invalid names, counts or options, and for a name without count among several.
     """
     parsed = [_parsed(spec) for spec in specs or ["local"]]
     if len(parsed) == 1:

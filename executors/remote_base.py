@@ -173,7 +173,8 @@ class RemoteExecutor:
     def tries(self, what: str, patience_s: float = 60.0) -> Iterator[None]:
         """Iterations of a retry loop that its body leaves by returning, with pauses between them.
 
-        Raises `Unavailable` after `patience_s`. `what`: what is waited for, such as "the Job to be listed".
+        Raises `Unavailable` once `patience_s` seconds have passed since the first iteration. `what`: the event that the
+        loop waits for, such as "the Job to be listed", for the error.
         """
         ends_at = self._clock.now() + patience_s
         while True:
@@ -183,7 +184,10 @@ class RemoteExecutor:
             self._clock.sleep(_TRY_S)
 
     def gone(self, native_id: str, words: str, native_state: str = "gone") -> ReplicaStatus:
-        """The status of an attempt that the provider no longer knows. `words`: such as "the Job is gone"."""
+        """The status of an attempt that the provider no longer knows: CANCELLED if this object cancelled it.
+
+        Otherwise PREEMPTED with reason "lost". `words`: such as "the Job is gone", for the status's message.
+        """
         if native_id in self._cancelled:
             return ReplicaStatus(ReplicaState.CANCELLED, "user", None, native_state, f"cancelled; {words}")
         return ReplicaStatus(ReplicaState.PREEMPTED, "lost", None, native_state, f"{words}; nobody here cancelled it")
@@ -191,7 +195,11 @@ class RemoteExecutor:
     def collect(
         self, handles: Sequence[ReplicaHandle], timeout: float | None = None, check: bool = True
     ) -> list[ReplicaResult]:
-        """Wait for all attempts by `poll_many`, then read the end of their `logs`. `timeout`: seconds."""
+        """Wait until all attempts have ended, by `poll_many`, and return their results in the order of `handles`.
+
+        Each result has the exit line's value or error, read from the end of the log. Raises `CollectTimeout` after
+        `timeout` seconds (None: no limit), and with `check` `ReplicaFailed` if an attempt did not succeed.
+        """
         deadline = None if timeout is None else self._clock.now() + timeout
         pause_s, longest_s = _COLLECT_S
         while True:
@@ -300,8 +308,9 @@ def ended_status(
 ) -> ReplicaStatus:
     """The status of an attempt whose process ended with `code`; negative, or 128 and more: killed by a signal.
 
-    `timed`: it ran under coreutils' `timeout`. `oom`: it exceeded its memory limit. A replica that had finished is a
-    success even if it was cancelled.
+    `native_state`: the provider's name of the state. `cancelled`: its cancel was requested. `timed`: it ran under
+    coreutils' `timeout`. `oom`: it exceeded its memory limit. An attempt that ended with the exit code for success is
+    SUCCEEDED even if it was cancelled.
     """
     message = "" if code == EXIT_DONE else f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     if cancelled and code != EXIT_DONE:

@@ -245,12 +245,18 @@ class SlurmExecutor(RemoteExecutor):
 
 
 def _is_job_of(handle: ReplicaHandle, job: Job | None) -> bool:
-    """Whether a job of this id is the attempt's, because a controller that lost its state reuses ids."""
+    """Whether `job`, found by the handle's id, has the attempt's name; False for None, no job of this id.
+
+    A controller that lost its database uses ids again for other jobs.
+    """
     return job is not None and job.name == attempt_name(handle)
 
 
 def _forgotten(handle: ReplicaHandle) -> ReplicaStatus:
-    """The status, from the files in its folder, of an attempt whose job neither controller nor accounting list."""
+    """The status, from the files in its folder, of an attempt whose job neither controller nor accounting list.
+
+    CANCELLED if a cancel is recorded, else by the exit code in its output, else PREEMPTED with reason "lost".
+    """
     folder = AttemptFolder(Path(handle.native["dir"]))
     if folder.ending() is not None:
         return ReplicaStatus(ReplicaState.CANCELLED, "user", None, "gone", "cancelled; Slurm no longer knows the job")

@@ -152,7 +152,7 @@ class _Lookup:
         return digest
 
     def _check(self, answer: _Reply) -> None:
-        """Raise an error for every status but 200."""
+        """Raise `ConfigError` or `Unavailable` for every HTTP status but 200."""
         if answer.status == 200:
             return
         if answer.status == 401 and _host(answer.url) != _host(self.reference.origin):

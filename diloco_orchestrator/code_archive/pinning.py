@@ -115,7 +115,11 @@ def check_pinned(archive: Archive, images: Sequence[str]) -> None:
 
 
 def _listed(given: Requirements | None, needed: Sequence[Requirement], secrets: Mapping[str, str]) -> MadeList:
-    """The list with hashes of all packages that replicas need. Raises `_NoList` if uv finds no installable one."""
+    """The list with hashes of all packages that replicas need, made by uv.
+
+    Raises `_NoList` if a package is named by URL or is a local build, if uv is not installed or finds no solution, and
+    if the index has no hashes. `given`: the user's requirements; `needed`: ours. `secrets`: redacted from uv's errors.
+    """
     asked = () if given is None else given.packages
     if by_url := [each.name for each in (*needed, *asked) if each.url]:
         raise _NoList(f"{', '.join(by_url)} is named by URL, for which `launch` asks no hash")
@@ -149,7 +153,10 @@ def _limits(needed: Sequence[Requirement], asked: Sequence[Requirement]) -> list
 def _asked_of(
     uv: Sequence[str], wanted: Sequence[str], limits: Sequence[Sequence[str]], secrets: Mapping[str, str]
 ) -> str:
-    """uv's list for the first of `limits` with a solution, for the oldest Python possible. Raises `_NoList`."""
+    """uv's list of `wanted` and dependencies under the first of `limits` with a solution, for the oldest Python.
+
+    `uv`: the command. Raises `_NoList` if no combination has a solution, or uv fails or exceeds `LIMIT_S` seconds.
+    """
     # Nobody asked for uv here, so that it gets no credentials but its own.
     environ = {name: value for name, value in os.environ.items() if name.startswith("UV_") or not looks_secret(name)}
     for within, python in product(limits, _pythons(sys.version_info.minor)):

@@ -58,7 +58,7 @@ _LEFT_OUT = ("ArtifactoryDetector", "Base64HighEntropyString", "HexHighEntropySt
 
 
 def suspicious_files(files: Mapping[str, Path], but: Iterable[str]) -> dict[str, str]:
-    """The files that look like secrets, by name, with reasons. `but`: patterns of file names to leave out."""
+    """The files that look like secrets: name -> reason. `but`: patterns of names or paths that are not checked."""
     patterns = list(but)
     looked_at = {
         name: path

@@ -150,7 +150,10 @@ class CostReader:
         return leg_cost(list(costs.values()), begin.at, at)
 
     def _of_attempt(self, replica_id: int, attempt: int, leg: int, replaced: bool) -> AttemptCost | None:
-        """The cost of one attempt since the last resume, None before it was claimed. `replaced`: a later one exists."""
+        """Price and times of one attempt; None before a process claimed it, and for an attempt of another leg.
+
+        `replaced`: whether the replica has a later attempt.
+        """
         who = replica_id, attempt
         known = self._known.get(who)
         if known is None:
@@ -165,7 +168,7 @@ class CostReader:
         return known[1] if known[0] == leg else None
 
     def _end_of(self, replica_id: int, attempt: int, replaced: bool) -> float | None:
-        """The time when an attempt ended; None while it runs.
+        """The time when an attempt ended, in seconds since 1970; None while it runs. `replaced`: a later one exists.
 
         A killed attempt wrote no exit record: it counts until its successor was launched, or until its last heartbeat
         if the successor came much later.

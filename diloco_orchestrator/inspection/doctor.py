@@ -118,7 +118,10 @@ def gpu_finding(gpus: list[str], wanted: bool) -> Finding:
 
 
 def _torch(has_gpu: bool, wanted: bool) -> Finding:
-    """The finding whether torch computes on the GPU; a build for another CUDA or GPU only fails at a kernel."""
+    """The finding about torch: ok if it computes a correct product on the GPU, or if there is none and none wanted.
+
+    A build for another CUDA version or GPU fails only once a kernel runs, so one is run.
+    """
     try:
         import torch
     except ImportError as error:

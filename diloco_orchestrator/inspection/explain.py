@@ -216,7 +216,7 @@ def _failed(status: RunStatus, what: str, scores: list[str], statistics: list[St
 
 
 def _errors(status: RunStatus) -> tuple[list[str], list[str]]:
-    """Sentences about the errors with which replicas ended, and what to do about each; equal ones once."""
+    """Two lists of sentences: the errors with which replicas ended, and what to do about each; equal ones once."""
     why, todo = [], []
     errors = {each.replica_id: _error_of(each) for each in status.replicas if each.error}
     for ids, (name, message) in grouped(errors.items()):
@@ -236,7 +236,7 @@ def _missing(rows: Sequence[RoundRow]) -> list[str]:
 
 
 def _error_of(replica: ReplicaRow) -> tuple[str, str]:
-    """Name and message of the error at the end of a replica's traceback, both without line breaks."""
+    """Name and message of the error at the end of a replica's traceback, in one line; empty without traceback."""
     lines = [line for line in (replica.error or "").splitlines() if line.strip()]
     heads = [i for i, line in enumerate(lines) if not line.startswith((" ", "\t"))] or [0]
     name, _, message = " ".join(line.strip() for line in lines[heads[-1] :]).partition(": ")
@@ -266,7 +266,7 @@ def _judged(rows: Sequence[RoundRow]) -> list[str]:
 
 
 def _warning(status: RunStatus) -> list[str]:
-    """The warning of the newest round in which replicas trained."""
+    """The warning of the newest round in which replicas trained, as a sentence; empty if that round has none."""
     trained = next((row for row in reversed(status.rounds) if row.stop != "completed"), None)
     return [f"Warning: {_sentence(trained.warning)}"] if trained is not None and trained.warning else []
 
@@ -282,7 +282,7 @@ def _sentence(words: str) -> str:
 
 
 def still_s(status: RunStatus, now: float) -> float:
-    """Seconds since anything changed in a run that has not ended; 0 while a process may work on it.
+    """Seconds since the newest record or heartbeat of a run that has not ended, above `retry.hung_after_s`; else 0.
 
     `now`: seconds since 1970. A coordinator replaces a replica that has sent no heartbeat for `retry.hung_after_s`.
     """

@@ -21,8 +21,9 @@ _WAIT_S = 0.2
 def executor_of_run(reader: RunReader, need: str, trust_bucket: bool) -> ServerlessExecutor:
     """The executor that launched the run, with this process's credentials.
 
-    Raises `ConfigError` if it is a class of the user's, and for a run that this user did not launch on this machine,
-    unless `trust_bucket` is set. `need`: the purpose, which begins the message.
+    Raises `ConfigError` or `ExecutorError` if run.json does not say how to make it, and `ConfigError` for a run that
+    this user did not launch on this machine, unless `trust_bucket` is set. `need`: why the executor is needed, the
+    beginning of that message.
     """
     if not trust_bucket:
         check_launched_here(reader.log, need)
@@ -136,7 +137,7 @@ class LogFollower:
             yield self._lines.get()
 
     def _has_stopped(self) -> bool:
-        """Whether the run has stopped since its last start or resume, by its commits or, without any, by its result."""
+        """Whether the run has stopped since its last start or resume: by a stop commit, or by a result record."""
         log, leg = self._reader.log, self._reader.log.begins()[-1]
         newest = log.newest(leg)
         stopped = newest is not None and newest.commit.leg == leg.leg and newest.commit.stop != "none"

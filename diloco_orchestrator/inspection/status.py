@@ -409,7 +409,7 @@ def _of_metrics(scored: HeldoutSet | None, commit: Commit) -> list[str]:
 
 
 def judgements(commit: Commit) -> dict[int, str]:
-    """Reasons why a contribution to a round, or its scores, count less or not at all, by replica id."""
+    """Reasons why replicas' contributions to a commit, or their scores, count less or not at all, by replica id."""
     found = {a.replica_id: f"{a.kind}: {a.reason}" for a in commit.answers if a.reason}
     found |= {each.replica_id: f"clipped: {each.reason}" for each in commit.clipped}
     for said in commit.discounted:
@@ -425,7 +425,7 @@ def _sign(run_log: RunLog) -> float:
 
 
 def _sign_of(heldout: HeldoutSet | None) -> float:
-    """-1 for a loss, which verdicts store negated so that higher is better; 1 for a reward."""
+    """The factor from a stored score to the metric's own sign: -1 for a loss, stored negated; 1 for a reward."""
     return 1.0 if heldout is not None and heldout.metric == "reward" else -1.0
 
 

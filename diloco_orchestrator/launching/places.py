@@ -61,7 +61,8 @@ def _value(text: str, kind: type) -> Any:
 def compare(places: Sequence[Place], entrypoint: Any, store: str, **arguments: Any) -> Plans:
     """The launch plans of the same run on every executor, the cheapest run first; unknown prices last.
 
-    `arguments`: of `plan_launch`, without executor and round_s. Raises `ConfigError` as `plan_launch` does.
+    `arguments`: keyword arguments of `plan_launch` except `executor` and `round_s`; `pin` is always "given", because
+    no price depends on hashes. Raises `ConfigError` for an invalid argument or setting.
     """
     arguments["pin"] = "given"  # no price depends on hashes, and asking for them takes seconds for each place
     plans = [

@@ -144,7 +144,10 @@ class Run:
             on_poll()
 
     def _auto_resume(self) -> bool:
-        """Resume the run after a stop if `on_halt` asks for it. Returns whether it goes on and is to be supervised."""
+        """Begin the next leg after a halt by the guard, if the setting `on_halt` asks for it. True if a leg began.
+
+        False also after Ctrl-C. Raises `ConfigError` if options, secrets or code for the launch are missing here.
+        """
         run_log = self._reader.log
         if self._interrupted or (begin := auto_resume(run_log, self._means.stamp)) is None:
             return False
@@ -193,7 +196,7 @@ class Run:
         )
 
     def _errors(self, status: RunStatus) -> str:
-        """The replicas' tracebacks, or without one the last lines of the log; equal texts of several replicas once."""
+        """Tracebacks of the replicas without exit code 0, or their last lines of output; equal texts are given once."""
         found = [(r.replica_id, r.error or self._last_lines(r)) for r in status.replicas if r.exit_code != 0]
         return "\n".join(f"--- {replicas(ids)} ---\n{words}" for ids, words in grouped(found) if words)
 

@@ -155,7 +155,10 @@ def _launched(
 
 
 def clock_finding(who: str, at: float, began_at: float, ended_at: float) -> Finding:
-    """The finding about a machine's clock, which showed `at` between `began_at` and `ended_at` here: s since 1970."""
+    """The finding about the clock of the machine `who`; not ok if it is ten minutes or more off this machine's.
+
+    `at`: its time. `began_at`, `ended_at`: this machine's times between which `at` was read. All in s since 1970.
+    """
     off_s = at - ended_at if at > ended_at else min(0.0, at - began_at)
     if abs(off_s) < _CLOCK_S:
         return Finding(f"{who}: clock", True, f"agrees with this machine's to {_CLOCK_S:g} s or better")

@@ -85,7 +85,7 @@ def adapter_folder(
 
 
 def _stored_names(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> dict[str, str] | None:
-    """The name in `tensors` of every parameter; None unless each is found exactly once."""
+    """The name in `tensors` of every parameter, found by its memory address; None unless each is found once."""
     in_file: dict[int, list[str]] = {}
     for name, each in tensors.items():
         in_file.setdefault(each.data_ptr(), []).append(name)

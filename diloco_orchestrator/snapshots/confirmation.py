@@ -41,8 +41,9 @@ class ConfirmedSnapshots:
     def takes_of(self, round_: int) -> list[str]:
         """The confirmed versions of a round's snapshot: their records name the base digest that the log has.
 
-        Files may still differ from the record: a reader that finds one damaged goes on to the next version or an older
-        snapshot. Records that cannot be read, or are by no replica of the run, do not count.
+        Empty if no version is complete or the log names no digest of that base yet. Files may still differ from the
+        record: a reader that finds one damaged goes on to the next version or an older snapshot. Records that cannot
+        be read, or are by no replica of the run, do not count.
         """
         if not self._takes.get(round_):
             return []
@@ -76,7 +77,7 @@ class ConfirmedSnapshots:
         return {record.base_digest for record in records if record is not None}
 
     def claims_of(self, round_: int) -> list[Contribution]:
-        """The manifests that were formed on the base after a round."""
+        """The readable manifests of all rounds whose training started from the base after `round_`."""
         if round_ not in self._claims:
             reader, replicas = ContributionReader(self._log.store), self._log.run.config.replicas
             claims = [manifest for later in self._rounds_from(round_) for manifest in reader.in_round(later, replicas)]

@@ -22,8 +22,9 @@ def default_base(
 ) -> DefaultBase:
     """The base used where no round is named: the newest one, or after a halt by the guard the best scored one.
 
-    If retention deletes payloads, the best one with a snapshot. `folded`: all commits; `begins`: all start and resume
-    records; both are read if not given.
+    After such a halt, if the run's retention deletes payloads and the best base has no confirmed snapshot, it is the
+    best one that has one. `folded`: the scores of all commits; `begins`: all start and resume records; what is not
+    given is read from `run_log`.
     """
     begins = run_log.begins() if begins is None else begins
     if folded is None:
@@ -60,10 +61,11 @@ def ensure_default_snapshot(run_log: RunLog, stamp: Stamp, by: int | None = None
 
 
 def url_of_snapshot(run_log: RunLog, round_: int) -> str:
-    """The address of a round's snapshot folder, of several versions the confirmed one.
+    """The URL of the folder with a round's snapshot; of several versions, that of the confirmed one.
 
-    If none is confirmed yet, as after a halt by request, and versions differ, it is the one whose base the payloads
-    give. A reader other than `pull` reads that folder unchecked.
+    If several exist and none is confirmed yet, as after a halt by request, it is the version whose base digest equals
+    that of the base rebuilt from payloads; the shared version if that fails. A reader other than `pull` reads the
+    folder unchecked.
     """
     snapshots, store_url = ConfirmedSnapshots(run_log), run_log.store.url
     if len(found := snapshots.complete_takes(round_)) > 1 and not (found := snapshots.takes_of(round_)):

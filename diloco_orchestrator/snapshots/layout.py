@@ -219,7 +219,7 @@ def write_snapshot(
     one. Raises `RecordInvalid` if both versions have other files.
 
     Args:
-        limit: as in `ModelFiles.planned`.
+        limit: bytes of the largest file.
         known: files that exist and hold this base, as the caller wrote or read them; not read again.
         by: the replica that writes; None for a process that is no replica.
     """
@@ -273,7 +273,10 @@ def _write_take(
 
 
 def create_snapshot_record(store: Store, ours: Snapshot, take: str) -> bool:
-    """Create `snapshot.json`, which completes a version; False if an existing one names another base or files."""
+    """Create the record `ours` as the `snapshot.json` that completes the snapshot version `take`.
+
+    True if it was created, or an existing one names the same base and files; False if that one differs or is invalid.
+    """
     key = keys.snapshot(ours.round, keys.SNAPSHOT_RECORD, take)
     if Writer(store, Role.ANYBODY).create(ours, key) is not None:
         return True
@@ -296,7 +299,7 @@ def existing_files(store: Store, round_: int, take: str = keys.SHARED_TAKE) -> s
 
 
 def _write_file(store: Store, key: str, file: SnapshotFile, exists: bool) -> tuple[FileInfo, bool]:
-    """Create a snapshot's file unless it exists. Returns its entry for the record, and whether it has these bytes."""
+    """Create a snapshot's file unless it exists. Returns the entry of `file`, and whether the object has its bytes."""
     data = file.encode()
     ours = info_of(data)
     if not exists and without_read_back(store).create(key, data):

@@ -77,7 +77,10 @@ def _adapter_folder(base: Base, files: ModelFiles) -> Files:
 
 
 def _base_name(files: ModelFiles) -> str:
-    """The name of the model under the adapter; empty if it has none. Raises `RecordInvalid` without PEFT's config."""
+    """The name of the model under the adapter, from `adapter_config.json`; empty if that names none.
+
+    Raises `RecordInvalid` if the file is missing or is no config of PEFT.
+    """
     try:
         return str(json.loads(files.extra["adapter_config.json"])["base_model_name_or_path"] or "")
     except (KeyError, TypeError, ValueError):

@@ -169,14 +169,18 @@ def rebuild_base(run_log: RunLog, round_: int) -> Tip:
 
 
 def digest_of_base(run_log: RunLog, round_: int) -> str:
-    """The digest of the base after a round, from the log if it names one, else rebuilt by `rebuild_files`."""
+    """The digest of the base after a round: the one that the log names, else that of the base rebuilt here.
+
+    Raises as `rebuild_files` does if the log names none and the base cannot be rebuilt.
+    """
     return claimed_base(run_log, round_) or rebuild_files(run_log, round_)[0].digest
 
 
 def rebuild_scored(run_log: RunLog, model: int) -> Base:
     """The base whose score the guard attributes to round `model`; the newest base must descend from it.
 
-    For the last round before a resume, that is the base resumed from. Raises as `rebuild` does.
+    For the last round before a resume, that is the base resumed from. Raises `RecordInvalid` if the newest base does
+    not descend from it or no snapshot is usable, `PayloadGone` or `PayloadCorrupt` for a deleted or damaged payload.
     """
     begins = run_log.begins()
     scored_in = next(begin for begin in reversed(begins) if begin.after_round <= model)

@@ -43,7 +43,10 @@ def _create(store: Store, key: str, data: bytes) -> Shard:
 
 
 def read_state(store: Store, manifest: Contribution) -> Iterator[bytes]:
-    """The verified bytes of the state that a manifest names, in pieces. Raises `PayloadCorrupt`, `RecordInvalid`."""
+    """The bytes of the training state that a manifest names, in pieces, each checked against its digest.
+
+    Raises `PayloadCorrupt` for a deleted or changed object, `RecordInvalid` for an invalid index of pieces.
+    """
     assert manifest.state is not None
     key = keys.state(manifest.replica_id, manifest.round, manifest.attempt)
     data = fetch_shard(store, key, manifest.state)

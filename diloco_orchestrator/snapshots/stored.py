@@ -74,9 +74,10 @@ class StoredSnapshot:
         return base
 
     def check(self, start: Start, but: Collection[str] = ()) -> Base:
-        """The base, after reading and checking every file of the snapshot. Raises `RecordInvalid` for another digest.
+        """The base, after reading every file of the snapshot and comparing its digest with `snapshot.json`.
 
-        `but`: files that the caller checks itself; they are read here only for the base.
+        `start`: the run's start record. `but`: names of files that the caller checks itself, skipped here unless they
+        hold a part of the base. Raises `RecordInvalid` if a file or the base has another digest than recorded.
         """
         base = self.base(start)
         needed = files_of_base(self.record.files, Naming.of(start), dtypes_of(start.parameters), self._where)
@@ -88,7 +89,8 @@ class StoredSnapshot:
     def model_files(self, start: Start, extra: Mapping[str, bytes]) -> ModelFiles:
         """The parts of this snapshot beside the base, from which a snapshot of another base can be written.
 
-        With exact adapters it must be snapshot 0, whose residuals are zero. `extra`: the files without tensors.
+        With exact adapters it must be snapshot 0, whose residuals are zero. `start`: the run's start record. `extra`:
+        the bytes of the files without tensors, by name.
         """
         residuals, naming = {pair.residual for pair in start.adapters}, Naming.of(start)
         dtypes = {name: dtype for name, dtype in dtypes_of(start.parameters).items() if name not in residuals}
@@ -101,7 +103,7 @@ class StoredSnapshot:
         )
 
     def model_file_names(self, naming: Naming) -> list[str]:
-        """The files with the model's tensors, in order."""
+        """The names of the files with the model's tensors, in order. Raises `RecordInvalid` if one is not recorded."""
         return group_files(naming.group, self.record.files, self._where)
 
     def specs(self, name: str) -> dict[str, TensorSpec]:

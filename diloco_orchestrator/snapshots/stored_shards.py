@@ -97,7 +97,7 @@ class StoredShards:
         self.check([self.read(*place).digest() for place in places])
 
     def _places(self, key: str) -> dict[str, _Place]:
-        """The locations of an object's tensors, by their names in it."""
+        """The locations of an object's tensors, by their names in it. Raises `RecordInvalid` for a bad header."""
         header = read_header(lambda start, end: self._store.get(key, start, end), f"{key} in {self._store.url}")
         found, start = {}, header.size
         for name, spec in header.specs.items():
@@ -123,7 +123,10 @@ class StoredShards:
             begin = end
 
     def _fill(self, group: Sequence[_Piece]) -> None:
-        """Read adjacent byte ranges of one object with one request, into their tensors."""
+        """Read nearby byte ranges of one object with one request, into the tensors that they belong to.
+
+        Raises `RecordInvalid` if the object ends before the last range does.
+        """
         start, stop = group[0].start, group[-1].stop
         data = memoryview(self._store.get(group[0].key, start, stop))
         if len(data) != stop - start:

@@ -84,7 +84,7 @@ class KnowsEndpoint(Protocol):
 
 
 def endpoint_of(store: Store) -> str:
-    """The URL of the server that a store is on; empty if the store's own URL says it all."""
+    """The URL of the server that a store is on; empty if the store's own URL names it or it has none."""
     return store.endpoint if isinstance(store, KnowsEndpoint) else ""
 
 
@@ -93,7 +93,7 @@ class OpensFiles(Protocol):
     """A store whose objects are local files, which can be mapped into memory instead of copied."""
 
     def open_file(self, key: str) -> IO[bytes] | None:
-        """The object as an open file; None if it must be read by `get`.
+        """The object as an open file; None if this store's objects are no files that are safe to map: use `get`.
 
         The file keeps the object's content after the object was deleted or replaced. Raises as `get` does.
         """

@@ -292,7 +292,7 @@ def open_cloud(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
 
 
 def _endpoint(kind: str, options: Mapping[str, Any]) -> str:
-    """The account and the server of Azure, the server of GCS, as far as options or environment name them."""
+    """Azure's account and server, or the server of GCS, that options or environment name; empty if neither does."""
     names = _GCS_PLACE if kind == "gs" else _AZURE_PLACE
     found = [str(options.get(name) or os.environ.get(variable, "")) for name, variable in names.items()]
     return " ".join(filter(None, found))

@@ -64,7 +64,10 @@ class _Opened:
             log.warning("%s answers again.", self.store.url)
 
     def open_anew(self, refused: Store) -> str:
-        """Reopen the store after it refused a call, unless another thread has. Returns the error, empty if none."""
+        """Reopen the store after `refused`, the open store, denied a call, unless another thread has reopened it.
+
+        Returns the error as a sentence if reopening fails, and keeps the store; else "".
+        """
         with self._lock:
             if self._reopen is not None and self.store is refused:
                 try:
@@ -86,8 +89,8 @@ class RetryingStore:
     """The store interface over `store`, with retries of transient faults.
 
     Raises the last error once faults have lasted as long as `policy` allows. `rng`: draws the pauses; replicas need
-    different seeds, or they retry in step. `is_leaving`: whether this process was asked to end. `reopen`: opens the
-    store again, with credentials read anew.
+    different seeds, or they retry at the same moments. `is_leaving`: returns whether this process was asked to end;
+    faults are then retried only briefly. `reopen`: opens the store again, with credentials read anew.
     """
 
     def __init__(
@@ -182,7 +185,10 @@ class RetryingStore:
             self._clock.sleep(min(self._rng.uniform(0, next(bounds)), left_s))
 
     def _may_pass(self, error: StoreError, kind: str) -> bool:
-        """Whether `error` is one of the three kinds of faults that are retried."""
+        """Whether `error` of a call of this kind (such as "get") is retried: `StoreUnavailable` always.
+
+        `StoreDenied` if a call of this kind succeeded before, `StoreFull` if any call did.
+        """
         if isinstance(error, StoreDenied):
             return kind in self._opened.allowed
         return isinstance(error, StoreUnavailable) or (isinstance(error, StoreFull) and bool(self._opened.allowed))

@@ -93,7 +93,7 @@ def _is_tls(endpoint: str | None) -> bool:
 
 
 def _client(session: Any, endpoint: str | None, anonymous: bool) -> Any:
-    """boto3's client for uploads in parts."""
+    """boto3's client for uploads in parts. `endpoint`: None for Amazon's own; `anonymous`: sign no request."""
     from botocore import UNSIGNED  # type: ignore[import-untyped]
     from botocore.config import Config  # type: ignore[import-untyped]
 

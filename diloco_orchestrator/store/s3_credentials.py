@@ -17,7 +17,10 @@ _PAUSES_S = tuple(600.0 * 0.5**halvings for halvings in range(10))
 
 
 def pause_s(credentials: Any) -> float:
-    """Seconds until botocore's credentials should be renewed; 0 once they have expired."""
+    """Seconds until botocore's credentials should be renewed, at most half of the time that they remain valid.
+
+    0 shortly before and after they expire; a fixed pause for static credentials, whose expiry is not known.
+    """
     refresh_needed: Callable[[float], bool] | None = getattr(credentials, "refresh_needed", None)
     if refresh_needed is None:  # static ones, without an end that this machine knows
         return _PAUSES_S[0]

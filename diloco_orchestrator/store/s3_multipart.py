@@ -66,7 +66,11 @@ class MultipartUploads:
         return True
 
     def _upload(self, where: dict[str, str], data: bytes, condition: dict[str, str]) -> bool:
-        """Send and complete an upload. Returns False if the condition does not hold."""
+        """Send `data` in parts and complete the upload. Returns False if S3 refuses because the object exists.
+
+        `where`: bucket and key. `condition`: arguments of the completing request, such as create-only. After any error
+        the sent parts are removed.
+        """
         client = self._client
         upload = {**where, "UploadId": client.create_multipart_upload(**where)["UploadId"]}
         try:

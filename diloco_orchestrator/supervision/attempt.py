@@ -261,7 +261,7 @@ def _unavailable(state: Launching, event: LaunchUnavailable, now: float, policy:
 
 
 def _refused(state: Launching, error: str, denied: bool, now: float) -> Refusal:
-    """The provider's refusal of this call, merged with the refusal of the call before if both are of one kind."""
+    """The provider's refusal of this launch call, counted with those before if `denied` is the same for both."""
     before = state.refusal
     if before is None or before.denied != denied:
         return Refusal(now, error, denied)
@@ -553,7 +553,10 @@ def follow(view: ReplicaView, event: Event, now: float, policy: AttemptPolicy) -
 
 
 def _faults(view: ReplicaView, state: State) -> tuple[str, int]:
-    """The error that the replica's last attempts ended with, and of how many, once the newest is in `state`."""
+    """The error with which the replica's last attempts in succession ended, and the number of those attempts.
+
+    `state`: the newest attempt's state. ("", 0) once it ended otherwise, or after a commit averaged its contribution.
+    """
     if not isinstance(state, Ended):
         return view.fault, view.faults
     if state.took_part or state.outcome is not Outcome.ERROR or not state.fault:

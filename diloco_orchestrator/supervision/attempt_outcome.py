@@ -51,9 +51,9 @@ def named(number: int, ended: Ended) -> str:
 
 
 def named_in(why: str, number: int) -> Replaced:
-    """The end of attempt `number`, read from `why` in the record that announces the next attempt, as an event.
+    """The event with the outcome of attempt `number`, parsed from `why`, text of the next attempt's intent.
 
-    Any other text, such as that of version 0.1.0, gives an event without an outcome.
+    Text of another form, such as that of version 0.1.0, gives an event whose outcome is None.
     """
     found = re.fullmatch(rf"attempt {number} \((.+?)({_TOOK_PART})?\): (.*)", why, re.DOTALL)
     if found is None or found[1] not in list(Outcome):

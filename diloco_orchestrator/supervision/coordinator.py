@@ -125,7 +125,10 @@ class Coordinator:
         return fleet_policy.decide(view, now, self._policy, self._config.retry, self._config.contributions_needed)
 
     def _halt_reason(self, now: float) -> str:
-        """The reason of a request to halt, read only if a replica cannot respond and obey it; empty without one."""
+        """The reason in a request to halt the run. Empty without a request, and if every replica can obey it itself.
+
+        In the latter case nothing is read.
+        """
         if all(fleet_policy.can_take_part(view.state, now, self._policy) for view in self._fleet.views):
             return ""
         halt = self.reader.log.halt(self.leg)

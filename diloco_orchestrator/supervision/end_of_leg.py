@@ -34,7 +34,7 @@ class EndOfLeg:
         self._stamp = stamp
 
     def reached(self) -> bool:
-        """Whether the run has stopped since `begin`. Two GETs while it goes on: the open round's commit, the result."""
+        """Whether the run has stopped since `begin`: by a stop commit or a result. Costs two GETs while it goes on."""
         last = self._last()
         return bool(last and last.commit.stop != "none") or self._log.result(self._begin.leg) is not None
 
@@ -75,7 +75,7 @@ class EndOfLeg:
             ensure_default_snapshot(self._log, self._stamp)
 
     def last_base(self) -> int:
-        """The round whose commit made the newest base of the leg (start or resume to stop)."""
+        """The round after which the leg's newest base exists: of its last applied commit, else that it began from."""
         entry = self._last()
         while entry is not None and not entry.commit.applied and entry.commit.round - 1 > self._begin.after_round:
             entry = self._log.commit(entry.commit.round - 1)

@@ -163,7 +163,10 @@ class Fleet:
         )
 
     def _created(self, intent: Intent) -> bool | StoreError:
-        """True if the intent, which announces the attempt, was created; False if it existed; errors are returned."""
+        """Create the intent, the record that announces an attempt: True if created, False if one exists already.
+
+        A `StoreError` is returned, not raised.
+        """
         try:
             return self._writer.create(intent) is not None
         except StoreError as error:
@@ -231,7 +234,10 @@ class Fleet:
         return words if self._told[told] == who and isinstance(state, Ended) else words.replace(told, same)
 
     def _has_taken_part(self, view: ReplicaView) -> bool:
-        """Whether a commit has averaged a contribution of the ended attempt, which its view does not have yet."""
+        """Whether a commit has averaged a contribution of the attempt, which has ended and is not known to have any.
+
+        False without reading commits for an attempt that has not ended, or whose outcome has no budget.
+        """
         ended = isinstance(view.state, Ended) and not view.state.took_part and view.state.outcome in BUDGETED
         return ended and took_part(self._log, self._leg, *view.who)
 

@@ -124,8 +124,9 @@ def _lost_words(lost: Mapping[int, str]) -> str:
 
 
 def _asked_seldom(replica: ReplicaView, action: GiveUp, now: float) -> Launch | GiveUp | None:
-    """A launch every ten minutes, in place of giving up a replica for which the provider has no machine.
+    """`action`, unless the replica's last attempt ended because the provider had no machine.
 
+    Then the replica is not given up: a launch once ten minutes have passed since that end, None until then.
     For the quorum the replica counts as lost all the same: a run that cannot go on without it ends.
     """
     ended = replica.state
@@ -257,7 +258,7 @@ def _after_end(replica: ReplicaView, ended: Ended, now: float, retry: RetryConfi
 
 
 def pause_s(first_s: float, times: int) -> float:
-    """Seconds between the end of an attempt and the launch of the next, after `times` ends of the same kind.
+    """Seconds between the end of an attempt and the launch of the next, after `times` ends with that outcome.
 
     `first_s` after the first end, doubled with each further one, at most 60.
     """

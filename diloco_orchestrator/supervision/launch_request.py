@@ -156,7 +156,7 @@ class LaunchRequests:
         return ["python", "-u", "-c", program_text(bootstrap), *where], {**env, bootstrap.ENV_SHA256: self._code()}
 
     def endpoint(self) -> str:
-        """The endpoint of the run's bucket as replicas elsewhere get it; empty for the cloud's own."""
+        """The URL of the server of the run's bucket, as replicas elsewhere get it; empty for the cloud's own."""
         options = self._options_elsewhere
         inner = options.get("client_kwargs") or {}
         return str(options.get("endpoint_url") or inner.get("endpoint_url") or "")
@@ -178,7 +178,8 @@ class LaunchRequests:
 def check_images(run_log: RunLog, executor: ServerlessExecutor) -> None:
     """Raise `ConfigError` if the executor would use an image digest of run.json that this user did not choose.
 
-    The user chose it if this user launched the run on this machine and run.json is unchanged.
+    The user chose it if this user launched the run on this machine and run.json is unchanged. Also raises
+    `ConfigError` if the executor's options are invalid for the run.
     """
     run = run_log.run
     if not run.images or not (why := why_not_launched_here(run_log)):

@@ -61,11 +61,14 @@ class RecordedAttempt:
 
     @property
     def handle_to_poll(self) -> ReplicaHandle | None:
-        """The handle by which the provider knows the attempt, if its state depends on the status there; else None."""
+        """The attempt's handle if this coordinator's executor can poll it; None without a handle or with another's."""
         return self.handle.handle if self.handle and self.handle.ours else None
 
     def events(self, status: Event | None) -> Iterator[Event]:
-        """The events in the order in which a running coordinator would have seen them. `status`: the provider's."""
+        """The events of these records, in the order in which a running coordinator would have seen them.
+
+        `status`: the event with the provider's status of the attempt; None if it was not polled.
+        """
         said = status.status if isinstance(status, VendorSaid) and status.status.state.ended else None
         yield IntentTaken()
         if self.handle is not None and self.exit is None:

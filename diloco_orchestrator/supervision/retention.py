@@ -40,7 +40,11 @@ class RetentionPlan:
 def plan(
     run_log: RunLog, retention: RetentionConfig, after_round: int = 0, scores: BaseScores | None = None
 ) -> RetentionPlan:
-    """The objects that may be deleted now, without payloads up to `after_round`. `scores`: of all commits."""
+    """The objects that may be deleted now under the settings `retention`.
+
+    `after_round`: payloads of rounds up to this one are left out, because an earlier sweep has deleted them. `scores`:
+    the held-out scores of all commits; None: read every commit.
+    """
     store, begins = run_log.store, run_log.begins()
     confirmed = ConfirmedSnapshots(run_log)
     snapshots = confirmed.rounds
@@ -87,7 +91,11 @@ def _kept_snapshots(
     scores: BaseScores,
     begins: Sequence[Begin],
 ) -> dict[int, str]:
-    """The snapshots to keep: round -> why. `line`: those that the newest base descends from, oldest first."""
+    """The snapshots to keep: round -> why. `snapshots`: rounds of all complete ones.
+
+    `line`: rounds of those that the newest base descends from, oldest first. `safe`: the newest confirmed ones, which
+    are always kept. `scores`: held-out scores of all bases. `begins`: all start and resume records.
+    """
     if retention.snapshots is None:
         return dict.fromkeys(snapshots, "all are kept")
     kept = dict.fromkeys(safe, "among the newest confirmed")
@@ -118,7 +126,10 @@ def _snapshot_objects(store: Store, round_: int) -> list[ObjectInfo]:
 
 
 def _orphans(store: Store, complete: Sequence[int], before: int) -> Iterator[ObjectInfo]:
-    """Files of snapshots without a record, left by an interrupted writer or deletion. Only for a stopped run."""
+    """Files of incomplete snapshots, left by an interrupted writer or deletion. Only for a stopped run.
+
+    `complete`: rounds with a complete snapshot. `before`: only snapshots of rounds before this one.
+    """
     for info in store.list(keys.SNAPSHOTS):
         parsed = keys.parse_snapshot_file(info.key)
         if parsed is not None and parsed[0] < before and parsed[0] not in complete:
@@ -150,7 +161,7 @@ def _newest_contributions(
 
 
 def _readable(reader: ContributionReader, round_: int, replica_id: int) -> Contribution | None:
-    """A replica's manifest of a round; None if there is none or it cannot be read."""
+    """A replica's manifest of a round; None if it is missing or invalid. Raises `RecordTooNew`."""
     try:
         return reader.of(round_, replica_id)
     except RecordTooNew:
@@ -185,7 +196,7 @@ def _is_averaged(run_log: RunLog, manifest: Contribution) -> bool:
 
 
 def _authors(store: Store, round_: int) -> set[int]:
-    """Replicas whose manifest of a round exists. A payload without manifest may belong to one being published."""
+    """Replica ids whose manifest of a round exists. A payload without one may be of a contribution being published."""
     parsed = (keys.contribution.parse(info.key) for info in store.list(keys.contributions(round_)))
     return {found[1] for found in parsed if found is not None}
 

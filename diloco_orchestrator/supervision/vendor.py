@@ -93,7 +93,10 @@ class Vendor:
         self._requests.check_code(self._executor)
 
     def launch(self, who: Who) -> None:
-        """Begin to launch an attempt in the background; `answered_launches` returns the result. Raises as `check`."""
+        """Begin to launch an attempt in the background; `answered_launches` returns the result.
+
+        Raises `ConfigError` if a secret or the run's code archive is missing.
+        """
         executor, request = self._executor, self._requests.request(*who, self._executor.shares_machine)
         price = hourly_usd(executor, request)
         self._launched_at[who] = self._clock.now()
@@ -166,7 +169,7 @@ class Vendor:
         return list(zip(whose, map(self._said, statuses), strict=True))
 
     def _said(self, status: ReplicaStatus) -> VendorSaid | VendorBlind:
-        """A status as an event, without the credentials sent to the provider, because its text is recorded."""
+        """The event for a status: `VendorBlind` if UNKNOWN, else `VendorSaid` with our credentials redacted."""
         if status.state is ReplicaState.UNKNOWN:
             return VendorBlind()
         return VendorSaid(replace(status, message=self._requests.without_secrets(status.message)))

@@ -213,7 +213,10 @@ class Auditor:
         return [str(folder / bootstrap.USERS), str(_OURS), *filter(None, [here])]
 
     def _threads(self, manifest: Contribution) -> int:
-        """The number of threads with which a manifest's author trained, by its claim of the attempt; 0 if deleted."""
+        """The number of CPU threads of the replica that wrote a manifest, from its attempt's claim record.
+
+        0 if that record does not exist.
+        """
         claim = AttemptRecords(self.store).claim(manifest.replica_id, manifest.attempt)
         return claim.threads if claim else 0
 

@@ -59,7 +59,7 @@ class SegmentChecker:
             raise Differs(str(ours.segment), f"lacks a manifest that the commit of round {round_} names")
 
     def is_deleted(self, round_: int, key: str) -> bool:
-        """Whether a listing showed that an object of a round does not exist, so that no request for it is needed."""
+        """Whether a listing showed that an object of a round does not exist; False if no listing covers the round."""
         return self._segment is not None and round_ <= self._until and key not in self._sizes
 
     def check_commit(self, round_: int, size: int) -> None:
@@ -162,7 +162,10 @@ class BaseDeriver:
         return manifest
 
     def _check_author(self, manifest: Contribution) -> None:
-        """Raise `Differs` unless the claim by which a process became the attempt has the digest in the manifest."""
+        """Raise `Differs` unless the claim of the manifest's attempt has the digest that the manifest names.
+
+        The claim is the record by which a process became the attempt; without claim or intent `Differs` is raised too.
+        """
         who = manifest.replica_id, manifest.attempt
         key = self._attempts.claim_key(*who)
         if key is None:
@@ -215,10 +218,11 @@ class BaseDeriver:
             self._checked(piece_key, manifest.round, piece)
 
     def _checked(self, key: str, round_: int, shard: Shard, later: Sequence[str] = ()) -> bytes | None:
-        """The bytes of an object that a manifest names; None if retention deleted it and was allowed to.
+        """The bytes of an object that a manifest names, checked against the digest in `shard`.
 
-        `later`: keys of re-uploads, one of which may have the digest if the object has not. Raises `Differs` if none
-        has it, or if retention was not allowed to delete the object.
+        None if the object was deleted and retention may have done it. `round_`: the manifest's. `later`: keys of
+        re-uploads, which are tried if the object is damaged, or missing against retention's rules. Raises `Differs`
+        if none of them has the digest.
         """
         try:
             data = fetch_shard(self._store, key, shard)
@@ -250,7 +254,7 @@ class BaseDeriver:
     # -- the outer step ------------------------------------------------------------------------------------------
 
     def stepped(self, key: str, commit: Commit, base: Base | None, named: Sequence[Contribution]) -> Base | None:
-        """Step the base by an applied commit, in place; None if payloads that the step needs were deleted.
+        """The base after an applied commit: `base` stepped in place; None if it is None or payloads were deleted.
 
         `base`: before the round, None if unknown. `named`: the manifests that the commit averages. Raises `Differs` if
         they cannot be averaged, or if an inner step counts twice, `SpoolFailed` if this machine lacks room.

@@ -196,13 +196,16 @@ class _Verifier:
         return needed(key, partial(self._log.begin, leg), "a run has one")
 
     def _guard_state(self, key: str, begin: Begin) -> Mapping[str, Any] | None:
-        """The guard's state at a start or resume: after the commit of the base there; None if the guard starts anew."""
+        """The guard's state with which a leg begins: the one after the commit of the base that the leg starts from.
+
+        None if the guard begins anew: no commit made that base, the record overrides the guard, or its settings differ.
+        """
         config, made_in = self._config_of(key, begin.leg), self._made_in.get(begin.from_round)
         anew = begin.override_guard or made_in is None or self._log.configs.of(made_in).guard != config.guard
         return None if anew else self._guards[begin.from_round]
 
     def _config_of(self, key: str, leg: int) -> RunConfig:
-        """The configuration of a leg (start or resume to stop). Raises `Differs` if it changes what it cannot."""
+        """The configuration of a leg (start or resume to stop). Raises `Differs` for `key` if it is invalid."""
         try:
             return self._log.configs.of(leg)
         except ConfigError as error:
@@ -293,7 +296,7 @@ class _Verifier:
         return True
 
     def _next_commit(self, round_: int) -> None:
-        """Read and record the commit of the next round."""
+        """Read the commit of `round_` into `_next`: None if there is none. Raises `Differs` if it is invalid."""
         self._next = optional(keys.commit(round_), lambda: next(self._commits, None))
 
     def _bases_of(self, legs: range) -> Iterator[int]:

@@ -101,8 +101,9 @@ def check_claims(
 ) -> None:
     """Compare the base digests in a round's manifests with `digest`, of the recomputed base it started from.
 
-    One replica with a wrong claim is tolerated by the protocol, and noted. Raises `Differs` if several replicas were
-    averaged on a wrong claim, or if the commit's base digest is not one that most of its manifests claim.
+    `digest` None: not recomputed, so the manifests are compared only with the commit. One replica with another digest
+    is tolerated by the protocol, and noted in `done`. Raises `Differs` if the commit averages several replicas with
+    its base digest, which is not `digest`, or if more of its manifests name another base digest than the commit's.
     """
     claims = {i: m.base_digest for i, m in manifests.items() if m is not None and m.base_digest}
     contributing = {i for i, m in manifests.items() if m is not None and m.kind != "abstention"}
@@ -129,7 +130,11 @@ def check_claims(
 
 
 def _check_group(key: str, commit: Commit, claims: Mapping[int, str]) -> None:
-    """Raise `Differs` unless a commit has the base digest that most manifests name, if any two of them agree."""
+    """Raise `Differs` unless a commit has the base digest that most manifests name, if any two of them agree.
+
+    Also if the commit has none although manifests name some, except for a coordinator's commit. `claims`: base digests
+    in the manifests, by replica id.
+    """
     sizes = Counter(claims.values())
     largest = max(sizes.values(), default=0)
     if commit.base_digest is None:

@@ -118,7 +118,10 @@ def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
 
 
 def _is_foreign_claim(key: str, records: AttemptRecords) -> bool:
-    """Whether the claim at `key` has another token than the record that announced its attempt."""
+    """Whether `key` is the key of a claim with another token than the attempt's intent names.
+
+    False for a key of another object, and if the intent is missing or unreadable.
+    """
     attempt = keys.parse_attempt(key)
     if attempt is None or attempt.name != keys.CLAIM:
         return False
@@ -127,7 +130,11 @@ def _is_foreign_claim(key: str, records: AttemptRecords) -> bool:
 
 
 def _strangers(names: set[str], in_record: set[str] | None, start: Start | None) -> set[str]:
-    """Names of files in a snapshot version's folder that its record does not name. `in_record`: None without record."""
+    """Names of files in a snapshot version's folder that do not belong to it: those that its record lacks.
+
+    `names`: the folder's files. `in_record`: those that the record names; None without a record. Then the files count
+    that no snapshot of a run with the start record `start` has; none does if `start` is None.
+    """
     if in_record is not None:
         return names - in_record
     return {name for name in names - {keys.SNAPSHOT_RECORD} if start is not None and why_no_file(name, start)}

@@ -183,12 +183,12 @@ class SnapshotLoader:
 
 
 def sign_of(heldout: HeldoutSet) -> float:
-    """-1 for a loss, which records store negated so that higher is better; 1 for a reward."""
+    """The factor from a stored score to the metric's own sign: -1 for a loss, stored negated; 1 for a reward."""
     return -1.0 if heldout.metric == "loss" else 1.0
 
 
 def logged_scores(confirmed: ConfirmedSnapshots, round_: int, digest: str) -> dict[int, Score]:
-    """Logged scores of the base with this digest after a round, by share; higher is better."""
+    """Held-out scores by share, in the manifests formed on the base with `digest` after a round; higher is better."""
     claims = (manifest for manifest in confirmed.claims_of(round_) if manifest.base_digest == digest)
     return {score.share: score for manifest in claims for score in manifest.scores}
 

@@ -188,7 +188,7 @@ class SnapshotChecker:
                     self._done.bases.add(round_)
 
     def _deleted_meanwhile(self, round_: int, take: str) -> bool:
-        """Whether retention has deleted a snapshot since the verification began."""
+        """Whether a snapshot version's record was deleted since the verification began; its round is then forgotten."""
         gone = read_optional(self._log.store, keys.snapshot(round_, keys.SNAPSHOT_RECORD, take)) is None
         if gone:
             self._takes.pop(round_, None)

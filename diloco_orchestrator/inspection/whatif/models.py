@@ -42,7 +42,10 @@ class ModelWriter:
 
 
 def logged_mean(run_log: RunLog, round_: int, digest: str) -> float | None:
-    """The mean score, in the metric's own sign, that replicas logged for a round's base; None if incomplete."""
+    """The mean held-out score that replicas logged for the base with `digest` after a round, in the metric's sign.
+
+    None if the run has no held-out items, some were not scored, or a score is not finite.
+    """
     start = run_log.start()
     if start is None or start.record.heldout is None:
         return None

@@ -51,7 +51,7 @@ class Replayed:
 
 
 def all_lines(run_log: RunLog) -> Line:
-    """All applied rounds from the first base to the newest one. Raises `NoSuchRun` without a base or outer step."""
+    """The applied rounds by which the newest base descends from the first. Raises `NoSuchRun` if there is none."""
     if run_log.start() is None:
         raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model: there is no round to redo.")
     applied = [commit for commit in run_log.each_commit() if commit.applied]
@@ -65,7 +65,8 @@ def all_lines(run_log: RunLog) -> Line:
 def line_from(run_log: RunLog, round_: int, until: int | None) -> Line:
     """The applied rounds from `round_` to `until` (None: the newest base's).
 
-    Raises `ConfigError` with the nearest round if one of them made no base, and why; `NoSuchRun` as `all_lines`.
+    Raises `ConfigError`, naming the nearest possible round and the reason, if `round_` or `until` is no round by which
+    the newest base descends from the first, or if `until` is before `round_`; `NoSuchRun` if there is no such round.
     """
     whole = all_lines(run_log)
     known = [commit.round for commit in whole.commits]
