@@ -1,7 +1,7 @@
 """I12 in a simulated run: each payload of a codec with error feedback is the encoding of just what it should contain.
 
-The author's steps, its carry, and the residual of its contribution before are added in float64, from docs/protocol.md;
-what the payload's classes say of each element is compared with that sum.
+The author's steps, its carry, and the residual of its contribution before are added in float64, from
+docs/reference/protocol.md; what the payload's classes say of each element is compared with that sum.
 """
 
 from collections.abc import Sequence
