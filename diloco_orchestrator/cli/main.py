@@ -15,6 +15,7 @@ from diloco_orchestrator.cli.shared import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_U
 from diloco_orchestrator.import_names import registered, registered_names
 from diloco_orchestrator.protocol.version import VERSION
 
+TROUBLESHOOTING = "docs/reference/troubleshooting.md"  # has a section for each error type
 ENTRY_POINTS = "diloco_orchestrator.commands"  # other packages' commands: each entry point is a `click.Command`
 OURS = {
     "attach": "diloco_orchestrator.cli.run_commands:attach_",
@@ -114,7 +115,7 @@ def main() -> None:
         echo(f"Error: {error}", err=True)
         code = EXIT_USAGE
     except (DilocoError, ExecutorError) as error:
-        echo(f"Error: {error}", err=True)
+        echo(f"Error: {error}\nMore: {TROUBLESHOOTING}#{type(error).__name__.lower()}", err=True)
         code = EXIT_FAILED
     except BrokenPipeError:
         code = EXIT_FAILED
