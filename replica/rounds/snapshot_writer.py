@@ -80,8 +80,8 @@ class SnapshotWriter:
         lower id.
 
         The base is rebuilt first unless the last round left it unchanged and several replicas claimed it, or this one
-        had compared it with a rebuild. The files are read back, because no later commit confirms this base. Returns whether the rebuild
-        changed its bits; this replica then holds the rebuilt base.
+        had compared it with a rebuild. The files are read back, because no later commit confirms this base. Returns
+        whether the rebuild changed its bits; this replica then holds the rebuilt base.
         """
         commit = self._tip.last
         assert commit is not None
