@@ -1,4 +1,4 @@
-"""docs/start/tutorial.md as a reader takes it: programs saved and commands typed, in the order of the page."""
+"""docs/start/tutorial.md as a reader takes it, programs saved and commands typed; docs/recipes/boto3.md on its run."""
 
 import os
 import re
@@ -11,6 +11,7 @@ from fast_s3 import running_fast_s3
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/start/tutorial.md").read_text()
+(READER,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/recipes/boto3.md").read_text(), re.MULTILINE | re.DOTALL)
 BLOCKS = re.findall(r"^```(python|console)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 NAMED = re.findall(r"`(\w+\.py)`", PAGE)  # each program's name stands before its block
 
@@ -57,4 +58,9 @@ def test_the_tutorial_can_be_typed_from_top_to_bottom(tmp_path):
                         assert each.returncode == 0, f"{each.args}: {output}"
                         said += output
                     beside.clear()
+        (tmp_path / "read_run.py").write_text(READER)
+        read = [sys.executable, "read_run.py", "bucket", "two"]
+        told = subprocess.run(read, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True).stdout
+    (head,) = re.findall(r"head (7:[0-9a-f]{64})$", told, re.MULTILINE)
+    assert f"head:     {head}" in said
     assert said.count("everything agrees") == 2 and "loss on new data: 0." in said
