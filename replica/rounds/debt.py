@@ -111,7 +111,7 @@ class Debt:
         self._free()
 
     def _settle(self, manifest: Contribution, commit: Commit, is_right: Callable[[Contribution], bool]) -> bool:
-        """Update the debt as `settle` does, and free nothing. Returns False for an abstention or work from a wrong base."""
+        """Update the debt as `settle` does; free nothing. Returns False for an abstention or work from a wrong base."""
         if manifest.kind != "delta":
             return False
         for origin in manifest.dropped:
