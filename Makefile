@@ -62,7 +62,7 @@ kubernetes:
 docker:
 	apt-get install -y --no-install-recommends docker.io
 
-# No verdict hangs on the wall clock: the same tests beside busy loops (see docs/testing.md).
+# No verdict hangs on the wall clock: the same tests beside busy loops (see docs/inside/testing.md).
 LOOPS := 4
 test-loaded: venv
 	$(BIN)/python tests/support/busy.py $(LOOPS) $(BIN)/pytest -n 2 --dist worksteal -m 'not slow'

@@ -1,4 +1,4 @@
-"""docs/commands.md: every command in the parser's words, with an example that the parser takes."""
+"""docs/reference/commands.md: every command in the parser's words, with an example that the parser takes."""
 
 import re
 import shlex
@@ -8,7 +8,7 @@ import pytest
 
 from diloco_orchestrator.cli.main import OURS, diloco
 
-PAGE = Path(__file__).parents[2] / "docs/commands.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/commands.md"
 ROWS = {
     name: (words, example)
     for name, words, example in re.findall(r"^\| `(\S+)` \| (.+) \| `(.+)` \|$", PAGE.read_text(), re.M)

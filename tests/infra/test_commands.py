@@ -1,4 +1,4 @@
-"""What the READMEs and headers in infra/, and docs/clouds.md, tell people to type and to open is there and works."""
+"""What READMEs and headers in infra/, and docs/places/clouds.md, tell people to type and open is there and works."""
 
 import json
 import re
@@ -59,8 +59,10 @@ def test_the_index_has_every_file():
 
 
 def typed_in_docs() -> list[str]:
-    """The commands of docs/clouds.md that are installed with this project, one a line; "run" and "plan" alike."""
-    blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / "docs" / "clouds.md").read_text(), re.DOTALL | re.MULTILINE)
+    """The commands of docs/places/clouds.md that are installed with this project, one a line."""
+    blocks = re.findall(
+        r"^```\w*\n(.*?)^```", (ROOT / "docs" / "places" / "clouds.md").read_text(), re.DOTALL | re.MULTILINE
+    )
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return sorted({line.lstrip("$ ") for line in lines if re.match(r"(\$ )?(diloco|modal|hf) ", line)})
 

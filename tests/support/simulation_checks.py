@@ -285,15 +285,15 @@ def _position(progress: Progress) -> int:
 
 
 def _is_outlived(simulation: "Simulation", earlier: Contribution, later: Contribution) -> bool:
-    """Whether a manifest is by an attempt that lived on beside the one of `later`, and later than that one's claim.
+    """Whether a manifest is by another attempt than `later`, which lived on beside it, and was written after its claim.
 
-    The newer attempt has read its predecessors' manifests by then, and trains again what this one holds, which is not
-    averaged.
+    The attempt of `later`, whatever its number, has read the other manifests by then, and trains again what this one
+    holds, which is not averaged.
     """
     claims = f"replicas/{later.replica_id}/attempts/{later.attempt}/claim."
     written = simulation.bucket.written_at
     claimed = min(when for key, when in written.items() if key.startswith(claims))
-    return earlier.attempt < later.attempt and written[keys.contribution(earlier.round, earlier.replica_id)] > claimed
+    return earlier.attempt != later.attempt and written[keys.contribution(earlier.round, earlier.replica_id)] > claimed
 
 
 def _is_forged(simulation: "Simulation", round_: int, replica_id: int) -> bool:
