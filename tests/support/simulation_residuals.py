@@ -1,9 +1,9 @@
 """I12 in a simulated run: each payload of a codec with error feedback is the encoding of just what it should contain.
 
 What its author had trained, its carry, and the residual of its contribution before are added in float64, from
-docs/reference/protocol.md; what the payload's classes say of each element is compared with that sum. What a replica had trained
-is its model's values after the last batch that a manifest counts, as the simulated workload saw them, and the base
-before the round that of plain arithmetic (`simulation_oracle`).
+docs/reference/protocol.md; what the payload's classes say of each element is compared with that sum. What a replica
+had trained is its model's values after the last batch that a manifest counts, as the simulated workload saw them, and
+the base before the round that of plain arithmetic (`simulation_oracle`).
 """
 
 from collections.abc import Mapping, Sequence
