@@ -36,6 +36,7 @@ class RightBases:
 
     before: Mapping[int, str]  # digest of the base that a round started from
     last: str  # of the base after the last round
+    bases: Mapping[int, PlainBase]  # that a round started from
 
     @classmethod
     def of(cls, simulation: "Simulation", commits: Sequence[Commit]) -> "RightBases":
@@ -51,10 +52,10 @@ class RightBases:
             )
         except Differs as differs:
             raise InvariantBroken(f"I3: {differs}") from differs
-        digests = {round_: base.digest() for round_, base in bases.items()}
-        before = {commit.round: digests[commit.round - 1] for commit in commits}
-        first = {begin.after_round + 1: digests[begin.from_round] for begin in begins if begin.from_round in digests}
-        return cls(before | first, (before | first).get(max(digests) + 1, digests[max(digests)]))
+        before = {commit.round: bases[commit.round - 1] for commit in commits}
+        before |= {begin.after_round + 1: bases[begin.from_round] for begin in begins if begin.from_round in bases}
+        digests, last = {round_: base.digest() for round_, base in before.items()}, max(bases)
+        return cls(digests, digests.get(last + 1) or bases[last].digest(), before)
 
     def is_right(self, manifest: Contribution) -> bool:
         """Whether a manifest of a closed round claims the base that its round started from."""
@@ -112,7 +113,7 @@ def check(
         return commits
     right = RightBases.of(simulation, commits)
     _check_steps(simulation, commits, right)
-    check_residuals(simulation, commits)
+    simulation.paid = check_residuals(simulation, commits, right.bases, right.before)
     _check_bases(simulation, commits, right)
     _check_arithmetic(simulation, commits, right)
     may_fail = plan.gives_up and result.status == "failed"
