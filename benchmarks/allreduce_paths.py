@@ -17,7 +17,7 @@ import torch
 from fast_s3 import FastS3, running_fast_s3
 
 from diloco_orchestrator import ObjectStoreAllReduce
-from diloco_orchestrator.allreduce.scatter_reduce import bytes_down, shard_numel_for
+from diloco_orchestrator.allreduce.dealing import bytes_down, shard_numel_for
 from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL
 from diloco_orchestrator.codecs.table import CODECS

@@ -114,8 +114,12 @@ def mean_into(shards: Sequence[torch.Tensor], parts: Sequence[Part], only: Seque
     """
     mean = WeightedMean(parts, [shard.numel() for shard in shards])
     for index in range(len(shards)) if only is None else only:
-        blocks = mean.shard(index)
-        in_threads([partial(_copy, blocks, shards[index], *each) for each in ranges(shards[index].numel())])
+        write_blocks(mean.shard(index), shards[index])
+
+
+def write_blocks(blocks: ShardBlocks, target: torch.Tensor) -> None:
+    """Compute one shard of an average, several ranges of it at a time, into `target`, a flat tensor of its length."""
+    in_threads([partial(_copy, blocks, target, *each) for each in ranges(target.numel())])
 
 
 def _copy(blocks: ShardBlocks, target: torch.Tensor, start: int, stop: int) -> None:

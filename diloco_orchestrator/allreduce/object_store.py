@@ -5,27 +5,26 @@ and (N-1) c bytes down, or less by `scatter_reduce`. All ranks must take part. R
 are in `replica.rounds`.
 """
 
-import logging
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
 
+from diloco_orchestrator.allreduce.dealing import chooses_scatter, dealers, shard_numel_for
 from diloco_orchestrator.allreduce.mean import Part, mean_into
 from diloco_orchestrator.allreduce.payload import check_shape, publish
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
-from diloco_orchestrator.allreduce.scatter_reduce import ScatterReduce, predicted_s, shard_numel_for
+from diloco_orchestrator.allreduce.scatter_reduce import ScatterReduce
 from diloco_orchestrator.allreduce.shards import fetch, shard_ranges
 from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors
 from diloco_orchestrator.clock import Backoff, Clock, SystemClock, ThreadBackground, random_token
 from diloco_orchestrator.codecs.table import get_codec
-from diloco_orchestrator.errors import AllReduceTimeout, ConfigError, RoundReused, unknown_name
+from diloco_orchestrator.errors import AllReduceTimeout, ConfigError, PayloadCorrupt, RoundReused, unknown_name
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.allreduce_records import AllReducePart
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Payload
 from diloco_orchestrator.store.open_store import open_store
-
-log = logging.getLogger(__name__)
 
 Path = Literal["gather", "scatter_reduce", "auto"]
 
@@ -105,8 +104,7 @@ class ObjectStoreAllReduce:
         shards = [mean.view(-1)[start:stop] for start, stop in shard_ranges(mean.numel(), shard_numel)]
         parts = [self._part(peer, tensor, own, shard_numel) for peer in peers]
         if scatters:
-            who = round_id, self.rank, self.world_size
-            ScatterReduce(self._store, self._clock, ThreadBackground(), self._stamp, *who).mean_into(shards, parts)
+            self._scatter_reduce(round_id, shards, parts)
         else:
             mean_into(shards, parts)
         own.close()
@@ -114,15 +112,24 @@ class ObjectStoreAllReduce:
 
     def _cut(self, numel: int) -> tuple[bool, int]:
         """Whether a tensor of `numel` elements takes scatter-reduce, and its elements per shard; alike on all ranks."""
-        if self.world_size == 2:
-            return False, SHARD_NUMEL  # owner and checker of every shard would read all payloads
-        scatters = self._path == "scatter_reduce"
-        if self._path == "auto":
-            gather_s, scatter_s = predicted_s(numel, self._codec, self.world_size, SHARD_NUMEL)
-            scatters = scatter_s < gather_s
-            chosen, link = "scatter_reduce" if scatters else "gather", "50 ms and 100 Mb/s"
-            log.info("path %r: %.1f s by gather, %.1f s by scatter_reduce, at %s", chosen, gather_s, scatter_s, link)
+        scatters = chooses_scatter(self._path, numel, self._codec, self.world_size, SHARD_NUMEL)
         return scatters, shard_numel_for(numel, self.world_size, SHARD_NUMEL) if scatters else SHARD_NUMEL
+
+    def _scatter_reduce(self, round_id: int, shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
+        """Write the mean of `parts` into `shards`. Raises `PayloadCorrupt` if two ranks agree on a wrong mean."""
+        pairs = [dealers(round_id, index, self.world_size) for index in range(len(shards))]
+        key = keys.reduced(round_id, self.rank)
+        reducing = ScatterReduce(
+            *(self._store, self._clock, ThreadBackground(), self._stamp, round_id, self.rank, pairs),
+            write=lambda record: self._store.create(key, record.to_bytes()),
+        )
+        for index in reducing.average_into(shards, parts):
+            first, second = sorted(pairs[index])
+            raise PayloadCorrupt(
+                f"round {round_id} in {self._store.url}: ranks {first} and {second} published the same average of "
+                f"shard {index}, which the payloads do not give. Other ranks may have used it: do not use this round's "
+                "means. Compare `diloco doctor` on both machines, or use path='gather'."
+            )
 
     def _publish(
         self, local: torch.Tensor, tensor: torch.Tensor, round_id: int, own: PayloadCache, shard_numel: int

@@ -12,7 +12,7 @@ from diloco_orchestrator.allreduce.aggregate import aggregate_of
 from diloco_orchestrator.allreduce.mean import LeftOut, Part, ShardBlocks
 from diloco_orchestrator.allreduce.spool import held
 from diloco_orchestrator.allreduce.threads import in_threads, ranges
-from diloco_orchestrator.allreduce.vectors import aligned
+from diloco_orchestrator.allreduce.vectors import BLOCK, aligned
 from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import PayloadCorrupt
@@ -61,6 +61,7 @@ def average_and_step(
     keep_average: bool = False,
     adapters: Sequence[AdapterPair] = (),
     left_out: list[LeftOut] | None = None,
+    averages: Sequence[torch.Tensor] | None = None,
 ) -> Mapping[str, torch.Tensor]:
     """Average the contributions to a fragment and step `base` by the average in place, shard by shard.
 
@@ -73,11 +74,16 @@ def average_and_step(
         named: (manifest, weight) of the contributions that a commit averages.
         read: (manifest, shard index) -> verified bytes.
         aggregate: one of `allreduce.aggregate.AGGREGATES`; with `adapters` the mean.
+        averages: the average of each shard, float32, if they are made already; None: they are made here.
         left_out: list to which contributions that the aggregate leaves out are appended.
     """
     if adapters:
         return _with_adapters(base, fragment, named, read, outer, adapters)
     shards = base.shards(fragment)
+    if averages is not None:
+        for shard, made in zip(shards, averages, strict=True):
+            step_in_threads(shard, functools.partial(_blocks_of, made), outer)
+        return NamedVector(base.shapes(base.fragments[fragment]), averages) if keep_average else {}
     parts = [part_of(manifest, weight, read) for manifest, weight in named]
     average = aggregate_of(aggregate, parts, [len(shard.parameters) for shard in shards])
     kept = [held(len(shard.parameters), "the average") for shard in shards] if keep_average else []
@@ -111,6 +117,11 @@ def _with_adapters(
         contributions.append(LocalFactors(weight, NamedVector(shapes, decoded)))
     step_residuals(base, adapters, before, average, contributions, outer)
     return average
+
+
+def _blocks_of(average: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """Elements [start, stop) of an average that is in memory, as `ShardBlocks`."""
+    return iter(average[start:stop].split(BLOCK))
 
 
 def _copied_to(shard: torch.Tensor, blocks: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

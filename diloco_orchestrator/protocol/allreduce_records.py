@@ -1,4 +1,4 @@
-"""Schemas of the JSON objects of a stand-alone `ObjectStoreAllReduce`, outside of any run."""
+"""Schemas of the JSON objects of a stand-alone `ObjectStoreAllReduce`, and of averages by scatter-reduce."""
 
 from typing import ClassVar
 
@@ -30,9 +30,9 @@ class ReducedShard(Part):
 
 
 class Reduced(Record):
-    """The averages that one rank has made by scatter-reduce from the payloads."""
+    """The averages that one rank, of a run one replica, has made by scatter-reduce from the payloads."""
 
     record: ClassVar[str] = "reduced"
-    round_id: int = Field(ge=0)
-    rank: int = Field(ge=0)
+    round_id: int = Field(ge=0)  # of a run its round
+    rank: int = Field(ge=0)  # of a run the replica id
     shards: tuple[ReducedShard, ...]  # that it owns or checks

@@ -234,9 +234,11 @@ wants = Form("rounds/<round>/want/")  # the prefix of the requests for payloads 
 want = Form("rounds/<round>/want/<id>/<attempt>/<shard>.<version>.json")  # to upload a shard again, as that version
 _first_payload = Form("rounds/<round>/payload/<id>/<attempt>/<shard>.bin")
 _later_payload = Form("rounds/<round>/payload/<id>/<attempt>/<shard>.<version>.bin")
+checks = Form("rounds/<round>/checked/")  # the prefix of what dealers found in payload shards
+checked = Form("rounds/<round>/checked/<id>.<number>.json")  # numbered per replica, from 1
 MAX_TAKES = 4  # of one payload shard, and of one reduced shard
 reduced_shards = Form("rounds/<round>/reduced/")  # the prefix of averages of shards, and of the records about them
-reduced = Form("rounds/<round>/reduced/<id>.json")  # which averages one rank of an all-reduce has made
+reduced = Form("rounds/<round>/reduced/<id>.json")  # which averages one replica, or rank of an all-reduce, has made
 _first_reduced = Form("rounds/<round>/reduced/<shard>.bin")
 _later_reduced = Form("rounds/<round>/reduced/<shard>.<version>.bin")
 
@@ -250,6 +252,12 @@ def payload(round_: int, replica_id: int, attempt: int, shard: int, take: int = 
 def reduced_shard(round_: int, shard: int, take: int = 1) -> str:
     """The key of the average of a shard. `take`: higher where somebody else's bytes are under the keys before."""
     return _first_reduced(round_, shard) if take == 1 else _later_reduced(round_, shard, take)
+
+
+def parse_reduced_shard(key: str) -> tuple[int, int] | None:
+    """(round, shard) of the key of the average of a shard, or None for any other key."""
+    found = _first_reduced.parse(key) or _later_reduced.parse(key)
+    return (found[0], found[1]) if found else None
 
 
 def end_of_round(round_: int) -> str:

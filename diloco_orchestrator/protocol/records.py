@@ -141,6 +141,12 @@ class Start(Record):
         """The fragments that rounds synchronise in turn: all but the residuals of exact adapters."""
         return self.fragments[:-1] if self.adapters else self.fragments
 
+    @property
+    def fragment_numels(self) -> tuple[int, ...]:
+        """Number of elements of each fragment that rounds synchronise."""
+        numels = {parameter.name: math.prod(parameter.shape) for parameter in self.parameters}
+        return tuple(sum(numels[name] for name in names) for names in self.synced_fragments)
+
 
 class Began(Record):
     """start/<replica>/began.<attempt>.json: an attempt's vote on the first base: digest of its model's start record."""
@@ -407,6 +413,27 @@ class Contribution(Record):
         return sum(origin.steps for origin in self.origins if origin.round == self.round)
 
 
+class ReadShards(Part):
+    """The payload shards of one contribution that a replica has read, by whether they are as the manifest says."""
+
+    manifest_sha256: Sha256
+    good: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    bad: tuple[Annotated[int, Field(ge=0)], ...] = ()
+
+
+class Checked(Record):
+    """The payload shards of others that a replica has read in a round by scatter-reduce since its record before."""
+
+    record: ClassVar[str] = "checked"
+    round: int = Field(ge=1)
+    leg: int = Field(ge=1)
+    replica_id: int = Field(ge=0)
+    attempt: int = Field(ge=1)
+    number: int = Field(ge=1)  # of this replica's records of the round
+    claim_sha256: Sha256
+    read: tuple[ReadShards, ...]
+
+
 # -- commits ----------------------------------------------------------------------------------------------------------
 
 
@@ -425,6 +452,14 @@ class Answer(Part):
     train_s: float = Field(default=0.0, ge=0)  # as the manifest says; 0 where that cannot be read
     manifest_sha256: Sha256
     reason: str = Field(default="", max_length=LONGEST_REASON)  # why it is no contribution, in its judge's words
+
+
+class CheckNamed(Part):
+    """A check record that a commit rests on, by its key and the sha256 of its bytes."""
+
+    replica_id: int = Field(ge=0)
+    number: int = Field(ge=1)
+    sha256: Sha256
 
 
 class Quarantine(Part):
@@ -476,6 +511,7 @@ class Commit(Record):
     """
 
     record: ClassVar[str] = "commit"
+    later_fields: ClassVar[frozenset[str]] = frozenset({"checks"})
     round: int = Field(ge=1)
     leg: int = Field(ge=1)
     fragment: int = Field(ge=0)
@@ -490,6 +526,7 @@ class Commit(Record):
     norms: UsualNorms | None = None  # of the rounds before this one; follows from the commit before
     clipped: tuple[Clipped, ...] = ()  # averaged with less weight, in replica_id order; follows from the answers
     discounted: tuple[Discounted, ...] = ()  # for their scores, in replica_id order; follows from the manifests
+    checks: tuple[CheckNamed, ...] | None = None  # who read what is averaged; None in a round by gather
     figures: RoundMetrics | None = None  # for readers of the log; None in a coordinator's commit
     applied: bool  # whether the average of this round was applied as an outer step
     empty_rounds: int = Field(ge=0)  # rounds in a row that averaged no contribution

@@ -5,14 +5,14 @@ nobody, stops nothing, and leaves the guard's state unchanged. `guard.round_fold
 `protocol.weights` checks weights.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.record_format import By
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, UsualNorms
+from diloco_orchestrator.protocol.records import Begin, Checked, Commit, Contribution, UsualNorms
 from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Policy, Position, is_final_evaluation
 from diloco_orchestrator.protocol.weights import is_said
 
@@ -25,6 +25,7 @@ class LegRules:
     begin_sha256: str
     config: RunConfig  # of the leg
     fragments: int  # that rounds synchronise in turn
+    scatters: bool = False  # whether rounds are by scatter-reduce
 
     @property
     def outer_steps(self) -> int:
@@ -79,6 +80,35 @@ def why_answers_differ(commit: Commit, manifests: Mapping[int, Contribution]) ->
     return ""
 
 
+def why_unread(commit: Commit, manifests: Mapping[int, Contribution], checks: Iterable[Checked]) -> str:
+    """The first payload shard that a commit averages and nobody but its author has found good; empty if there is none.
+
+    Empty too for a commit that averages its writer alone. For rounds by scatter-reduce, in which nobody reads all.
+
+    Args:
+        manifests: those that the commit names, by replica id.
+        checks: the check records that it names.
+    """
+    averaged = [answer for answer in commit.answers if answer.averaged]
+    if commit.by.who is not None and [answer.replica_id for answer in averaged] == [commit.by.who[0]]:
+        return ""
+    authors = {(answer.replica_id, answer.manifest_sha256) for answer in averaged}
+    good = {
+        (found.manifest_sha256, index)
+        for checked in checks
+        for found in checked.read
+        if (checked.replica_id, found.manifest_sha256) not in authors
+        for index in found.good
+    }
+    for answer in averaged:
+        payload = manifests[answer.replica_id].payload
+        for index in range(len(payload.shards) if payload else 0):
+            if (answer.manifest_sha256, index) not in good:
+                who = f"replica {answer.replica_id}"
+                return f"it averages {who}, whose payload shard {index} nobody else has found good by its records"
+    return ""
+
+
 def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> Commit:
     """The commit in place of one that contradicts the log (void): it averages nobody, stops nothing. `why`: reason."""
     position, failed = before.position, _fails_the_run(before)
@@ -98,6 +128,7 @@ def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> C
             "verdict": None,
             "quarantined": (),
             "norms": before.norms,
+            "checks": None,
             "clipped": (),
             "discounted": (),
             "figures": None,

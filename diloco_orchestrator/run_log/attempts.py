@@ -20,7 +20,7 @@ from diloco_orchestrator.protocol.attempt_records import Cancel, Claim, Exit, Ha
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.kinds import most_bytes
 from diloco_orchestrator.protocol.record_format import Record
-from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.protocol.records import Checked, Contribution
 from diloco_orchestrator.run_log.reader import read, read_optional
 from diloco_orchestrator.store.base import Store
 
@@ -177,12 +177,17 @@ class Authors:
         """Cache the digest of the claim that this process has just created, by which it became the attempt."""
         self._claims[replica_id, attempt] = claim_sha256
 
-    def why_not(self, manifest: Contribution) -> str:
-        """Reason why `manifest` is not by the attempt that it names; empty if it may be. Raises the store's errors."""
+    def why_not(self, manifest: Contribution | Checked) -> str:
+        """Reason why a manifest or check record is not by the attempt that it names; empty if it may be.
+
+        Raises the store's errors.
+        """
         return self.why_not_each([manifest]).get(manifest.replica_id, "")
 
-    def why_not_each(self, manifests: Sequence[Contribution]) -> dict[int, str]:
-        """Reasons why manifests are not by the attempts that they name, by replica id; without those that may be.
+    def why_not_each(self, manifests: Sequence[Contribution | Checked]) -> dict[int, str]:
+        """Reasons why manifests, or check records, are not by the attempts that they name, by replica id.
+
+        Without those that may be. Of each replica there is at most one.
 
         One LIST and one GET, in parallel, for every attempt not read before, then another GET. Raises the store's
         errors.

@@ -8,12 +8,13 @@ the run, and all commits once the log contradicts itself.
 import logging
 from collections.abc import Mapping
 
+from diloco_orchestrator.allreduce.dealing import dealing_of, scatters
 from diloco_orchestrator.errors import NoSuchRun, ObjectMissing, RecordInvalid, RecordTooNew
 from diloco_orchestrator.guard.round_fold import why_verdict_differs
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.legs import leg_position
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, HeldoutSet, Start
+from diloco_orchestrator.protocol.records import Begin, Checked, CheckNamed, Commit, Contribution, HeldoutSet, Start
 from diloco_orchestrator.protocol.void_commits import (
     Before,
     LegRules,
@@ -23,12 +24,13 @@ from diloco_orchestrator.protocol.void_commits import (
     why_answers_differ,
     why_not_concluded,
     why_unlinked,
+    why_unread,
 )
 from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry, changed
 from diloco_orchestrator.run_log.leg_records import LegRecords
-from diloco_orchestrator.run_log.reader import read_optional
+from diloco_orchestrator.run_log.reader import read_optional, read_record
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ class Conclusions:
         derive_verdict: bool,
         lenient: bool = False,
         received: Mapping[str, Contribution] | None = None,
+        checks: Mapping[str, Checked] | None = None,
     ) -> CommitEntry:
         """`entry` as all readers must read it: marked void if its commit does not follow from the log before it.
 
@@ -64,9 +67,10 @@ class Conclusions:
             derive_verdict: whether to check answers, guard state and verdict against the round's manifests.
             lenient: accept an uncheckable verdict, whose manifests are gone, instead of raising.
             received: manifests at hand, by the sha256 of their bytes; the others are fetched.
+            checks: likewise check records.
 
-        Raises `RecordInvalid` or `ObjectMissing` if a manifest that the commit names is not there, and `RecordInvalid`
-        if a record of the log was changed after it was written.
+        Raises `RecordInvalid` or `ObjectMissing` if a manifest or check record that the commit names is not there, and
+        `RecordInvalid` if a record of the log was changed after it was written.
         """
         rules, before = self._before(previous)
         commit = entry.written
@@ -78,7 +82,7 @@ class Conclusions:
         why = why_not_concluded(commit, before, rules)
         if not why and not commit.by_coordinator and (derive_verdict or commit.stop == "halted"):
             try:
-                why = self._why_verdict_differs(entry, before, rules, received or {})
+                why = self._why_verdict_differs(entry, before, rules, received or {}, checks or {})
             except (RecordTooNew, RecordInvalid, ObjectMissing) as error:
                 if not lenient:
                     raise
@@ -155,17 +159,42 @@ class Conclusions:
             start = self._start().record
             config, fragments = self._records.configs.of_begin(begin), len(start.synced_fragments)
             self._heldout = start.heldout
-            self._rules[begin.sha256] = LegRules(begin.record, begin.sha256, config, max(1, fragments))
+            self._rules[begin.sha256] = LegRules(
+                *(begin.record, begin.sha256, config, max(1, fragments)), scatters(config, start.fragment_numels)
+            )
         return self._rules[begin.sha256]
 
     def _why_verdict_differs(
-        self, entry: CommitEntry, before: Before, rules: LegRules, received: Mapping[str, Contribution]
+        self,
+        entry: CommitEntry,
+        before: Before,
+        rules: LegRules,
+        received: Mapping[str, Contribution],
+        checks: Mapping[str, Checked],
     ) -> str:
         commit = entry.written
         found = self._manifests(commit, received)
         self._last = entry.sha256, found
         known = self._heldout, before.roster, rules.config, before.position.outer_step
-        return why_answers_differ(commit, found) or why_verdict_differs(commit, before.guard, found, *known)
+        why = why_answers_differ(commit, found) or why_verdict_differs(commit, before.guard, found, *known)
+        if not why and rules.scatters and dealing_of(commit.round, rules.config.replicas, before.roster) is not None:
+            why = why_unread(commit, found, [self._check(commit, each, checks) for each in commit.checks or ()])
+        return why
+
+    def _check(self, commit: Commit, named: CheckNamed, received: Mapping[str, Checked]) -> Checked:
+        """A check record that a commit names. Raises `ObjectMissing` without it, `RecordInvalid` for another one."""
+        if named.sha256 in received:
+            return received[named.sha256]
+        key = keys.checked(commit.round, named.replica_id, named.number)
+        data = read_record(self._records.store, key)
+        found = Checked.from_bytes(data, key)
+        who = found.round, found.leg, found.replica_id, found.number
+        if sha256_hex(data) != named.sha256 or who != (commit.round, commit.leg, named.replica_id, named.number):
+            raise RecordInvalid(
+                f"{key} in {self._records.store.url} is not the check record that the commit of round {commit.round} "
+                "names."
+            )
+        return found
 
     def _manifests(self, commit: Commit, received: Mapping[str, Contribution]) -> dict[int, Contribution]:
         """The manifests that a commit names, by replica id, without those of another round, leg or replica."""

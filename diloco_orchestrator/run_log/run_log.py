@@ -15,7 +15,7 @@ from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.legs import leg_position
 from diloco_orchestrator.protocol.record_format import StampFields
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Result, Snapshot, Start
+from diloco_orchestrator.protocol.records import Begin, Checked, Commit, Contribution, Result, Snapshot, Start
 from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Position
 from diloco_orchestrator.run_log.commit_readings import Conclusions
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
@@ -208,14 +208,20 @@ class RunLog(LegRecords):
             return False
 
     def checked(
-        self, entry: CommitEntry, last: CommitEntry | None, received: Mapping[str, Contribution]
+        self,
+        entry: CommitEntry,
+        last: CommitEntry | None,
+        received: Mapping[str, Contribution],
+        checks: Mapping[str, Checked],
     ) -> CommitEntry:
         """`entry`, the commit after `last`, checked against the log and its manifests; void if it contradicts them.
 
-        `last`: None in the first round after a start or resume. `received`: manifests at hand by sha256.
+        `last`: None in the first round after a start or resume. `received` and `checks`: manifests and check
+        records at hand, by sha256.
         """
         previous = last or (self.as_read(entry.written.round - 1) if entry.written.round > 1 else None)
-        return self._kept(self.conclusions.read(entry, previous, derive_verdict=True, received=received))
+        found = self.conclusions.read(entry, previous, derive_verdict=True, received=received, checks=checks)
+        return self._kept(found)
 
     def _concluded(self, entry: CommitEntry, previous: CommitEntry | None, derive_verdict: bool) -> CommitEntry:
         """`entry`, the commit after `previous`, checked against the log.

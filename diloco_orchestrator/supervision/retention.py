@@ -173,7 +173,7 @@ def _readable(reader: ContributionReader, round_: int, replica_id: int) -> Contr
 def _payloads(
     run_log: RunLog, horizon: int, newest: dict[tuple[int, int], Contribution], after_round: int
 ) -> Iterator[ObjectInfo]:
-    """Payloads of rounds after `after_round` up to `horizon`, without work that may still be added to a later round."""
+    """Payloads and reduced shards of rounds after `after_round` up to `horizon`, without work that is still owed."""
     carried = {(m.round, m.replica_id) for m in newest.values() if not _is_averaged(run_log, m)}
     authors: set[tuple[int, int]] = set()  # of the round that is being listed: its manifests come before its payloads
     for info in run_log.store.list(keys.ROUNDS, start_after=keys.end_of_round(after_round)):
@@ -183,6 +183,9 @@ def _payloads(
             authors.clear()
         if (parsed := keys.contribution.parse(info.key)) is not None:
             authors.add(parsed)
+        if keys.parse_reduced_shard(info.key) is not None:
+            yield info  # a cache for replicas that were in the round
+            continue
         payload = keys.parse_payload(info.key) or keys.parse_want(info.key)
         whose = (payload.round, payload.replica_id) if payload else None
         if whose in authors and whose not in carried:

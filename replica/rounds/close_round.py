@@ -7,6 +7,7 @@
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
@@ -20,10 +21,12 @@ from diloco_orchestrator.protocol.records import Answer, Commit, Halt
 from diloco_orchestrator.protocol.round_metrics import not_finite_words, round_metrics_of
 from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.rounds.averages import averages_of
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
+from diloco_orchestrator.replica.rounds.checks import Checks
 from diloco_orchestrator.replica.rounds.contribute import Contributor
 from diloco_orchestrator.replica.rounds.interface import ClosedRound
-from diloco_orchestrator.replica.rounds.received import ExpectedContribution, ReceivedResponses, everything
+from diloco_orchestrator.replica.rounds.received import ExpectedContribution, ReceivedResponses
 from diloco_orchestrator.replica.rounds.reupload import WANTS_EVERY_S, ReuploadRequests
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.replica.rounds.tip import HeldTip
@@ -54,8 +57,9 @@ class RoundCloser:
         self._requests = requests
         self._timing = timing
         self._contributor = contributor
+        self._checks = Checks(attempt, tip)
         self._received = ReceivedResponses(
-            attempt.store, attempt.background, requests.payloads, attempt.authors, everything
+            attempt.store, attempt.background, requests.payloads, attempt.authors, self._checks.dealt
         )
         self._late: set[int] = set()  # replicas whose manifest of the last closed round is not in its commit
         self._halt: Halt | None = None  # the request to halt the leg, as of when a decision was near
@@ -160,6 +164,7 @@ class RoundCloser:
             began = attempt.clock.now()
             self._received.receive(unread, expected)
             self._receive_s = attempt.clock.now() - began
+            self._checks.exchange(self._received)
         for each in beside:
             each.result()
         return entry
@@ -186,6 +191,8 @@ class RoundCloser:
         own = self._contributor.own
         if own is None or own.attempt != self._attempt.number:
             return True  # another attempt of this replica has responded, whenever that was
+        if self._checks.waits:
+            return True
         return self._timing.may_be_committed() or self._attempt.clock.now() - self._commit_asked_at >= self._seldom_s
 
     def _missing(self, unread: Collection[int]) -> set[int]:
@@ -213,6 +220,9 @@ class RoundCloser:
         shared = shared_claim(claims, self._claims.digest, own_is_rebuilt=self._claims.is_rebuilt)
         answers = judged(self._received.answers(), claims, shared)
         view = self._timing.view(answers, self._is_out())
+        ready = rounds.is_ready(view, self._attempt.clock.now(), self._timing.policy)
+        answers = self._checks.counted(answers, self._received, self._expected(), ready=ready)
+        view = replace(view, answers=answers)
         decision = rounds.decide(view, self._attempt.clock.now(), self._timing.policy)
         return decision, shared, answers
 
@@ -250,6 +260,7 @@ class RoundCloser:
             leg=self._attempt.begin.leg,
             fragment=opened.fragment,
             numel=self._tip.base.numel(opened.names),
+            shard_numel=self._tip.base.shard_numel,
             config=self._attempt.config,
         )
 
@@ -314,6 +325,7 @@ class RoundCloser:
         quarantined, discounted = (folded.quarantined, folded.discounted) if folded else ((), ())
         averaged = rounds.averaged(decision.named if conclusion.applied else (), quarantined)
         answers = rounds.named_answers(answers, averaged)
+        listed = self._received.manifests(answer.replica_id for answer in answers)
         norms = norms_after(last, attempt.config) if last else None
         contributions = [each for each in answers if each.averaged]
         shares = weights.shares_of(opened.round, contributions, attempt.config, norms, opened.fragment)
@@ -333,7 +345,8 @@ class RoundCloser:
             norms=norms,
             clipped=shares.clipped,
             discounted=discounted,
-            figures=(figures := round_metrics_of(self._received.manifests(), averaged)),
+            checks=self._checks.named(),
+            figures=(figures := round_metrics_of(listed, averaged)),
             applied=conclusion.applied,
             empty_rounds=conclusion.empty_rounds,
             stop=conclusion.stop,
@@ -356,7 +369,8 @@ class RoundCloser:
         nothing. Raises as `close` does.
         """
         run_log = self._attempt.log
-        entry = run_log.checked(entry, self._tip.value.last, self._received.by_digest())
+        at_hand = self._received.by_digest(), self._checks.by_sha256
+        entry = run_log.checked(entry, self._tip.value.last, *at_hand)
         ahead = [] if self._in_step else run_log.snapshots_ahead(entry.commit.round, self._attempt.begin)
         if ahead and ConfirmedSnapshots(run_log).newest(1, ahead):
             self._skip_to_newer_snapshot(entry.commit)
@@ -380,14 +394,20 @@ class RoundCloser:
         if not entry.commit.applied:
             self._tip.skip(entry)
             return {}
-        commit, expected = entry.commit, self._expected()
-        contributions = self._requests.until_readable(
-            lambda: self._received.averaged_by(commit, expected), until=commit.round - 1
+        commit, expected, read = entry.commit, self._expected(), self._received.shard
+        dealing, readable = self._tip.dealing_of_averages(commit), self._requests.until_readable
+        contributions = readable(
+            lambda: self._received.averaged_by(commit, expected, payloads=dealing is None), until=commit.round - 1
         )
         # If the commit existed before this replica received the contributions, their times are not recorded yet.
         self._timing.record(manifest for manifest, _ in contributions)
+        averages = None
+        if dealing is not None:
+            lengths = [len(shard.parameters) for shard in self._tip.base.shards(self._tip.open.fragment)]
+            what = self._attempt, dealing, contributions, lengths, read, self._timing.longest_pause_s
+            averages = readable(lambda: averages_of(*what), until=commit.round - 1)
         self._claims.note()
-        return self._tip.step(entry, contributions, self._received.shard, keep_average=keep_average)
+        return self._tip.step(entry, contributions, read, keep_average=keep_average, averages=averages)
 
     def _skip_to_newer_snapshot(self, commit: Commit) -> None:
         """Replace the base by one rebuilt from a snapshot after `commit`: that is far ahead, or payloads are gone.
@@ -425,4 +445,5 @@ class RoundCloser:
         self._contributor.open_round()
         self._timing.open_round()
         self._received.clear()
+        self._checks.clear()
         return closed

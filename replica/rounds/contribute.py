@@ -86,7 +86,7 @@ class Contributor:
                 lambda shard: keys.payload(opened.round, attempt.replica_id, attempt.number, shard),
                 vector,
                 attempt.config.codec,
-                attempt.config.shard_numel,
+                self._tip.base.shard_numel,
                 self._cache,
                 attempt.background,
                 MOST_NORM,

@@ -14,6 +14,7 @@ from itertools import chain
 
 import torch
 
+from diloco_orchestrator.allreduce.dealing import shard_numel_of
 from diloco_orchestrator.clock import Backoff
 from diloco_orchestrator.errors import ModelMismatch, ObjectMissing, Preempted, RecordInvalid
 from diloco_orchestrator.outer.base import Base
@@ -287,7 +288,9 @@ class _FirstSnapshot:
     """
 
     def __init__(self, attempt: Attempt, own: OwnModel) -> None:
-        self.base = Base.fresh(own.parameters, attempt.config.outer, own.fragments, attempt.config.shard_numel)
+        numels = [sum(own.parameters[name].numel() for name in names) for names in own.fragments]
+        shard_numel = shard_numel_of(attempt.config, numels)
+        self.base = Base.fresh(own.parameters, attempt.config.outer, own.fragments, shard_numel)
         self.take: str | None = None
         self.buffers = sorted(own.untrained.buffers.first)
         self._attempt = attempt

@@ -75,12 +75,13 @@ class ExpectedContribution:
     leg: int
     fragment: int
     numel: int  # of that fragment
+    shard_numel: int
     config: RunConfig
 
     @property
     def shards_at_once(self) -> int:
         """Number of payload shards to fetch and verify at once, so that they take no more than 256 MiB."""
-        shard_bytes = _BYTES_IN_FLIGHT * max(1, min(self.numel, self.config.shard_numel))
+        shard_bytes = _BYTES_IN_FLIGHT * max(1, min(self.numel, self.shard_numel))
         return max(1, min(MOST_PARALLEL, _MEMORY_IN_FLIGHT // shard_bytes))
 
 
@@ -102,11 +103,13 @@ class ReceivedResponses:
         self._authors = authors
         self._dealing = dealing
         self._received: dict[int, ReceivedContribution] = {}
+        self._read_as: dict[Name, str] = {}  # shards of others that were read: why they are not used, or ""
         self._sent: bytes | None = None  # this replica's manifest, while it was not read back
 
     def clear(self) -> None:
         """Drop all responses at the end of a round, and the cached payload bytes of the round before it."""
         self._received.clear()
+        self._read_as.clear()
         self._sent = None
         self._cache.end_round(self._background)
 
@@ -188,15 +191,19 @@ class ReceivedResponses:
         """
         return [BaseClaim.of(manifest) for manifest in self.manifests() if manifest.base_digest]
 
-    def averaged_by(self, commit: Commit, expected: ExpectedContribution) -> list[tuple[Contribution, int]]:
+    def averaged_by(
+        self, commit: Commit, expected: ExpectedContribution, *, payloads: bool
+    ) -> list[tuple[Contribution, int]]:
         """The contributions that a commit averages, each with its weight.
 
-        Those not received yet are fetched now, in two round trips. Raises `RecordInvalid` if a manifest is not the one
+        Manifests not received yet are fetched now, in one round trip, and with `payloads` their assigned payload
+        shards, in a second one. Raises `RecordInvalid` if a manifest is not the one
         that the commit names, `PayloadCorrupt` for a payload that is damaged, `PayloadGone` for one that was deleted.
         """
         answers = [answer for answer in commit.answers if answer.averaged]
         manifests = in_parallel(self._background, [partial(self._named, commit.round, answer) for answer in answers])
-        calls = [partial(self._fetch, shard) for shard in self._dealing(manifests) if shard.name not in self._cache]
+        shards = self._dealing(manifests) if payloads else []
+        calls = [partial(self._fetch, shard) for shard in shards if shard.name not in self._cache]
         in_parallel(self._background, calls, expected.shards_at_once)
         return [(manifest, answer.weight) for manifest, answer in zip(manifests, answers, strict=True)]
 
@@ -261,14 +268,29 @@ class ReceivedResponses:
         Only the shards that `dealing` assigns to this replica are fetched. Caches the verified bytes.
         """
         shards = self._dealing(manifests)
-        calls = [partial(self._verify, shard) for shard in shards]
-        errors = in_parallel(self._background, calls, expected.shards_at_once)
+        errors = self._verify_each(shards, expected)
         damaged: dict[int, str] = {}
         for shard, error in zip(shards, errors, strict=True):
             if error is not None and shard.manifest.replica_id not in damaged:
                 damaged[shard.manifest.replica_id] = str(error)
                 _log_not_averaged(shard.manifest, error)
         return damaged
+
+    def read(self, shards: Sequence[PayloadShard], expected: ExpectedContribution) -> None:
+        """Fetch and verify payload shards that were not dealt to this replica. `why_not` then says what came out."""
+        self._verify_each(shards, expected)
+
+    def why_not(self, shard: PayloadShard) -> str | None:
+        """Why a payload shard that this replica has read cannot be averaged, "" if it can; None if it was not read."""
+        return self._read_as.get(shard.name)
+
+    def _verify_each(
+        self, shards: Sequence[PayloadShard], expected: ExpectedContribution
+    ) -> Sequence[PayloadCorrupt | None]:
+        calls = [partial(self._verify, shard) for shard in shards]
+        errors = in_parallel(self._background, calls, expected.shards_at_once)
+        self._read_as |= {shard.name: str(error or "") for shard, error in zip(shards, errors, strict=True)}
+        return errors
 
     @one_torch_thread()
     def _verify(self, shard: PayloadShard) -> PayloadCorrupt | None:
@@ -297,7 +319,7 @@ def _breaks_its_promise(manifest: Contribution, expected: ExpectedContribution) 
     try:
         if payload is None or manifest.fragment != expected.fragment:
             raise PayloadCorrupt(f"the manifest holds no payload of fragment {expected.fragment}.")
-        check_shape(payload, expected.config.codec, expected.numel, expected.config.shard_numel)
+        check_shape(payload, expected.config.codec, expected.numel, expected.shard_numel)
         if len(payload.norms) != len(payload.shards) or payload.norm > MOST_NORM:
             raise PayloadCorrupt(
                 f"the manifest declares {len(payload.norms)} norms of {len(payload.shards)} shards, together "

@@ -118,9 +118,14 @@ class RoundTiming:
         The first pause is two thirds of the median deviation of a replica's train times, or a five-hundredth of a round
         if that is longer. Before a round has ended, the longest pause follows from the open round's length so far.
         """
-        longest_s = pace.longest_wait_s(self._attempt.config, self.usual_s or self.train_s)
+        longest_s = self.longest_pause_s
         shortest_s = min(max(_SHORTEST_WAIT_S, self._times.spread_s() / 1.5, self.usual_s / 500), longest_s)
         return Backoff(shortest_s, longest_s, factor=1.5).pauses()
+
+    @property
+    def longest_pause_s(self) -> float:
+        """The longest pause in seconds between two polls of a replica that waits."""
+        return pace.longest_wait_s(self._attempt.config, self.usual_s or self.train_s)
 
     def until_expected_s(self, missing: Iterable[int]) -> float:
         """Seconds until the next of the missing replicas usually responds, at most `_EXPECTED_S`; 0 if all are late."""

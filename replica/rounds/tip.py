@@ -3,13 +3,14 @@
 Each commit advances it. `base_claims` checks the digest of the base; `close_round` ends rounds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from pydantic import JsonValue
 
 from diloco_orchestrator.allreduce.agreement import summary
+from diloco_orchestrator.allreduce.dealing import Dealing, dealing_of, scatters
 from diloco_orchestrator.allreduce.mean import LeftOut
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.arithmetic import denormals_kept
@@ -51,6 +52,7 @@ class HeldTip:
         self.disagreeing: tuple[Disagreeing, ...] = ()  # whom the last round's step left out; empty if it was none
         self._attempt = attempt
         self._adapters = start.record.adapters if start else ()
+        self._scatters = scatters(attempt.config, start.record.fragment_numels) if start else False
         self._version = 0
 
     @property
@@ -83,6 +85,21 @@ class HeldTip:
             guard=last.guard if last else begin.guard,
         )
 
+    @property
+    def dealing(self) -> Dealing | None:
+        """How the payload shards of the open round are dealt among its roster; None if everybody reads everything."""
+        return None if self.open.final_evaluation else self._dealt(self.open.roster)
+
+    def dealing_of_averages(self, commit: Commit) -> Dealing | None:
+        """How the averages of the open round are dealt among those who answered it; None if everybody makes all.
+
+        `commit`: the round's. Who has not answered may have died long before the commit.
+        """
+        return self._dealt([answer.replica_id for answer in commit.answers if answer.attempt])
+
+    def _dealt(self, among: Iterable[int]) -> Dealing | None:
+        return dealing_of(self.position.round + 1, self._attempt.config.replicas, among) if self._scatters else None
+
     # -- closed rounds of this leg -------------------------------------------------------------------------------
 
     @property
@@ -111,12 +128,14 @@ class HeldTip:
         read_shard: outer_step.ReadShard,
         *,
         keep_average: bool,
+        averages: Sequence[torch.Tensor] | None = None,
     ) -> Mapping[str, torch.Tensor]:
         """Take the outer step of a commit in place. Returns the average by parameter name, empty unless `keep_average`.
 
-        `contributions`: (manifest, weight) each. `read_shard`: (manifest, shard index) -> verified bytes. Raises
-        `PayloadCorrupt` for a contribution without a usable payload, `PayloadGone` if a payload was deleted; the base
-        may be stepped in part then.
+        `contributions`: (manifest, weight) each. `read_shard`: (manifest, shard index) -> verified bytes.
+        `averages`: of each shard, if they are made already; then nothing is read. Raises `PayloadCorrupt` for a
+        contribution without a usable payload, `PayloadGone` if a payload was deleted; the base may be stepped in part
+        then.
         """
         config, left_out = self._attempt.config, list[LeftOut]()
         with denormals_kept():
@@ -126,6 +145,7 @@ class HeldTip:
                 keep_average=keep_average,
                 adapters=self._adapters,
                 left_out=left_out,
+                averages=averages,
             )
         self.hold(Tip(self.base, entry.commit.round, self.value.snapshot_round, entry.position, entry))
         self.disagreeing = summary(left_out, entry.commit.round)

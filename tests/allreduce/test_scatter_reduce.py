@@ -9,7 +9,7 @@ import torch
 from fast_s3 import running_fast_s3
 
 from diloco_orchestrator import ObjectStoreAllReduce
-from diloco_orchestrator.allreduce.scatter_reduce import bytes_down, dealers, predicted_s, shard_numel_for
+from diloco_orchestrator.allreduce.dealing import bytes_down, dealers, predicted_s, shard_numel_for
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.codecs.table import CODECS
 from diloco_orchestrator.errors import AllReduceTimeout, ConfigError, PayloadCorrupt

@@ -99,6 +99,16 @@ EXAMPLES: dict[str, Record] = {
         progress=records.Progress(cursor={"batches": 30, "epoch": 0}, rng={"torch": "AAA="}, inner_steps=90, tokens=5),
         train_s=1.5,
     ),
+    "checked": records.Checked(
+        **STAMP,
+        round=3,
+        leg=1,
+        replica_id=1,
+        attempt=2,
+        number=1,
+        claim_sha256=SHA,
+        read=(records.ReadShards(manifest_sha256=SHA, good=(0, 2), bad=(5,)),),
+    ),
     "commit": records.Commit(
         **STAMP,
         round=3,

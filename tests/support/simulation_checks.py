@@ -79,10 +79,18 @@ def first_base(plan: Plan) -> PlainBase:
     has_momentum = plan.settings.get("outer", {}).get("momentum", 0.9) > 0
     return PlainBase(
         [[(name, shapes[name]) for name in names] for names in fragments],
-        plan.settings.get("shard_mib", 64) * 2**18,
+        _shard_numel(plan, max(map(len, parameters))),
         parameters,
         [np.zeros_like(vector) for vector in parameters] if has_momentum else [],
     )
+
+
+def _shard_numel(plan: Plan, numel: int) -> int:
+    """Elements of a shard: four shards a replica where they are dealt, each of whole groups of every codec."""
+    most = plan.settings.get("shard_mib", 64) * 2**18
+    if plan.settings.get("path") != "scatter_reduce" or plan.replicas < 3:
+        return most
+    return min(most, max(1, math.ceil(numel / (16_384 * plan.replicas))) * 4096)
 
 
 def check(

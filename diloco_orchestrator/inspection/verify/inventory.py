@@ -40,6 +40,8 @@ _WHY_NOT: Mapping[str, str] = {
     "what replicas began with": "which start counts follows from it, and the log from that start",
     "late manifests": "came after their round's commit",
     "payloads and states": "of contributions that no commit names",
+    "checks": "what replicas found in payloads; checked where a commit names them",
+    "reduced shards": "averages that any reader derives from payloads; nothing is derived from them",
     "wants": "requests for a payload",
     "payloads put again": "checked against the manifest where they were needed",
     "replays": "of an earlier version; nobody reads them",
@@ -177,6 +179,10 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
         return "payloads and states", named.attempts.get((round_, replica_id)) == attempt_
     if keys.parse_want(key) is not None:
         return "wants", False
+    if keys.checked.parse(key) is not None:
+        return "checks", False
+    if keys.reduced.parse(key) is not None or keys.parse_reduced_shard(key) is not None:
+        return "reduced shards", False
     if keys.is_replay(key):
         return "replays", False
     if key == keys.RETENTION:

@@ -1,0 +1,267 @@
+"""`Checks`: in a round by scatter-reduce, what this replica and others have found in the payload shards they read.
+
+Each shard of a contribution is read by two replicas other than its author, its *dealers*; a contribution counts once
+both have found all of its shards good. `allreduce.dealing` assigns the shards, `protocol.void_commits` applies the same
+rule to commits.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import count, islice
+
+from diloco_orchestrator.clock import in_parallel
+from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.record_format import LONGEST_REASON
+from diloco_orchestrator.protocol.records import Answer, Checked, CheckNamed, Contribution, ReadShards
+from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.rounds.received import (
+    ExpectedContribution,
+    PayloadShard,
+    ReceivedResponses,
+    everything,
+)
+from diloco_orchestrator.replica.rounds.tip import HeldTip
+from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.run_log.reader import read_record
+
+log = logging.getLogger(__name__)
+
+_PATIENCE_S = 5.0  # from when the round could end until this replica reads what its dealers have not reported
+_TRIES = 8  # records that are written until one is there as it was written
+
+Shard = tuple[str, int]  # sha256 of a manifest, index of a payload shard
+
+
+class Checks:
+    """Check records of the open round: this replica's own, and those of others. Not thread-safe."""
+
+    def __init__(self, attempt: Attempt, tip: HeldTip) -> None:
+        self._attempt = attempt
+        self._tip = tip
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the records of the round before."""
+        self.by_sha256: dict[str, Checked] = {}
+        self._keys: dict[str, CheckNamed | None] = {}  # of records seen; None: it does not count
+        self._heard: dict[Shard, dict[int, bool]] = defaultdict(dict)  # by replica: whether it found the shard good
+        self._reported = set[Shard]()  # by this replica
+        self._own: dict[Shard, bool] = {}  # own shards that were read back
+        self._ready_since: float | None = None
+
+    def dealt(self, manifests: Iterable[Contribution]) -> list[PayloadShard]:
+        """The payload shards that this replica reads as they arrive: all in a gather, else those dealt to it."""
+        dealing, me = self._tip.dealing, self._attempt.replica_id
+        return [
+            shard
+            for shard in everything(manifests)
+            if dealing is None or me in dealing.readers(shard.manifest.replica_id, shard.index)
+        ]
+
+    def named(self) -> tuple[CheckNamed, ...] | None:
+        """The records on which a commit of the open round rests, by replica; None in a gather."""
+        if self._tip.dealing is None:
+            return None
+        found = (each for each in self._keys.values() if each is not None)
+        return tuple(sorted(found, key=lambda each: (each.replica_id, each.number)))
+
+    # -- telling and hearing -------------------------------------------------------------------------------------
+
+    def exchange(self, received: ReceivedResponses) -> None:
+        """Report what this replica has read since its last record, then read new records of others.
+
+        One PUT if there is something to report; one LIST, and one GET for each new record.
+        """
+        if self._tip.dealing is None:
+            return
+        self._report(received)
+        new = []
+        for info in self._attempt.store.list(keys.checks(self._round)):
+            parsed = keys.checked.parse(info.key)
+            if parsed and info.key not in self._keys and parsed[1] < self._attempt.config.replicas:
+                new.append((info.key, *parsed[1:]))
+        in_parallel(self._attempt.background, [partial(self._hear, *each) for each in new])
+
+    def _report(self, received: ReceivedResponses) -> None:
+        attempt, found, reported = self._attempt, list[ReadShards](), set[Shard]()
+        for sha256, manifest in sorted(received.by_digest().items(), key=lambda each: each[1].replica_id):
+            if manifest.replica_id == attempt.replica_id:
+                continue
+            told = {each.index: received.why_not(each) for each in everything([manifest])}
+            read = {
+                index: why for index, why in told.items() if why is not None and (sha256, index) not in self._reported
+            }
+            good = tuple(index for index, why in read.items() if not why)
+            bad = tuple(index for index, why in read.items() if why)
+            if read:
+                found.append(ReadShards(manifest_sha256=sha256, good=good, bad=bad))
+                reported |= {(sha256, index) for index in read}
+        if not found:
+            return
+        numbers = (n for n in count(1) if keys.checked(self._round, attempt.replica_id, n) not in self._keys)
+        for number in islice(numbers, _TRIES):
+            record = Checked(
+                **attempt.stamp(),
+                round=self._round,
+                leg=attempt.begin.leg,
+                replica_id=attempt.replica_id,
+                attempt=attempt.number,
+                number=number,
+                claim_sha256=attempt.claim_sha256,
+                read=tuple(found),
+            )
+            created = attempt.writer.create(record)
+            # Read back: a commit names the bytes that others read. Where it is no record of this process's, an earlier
+            # attempt or a stranger has taken the number.
+            self._hear(keys.checked(self._round, attempt.replica_id, number), attempt.replica_id, number)
+            if created is not None and created.sha256 in self.by_sha256:
+                self._reported |= reported
+                return
+        log.warning("round %d: %d check records of this replica do not count", self._round, _TRIES)
+
+    def _hear(self, key: str, replica_id: int, number: int) -> None:
+        """Read the check record at `key`. One that is invalid, or not by the attempt that it names, does not count."""
+        try:
+            data = read_record(self._attempt.store, key)
+            record = Checked.from_bytes(data, key)
+            who = record.round, record.leg, record.replica_id, record.number
+            if who != (self._round, self._attempt.begin.leg, replica_id, number):
+                raise RecordInvalid(f"{key} holds the record of another round, leg or replica.")
+            if why := self._attempt.authors.why_not(record):
+                raise RecordInvalid(f"{key} is nobody's: {why}.")
+        except RecordInvalid as error:
+            log.warning("round %d: a check record of replica %d does not count: %s", self._round, replica_id, error)
+            self._keys[key] = None
+            return
+        self._note(key, record, sha256_hex(data))
+
+    def _note(self, key: str, record: Checked, sha256: str) -> None:
+        self._keys[key] = CheckNamed(replica_id=record.replica_id, number=record.number, sha256=sha256)
+        self.by_sha256[sha256] = record
+        for found in record.read:
+            for indices, good in ((found.good, True), (found.bad, False)):
+                for index in indices:  # of two reports of one replica the bad one counts
+                    heard = self._heard[found.manifest_sha256, index]
+                    heard[record.replica_id] = good and heard.get(record.replica_id, True)
+
+    # -- what counts ---------------------------------------------------------------------------------------------
+
+    def counted(
+        self, answers: Sequence[Answer], received: ReceivedResponses, expected: ExpectedContribution, *, ready: bool
+    ) -> tuple[Answer, ...]:
+        """The answers that a commit may list now: a contribution whose shards are not all read yet is left out.
+
+        Shards about which dealers disagree are read here at once, and those that they have not reported some seconds
+        after the round could end; both are then reported. Damaged contributions become "unverifiable".
+
+        Args:
+            answers: all responses received, judged by their claims.
+            ready: whether the round could end but for missing check records.
+        """
+        if self._tip.dealing is None:
+            return tuple(answers)
+        manifests, now = received.by_digest(), self._attempt.clock.now()
+        if self._ready_since is None and ready:
+            self._ready_since = now
+        late = self._ready_since is not None and now >= self._ready_since + _PATIENCE_S
+        contributions = [each for each in answers if each.kind == "delta"]
+        others = [each for each in contributions if each.replica_id != self._attempt.replica_id]
+        shards = [
+            shard
+            for each in others
+            for shard in everything([manifests[each.manifest_sha256]])
+            if (status := self._status(each, shard, received)) == "disputed" or (late and status == "open")
+        ]
+        if shards:
+            log.info(
+                "round %d: reading %d payload shards that others disagree on, or have not reported",
+                self._round,
+                len(shards),
+            )
+            received.read(shards, expected)
+            self._report(received)
+        statuses = {each.replica_id: self._of(each, manifests, received, late) for each in contributions}
+        alone = self._alone(answers, statuses, late)
+        found = []
+        for each in answers:
+            status = statuses.get(each.replica_id, "good")
+            if status == "bad":
+                why = "a payload shard is not as its manifest says"
+                found.append(each.model_copy(update={"kind": "unverifiable", "reason": why[:LONGEST_REASON]}))
+            elif status == "good" or (alone and each.replica_id == self._attempt.replica_id):
+                found.append(each)
+        return tuple(found)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the round could end but for check records, so that others may have ended it."""
+        return self._ready_since is not None
+
+    def _alone(self, answers: Sequence[Answer], statuses: Mapping[int, str], late: bool) -> bool:
+        """Whether this replica may commit its own contribution, which nobody else has read: nothing else is there."""
+        quorum, others = self._attempt.config.contributions_needed, set(statuses) - {self._attempt.replica_id}
+        return late and quorum == 1 and not any(statuses[each] == "good" for each in others)
+
+    def _of(
+        self, answer: Answer, manifests: Mapping[str, Contribution], received: ReceivedResponses, late: bool
+    ) -> str:
+        """The status of a contribution: "bad" or "open" if one of its shards is, else "good"."""
+        shards = everything([manifests[answer.manifest_sha256]])
+        if answer.replica_id != self._attempt.replica_id:
+            found = {self._status(answer, shard, received) for shard in shards}
+        else:
+            found = {self._status_of_own(answer, shard, late) for shard in shards}
+        return next((each for each in ("bad", "open", "disputed") if each in found), "good")
+
+    def _status(self, answer: Answer, shard: PayloadShard, received: ReceivedResponses) -> str:
+        """Whether another's payload shard is good, bad, disputed or open: by own reported reading, else two reports."""
+        why = received.why_not(shard)
+        if why or (why == "" and (answer.manifest_sha256, shard.index) in self._reported):
+            return "bad" if why else "good"
+        said = self._said(answer, shard)
+        if not all(said.values()):
+            return "disputed"
+        return "good" if len(said) >= self._needed(shard) else "open"
+
+    def _status_of_own(self, answer: Answer, shard: PayloadShard, late: bool) -> str:
+        """Whether this replica's own payload shard is good, bad or open, by what others report.
+
+        Where they dispute it, it is read back. A late report is not waited for, but one must be there.
+        """
+        said = self._said(answer, shard)
+        if not all(said.values()):
+            name = answer.manifest_sha256, shard.index
+            if name not in self._own:
+                self._own[name] = self._reads_back(shard)
+            if not self._own[name]:
+                return "bad"
+        elif len(said) < self._needed(shard) and not late:
+            return "open"
+        return "good" if any(said.values()) else "open"
+
+    def _reads_back(self, shard: PayloadShard) -> bool:
+        try:
+            ContributionReader(self._attempt.store).shard(shard.manifest, shard.index)
+        except PayloadCorrupt as error:
+            log.warning("round %d: own payload is damaged: %s", self._round, error)
+            return False
+        return True
+
+    def _said(self, answer: Answer, shard: PayloadShard) -> Mapping[int, bool]:
+        """What others than its author have found in a payload shard, by replica id."""
+        heard = self._heard.get((answer.manifest_sha256, shard.index), {})
+        return {replica_id: good for replica_id, good in heard.items() if replica_id != answer.replica_id}
+
+    def _needed(self, shard: PayloadShard) -> int:
+        dealing = self._tip.dealing
+        assert dealing is not None
+        return len(dealing.readers(shard.manifest.replica_id, shard.index))
+
+    @property
+    def _round(self) -> int:
+        """Number of the open round."""
+        return self._tip.position.round + 1

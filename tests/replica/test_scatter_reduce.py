@@ -1,0 +1,230 @@
+"""Rounds of a run by scatter-reduce: the bits of a gather, whoever dies or lies among those who read and average."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from protocol_fleet import FAST, Fleet, HurriedClock, close, report, together
+
+from diloco_orchestrator.allreduce.dealing import Dealing, dealing_of, scatters
+from diloco_orchestrator.allreduce.vectors import FlatTensors
+from diloco_orchestrator.config import make_config
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.inspection.verify.chain import verify_run
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.allreduce_records import Reduced
+from diloco_orchestrator.protocol.records import Commit, Contribution
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.rebuild import rebuild
+from diloco_orchestrator.store.memory import MemoryStore
+from replica.rounds.participant import Participant
+
+WIDE, HIGH = 256, 128  # 32,896 parameters: nine shards
+REPLICAS = 4
+
+
+class Watched(MemoryStore):
+    """Counts the payload shards that are read, and applies `change` to every object that is created."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = Counter[tuple[int, int]]()  # (author, shard)
+        self.change: Callable[[str, bytes], bytes] = lambda _, data: data
+
+    def get(self, key: str, *args: Any) -> bytes:
+        if (payload := keys.parse_payload(key)) is not None:
+            self.read[payload.replica_id, payload.shard] += 1
+        return super().get(key, *args)
+
+    def create(self, key: str, data: bytes) -> bool:
+        return super().create(key, self.change(key, data))
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Linear(WIDE, HIGH)
+
+
+def fleet_of(path: str, **settings: Any) -> tuple[Fleet, list[Participant]]:
+    clock = HurriedClock()
+    timing = {**FAST, "poll_s": 0.2, "round_timeout_s": 600.0, "startup_timeout_s": 600.0}
+    settings = {"replicas": REPLICAS, "timing": timing, "quorum": None, "path": path, **settings}
+    fleet = Fleet(store=Watched(), clock=clock, **settings)
+    return fleet, [fleet.join(i, model=model()) for i in range(fleet.replicas)]
+
+
+def contribute(participant: Participant) -> Contribution:
+    generator = torch.Generator().manual_seed(participant._attempt.replica_id)
+    vector = FlatTensors([torch.randn(WIDE * HIGH + HIGH, generator=generator)])
+    return participant._contributor.contribute_delta(vector, report())
+
+
+def played(participants: list[Participant]) -> Commit:
+    """The round's commit, after all have contributed and closed it."""
+    for each in participants:
+        contribute(each)
+    return together([lambda each=each: close(each) for each in participants])[0].commit  # type: ignore[misc]
+
+
+def assert_right(fleet: Fleet, participants: list[Participant]) -> None:
+    """All hold the base that payloads alone give, and `verify` agrees."""
+    log = RunLog(fleet.store)
+    assert {each.digest for each in participants} == {rebuild(log, log.begins()[0]).digest}
+    assert verify_run(fleet.store).disagreement is None
+
+
+def of_shards(participants: list[Participant]) -> int:
+    return len(participants[0].base.shards(0))
+
+
+def test_all_hold_the_base_of_a_gather_and_read_fewer_payloads():
+    fleet, participants = fleet_of("scatter_reduce")
+    commit = played(participants)
+    assert [each.averaged for each in commit.answers] == [True] * REPLICAS and commit.checks
+    shards, reads = of_shards(participants), sum(fleet.engine.read.values())
+    # Before the commit each reads half of the others' shards and some as a deputy, then one drawn shard more.
+    assert shards == 9 and reads < 0.85 * REPLICAS * (REPLICAS - 1) * shards
+    assert_right(fleet, participants)
+    assert verify_run(fleet.store).disagreement is None
+    for info in list(fleet.store.list(keys.reduced_shards(1))):
+        fleet.engine.delete(info.key)
+    assert verify_run(fleet.store).disagreement is None  # which needs no reduced shard
+
+
+BAD_RECORDS = {
+    "truncated": lambda data: data[: len(data) // 2],
+    "garbage": lambda data: b"\x00\xff garbage",
+    "another claim": lambda data: json.dumps({**json.loads(data), "claim_sha256": "0" * 64}).encode(),
+    "another leg": lambda data: json.dumps({**json.loads(data), "leg": 2}).encode(),
+    "negative shard": lambda data: data.replace(b'"good":[', b'"good":[-1,'),
+}
+
+
+@pytest.mark.parametrize("what", BAD_RECORDS)
+def test_a_check_record_that_cannot_count_costs_reading_and_nothing_else(what, caplog):
+    fleet, participants = fleet_of("scatter_reduce")
+    fleet.engine.change = lambda key, data: BAD_RECORDS[what](data) if "checked/1." in key else data
+    commit = played(participants)
+    assert all(each.averaged for each in commit.answers)
+    assert "a check record of replica 1 does not count" in caplog.text
+    assert_right(fleet, participants)
+
+
+def lying(key: str, data: bytes, good: bool) -> bytes:
+    """Records of replica 1 find every shard good, or every shard bad."""
+    if "checked/1." not in key:
+        return data
+    body = json.loads(data)
+    for each in body["read"]:
+        each["good"], each["bad"] = ([*each["good"], *each["bad"]], []) if good else ([], [*each["good"], *each["bad"]])
+    return json.dumps(body).encode()
+
+
+def test_one_replica_that_calls_every_shard_bad_keeps_nobody_out():
+    fleet, participants = fleet_of("scatter_reduce")
+    fleet.engine.change = lambda key, data: lying(key, data, good=False)
+    commit = played(participants)
+    assert [each.kind for each in commit.answers] == ["delta"] * REPLICAS
+    assert_right(fleet, participants)
+
+
+def test_one_replica_that_vouches_for_a_damaged_payload_gets_it_averaged_by_nobody():
+    fleet, participants = fleet_of("scatter_reduce")
+
+    def change(key: str, data: bytes) -> bytes:
+        payload = keys.parse_payload(key)
+        rotten = payload is not None and payload.replica_id == 2 and payload.take == 1
+        return data[:-1] + bytes([data[-1] ^ 1]) if rotten else lying(key, data, good=True)
+
+    fleet.engine.change = change
+    commit = played(participants)
+    kinds = {each.replica_id: (each.kind, each.averaged) for each in commit.answers}
+    assert 2 not in kinds or kinds[2] == ("unverifiable", False)
+    assert all(kinds[i] == ("delta", True) for i in (0, 1, 3))
+    assert_right(fleet, participants)
+
+
+def test_a_reduced_shard_that_differs_from_its_inputs_decides_nothing():
+    fleet, participants = fleet_of("scatter_reduce")
+    fleet.engine.change = lambda key, data: data[:-1] + b"!" if keys.parse_reduced_shard(key) else data
+    played(participants)
+    assert_right(fleet, participants)
+
+
+def test_a_replica_that_publishes_wrong_averages_decides_nothing(caplog):
+    fleet, participants = fleet_of("scatter_reduce")
+
+    def change(key: str, data: bytes) -> bytes:
+        if key != keys.reduced(1, 1):
+            return data
+        record = Reduced.from_bytes(data, key)
+        wrong = tuple(each.model_copy(update={"digest": "b3:" + "0" * 64}) for each in record.shards)
+        return record.model_copy(update={"shards": wrong}).to_bytes()
+
+    fleet.engine.change = change
+    played(participants)
+    assert_right(fleet, participants)
+    assert "rank 1 published an average of shard" in caplog.text
+
+
+def test_replicas_that_die_after_they_contributed_are_read_and_averaged_for():
+    """Replica 3 reads nothing and averages nothing."""
+    fleet, participants = fleet_of("scatter_reduce")
+    for each in participants:
+        contribute(each)
+    commits = together([lambda each=each: close(each) for each in participants[:3]])  # type: ignore[misc]
+    assert [a.replica_id for a in commits[0].commit.answers if a.averaged] == [0, 1, 2, 3]
+    assert_right(fleet, participants[:3])
+
+
+@pytest.mark.parametrize("whose", [(), (0,)], ids=["no records", "its own records"])
+def test_a_commit_of_what_nobody_but_its_author_has_read_averages_nobody(whose):
+    """One liar commits its own unreadable payload beside others': in a gather such a run ends with PayloadCorrupt."""
+    fleet, participants = fleet_of("scatter_reduce")
+    for each in participants:
+        contribute(each)
+    for each in participants[1:]:
+        each._closer._observe(waited=False)  # reads and reports what is dealt to it
+    honest = close(participants[0]).commit
+    assert {each.replica_id for each in honest.checks or ()} == set(range(REPLICAS))
+    kept = tuple(each for each in honest.checks or () if each.replica_id in whose)
+    fleet.engine.put(keys.commit(1), honest.model_copy(update={"checks": kept}).to_bytes())
+    for index in range(of_shards(participants)):
+        fleet.engine.put(keys.payload(1, 0, 1, index), b"junk")
+    for each in participants[1:]:
+        each.close()
+        last = each._tip.value.last
+        assert last is not None and "nobody else has found good" in last.void
+        assert not last.commit.decided_about() and last.commit.empty_rounds == 1
+    assert len({each.digest for each in participants[1:]}) == 1
+
+
+def test_dealers_of_a_contribution_are_never_its_author_and_few_dealers_make_a_gather():
+    dealing = dealing_of(3, 5, [0, 1, 3, 4])
+    assert dealing == Dealing(3, 5, frozenset({0, 1, 3, 4}))
+    for author in range(5):
+        for shard in range(7):
+            readers = dealing.readers(author, shard)
+            assert len(set(readers)) == 2 and author not in readers
+            assert set(readers) == set(dealing.averagers(shard)) or author in dealing.averagers(shard)
+    assert dealing_of(3, 5, [0, 1]) is None and dealing_of(3, 8, [0, 1, 2, 3]) is None
+    assert dealing_of(3, 3, [0, 1]) is None and dealing_of(3, 3, [0, 1, 2]) is not None
+
+
+def test_auto_takes_the_predicted_faster_path_and_says_both(caplog):
+    caplog.set_level("INFO")
+    config = {"entrypoint": "m:f", "replicas": 8, "path": "auto"}
+    assert scatters(make_config(config), [25_000_000]) and not scatters(make_config(config), [1000])
+    assert caplog.text.count("s by gather") == 2 and "by scatter_reduce, at 50 ms" in caplog.text
+    assert not scatters(make_config({**config, "adapters": "exact"}), [25_000_000])
+    assert not scatters(make_config({**config, "replicas": 2, "path": "scatter_reduce"}), [25_000_000])
+    with pytest.raises(ConfigError, match="the mean of products needs every payload"):
+        make_config({**config, "path": "scatter_reduce", "adapters": "exact"})
+
+
+def test_settings_of_a_gather_are_stored_as_before():
+    gather, scatter = (make_config({"entrypoint": "m:f", "path": path}) for path in ("gather", "scatter_reduce"))
+    assert "path" not in gather.model_dump() and scatter.model_dump()["path"] == "scatter_reduce"
