@@ -223,8 +223,3 @@ def test_auto_takes_the_predicted_faster_path_and_says_both(caplog):
     assert not scatters(make_config({**config, "replicas": 2, "path": "scatter_reduce"}), [25_000_000])
     with pytest.raises(ConfigError, match="the mean of products needs every payload"):
         make_config({**config, "path": "scatter_reduce", "adapters": "exact"})
-
-
-def test_settings_of_a_gather_are_stored_as_before():
-    gather, scatter = (make_config({"entrypoint": "m:f", "path": path}) for path in ("gather", "scatter_reduce"))
-    assert "path" not in gather.model_dump() and scatter.model_dump()["path"] == "scatter_reduce"
