@@ -57,7 +57,7 @@ class Dealing:
 
 
 def dealing_of(round_: int, replicas: int, among: Iterable[int]) -> Dealing | None:
-    """How a round's shards are dealt among some replicas. None, which is a gather: half of the run's or too few."""
+    """Dealing of a round's shards among some replicas; None for fewer than three, or half of the run's: a gather."""
     dealing = Dealing(round_, replicas, frozenset(among))
     return dealing if len(dealing.among) >= max(_FEWEST_DEALERS, replicas // 2 + 1) else None
 

@@ -187,7 +187,7 @@ class Authors:
     def why_not_each(self, manifests: Sequence[Contribution | Checked]) -> dict[int, str]:
         """Reasons why manifests, or check records, are not by the attempts that they name, by replica id.
 
-        Without those that may be. Of each replica there is at most one.
+        Without those that may be. Each replica has at most one in `manifests`.
 
         One LIST and one GET, in parallel, for every attempt not read before, then another GET. Raises the store's
         errors.

@@ -173,7 +173,10 @@ def _readable(reader: ContributionReader, round_: int, replica_id: int) -> Contr
 def _payloads(
     run_log: RunLog, horizon: int, newest: dict[tuple[int, int], Contribution], after_round: int
 ) -> Iterator[ObjectInfo]:
-    """Payloads and reduced shards of rounds after `after_round` up to `horizon`, without work that is still owed."""
+    """Payloads and reduced shards of rounds after `after_round` up to `horizon`, without those still needed.
+
+    Needed is work that may still be added to a later round.
+    """
     carried = {(m.round, m.replica_id) for m in newest.values() if not _is_averaged(run_log, m)}
     authors: set[tuple[int, int]] = set()  # of the round that is being listed: its manifests come before its payloads
     for info in run_log.store.list(keys.ROUNDS, start_after=keys.end_of_round(after_round)):

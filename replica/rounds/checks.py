@@ -252,7 +252,7 @@ class Checks:
         return True
 
     def _said(self, answer: Answer, shard: PayloadShard) -> Mapping[int, bool]:
-        """What others than its author have found in a payload shard, by replica id."""
+        """Findings of replicas other than the author about a payload shard, by replica id: whether it is good."""
         heard = self._heard.get((answer.manifest_sha256, shard.index), {})
         return {replica_id: good for replica_id, good in heard.items() if replica_id != answer.replica_id}
 

@@ -281,7 +281,7 @@ class ReceivedResponses:
         self._verify_each(shards, expected)
 
     def why_not(self, shard: PayloadShard) -> str | None:
-        """Why a payload shard that this replica has read cannot be averaged, "" if it can; None if it was not read."""
+        """Reason why a payload shard cannot be averaged, "" if it can; None if this replica has not read it."""
         return self._read_as.get(shard.name)
 
     def _verify_each(

@@ -87,11 +87,11 @@ class HeldTip:
 
     @property
     def dealing(self) -> Dealing | None:
-        """How the payload shards of the open round are dealt among its roster; None if everybody reads everything."""
+        """Dealing of the open round's payload shards among its roster; None if everybody reads everything."""
         return None if self.open.final_evaluation else self._dealt(self.open.roster)
 
     def dealing_of_averages(self, commit: Commit) -> Dealing | None:
-        """How the averages of the open round are dealt among those who answered it; None if everybody makes all.
+        """Dealing of the open round's averages among those who answered it; None if everybody makes all.
 
         `commit`: the round's. Who has not answered may have died long before the commit.
         """

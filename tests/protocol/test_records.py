@@ -14,7 +14,7 @@ from diloco_orchestrator.protocol.record_format import Record, Stamp
 # Changing one of these changes what is in buckets already: raise SCHEMA_VERSION, and name the version that reads the
 # old form in `record_format`.
 GOLDEN = {
-    "run": "2ab1201f0b563ee1b75958f04d9afe9188543f5661b2cd164cb4064b208514f6",
+    "run": "47869fbb7ce37b56ac762266d6587c97d5683e60bd9f731ea2b95dda51cf217e",
     "start": "d2db0d5588e2a1cd8291e98216cd05ad4dcb650d98de33bb37e3f0b597f17473",
     "began": "ed9ab3c189183978f717126ab98fbc2f5f353fe6d3df6d0e797721781d3c9c92",
     "follows": "def2cc8a1c41782004e9f40be557960266ceb7049d801e97b6d39fe6a9346a78",
@@ -30,6 +30,7 @@ GOLDEN = {
     "exit": "3effdbee3c8da206482d477eeb89226c8eafd452fdd70fa2a4aae1452efb9825",
     "heartbeat": "f6ba7a2718840313e1dee11c8065cc6430e3183a77fd32a65303312cfdd97e00",
     "contribution": "df14c3143a0c99fd030a09691f923563de58f9a485371c5cab3e706df415c6cf",
+    "checked": "0dcd3f403ca44c64f6ba8b2dd2530aefdce8bd48b2916be29d065739bc451bfc",
     "commit": "e65014ad9814c234a8b7a5ff5a58b86787b65fb2e0ef444b6d5036cdbdae0266",
     "offer": "a2fe753385222c5a7fc38c9d59866c47b61044d2a4f904ea0a7b80c0d790154c",
     "taken": "4b647553a718d3569d28d248867717741f6117f543d42a14a07a66661fa23b42",

@@ -21,7 +21,9 @@ def test_what_is_not_dealt_is_neither_verified_nor_held(dealing, kinds):
     fleet.engine.put(keys.payload(1, 2, 1, 0), b"other bytes")
     payloads, attempt = RecentPayloads(), participants[0]._attempt
     received = ReceivedResponses(fleet.store, NoBackground(), payloads, attempt.authors, dealing)
-    expected = ExpectedContribution(round=1, leg=1, fragment=0, numel=12, config=fleet.config)
+    expected = ExpectedContribution(
+        round=1, leg=1, fragment=0, numel=12, shard_numel=fleet.config.shard_numel, config=fleet.config
+    )
     received.receive(received.unread(expected), expected)
     assert [each.kind for each in received.answers()] == kinds.split()
     assert [PayloadShard(each, 0).name in payloads for each in manifests] == [True, True, False]
@@ -32,7 +34,9 @@ def test_an_own_manifest_that_the_store_damaged_is_noticed_before_a_commit_names
     zero, _ = fleet.join_all()
     manifest, attempt = answer(zero, 1.0), zero._attempt
     received = ReceivedResponses(fleet.store, NoBackground(), RecentPayloads(), attempt.authors, everything)
-    expected = ExpectedContribution(round=1, leg=1, fragment=0, numel=12, config=fleet.config)
+    expected = ExpectedContribution(
+        round=1, leg=1, fragment=0, numel=12, shard_numel=fleet.config.shard_numel, config=fleet.config
+    )
     received.take_own(manifest.to_bytes(), 0, expected)
     assert received.unread(expected) == {} and received.confirm_own(0, 1)
     received.take_own(manifest.to_bytes(), 0, expected)
