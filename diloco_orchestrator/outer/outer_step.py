@@ -80,17 +80,17 @@ def average_and_step(
     if adapters:
         return _with_adapters(base, fragment, named, read, outer, adapters)
     shards = base.shards(fragment)
-    if averages is not None:
-        for shard, made in zip(shards, averages, strict=True):
-            step_in_threads(shard, functools.partial(_blocks_of, made), outer)
-        return NamedVector(base.shapes(base.fragments[fragment]), averages) if keep_average else {}
-    parts = [part_of(manifest, weight, read) for manifest, weight in named]
-    average = aggregate_of(aggregate, parts, [len(shard.parameters) for shard in shards])
-    kept = [held(len(shard.parameters), "the average") for shard in shards] if keep_average else []
-    for index, shard in enumerate(shards):
-        step_in_threads(shard, average.shard(index), outer, kept[index] if keep_average else None)
-    if left_out is not None:
-        left_out += average.left_out
+    kept = list(averages or ())
+    for shard, made in zip(shards, kept, strict=averages is not None):
+        step_in_threads(shard, functools.partial(_blocks_of, made), outer)
+    if averages is None:
+        parts = [part_of(manifest, weight, read) for manifest, weight in named]
+        average = aggregate_of(aggregate, parts, [len(shard.parameters) for shard in shards])
+        kept = [held(len(shard.parameters), "the average") for shard in shards] if keep_average else []
+        for index, shard in enumerate(shards):
+            step_in_threads(shard, average.shard(index), outer, kept[index] if keep_average else None)
+        if left_out is not None:
+            left_out += average.left_out
     return NamedVector(base.shapes(base.fragments[fragment]), kept) if keep_average else {}
 
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 from protocol_fleet import FAST, Fleet, HurriedClock, close, report, together
 
-from diloco_orchestrator.allreduce.dealing import Dealing, dealing_of, scatters
+from diloco_orchestrator.allreduce.dealing import Dealing, dealers, dealing_of, scatters
 from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.allreduce_records import Reduced
+from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.rebuild import rebuild
@@ -157,12 +158,17 @@ def test_a_reduced_shard_that_differs_from_its_inputs_decides_nothing():
 def test_a_replica_that_publishes_wrong_averages_decides_nothing(caplog):
     fleet, participants = fleet_of("scatter_reduce")
 
+    told: dict[int, str] = {}  # digests of the wrong averages that replica 1 writes as an owner
+
     def change(key: str, data: bytes) -> bytes:
+        if (found := keys.parse_reduced_shard(key)) is not None and dealers(1, found[1], REPLICAS)[0] == 1:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+            told[found[1]] = bulk_digest(data)
         if key != keys.reduced(1, 1):
             return data
         record = Reduced.from_bytes(data, key)
-        wrong = tuple(each.model_copy(update={"digest": "b3:" + "0" * 64}) for each in record.shards)
-        return record.model_copy(update={"shards": wrong}).to_bytes()
+        wrong = (each.model_copy(update={"digest": told.get(each.shard, each.digest)}) for each in record.shards)
+        return record.model_copy(update={"shards": tuple(wrong)}).to_bytes()
 
     fleet.engine.change = change
     played(participants)
