@@ -35,6 +35,7 @@ OURS = {
     "report": "diloco_orchestrator.cli.read_commands:report",
     "resume": "diloco_orchestrator.cli.run_commands:resume",
     "run": "diloco_orchestrator.cli.run_commands:run_",
+    "scale": "diloco_orchestrator.cli.run_commands:scale",
     "snapshots": "diloco_orchestrator.cli.read_commands:snapshots",
     "split": "diloco_orchestrator.split.command:split",
     "status": "diloco_orchestrator.cli.read_commands:status",
