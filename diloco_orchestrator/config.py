@@ -352,8 +352,8 @@ class RunConfig(Tree):
         return {**values, "replicas": least, "max_replicas": most}
 
     @model_serializer(mode="wrap")
-    def _without_seats(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # Versions that know no seats read the run.json of a run of a fixed number of replicas.
+    def _without_its_later_field(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Earlier versions, which do not know `max_replicas`, read the run.json of a run of a fixed number of replicas.
         return {name: value for name, value in dump(self).items() if name != "max_replicas" or value is not None}
 
     @field_validator("guard", mode="before")
@@ -395,14 +395,14 @@ class RunConfig(Tree):
                 "reads the bucket. Hand them over with secrets= (--secret NAME)."
             )
         check_track(self.track)
-        if self.replicas > self.seats:
+        if self.replicas > self.most_replicas:
             raise ConfigError(
-                f"max_replicas={self.seats} is below replicas={self.replicas}, of which the run has at least so many. "
+                f"max_replicas={self.most_replicas} is below replicas={self.replicas}, of which the run has at least so many. "
                 "Give the smaller number first, as in replicas=4, max_replicas=16 (--replicas 4..16)."
             )
-        if self.seats > self.replicas and self.quorum == "all":
+        if self.most_replicas > self.replicas and self.quorum == "all":
             raise ConfigError(
-                f'quorum="all" with replicas={self.replicas} and max_replicas={self.seats}: every round would wait for '
+                f'quorum="all" with replicas={self.replicas} and max_replicas={self.most_replicas}: every round would wait for '
                 "replicas that nobody has launched. Leave out max_replicas, or give a number as quorum."
             )
         if isinstance(self.quorum, int) and not 1 <= self.quorum <= self.replicas:
@@ -432,10 +432,10 @@ class RunConfig(Tree):
             )
 
     @property
-    def seats(self) -> int:
+    def most_replicas(self) -> int:
         """The number of replica ids of the run: `max_replicas`, or `replicas` in a run of a fixed number of replicas.
 
-        Ids are 0 to `seats` - 1. Data and held-out items are dealt over all of them.
+        Ids are 0 to `most_replicas` - 1. Data and held-out items are dealt over all of them.
         """
         return self.replicas if self.max_replicas is None else self.max_replicas
 

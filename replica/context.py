@@ -52,7 +52,7 @@ class ReplicaContext:
 
         Nobody reads the part of an id that is vacant.
         """
-        return self._attempt.config.seats
+        return self._attempt.config.most_replicas
 
     @property
     def seed(self) -> int:

@@ -139,7 +139,7 @@ class LaunchPlan:
     executor: str
     url: str
     replicas: int
-    seats: int  # ids of replicas: to so many the run can be scaled, and over so many its data is dealt
+    most_replicas: int  # ids of replicas: to so many the run can be scaled, and over so many its data is dealt
     code: str  # what travels; empty where nothing has to
     requests: Mapping[str, Mapping[str, Any]]  # of each executor's first replica as its provider gets it, redacted
     hourly_usd: float | None  # of all replicas together; None where the price of one is not known
@@ -193,12 +193,12 @@ class LaunchPlan:
         )
 
     def _scaling(self) -> list[str]:
-        if self.seats == self.replicas:
+        if self.most_replicas == self.replicas:
             return []
         price = "" if self.hourly_usd is None else f", ${self.hourly_usd / self.replicas:.2f} an hour for each"
         return [
-            f"scaling:   up to {self.seats} replicas by `diloco scale`{price}",
-            f"data:      dealt over {self.seats}: while {self.replicas} train, nobody reads the parts of the others",
+            f"scaling:   up to {self.most_replicas} replicas by `diloco scale`{price}",
+            f"data:      dealt over {self.most_replicas}: while {self.replicas} train, nobody reads the parts of the others",
         ]
 
     def lines(self) -> list[str]:
@@ -294,7 +294,7 @@ def plan_launch(
         executor=prepared.executor.name,
         url=prepared.url,
         replicas=config.replicas,
-        seats=config.seats,
+        most_replicas=config.most_replicas,
         code="" if archive is None else archive.words(),
         requests=_sent(prepared.executor, prepared.requests),
         hourly_usd=sum(price.hourly_usd for price in known) if len(known) == config.replicas else None,

@@ -26,7 +26,7 @@ class Policy:
     """The settings of a run that decide when a round ends: quorum and timeouts."""
 
     replicas: int  # that the leg begins with; ids 0 to `replicas` - 1
-    seats: int  # replica ids of the run; more than `replicas` in a run that can be scaled
+    most_replicas: int  # replica ids of the run; more than `replicas` in a run that can be scaled
     quorum: int  # contributions a round needs
     strict: bool  # whether the quorum is "all": every round waits for every replica
     round_timeout_s: float
@@ -36,7 +36,7 @@ class Policy:
     def of(cls, config: RunConfig) -> "Policy":
         return cls(
             replicas=config.replicas,
-            seats=config.seats,
+            most_replicas=config.most_replicas,
             quorum=config.contributions_needed,
             strict=config.quorum == "all",
             round_timeout_s=config.timing.round_timeout_s,

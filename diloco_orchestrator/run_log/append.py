@@ -89,9 +89,9 @@ def request_scale(log: RunLog, replicas: int, by: str, stamp: Stamp) -> None:
             f"{log.store.url} was launched with {config.replicas} replicas and no max_replicas, so that data and "
             "held-out items are dealt over these. Launch a run with --replicas 4..16 to scale it while it trains."
         )
-    if not config.replicas <= replicas <= config.seats:
+    if not config.replicas <= replicas <= config.most_replicas:
         raise ConfigError(
-            f"{log.store.url} has {config.replicas} to {config.seats} replicas, not {replicas}: choose one of these. "
+            f"{log.store.url} has {config.replicas} to {config.most_replicas} replicas, not {replicas}: choose one of these. "
             "Fewer or more need a resume with other replicas, or a new run."
         )
     if (result := log.result(leg)) is not None:

@@ -237,7 +237,10 @@ class LegRecords:
             number += 1
             try:
                 asked = parsed(Scale, keys.scale(leg, number), data).record
-                if (asked.leg, asked.number) != (leg, number) or not config.replicas <= asked.replicas <= config.seats:
+                if (asked.leg, asked.number) != (
+                    leg,
+                    number,
+                ) or not config.replicas <= asked.replicas <= config.most_replicas:
                     raise RecordInvalid(f"it asks for {asked.replicas} replicas, or is of another leg")
                 replicas = asked.replicas
                 log.info("%d replicas are wanted from now on: %s asked", replicas, asked.by)
@@ -256,7 +259,7 @@ class LegRecords:
         found = {}
         for key in self._listed_outs:
             of_leg, replica_id = keys.out.parse(key) or (0, 0)
-            if of_leg == leg and replica_id < self.run.config.seats and (record := self._out(key)) is not None:
+            if of_leg == leg and replica_id < self.run.config.most_replicas and (record := self._out(key)) is not None:
                 found[replica_id] = record
         return found
 

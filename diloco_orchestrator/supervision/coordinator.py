@@ -76,7 +76,7 @@ class Coordinator:
         self._config = run_log.configs.of(self.leg)
         self._policy = AttemptPolicy.of(self._config)
         self._scales = self._config.max_replicas is not None
-        ids = range(self._config.seats) if self._scales else ()
+        ids = range(self._config.most_replicas) if self._scales else ()
         self._offered = [each for each in ids if isinstance(part_of(means.executor, each), OffersToMachines)]
         self._requests = means.requests(run_log, run_log.launched(begin.record))
         self._vendor = Vendor(self._executor, self._requests, background or NoBackground(), clock, self._policy)

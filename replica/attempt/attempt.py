@@ -113,7 +113,7 @@ def claim_attempt(
     if launched is not None and run_json is not None:
         launched.check_run(run_json, store.url)
     log = RunLog(store, run_json=run_json)
-    replicas = log.run.config.seats
+    replicas = log.run.config.most_replicas
     if not 0 <= replica_id < replicas:
         raise ConfigError(f"replica {replica_id} is outside 0..{replicas - 1} of the run in {store.url}.")
     leg = log.newest_begin()

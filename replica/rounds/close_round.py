@@ -260,7 +260,7 @@ class RoundCloser:
 
         Does nothing with quorum "all", and if that commit averages or quarantines every replica.
         """
-        last, replicas = self._tip.last, self._attempt.config.seats
+        last, replicas = self._tip.last, self._attempt.config.most_replicas
         decided = last.decided_about() if last else set()
         if last is None or not self._timing.elastic or len(decided) == replicas:
             return

@@ -229,7 +229,7 @@ class Simulation:
             self._commits, self._calls = len(self.bucket.commits), 0
         # Where a payload is gone for good every attempt asks for it as long as a round may take, then the next one.
         attempts = self.config.retry.max_errors if self.plan.harms else 1
-        if self._calls > MOST_CALLS * (self.plan.seats + self.plan.machines + 1) * attempts:
+        if self._calls > MOST_CALLS * (self.plan.most_replicas + self.plan.machines + 1) * attempts:
             self._fail_in_loop(f"no commit in {self._calls} calls")
         self.digest.update(f"{clock.now():.6f} {clock.world.current.name} {verb} {key}\n".encode())
 
@@ -372,7 +372,7 @@ class Simulation:
         patterns = [(parameter, pattern(replica_id, parameter)) for parameter in model.trained()]
         optimizer = torch.optim.SGD(model.trained(), lr=LEARNING_RATE, momentum=0.0)
         with ctx.attach(
-            model, optimizer, heldout=self._score, heldout_items=list(range(max(8, plan.seats)))
+            model, optimizer, heldout=self._score, heldout_items=list(range(max(8, plan.most_replicas)))
         ) as replica:
             session = replica._training
             self.sessions[replica_id, ctx._attempt.number] = session
