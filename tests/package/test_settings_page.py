@@ -14,10 +14,10 @@ from diloco_orchestrator.config import FIRST, LAST, RunConfig
 PAGE = Path(__file__).parents[2] / "docs/reference/settings.md"
 ABOVE = """# Settings
 
-Every setting of a run, with its default, unit and reason, as `diloco run --help` has them; `make docs-settings` writes
-this page from the tree (`diloco_orchestrator/config.py`). At the command line `outer.lr` is `--outer-lr`, in a file
-(`--config run.toml`) `lr` below `[outer]`, and from Python `launch(…, outer={"lr": …})`. What was chosen is
-frozen in `run.json`.
+Every setting of a run, with default, unit and reason, as `diloco run --help`, `--help-settings` and `--help-experts`
+have them; `make docs-settings` writes this page from the tree (`diloco_orchestrator/config.py`). At the command line
+`outer.lr` is `--outer-lr`, in a file (`--config run.toml`) `lr` below `[outer]`, and from Python `launch(…,
+outer={"lr": …})`. What was chosen is frozen in `run.json`.
 """
 TIERS = ("What most runs choose", "Now and then", "Right as they are for nearly every run")
 
