@@ -414,13 +414,13 @@ class RunConfig(Tree):
         check_track(self.track)
         if self.replicas > self.most_replicas:
             raise ConfigError(
-                f"max_replicas={self.most_replicas} is below replicas={self.replicas}, of which the run has at least so many. "
-                "Give the smaller number first, as in replicas=4, max_replicas=16 (--replicas 4..16)."
+                f"max_replicas={self.most_replicas} is below replicas={self.replicas}, of which the run has at least "
+                "so many. Give the smaller number first, as in replicas=4, max_replicas=16 (--replicas 4..16)."
             )
         if self.most_replicas > self.replicas and self.quorum == "all":
             raise ConfigError(
-                f'quorum="all" with replicas={self.replicas} and max_replicas={self.most_replicas}: every round would wait for '
-                "replicas that nobody has launched. Leave out max_replicas, or give a number as quorum."
+                f'quorum="all" with replicas={self.replicas} and max_replicas={self.most_replicas}: every round would '
+                "wait for replicas that nobody has launched. Leave out max_replicas, or give a number as quorum."
             )
         if isinstance(self.quorum, int) and not 1 <= self.quorum <= self.replicas:
             raise ConfigError(

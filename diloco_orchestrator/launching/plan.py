@@ -198,7 +198,7 @@ class LaunchPlan:
         price = "" if self.hourly_usd is None else f", ${self.hourly_usd / self.replicas:.2f} an hour for each"
         return [
             f"scaling:   up to {self.most_replicas} replicas by `diloco scale`{price}",
-            f"data:      dealt over {self.most_replicas}: while {self.replicas} train, nobody reads the parts of the others",
+            f"data:      dealt over {self.most_replicas}: while {self.replicas} train, nobody reads the others' parts",
         ]
 
     def lines(self) -> list[str]:

@@ -91,12 +91,12 @@ def request_scale(log: RunLog, replicas: int, by: str, stamp: Stamp) -> None:
         )
     if not config.replicas <= replicas <= config.most_replicas:
         raise ConfigError(
-            f"{log.store.url} has {config.replicas} to {config.most_replicas} replicas, not {replicas}: choose one of these. "
-            "Fewer or more need a resume with other replicas, or a new run."
+            f"{log.store.url} has {config.replicas} to {config.most_replicas} replicas, not {replicas}: choose one of "
+            "these. Fewer or more need a resume with other replicas, or a new run."
         )
-    if (result := log.result(leg)) is not None:
+    if (ended := log.result(leg)) is not None:
         raise ConfigError(
-            f"{log.store.url} has ended ({result.status}). Resume it with another number: diloco resume --replicas "
+            f"{log.store.url} has ended ({ended.status}). Resume it with another number: diloco resume --replicas "
             f"{replicas}."
         )
     writer = Writer(log.store, Role.ANYBODY)

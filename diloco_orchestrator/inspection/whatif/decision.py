@@ -71,7 +71,8 @@ def other_decision(
     unknown = sorted(replica_id for replica_id in without if not 0 <= replica_id < config.most_replicas)
     if unknown:
         raise ConfigError(
-            f"the run has no replica {unknown[0]}: its {config.most_replicas} replicas are 0 to {config.most_replicas - 1}."
+            f"the run has no replica {unknown[0]}: its {config.most_replicas} replicas are 0 to "
+            f"{config.most_replicas - 1}."
         )
     made = OtherDecision(tuple(sorted(set(without))), change)
     if not made.without and not made.change:
