@@ -22,8 +22,6 @@ autodoc_typehints = "description"
 python_use_unqualified_type_names = True
 lexers["mermaid"] = TextLexer()  # diagrams stay text here; GitHub draws them
 
-suppress_warnings = ["toc.empty_glob"]  # a pattern that takes up new pages
-
 html_theme = "furo"
 html_title = f"diloco-orchestrator {release}"
 html_additional_pages = {"index": "to_start.html"}
