@@ -43,7 +43,7 @@ class Dealing:
     """The replicas that read and average payload shards in one round by scatter-reduce, called its dealers."""
 
     round: int
-    replicas: int  # of the run
+    replicas: int  # ids of the run
     among: frozenset[int]  # the dealers
 
     def readers(self, author: int, shard: int) -> tuple[int, ...]:
@@ -56,10 +56,10 @@ class Dealing:
         return owner, checker
 
 
-def dealing_of(round_: int, replicas: int, among: Iterable[int]) -> Dealing | None:
+def dealing_of(round_: int, config: RunConfig, among: Iterable[int]) -> Dealing | None:
     """Dealing of a round's shards among some replicas; None for fewer than three, or half of the run's: a gather."""
-    dealing = Dealing(round_, replicas, frozenset(among))
-    return dealing if len(dealing.among) >= max(_FEWEST_DEALERS, replicas // 2 + 1) else None
+    dealing = Dealing(round_, config.most_replicas, frozenset(among))
+    return dealing if len(dealing.among) >= max(_FEWEST_DEALERS, config.replicas // 2 + 1) else None
 
 
 def bytes_down(lengths: Sequence[int], codec: str, world_size: int) -> tuple[int, int]:

@@ -177,7 +177,7 @@ class Conclusions:
         self._last = entry.sha256, found
         known = self._heldout, before.roster, rules.config, before.position.outer_step
         why = why_answers_differ(commit, found) or why_verdict_differs(commit, before.guard, found, *known)
-        if not why and rules.scatters and dealing_of(commit.round, rules.config.replicas, before.roster) is not None:
+        if not why and rules.scatters and dealing_of(commit.round, rules.config, before.roster) is not None:
             why = why_unread(commit, found, [self._check(commit, each, checks) for each in commit.checks or ()])
         return why
 

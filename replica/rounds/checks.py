@@ -82,7 +82,7 @@ class Checks:
         new = []
         for info in self._attempt.store.list(keys.checks(self._round)):
             parsed = keys.checked.parse(info.key)
-            if parsed and info.key not in self._keys and parsed[1] < self._attempt.config.replicas:
+            if parsed and info.key not in self._keys and parsed[1] < self._attempt.config.most_replicas:
                 new.append((info.key, *parsed[1:]))
         in_parallel(self._attempt.background, [partial(self._hear, *each) for each in new])
 

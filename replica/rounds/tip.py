@@ -98,7 +98,7 @@ class HeldTip:
         return self._dealt([answer.replica_id for answer in commit.answers if answer.attempt])
 
     def _dealt(self, among: Iterable[int]) -> Dealing | None:
-        return dealing_of(self.position.round + 1, self._attempt.config.replicas, among) if self._scatters else None
+        return dealing_of(self.position.round + 1, self._attempt.config, among) if self._scatters else None
 
     # -- closed rounds of this leg -------------------------------------------------------------------------------
 

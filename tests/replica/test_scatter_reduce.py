@@ -209,15 +209,18 @@ def test_a_commit_of_what_nobody_but_its_author_has_read_averages_nobody(whose):
 
 
 def test_dealers_of_a_contribution_are_never_its_author_and_few_dealers_make_a_gather():
-    dealing = dealing_of(3, 5, [0, 1, 3, 4])
+    three, five, eight = (make_config({"entrypoint": "m:f", "replicas": count}) for count in (3, 5, 8))
+    dealing = dealing_of(3, five, [0, 1, 3, 4])
     assert dealing == Dealing(3, 5, frozenset({0, 1, 3, 4}))
     for author in range(5):
         for shard in range(7):
             readers = dealing.readers(author, shard)
             assert len(set(readers)) == 2 and author not in readers
             assert set(readers) == set(dealing.averagers(shard)) or author in dealing.averagers(shard)
-    assert dealing_of(3, 5, [0, 1]) is None and dealing_of(3, 8, [0, 1, 2, 3]) is None
-    assert dealing_of(3, 3, [0, 1]) is None and dealing_of(3, 3, [0, 1, 2]) is not None
+    assert dealing_of(3, five, [0, 1]) is None and dealing_of(3, eight, [0, 1, 2, 3]) is None
+    assert dealing_of(3, three, [0, 1]) is None and dealing_of(3, three, [0, 1, 2]) is not None
+    growing = make_config({"entrypoint": "m:f", "replicas": 4, "max_replicas": 16, "quorum": None})
+    assert dealing_of(3, growing, [0, 9, 14]) == Dealing(3, 16, frozenset({0, 9, 14}))
 
 
 def test_auto_takes_the_predicted_faster_path_and_says_both(caplog):
