@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from diloco_orchestrator.protocol import allreduce_records as of_averages
 from diloco_orchestrator.protocol import attempt_records as of_attempts
+from diloco_orchestrator.protocol import check_records as of_checks
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol import records as of_runs
 from diloco_orchestrator.protocol.keys import Form
@@ -90,7 +91,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(of_attempts.JoinCancel, (keys.about_offer(keys.JOIN_CANCEL),), _COORDINATOR),
     Kind(of_attempts.JoinEnd, (keys.about_offer(keys.JOIN_END),), _MACHINE + _COORDINATOR),
     Kind(of_runs.Contribution, (keys.contribution,), _ATTEMPT, _LARGE, by_itself=True),
-    Kind(of_runs.Checked, (keys.checked,), _ATTEMPT, _LARGE, by_itself=True),
+    Kind(of_checks.Checked, (keys.checked,), _ATTEMPT, _LARGE, by_itself=True),
     Kind(of_averages.Reduced, (keys.reduced,), _ATTEMPT, _LARGE),
     Kind(of_runs.ReuploadRequest, (keys.want,), _ATTEMPT),
     Kind(of_runs.Commit, (keys.commit,), _ATTEMPT + _COORDINATOR, _LARGE),

@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from pydantic import AfterValidator, Field, JsonValue
 
 from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.protocol.check_records import CheckNamed
 from diloco_orchestrator.protocol.digests import BulkDigest, Sha256, bulk_digest
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON, MOST_COUNTED, AsText, Part, Record
 from diloco_orchestrator.protocol.verdict import Verdict, VerdictKind
@@ -426,27 +427,6 @@ class Contribution(Record):
         return sum(origin.steps for origin in self.origins if origin.round == self.round)
 
 
-class ReadShards(Part):
-    """The payload shards of one contribution that a replica has read, by whether they are as the manifest says."""
-
-    manifest_sha256: Sha256
-    good: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    bad: tuple[Annotated[int, Field(ge=0)], ...] = ()
-
-
-class Checked(Record):
-    """The payload shards of others that a replica has read in a round by scatter-reduce since its record before."""
-
-    record: ClassVar[str] = "checked"
-    round: int = Field(ge=1)
-    leg: int = Field(ge=1)
-    replica_id: int = Field(ge=0)
-    attempt: int = Field(ge=1)
-    number: int = Field(ge=1)  # of this replica's records of the round
-    claim_sha256: Sha256
-    read: tuple[ReadShards, ...]
-
-
 # -- commits ----------------------------------------------------------------------------------------------------------
 
 
@@ -465,14 +445,6 @@ class Answer(Part):
     train_s: float = Field(default=0.0, ge=0)  # as the manifest says; 0 where that cannot be read
     manifest_sha256: Sha256
     reason: str = Field(default="", max_length=LONGEST_REASON)  # why it is no contribution, in its judge's words
-
-
-class CheckNamed(Part):
-    """A check record that a commit rests on, by its key and the sha256 of its bytes."""
-
-    replica_id: int = Field(ge=0)
-    number: int = Field(ge=1)
-    sha256: Sha256
 
 
 class Quarantine(Part):

@@ -11,8 +11,9 @@ from typing import Any
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol import keys, rounds
+from diloco_orchestrator.protocol.check_records import Checked
 from diloco_orchestrator.protocol.record_format import By
-from diloco_orchestrator.protocol.records import Begin, Checked, Commit, Contribution, UsualNorms
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, UsualNorms
 from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Policy, Position, is_final_evaluation
 from diloco_orchestrator.protocol.weights import is_said
 

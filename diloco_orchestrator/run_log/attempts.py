@@ -17,10 +17,11 @@ from diloco_orchestrator.clock import Background, in_parallel
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Cancel, Claim, Exit, Handle, Heartbeat, Intent, Waiting
+from diloco_orchestrator.protocol.check_records import Checked
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.kinds import most_bytes
 from diloco_orchestrator.protocol.record_format import Record
-from diloco_orchestrator.protocol.records import Checked, Contribution
+from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.run_log.reader import read, read_optional
 from diloco_orchestrator.store.base import Store
 

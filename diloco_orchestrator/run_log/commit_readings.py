@@ -12,9 +12,10 @@ from diloco_orchestrator.allreduce.dealing import dealing_of, scatters
 from diloco_orchestrator.errors import NoSuchRun, ObjectMissing, RecordInvalid, RecordTooNew
 from diloco_orchestrator.guard.round_fold import why_verdict_differs
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.check_records import Checked, CheckNamed
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.legs import leg_position
-from diloco_orchestrator.protocol.records import Begin, Checked, CheckNamed, Commit, Contribution, HeldoutSet, Start
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, HeldoutSet, Start
 from diloco_orchestrator.protocol.void_commits import (
     Before,
     LegRules,

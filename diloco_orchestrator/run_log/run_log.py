@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, RecordTooNew, RecordTooOld
 from diloco_orchestrator.protocol import keys, rounds
+from diloco_orchestrator.protocol.check_records import Checked
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.legs import leg_position
 from diloco_orchestrator.protocol.record_format import StampFields
-from diloco_orchestrator.protocol.records import Begin, Checked, Commit, Contribution, Result, Snapshot, Start
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Result, Snapshot, Start
 from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Position
 from diloco_orchestrator.run_log.commit_readings import Conclusions
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry

@@ -14,9 +14,10 @@ from itertools import count, islice
 from diloco_orchestrator.clock import in_parallel
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.check_records import Checked, CheckNamed, ReadShards
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON
-from diloco_orchestrator.protocol.records import Answer, Checked, CheckNamed, Contribution, ReadShards
+from diloco_orchestrator.protocol.records import Answer, Contribution
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.received import (
     ExpectedContribution,

@@ -7,7 +7,7 @@ from record_examples import B3, EXAMPLES, SHA
 
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew, RecordTooOld
-from diloco_orchestrator.protocol import allreduce_records, attempt_records, records
+from diloco_orchestrator.protocol import allreduce_records, attempt_records, check_records, records
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.record_format import Record, Stamp
 
@@ -48,7 +48,7 @@ GOLDEN = {
 
 
 def every_record() -> list[type[Record]]:
-    schemas = {**vars(records), **vars(attempt_records), **vars(allreduce_records)}.values()
+    schemas = {**vars(records), **vars(attempt_records), **vars(allreduce_records), **vars(check_records)}.values()
     found = [kind for kind in schemas if isinstance(kind, type) and issubclass(kind, Record)]
     return [kind for kind in found if kind is not Record]
 

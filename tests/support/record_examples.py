@@ -1,7 +1,7 @@
 """One record of each kind, with a value in every field that its golden bytes pin."""
 
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.protocol import allreduce_records, attempt_records, records
+from diloco_orchestrator.protocol import allreduce_records, attempt_records, check_records, records
 from diloco_orchestrator.protocol.record_format import Record
 
 STAMP = {"write_id": "0123456789abcdef-1", "at": 1700000000.5}
@@ -100,7 +100,7 @@ EXAMPLES: dict[str, Record] = {
         progress=records.Progress(cursor={"batches": 30, "epoch": 0}, rng={"torch": "AAA="}, inner_steps=90, tokens=5),
         train_s=1.5,
     ),
-    "checked": records.Checked(
+    "checked": check_records.Checked(
         **STAMP,
         round=3,
         leg=1,
@@ -108,7 +108,7 @@ EXAMPLES: dict[str, Record] = {
         attempt=2,
         number=1,
         claim_sha256=SHA,
-        read=(records.ReadShards(manifest_sha256=SHA, good=(0, 2), bad=(5,)),),
+        read=(check_records.ReadShards(manifest_sha256=SHA, good=(0, 2), bad=(5,)),),
     ),
     "commit": records.Commit(
         **STAMP,
