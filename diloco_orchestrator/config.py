@@ -6,7 +6,7 @@ no other file. It is longer than most, because whoever looks for a setting finds
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, TypedDict, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
@@ -216,7 +216,12 @@ class RunConfig(Tree):
         default_factory=list,
         description="held-out items as JSON: `ctx.heldout_items`; large sets belong in the workload",
     )
-    replicas: int = Field(default=4, ge=1, description="replicas, each one process on one device")
+    replicas: int = Field(default=4, ge=1, description="replicas, each one process on one device, or several ranks")
+    ranks_per_replica: int | tuple[int, ...] = Field(
+        default=1,
+        description="processes (ranks) of a replica, on one machine, which train one model with DDP or fully_shard; or "
+        "the number for each replica, as in 8,4,1",
+    )
     rounds: int = Field(default=100, ge=1, description="outer steps of the run")
     sync_every: int = Field(default=30, ge=1, description="inner steps between outer steps (H)")
     fragments: int = Field(
@@ -309,6 +314,11 @@ class RunConfig(Tree):
     retry: RetryConfig = Field(default_factory=RetryConfig)
     retention: RetentionConfig = Field(default_factory=RetentionConfig)
 
+    @field_validator("ranks_per_replica", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return value.strip("[]() ").split(",") if isinstance(value, str) and "," in value else value
+
     @field_validator("on_halt", mode="before")
     @classmethod
     def _parsed(cls, value: Any) -> Any:
@@ -344,6 +354,7 @@ class RunConfig(Tree):
                 f"{self.fragment_update_alpha:g}: both factors of a product must move wholly and in the same round. "
                 'Set fragments=1 and fragment_update_alpha=0, or adapters="mean".'
             )
+        self._check_ranks()
         get_codec(self.codec)  # raises `ConfigError` for one that is no row of its table
         self._check_aggregate()
         if self.fragment_sync_delay >= self.round_steps:
@@ -363,6 +374,33 @@ class RunConfig(Tree):
                 f'quorum={self.quorum}: choose 1..{self.replicas} (the number of replicas), or "all" to wait for each.'
             )
         return self
+
+    def _check_ranks(self) -> None:
+        """Raise `ConfigError` for numbers of ranks that do not fit the replicas or the other settings."""
+        given = self.ranks_per_replica
+        if isinstance(given, tuple) and len(given) != self.replicas:
+            raise ConfigError(
+                f"ranks_per_replica={list(given)} holds {len(given)} numbers for {self.replicas} replicas: give one "
+                "for each, or one for all."
+            )
+        every = [self.ranks_of(replica_id) for replica_id in range(self.replicas)]
+        if min(every) < 1:
+            raise ConfigError(f"ranks_per_replica={given}: a replica has at least one rank.")
+        if max(every) > 1:
+            for name, value, usual in (
+                ("fragment_update_alpha", self.fragment_update_alpha, 0.0),
+                ("adapters", self.adapters, "mean"),
+            ):
+                if value != usual:
+                    raise ConfigError(
+                        f"{name}={value!r} with ranks_per_replica={given}: it needs the whole model in one process. "
+                        f"Set {name}={usual!r}, or ranks_per_replica=1."
+                    )
+
+    def ranks_of(self, replica_id: int) -> int:
+        """The number of ranks (processes) of a replica."""
+        given = self.ranks_per_replica
+        return given[replica_id] if isinstance(given, tuple) else given
 
     def _check_aggregate(self) -> None:
         """Raise `ConfigError` if the aggregate is not supported with this run's other settings."""
@@ -503,6 +541,7 @@ class RunSettings(TypedDict, total=False):
 
     args: Mapping[str, Any]
     replicas: int
+    ranks_per_replica: int | Sequence[int]
     rounds: int
     sync_every: int
     fragments: int

@@ -146,6 +146,8 @@ class LaunchRequests:
         """Command and environment of an attempt, from run.json. Raises `ConfigError` for code that was not uploaded."""
         config = self.run.config
         where = ["--store", self.url, "--replica-id", str(replica_id), "--attempt", str(attempt)]
+        if (ranks := config.ranks_of(replica_id)) > 1:
+            where += ["--ranks", str(ranks)]
         where += self.launched.arguments()
         env = {**config.env, ENV_RANK: str(replica_id), ENV_WORLD_SIZE: str(config.replicas)}
         if self.secrets:
