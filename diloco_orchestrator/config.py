@@ -6,7 +6,7 @@ no other file. It is longer than most, because whoever looks for a setting finds
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, Self, TypedDict, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
@@ -217,7 +217,7 @@ class RunConfig(Tree):
         description="held-out items as JSON: `ctx.heldout_items`; large sets belong in the workload",
     )
     replicas: int = Field(default=4, ge=1, description="replicas, each one process on one device, or several ranks")
-    ranks_per_replica: int | tuple[int, ...] = Field(
+    ranks_per_replica: int | list[int] = Field(
         default=1,
         description="processes (ranks) of a replica, on one machine, which train one model with DDP or fully_shard; or "
         "the number for each replica, as in 8,4,1",
@@ -378,9 +378,9 @@ class RunConfig(Tree):
     def _check_ranks(self) -> None:
         """Raise `ConfigError` for numbers of ranks that do not fit the replicas or the other settings."""
         given = self.ranks_per_replica
-        if isinstance(given, tuple) and len(given) != self.replicas:
+        if isinstance(given, list) and len(given) != self.replicas:
             raise ConfigError(
-                f"ranks_per_replica={list(given)} holds {len(given)} numbers for {self.replicas} replicas: give one "
+                f"ranks_per_replica={given} holds {len(given)} numbers for {self.replicas} replicas: give one "
                 "for each, or one for all."
             )
         every = [self.ranks_of(replica_id) for replica_id in range(self.replicas)]
@@ -400,7 +400,7 @@ class RunConfig(Tree):
     def ranks_of(self, replica_id: int) -> int:
         """The number of ranks (processes) of a replica."""
         given = self.ranks_per_replica
-        return given[replica_id] if isinstance(given, tuple) else given
+        return given[replica_id] if isinstance(given, list) else given
 
     def _check_aggregate(self) -> None:
         """Raise `ConfigError` if the aggregate is not supported with this run's other settings."""
@@ -541,7 +541,7 @@ class RunSettings(TypedDict, total=False):
 
     args: Mapping[str, Any]
     replicas: int
-    ranks_per_replica: int | Sequence[int]
+    ranks_per_replica: int | list[int]
     rounds: int
     sync_every: int
     fragments: int
@@ -607,12 +607,13 @@ def check_track(track: str | None) -> None:
 def config_of_leg(config: RunConfig, change: Mapping[str, JsonValue], *, guard: bool = False) -> RunConfig:
     """The configuration of a leg (start or resume to stop) that changes some settings of run.json.
 
-    `change`: setting -> value, {"outer.lr": 0.5}. A leg may change its outer optimizer, values of `args` that the run
-    has, and with `guard` the guard's settings. Raises `ConfigError` naming the nearest of these, or the error in a
-    value.
+    `change`: setting -> value, {"outer.lr": 0.5}. A leg may change its outer optimizer, the numbers of ranks, values
+    of `args` that the run has, and with `guard` the guard's settings. Raises `ConfigError` naming the nearest of these,
+    or the error in a value.
     """
     names = [f"outer.{name}" for name in OuterConfig.model_fields] + [f"args.{name}" for name in sorted(config.args)]
     names += [f"guard.{name}" for name in GuardConfig.model_fields] if guard else []
+    names.append("ranks_per_replica")
     for name in change:
         if name.startswith("guard.") and not guard:
             raise ConfigError(

@@ -3,15 +3,12 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
 
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import ENV_LEAVE_AFTER, load_entrypoint, print_exit_line, unpacked_code
-from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.process.rank_processes import RankProcesses
 from diloco_orchestrator.replica.process.run_attempt import (
-    Ending,
     LeavingNotice,
     load_training_libraries,
     process_environment,
@@ -32,14 +29,8 @@ def main() -> int:
     leave_after = environ.get(ENV_LEAVE_AFTER)
     notice = LeavingNotice(clock, float(leave_after) if leave_after else None)
     notice.install()
-    start_ranks: Callable[[Attempt], Ending] | None = None
-    if options.ranks > 1:
-        arguments = ["--store", options.store, "--replica-id", str(options.replica_id)]
-        arguments += ["--attempt", str(options.attempt), *Launched.of_options(options).arguments()]
-
-        def start_ranks(attempt: Attempt) -> Ending:
-            return RankProcesses(attempt, arguments, environ, clock, notice).run()
-
+    arguments = ["--store", options.store, "--replica-id", str(options.replica_id)]
+    arguments += ["--attempt", str(options.attempt), *Launched.of_options(options).arguments()]
     ending = run_attempt(
         options.store,
         options.replica_id,
@@ -49,10 +40,11 @@ def main() -> int:
         background=ThreadBackground(),
         environ=environ,
         should_leave=notice,
-        load_libraries=lambda: None if start_ranks else load_training_libraries(environ),
+        # The process above ranks trains nothing, and needs no torch.
+        load_libraries=lambda: load_training_libraries(environ) if options.ranks == 1 else None,
         load_entrypoint=load_entrypoint,
         interrupt_if=notice.interrupt_if,
-        train_in_ranks=start_ranks,
+        train_in_ranks=lambda attempt: RankProcesses(attempt, arguments, environ, clock, notice).run(),
     )
     # Read by providers that report no exit code, and for local processes whose parent has died; by the coordinator for
     # the error of an attempt that wrote no record.

@@ -1,6 +1,7 @@
 """Commands that start, supervise, stop or tidy up a run: run, plan, demo, attach, resume, halt, gc."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -203,6 +204,7 @@ class _ResumeCommand(_RunCommand):
     default="",
     help="Let the guard begin anew, with a new baseline and the --guard-… given; WHY goes into the log.",
 )
+@click.option("--ranks", metavar="N", help="Ranks (processes) of a replica from now on, or of each, as in 2,1.")
 @json_option
 def resume(
     url: str,
@@ -210,6 +212,7 @@ def resume(
     from_round: int | None,
     why: str,
     override_guard: str,
+    ranks: str | None,
     as_json: bool,
     **given: Any,
 ) -> int:
@@ -222,7 +225,11 @@ def resume(
     guard, means = cast("GuardSettings", take_part("guard", given)), _means(given)
 
     def begin() -> "Run":
-        return attach(url, **means).resume(rounds, from_round, why, override_guard=override_guard, guard=guard)
+        numbers = None if ranks is None else [int(each) for each in re.findall(r"\d+", ranks)]
+        given = numbers[0] if numbers and len(numbers) == 1 else numbers
+        return attach(url, **means).resume(
+            rounds, from_round, why, override_guard=override_guard, guard=guard, ranks_per_replica=given
+        )
 
     return follow(begin, as_json=as_json)
 

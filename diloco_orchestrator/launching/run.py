@@ -242,14 +242,16 @@ class Run:
         *,
         override_guard: str = "",
         guard: GuardSettings | None = None,
+        ranks_per_replica: int | list[int] | None = None,
     ) -> "Run":
         """Resume a run that has stopped: begin its next leg (until its next stop), and launch the replicas.
 
         `rounds`: outer steps to take, by default those left. `from_round`: the base to start from, by default the one
         that the run stopped on, and after a halt by the guard the one with the best held-out score. `override_guard`:
         the reason for which the guard begins anew, with a new baseline and the settings in `guard`; everybody sees it
-        in the leg's record and in `status`. By default the guard goes on from its state at that base. Raises
-        `ConfigError` for a run that goes on, for settings without a reason, or naming the nearest base for a round that
+        in the leg's record and in `status`. By default the guard goes on from its state at that base.
+        `ranks_per_replica`: from now on, where machines of another size go on with the run. Raises `ConfigError` for a
+        run that goes on, for settings without a reason, or naming the nearest base for a round that
         left none.
         """
         run_log, executor = self._reader.log, self._means.executor
@@ -265,6 +267,7 @@ class Run:
             stamp=self._means.stamp,
             override_guard=override_guard,
             guard=cast(Mapping[str, JsonValue] | None, guard),
+            change=_ranks_changed(ranks_per_replica),
         )
         remember_leg(run_log, begin)
         return _supervised(run_log, self._means, self._track)
@@ -272,6 +275,13 @@ class Run:
     def logs(self, replica_id: int, attempt: int | None = None, tail: int | None = None) -> Iterator[str]:
         """Output lines of an attempt (by default the newest): from its executor while it runs, then from the bucket."""
         return log_lines(self._reader, replica_id, attempt, tail, self._means.executor)
+
+
+def _ranks_changed(ranks: int | list[int] | None) -> Mapping[str, JsonValue]:
+    """The setting that a resume with other numbers of ranks changes; none without any."""
+    if ranks is None:
+        return {}
+    return {"ranks_per_replica": ranks if isinstance(ranks, int) else list(ranks)}
 
 
 def launch(

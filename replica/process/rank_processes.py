@@ -27,6 +27,7 @@ from diloco_orchestrator.protocol.process import (
     EXIT_PREEMPTED,
     EXIT_SUPERSEDED,
 )
+from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.process.rank import STACKS, RankPlace
 from diloco_orchestrator.replica.process.run_attempt import Ending
@@ -193,12 +194,13 @@ class RankProcesses:
         """Print the stacks of all living ranks, end them, and return the ending with the rank that failed first."""
         self._look_for(_SETTLE_S)
         ending = self._ending(silent)
-        if ending.code == EXIT_ERROR:
-            for rank in self._ranks:
-                if rank.died is None:
-                    print(f"stack of rank {rank.number}, asked for because {ending.reason}:", file=sys.stderr)
-                    rank.process.send_signal(STACKS)
-                    self._look_for(_STACKS_S / self._count)
+        for rank in self._ranks if ending.code == EXIT_ERROR else ():
+            if rank.died is None and rank.ending is None:
+                print(f"the stacks of rank {rank.number}, because {ending.reason}:", file=sys.stderr)
+                rank.process.send_signal(STACKS)
+                self._look_for(_STACKS_S / self._count)
+            elif rank.ending is not None and rank.ending.error and rank.ending.error != ending.error:
+                print(f"rank {rank.number} ended too: {redact(rank.ending.error, self._environ)}", file=sys.stderr)
         return ending
 
     def _look_for(self, seconds: float) -> None:
@@ -222,11 +224,11 @@ class RankProcesses:
         rank = min(failed, key=lambda each: (_order(each.ending), each.number))
         assert rank.ending is not None, "those without were the first"
         code, reason, error = rank.ending.code, rank.ending.reason, rank.ending.error
-        if _is_of_a_collective(rank.ending):
-            reason = (
-                f"waited in a collective for another rank, {self._timeout_s:.0f} s at the most "
-                f"(retry.hung_after_s), in vain: {reason}"
-            )
+        late = [str(each.number) for each in self._ranks if each.ending is None]
+        if _is_of_a_collective(rank.ending) and late:
+            who = f"rank{'s' if len(late) > 1 else ''} {', '.join(late)} of {self._count}"
+            waited = f"rank {rank.number} waited for {self._timeout_s:.0f} s (retry.hung_after_s)"
+            return Ending(code, f"{who} did not come to a collective in which {waited}", error)
         return Ending(code, f"rank {rank.number} of {self._count}: {reason}", error)
 
     def _kill(self) -> None:

@@ -119,6 +119,10 @@ class LeavingNotice:
             raise Preempted("asked to leave; the training loop had taken no step and no batch, so nothing is lost.")
 
 
+def _refuse_ranks(attempt: Attempt) -> Ending:
+    raise ConfigError(f"replica {attempt.replica_id} has several ranks, which this process does not start.")
+
+
 def run_attempt(
     url: str,
     replica_id: int,
@@ -132,7 +136,7 @@ def run_attempt(
     load_libraries: Callable[[], None],
     load_entrypoint: LoadEntrypoint,
     interrupt_if: InterruptIf = lambda _: None,
-    train_in_ranks: Callable[[Attempt], Ending] | None = None,
+    train_in_ranks: Callable[[Attempt], Ending] = _refuse_ranks,
 ) -> Ending:
     """Claim attempt `number` of a replica, train, and write its exit record. Returns how it ended.
 
@@ -144,7 +148,7 @@ def run_attempt(
         load_libraries: imports what training needs, in this thread, while the attempt is claimed in the background.
         load_entrypoint: "module:function" -> the user's training function.
         interrupt_if: `LeavingNotice.interrupt_if` of that notice; called before and after training.
-        train_in_ranks: trains in other processes, for a replica of many ranks; None: the training function runs here.
+        train_in_ranks: trains in other processes, for a replica of many ranks.
 
     Raises nothing: errors of imports and training are recorded. If the attempt cannot be claimed, because the store
     cannot be opened or refuses, no record can be written: its error is printed.
@@ -175,11 +179,11 @@ def run_attempt(
         except Exception as error:  # of any kind: without a claim there is no attempt to write records for
             return _unclaimed(error, environ)
         ending = joined.ended or not_loaded
-        if ending is None and train_in_ranks is not None:
+        if ending is None and joined.attempt.config.ranks_of(replica_id) > 1:
             ending = caught(lambda: train_in_ranks(joined.attempt))
+            assert ending is not None, "training has an ending"
         elif ending is None:
             ending = call_entrypoint(joined.attempt, load_entrypoint, interrupt_if)
-        assert ending is not None, "training has an ending"
         interrupt_if(lambda: False)
         joined.heartbeat.stop()
         if ending.error:
