@@ -21,7 +21,7 @@ from diloco_orchestrator.replica.training.attached_model import AttachedModel
 from diloco_orchestrator.replica.training.consumed_items import ConsumedItems, ItemsOf
 from diloco_orchestrator.replica.training.drift_meter import DriftMeter
 from diloco_orchestrator.replica.training.exchange import is_sharded
-from diloco_orchestrator.replica.training.follower import Follower, tell_state
+from diloco_orchestrator.replica.training.follower import Follower, signal_state
 from diloco_orchestrator.replica.training.guard_evidence import GuardEvidence
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn, HeldOutScorer
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
@@ -221,7 +221,7 @@ class ReplicaContext:
         rounds = Participant.join(self._attempt, whole, parts.names, parts.files, evidence.set)
         del whole  # perhaps copies
         training = TrainingSession(self._attempt, rounds, parts, optimizers, evidence, in_loop, saved, island)
-        tell_state(self._ranks, True, 0, rounds.open.round, stopped=False, preempted=False)
+        signal_state(self._ranks, True, 0, rounds.open.round, stopped=False, preempted=False)
         self.session = ReplicaSession(self._attempt, training, evidence)
         return self.session
 

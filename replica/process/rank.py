@@ -40,7 +40,7 @@ _PARENT_DIED = 1  # PR_SET_PDEATHSIG
 
 @dataclass(frozen=True)
 class RankPlace:
-    """What the process above tells a rank: its place among the others, and where its events go."""
+    """The arguments of a rank from the process above: its place among the others, and where its events go."""
 
     rank: int
     ranks: int

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,22 +34,18 @@ from diloco_orchestrator.replica.process.run_attempt import Ending
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.2  # between two looks at the ranks
+_LOOK_S = 0.2  # between two polls of the ranks
 _SETTLE_S = 1.0  # after a failure: others fail because of it, and the first to be seen need not be the first
 _STACKS_S = 2.0  # for printing them
 _OF_A_COLLECTIVE = ("Timed out waiting", "Connection closed by peer", "Connection reset", "timed out", "NCCL", "gloo")
 
 
 @dataclass
-class _Rank:
-    """One rank's process, and what is known of it."""
+class RankState:
+    """How far one rank is, as the process above knows."""
 
     number: int
-    process: subprocess.Popen[bytes]
-    heard_at: float  # last sign of life
-    is_ready: bool = False  # whether it has sent one
-    rest: dict[str, bytes] = field(default_factory=dict)  # of an incomplete line, by stream
-    ending: Ending | None = None  # as it told itself
+    ending: Ending | None = None  # as it reported itself
     died: int | None = None  # exit code, negative for a signal, once the process has ended
 
     @property
@@ -60,12 +56,22 @@ class _Rank:
         return self.died is not None
 
 
+@dataclass(kw_only=True)
+class _Rank(RankState):
+    """One rank's process."""
+
+    process: subprocess.Popen[bytes]
+    heard_at: float  # last sign of life
+    is_ready: bool = False  # whether it has sent one
+    rest: dict[str, bytes] = field(default_factory=dict)  # of an incomplete line, by stream
+
+
 class RankProcesses:
     """Starts the ranks of an attempt and watches them until all have ended.
 
     Args:
         arguments: of this process: store, replica, attempt and digests, which every rank gets too.
-        should_leave: whether this process was asked to leave; rank 0 is then asked, and tells the others.
+        should_leave: whether this process was asked to leave; rank 0 is then asked, and signals the others.
     """
 
     def __init__(
@@ -114,7 +120,7 @@ class RankProcesses:
             process_group=0,  # a signal to this process's group must not reach ranks, nor their data loaders
         )
         os.close(write_end)
-        rank = _Rank(number, process, self._clock.now())
+        rank = _Rank(number, process=process, heard_at=self._clock.now())
         assert process.stdout is not None
         for name, stream in (("output", process.stdout), ("events", os.fdopen(read_end, "rb", buffering=0))):
             os.set_blocking(stream.fileno(), False)
@@ -138,14 +144,14 @@ class RankProcesses:
                 log.warning("rank 0 has ended and others have not, %.0f s later: they are ended", self._timeout_s)
                 break
         first = self._ranks[0].ending
-        assert first is not None, "rank 0 has not failed, so it has told its ending"
+        assert first is not None, "rank 0 has not failed, so it has reported its ending"
         return first
 
     def _silence_s(self, rank: _Rank) -> float:
         return self._clock.now() - rank.heard_at
 
     def _look(self, seconds: float) -> None:
-        """Read what ranks have printed and told, waiting up to `seconds` for something; note which have ended."""
+        """Read output and events of the ranks, waiting up to `seconds` for something; note which have ended."""
         for key, _ in self._selector.select(seconds):
             rank, name = key.data
             self._read(key.fileobj, rank, name)  # type: ignore[arg-type]
@@ -193,7 +199,7 @@ class RankProcesses:
     def _failed(self, silent: Sequence[_Rank]) -> Ending:
         """Print the stacks of all living ranks, end them, and return the ending with the rank that failed first."""
         self._look_for(_SETTLE_S)
-        ending = self._ending(silent)
+        ending = ending_of(self._ranks, silent, self._timeout_s)
         for rank in self._ranks if ending.code == EXIT_ERROR else ():
             if rank.died is None and rank.ending is None:
                 print(f"the stacks of rank {rank.number}, because {ending.reason}:", file=sys.stderr)
@@ -208,29 +214,6 @@ class RankProcesses:
         while (left_s := until - self._clock.now()) > 0 and any(rank.died is None for rank in self._ranks):
             self._look(min(left_s, _LOOK_S))
 
-    def _ending(self, silent: Sequence[_Rank]) -> Ending:
-        """The ending of the attempt, named after the rank whose failure explains those of the others.
-
-        A process that died or fell silent comes before an error, an error that a relaunch would repeat before another,
-        and any error before those of collectives, which end when another rank is gone.
-        """
-        for rank in self._ranks:
-            if rank.died is not None and rank.ending is None:
-                return Ending(EXIT_ERROR, f"rank {rank.number} of {self._count} {_death_words(rank.died)}")
-        for rank in silent:
-            words = f"gave no sign of life for {self._timeout_s:.0f} s: it is stopped, or hangs outside of Python"
-            return Ending(EXIT_ERROR, f"rank {rank.number} of {self._count} {words}")
-        failed = [rank for rank in self._ranks if rank.has_failed]
-        rank = min(failed, key=lambda each: (_order(each.ending), each.number))
-        assert rank.ending is not None, "those without were the first"
-        code, reason, error = rank.ending.code, rank.ending.reason, rank.ending.error
-        late = [str(each.number) for each in self._ranks if each.ending is None]
-        if _is_of_a_collective(rank.ending) and late:
-            who = f"rank{'s' if len(late) > 1 else ''} {', '.join(late)} of {self._count}"
-            waited = f"rank {rank.number} waited for {self._timeout_s:.0f} s (retry.hung_after_s)"
-            return Ending(code, f"{who} did not come to a collective in which {waited}", error)
-        return Ending(code, f"rank {rank.number} of {self._count}: {reason}", error)
-
     def _kill(self) -> None:
         """End all ranks that live, with their children, and wait until they are gone."""
         for rank in self._ranks:
@@ -240,6 +223,30 @@ class RankProcesses:
         for rank in self._ranks:
             rank.process.wait()
         self._look(0.0)
+
+
+def ending_of(ranks: Sequence[RankState], silent: Sequence[RankState], timeout_s: float) -> Ending:
+    """The ending of an attempt of which a rank has failed, named after the rank whose failure explains the others'.
+
+    A process that died or fell silent comes before an error, an error that a relaunch would repeat before another, and
+    any error before those of collectives, which end when another rank is gone. `silent`: ranks without a sign of life
+    for `timeout_s`, which is also the time-out of collectives.
+    """
+    count = len(ranks)
+    for rank in ranks:
+        if rank.died is not None and rank.ending is None:
+            return Ending(EXIT_ERROR, f"rank {rank.number} of {count} {_death_words(rank.died)}")
+    for rank in silent:
+        words = f"gave no sign of life for {timeout_s:.0f} s: it is stopped, or hangs outside of Python"
+        return Ending(EXIT_ERROR, f"rank {rank.number} of {count} {words}")
+    rank = min((rank for rank in ranks if rank.has_failed), key=lambda each: (_order(each.ending), each.number))
+    assert rank.ending is not None, "those without were the first"
+    late = [str(each.number) for each in ranks if each.ending is None]
+    if _is_of_a_collective(rank.ending) and late:
+        who = f"rank{'s' if len(late) > 1 else ''} {', '.join(late)} of {count}"
+        waited = f"rank {rank.number} waited for {timeout_s:.0f} s (retry.hung_after_s)"
+        return replace(rank.ending, reason=f"{who} did not come to a collective in which {waited}")
+    return replace(rank.ending, reason=f"rank {rank.number} of {count}: {rank.ending.reason}")
 
 
 def _environment(environ: Mapping[str, str], number: int, count: int) -> dict[str, str]:

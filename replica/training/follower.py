@@ -1,4 +1,5 @@
-"""`Follower`: the training of a rank other than 0. It counts no round and writes no record; rank 0 tells it what to do.
+"""`Follower`: the training of a rank other than 0. It counts no round and writes no record, and does
+as rank 0 signals.
 
 It has the part of `TrainingSession` that the user's loop sees through `replica.context.ReplicaSession`.
 """
@@ -19,17 +20,20 @@ _STOPPED, _PREEMPTED = 1, 2
 _FLAGS = 4
 
 
-def tell_state(ranks: Ranks, going: bool, step_count: int, round_: int, *, stopped: bool, preempted: bool) -> None:
-    """In rank 0, at a step boundary: tell the other ranks to go on with training, or that it has ended, and why.
+def signal_state(ranks: Ranks, going: bool, step_count: int, round_: int, *, stopped: bool, preempted: bool) -> None:
+    """In rank 0, at a step boundary: signal the other ranks that training goes on, or that it has ended, and why.
 
     `step_count` and `round_` are what `ReplicaSession` shows in every rank. One broadcast.
     """
     flags = _STOPPED * stopped + _PREEMPTED * preempted
-    ranks.tell(GO if going else END, step_count, round_ * _FLAGS + flags)
+    ranks.signal(GO if going else END, step_count, round_ * _FLAGS + flags)
 
 
 class Follower:
-    """One rank's training loop, which goes on, waits and ends as rank 0 says. `items`: compared with held-out ones."""
+    """One rank's training loop, which goes on, waits and ends as rank 0 signals.
+
+    `items`: of training, compared with held-out ones; None if they are not.
+    """
 
     def __init__(self, island: Island, optimizers: InnerOptimizers, in_loop: str, items: ConsumedItems | None) -> None:
         self.metrics = ObservedMetrics(in_loop)
@@ -44,7 +48,7 @@ class Follower:
         self._cursor: DataCursor | None = None
         self._goes_on_at = (0, 0)  # epoch and batch of the data
         self._watched = optimizers.watch(self._before_step, self._count_step)
-        island.take_metrics, island.tell_round, island.seek = self._take_metrics, self.hooks.tell, self._seek
+        island.take_metrics, island.show_round, island.seek = self._take_metrics, self.hooks.call, self._seek
 
     @property
     def step_count(self) -> int:
@@ -52,14 +56,14 @@ class Follower:
         return self._step_count + self._stepped
 
     def serve(self) -> None:
-        """Make the calls that rank 0 tells this rank to make, until it tells to go on or to end."""
-        while (told := self._island.ranks.hear()).kind == CALL:
-            assert told.call is not None, "it is a call"
-            name, args = told.call
+        """Make the calls that rank 0 signals, until its signal is to go on or to end."""
+        while (signal := self._island.ranks.next_signal()).kind == CALL:
+            assert signal.call is not None, "it is a call"
+            name, args = signal.call
             getattr(self._island, name)(*args)
-        self._going = told.kind == GO
-        self._step_count, self._stepped = told.first, 0
-        self.round, flags = divmod(told.second, _FLAGS)
+        self._going = signal.kind == GO
+        self._step_count, self._stepped = signal.first, 0
+        self.round, flags = divmod(signal.second, _FLAGS)
         self.stopped, self.preempted = bool(flags & _STOPPED), bool(flags & _PREEMPTED)
 
     def begin(self) -> None:
@@ -73,7 +77,7 @@ class Follower:
         return self._going
 
     def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
-        """Batches of this rank's data, from where rank 0 is in its own, until rank 0 tells that training has ended."""
+        """Batches of this rank's data, from where rank 0 is in its own, until training has ended."""
         self._cursor = DataCursor(data, self._begin_epoch)
         self._seek(*self._goes_on_at)
         while self._going:
@@ -110,19 +114,19 @@ class Follower:
 
 
 class FollowerHooks:
-    """The functions given to `on_round` in a rank other than 0, called with what rank 0 tells."""
+    """The functions given to `on_round` in a rank other than 0, called with the views that rank 0 sends."""
 
     def __init__(self) -> None:
         self._functions: list[RoundFn] = []
         self._newest: RoundView | None = None
 
     def add(self, function: RoundFn) -> None:
-        """Call this function for each commit from now on, and at once with the newest if rank 0 has told one."""
+        """Call this function for each commit from now on, and at once with the newest that rank 0 has sent."""
         self._functions.append(function)
         if self._newest is not None:
             function(self._newest)
 
-    def tell(self, view: RoundView) -> None:
+    def call(self, view: RoundView) -> None:
         """Call every function with the view of a commit."""
         self._newest = view
         for function in self._functions:

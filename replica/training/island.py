@@ -66,7 +66,7 @@ class Island:
     ) -> None:
         self.ranks = ranks
         self.take_metrics: Callable[[], RankMetrics] = lambda: RankMetrics({}, 0, None)
-        self.tell_round: Callable[[Any], None] = lambda view: None
+        self.show_round: Callable[[Any], None] = lambda view: None
         self.seek: Callable[[int, int], None] = lambda epoch, batches: None
         self.reseed: Callable[[], None] = lambda: None
         self.replica = replica
@@ -98,7 +98,7 @@ class Island:
 
         `source`: what only rank 0 has and the method reads from.
         """
-        self.ranks.tell_call(name, args)
+        self.ranks.signal_call(name, args)
         self._source = source
         try:
             return getattr(self, name)(*args)
@@ -277,7 +277,7 @@ class Island:
         """
         if not self.ranks.rank:
             return
-        SmallState(self._optimizers, self._stateful).load(small, "what rank 0 told")
+        SmallState(self._optimizers, self._stateful).load(small, "the call of rank 0")
         for name, state in large.items():
             if name in self._stateful:
                 self._stateful[name].load_state_dict(state)
@@ -300,10 +300,10 @@ class Island:
             digest = hashlib.sha256(f"{words}/rank {self.ranks.rank}".encode()).digest()
             rng.seed_all(int.from_bytes(digest[:4], "little"))
 
-    def tell(self, view: Any) -> None:
+    def show(self, view: Any) -> None:
         """Call the functions that the user gave to `on_round` in the other ranks. `view`: of the committed round."""
         if self.ranks.rank:
-            self.tell_round(view)
+            self.show_round(view)
 
 
 class RankedOptimizers(InnerOptimizers):

@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 _MOST_BYTES = 64 * 2**20  # of a message, beside the tensors that it is made of
 _NO_LIMIT = timedelta(days=365)
-GO, END, CALL = range(3)  # what rank 0 tells the others at a step boundary
+GO, END, CALL = range(3)  # the signals of rank 0 to the others, at a step boundary
 
 
-class Told(NamedTuple):
-    """What rank 0 told: `GO`, `END` or `CALL`, with two numbers, and for a call its name and arguments."""
+class Signal(NamedTuple):
+    """A signal of rank 0: `GO`, `END` or `CALL`, with two numbers, and for a call its name and arguments."""
 
     kind: int
     first: int
@@ -43,7 +43,7 @@ class Ranks:
     """One rank of a replica. `rank` of `ranks`, `local_rank` on this host; only rank 0 writes records.
 
     Args:
-        calls: the group in which rank 0 tells the others what to do. They wait there without limit while rank 0 is
+        calls: the group in which rank 0 signals the others what to do. They wait there without limit while rank 0 is
             busy with the bucket: the process above them watches that rank 0 lives.
         data: the group of tensors and small objects, with the replica's time-out.
     """
@@ -84,30 +84,30 @@ class Ranks:
                 "every rank, not under `if rank == 0`."
             ) from None
 
-    # -- what rank 0 tells -----------------------------------------------------------------------------------------
+    # -- signals of rank 0 -----------------------------------------------------------------------------------------
 
-    def tell(self, kind: int, first: int = 0, second: int = 0) -> None:
-        """In rank 0: tell all others `GO` or `END`, with two numbers. One broadcast."""
+    def signal(self, kind: int, first: int = 0, second: int = 0) -> None:
+        """In rank 0: send all others `GO` or `END`, with two numbers. One broadcast."""
         if self.ranks > 1:
             dist.broadcast(torch.tensor([kind, first, second]), 0, self._calls)
 
-    def tell_call(self, name: str, args: Sequence[Any]) -> None:
-        """In rank 0: tell all others to make a call with these arguments, as this rank is about to."""
+    def signal_call(self, name: str, args: Sequence[Any]) -> None:
+        """In rank 0: make all others call a method with these arguments, as this rank is about to."""
         if self.ranks > 1:
             body = bytearray(pickle.dumps((name, tuple(args))))
-            self.tell(CALL, len(body))
+            self.signal(CALL, len(body))
             dist.broadcast(torch.frombuffer(body, dtype=torch.uint8), 0, self._calls)
 
-    def hear(self) -> Told:
-        """In the other ranks: block until rank 0 tells something, without limit, and return it."""
+    def next_signal(self) -> Signal:
+        """In the other ranks: block until rank 0 sends a signal, without limit, and return it."""
         header = torch.zeros(3, dtype=torch.int64)
         dist.broadcast(header, 0, self._calls)
         kind, first, second = map(int, header.tolist())
         if kind != CALL:
-            return Told(kind, first, second)
+            return Signal(kind, first, second)
         body = torch.empty(first, dtype=torch.uint8)
         dist.broadcast(body, 0, self._calls)
-        return Told(kind, first, second, pickle.loads(body.numpy().tobytes()))
+        return Signal(kind, first, second, pickle.loads(body.numpy().tobytes()))
 
     # -- objects and bytes -----------------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class Exchange:
 
     def _room(self, message: Sequence[Move]) -> torch.Tensor:
         size = sum((move.stop - move.start) * self._sizes[move.name] for move in message)
-        # As float32, because that is what the allocator of `vectors.empty` is for; 8 bytes more keep parts aligned.
+        # float32, which `vectors.empty` allocates; 8 bytes more for each part keep the parts aligned.
         return empty(-(-size // 4) + 2 * len(message)).view(torch.uint8)
 
     def _parts(self, message: Sequence[Move], data: torch.Tensor) -> list[tuple[Move, torch.Tensor]]:

@@ -19,7 +19,7 @@ from diloco_orchestrator.replica.training.checkpoint import Checkpoint, ResumePo
 from diloco_orchestrator.replica.training.consumed_items import together
 from diloco_orchestrator.replica.training.dealt_order import dealt_in
 from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop
-from diloco_orchestrator.replica.training.follower import tell_state
+from diloco_orchestrator.replica.training.follower import signal_state
 from diloco_orchestrator.replica.training.guard_evidence import GuardEvidence
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, ShownBase
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers, StepWatch
@@ -36,7 +36,7 @@ Batch = TypeVar("Batch")
 class TrainingSession:
     """The training of one attempt. `rounds`: the run's rounds, joined with the model `parts`.
 
-    `island`: this process as rank 0 among those of the replica, which it tells what to do.
+    `island`: this process as rank 0 among those of the replica, which it signals what to do.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class TrainingSession:
         try:
             self._resume()
             if self._has_others:
-                self.hooks.add(lambda view: self._island.call("tell", view))
+                self.hooks.add(lambda view: self._island.call("show", view))
             self._open_round()
             self._leave_if_asked()
             self._going = True
             self._end_if_stopped()
         except Preempted as notice:
             self._end_preempted(notice)
-        self._tell_others()
+        self._signal_others()
 
     def step(self) -> bool:
         """Process the optimizer steps taken since the last call; rounds are closed here. False: training has ended.
@@ -119,14 +119,14 @@ class TrainingSession:
             self._end_preempted(notice)
         if self._going:
             self._watch.batch_done()
-        self._tell_others()
+        self._signal_others()
         return self._going
 
-    def _tell_others(self) -> None:
+    def _signal_others(self) -> None:
         """Let the other ranks of this replica, which wait at this step boundary, go on or end. Nothing without any."""
         if self._has_others:
             said = {"stopped": self.stopped, "preempted": self.preempted}
-            tell_state(self._island.ranks, self._going, self.step_count, self.round, **said)
+            signal_state(self._island.ranks, self._going, self.step_count, self.round, **said)
 
     def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
         """Batches until the run stops or this process is preempted; `step` is called between two batches."""
@@ -163,7 +163,7 @@ class TrainingSession:
         """Before an optimizer's step: process earlier steps that no step boundary has."""
         if self._unprocessed:
             self._process_steps()
-            self._tell_others()
+            self._signal_others()
 
     def _process_steps(self) -> None:
         """Pass the recorded inner steps to the loop, which synchronises at a round's end."""

@@ -111,3 +111,45 @@ def _fault(ctx: Any, step: int) -> None:
         case name:
             Path(fault["once"]).write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.Signals[name])
+
+
+# -- functions that are refused ---------------------------------------------------------------------------------------
+
+
+def train_with_other_models(ctx: Any) -> None:
+    model = torch.nn.Linear(3, 4 + ctx.rank)
+    ctx.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def train_attached_in_rank_0(ctx: Any) -> None:
+    model = torch.nn.Linear(3, 4)
+    if ctx.rank == 0:
+        ctx.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    dist.barrier()
+
+
+def train_without_ddp(ctx: Any) -> None:
+    model = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ctx.attach(model, optimizer) as replica:
+        for _ in replica.batches(range(10)):
+            model(torch.randn(2, 3)).sum().backward()
+            optimizer.step()
+
+
+def train_that_ends_early_in_rank_1(ctx: Any) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ctx.attach(model, optimizer) as replica:
+        for step in range(3 if ctx.rank else 1000):
+            model(torch.full((2, 3), float(step))).sum().backward()
+            optimizer.step()
+            if not replica.step():
+                break
+
+
+def train_with_fsdp1(ctx: Any) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(torch.nn.Linear(3, 4), device_id=torch.device("cpu"))
+    ctx.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
