@@ -23,7 +23,7 @@ def check_trainer(trainer: Any, config: RunConfig, ranks: int = 1) -> None:
     if ranks > 1:
         raise ConfigError(
             f"a Trainer in a replica of {ranks} ranks is not supported yet. Write the loop around ctx.attach, with "
-            "DistributedDataParallel or fully_shard (docs/islands.md), or set ranks_per_replica=1."
+            "DistributedDataParallel or fully_shard (docs/recipes/islands.md), or set ranks_per_replica=1."
         )
     if getattr(trainer, "is_deepspeed_enabled", False):
         raise ConfigError(
