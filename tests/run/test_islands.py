@@ -157,7 +157,7 @@ def _processes_of(bucket: Path) -> list[int]:
 
 
 def test_a_preempted_island_publishes_its_part_and_goes_on(start):
-    run, bucket = start(args={"model": "ddp"}, replicas=1, rounds=1, sync_every=100_000, quorum=1, ranks_per_replica=2)
+    run, bucket = start(args={"model": "ddp"}, rounds=1, sync_every=10_000, quorum=1, ranks_per_replica=[2, 1])
     waiting = threading.Thread(target=run.wait)
     waiting.start()
     attempts = reader_of(bucket).attempts
@@ -173,7 +173,7 @@ def test_a_preempted_island_publishes_its_part_and_goes_on(start):
     ended = attempts.exit(0, 1)
     assert (ended.code, ended.reason) == (75, "preempted")
     manifest = json.loads((bucket / "rounds/00000001/contributions/0.json").read_text())
-    assert 5 < manifest["origins"][0]["steps"] < 100_000
+    assert 5 < manifest["origins"][0]["steps"] < 10_000
     assert attempts.exit(0, 2).code == 0
 
 
