@@ -42,7 +42,7 @@ _OF_A_COLLECTIVE = ("Timed out waiting", "Connection closed by peer", "Connectio
 
 @dataclass
 class RankState:
-    """How far one rank is, as the process above knows."""
+    """The state of one rank, as the process above knows it."""
 
     number: int
     ending: Ending | None = None  # as it reported itself

@@ -30,7 +30,7 @@ Values = Mapping[str, torch.Tensor]
 
 
 class RankMetrics(NamedTuple):
-    """What one rank observed since the last contribution: values by name in step order, tokens, compared items."""
+    """Observations of one rank since the last contribution: values by name in step order, tokens, compared items."""
 
     values: Mapping[str, Sequence[float]]
     tokens: int
@@ -216,7 +216,7 @@ class Island:
         return Exchange(self.ranks, sharded).gather(list(sharded)) if sharded else {}
 
     def metrics(self) -> list[RankMetrics]:
-        """What each rank has observed since the last call, in rank order."""
+        """The observations of each rank since the last call, in rank order."""
         return self.ranks.everyone(self.take_metrics())
 
     # -- training state --------------------------------------------------------------------------------------------
