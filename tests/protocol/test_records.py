@@ -14,7 +14,7 @@ from diloco_orchestrator.protocol.record_format import Record, Stamp
 # Changing one of these changes what is in buckets already: raise SCHEMA_VERSION, and name the version that reads the
 # old form in `record_format`.
 GOLDEN = {
-    "run": "093726779f4da3d7bd416d86d13cc18af38f4ef048bed765bd8727ee86260483",
+    "run": "632a24365b9d00eb6fd6ea7bf27796213d62a7fa2f96338435b5165cd675c412",
     "start": "d2db0d5588e2a1cd8291e98216cd05ad4dcb650d98de33bb37e3f0b597f17473",
     "began": "ed9ab3c189183978f717126ab98fbc2f5f353fe6d3df6d0e797721781d3c9c92",
     "follows": "def2cc8a1c41782004e9f40be557960266ceb7049d801e97b6d39fe6a9346a78",
