@@ -28,7 +28,7 @@ test: $(if $(ONLY),venv,lint)
 ONLY_THESE = files=$$({ find tests -name 'test_*.py' -ipath '*$(ONLY)*'; grep -rliE --include='test_*.py' 'def test_\w*$(ONLY)' tests; } | sort -u); \
 	$(BIN)/pytest -n 0 --tb=short -m 'not slow' -k '$(notdir $(ONLY))' $${files:?no test is named $(ONLY)}
 
-test-all: lint .venv/trainers
+test-all: lint .venv/trainers .venv/docs
 	$(BIN)/pytest -n auto --dist worksteal
 
 # The trainers of others, which only slow tests need: 25 s to install.

@@ -54,6 +54,9 @@ class OuterConfig(Tree):
     nesterov: bool = Field(default=True, description="Nesterov's look-ahead; without it plain heavy-ball momentum")
 
 
+SPARSE = OuterConfig(lr=1.0, momentum=0.0)  # outer="sparse": SparseLoCo, arXiv 2508.15706
+
+
 class TimingConfig(Tree):
     """Timeouts and intervals, each measured on the process's own clock."""
 
@@ -265,11 +268,12 @@ class RunConfig(Tree):
         default="uniform",
         description="of contributions in the average: equal (DiLoCo), or by the tokens passed to observe()",
     )
-    aggregate: Literal["mean", "agreeing_mean", "trimmed_mean", "median"] = Field(
+    aggregate: Literal["mean", "agreeing_mean", "trimmed_mean", "median", "contributors_mean"] = Field(
         default="mean",
         description="how contributions become one pseudo-gradient: their weighted mean; or, from 4 replicas on, that "
         "of the three quarters whose direction agrees most with the others', or of each coordinate the mean without "
-        "the lowest and highest quarter, or the median",
+        "the lowest and highest quarter, or the median; or, for sparse codecs, of each coordinate the weighted mean "
+        "over those that sent it",
     )
     clip: Literal["median_norm", "off"] = Field(
         default="median_norm",
@@ -329,6 +333,15 @@ class RunConfig(Tree):
     def _weights_of_unequal_steps(cls, values: Any) -> Any:
         unequal = isinstance(values, Mapping) and values.get("steps") == "equal_time"
         return {"weights": "tokens", **values} if unequal else values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _outer_by_name(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or not isinstance(named := values.get("outer"), str):
+            return values
+        if named != "sparse":
+            raise ConfigError(unknown_name("outer optimizer", named, ("sparse",)))
+        return {"aggregate": "contributors_mean", **values, "outer": SPARSE}
 
     @field_validator("on_halt", mode="before")
     @classmethod
@@ -423,7 +436,7 @@ class RunConfig(Tree):
         """Raise `ConfigError` if the aggregate is not supported with this run's other settings."""
         if self.aggregate == "mean":
             return
-        if self.replicas < _FEWEST_TRIMMED:
+        if self.replicas < _FEWEST_TRIMMED and self.aggregate != "contributors_mean":
             raise ConfigError(
                 f'aggregate="{self.aggregate}" with replicas={self.replicas}: of fewer than {_FEWEST_TRIMMED} values '
                 f'too few are left once the outer ones are gone. Take {_FEWEST_TRIMMED} replicas or more, or "mean".'
@@ -573,7 +586,7 @@ class RunSettings(TypedDict, total=False):
     adapters: Literal["mean", "exact"]
     late: Literal["carry", "drop"]
     weights: Literal["uniform", "tokens"]
-    aggregate: Literal["mean", "agreeing_mean", "trimmed_mean", "median"]
+    aggregate: Literal["mean", "agreeing_mean", "trimmed_mean", "median", "contributors_mean"]
     clip: Literal["median_norm", "off"]
     clip_factor: float | None
     replica_state: Literal["round", "snapshot", "none"] | None
@@ -586,7 +599,7 @@ class RunSettings(TypedDict, total=False):
     max_cost_usd: float | None
     strict: bool
     on_halt: OnHaltConfig | OnHaltSettings | None
-    outer: OuterConfig | OuterSettings
+    outer: OuterConfig | OuterSettings | Literal["sparse"]
     guard: GuardConfig | GuardSettings | Literal["off"]
     timing: TimingConfig | TimingSettings
     retry: RetryConfig | RetrySettings

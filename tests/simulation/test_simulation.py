@@ -490,7 +490,7 @@ def test_wide_plans_cover_what_they_should():
     plans = [wide_plan_of(seed) for seed in range(600)]
     assert {p.replicas for p in plans} == {1, 2, 3, 4, 5, 6, 8} and max(p.rounds for p in plans) == 10
     for name, values in {
-        "aggregate": {"mean", "agreeing_mean", "median", "trimmed_mean"},
+        "aggregate": {"mean", "agreeing_mean", "median", "trimmed_mean", "contributors_mean"},
         "weights": {"uniform", "tokens"},
         "clip": {"median_norm", "off"},
         "codec": {"fp32", "bf16", "2bit", "topk64"},

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
-from plain_codecs import decoded
+from plain_codecs import decoded, sent
 
 Floats = NDArray[np.float32]
 Json = Mapping[str, Any]
@@ -200,8 +200,10 @@ def average(averaged: Sequence[Averaged], weight: Mapping[int, int], how: str) -
             of_kept = [np.float32(weight[i] / largest_kept) for i in kept]
             rows = [values[i] * w for i, w in zip(kept, of_kept, strict=True)]
             total = np.float32(0)
-            for w in of_kept:
-                total = total + w
+            shards = {a.replica_id: a.shards[shard] for a in parts}
+            for i, w in zip(kept, of_kept, strict=True):
+                total = total + (w * sent(shards[i]) if how == "contributors_mean" else w)
+            total = np.where(total == 0, np.float32(1), total)
         summed = np.zeros_like(rows[0])
         for row in rows:
             summed = summed + row

@@ -217,6 +217,8 @@ def wide_plan_of(seed: int) -> Plan:
     few_bits = chance.random() < 0.25
     if few_bits:
         settings["codec"] = chance.choice(["2bit", "topk64"])
+    if settings["codec"] == "topk64" and aggregate == "mean" and chance.random() < 0.5:
+        settings["aggregate"] = aggregate = "contributors_mean"
     plan = plan_of(seed, replicas, rounds, **settings)
     if plan.strict:  # whose bits are only those of the undisturbed run if every state is saved
         plan = replace(plan, settings={**plan.settings, "replica_state": "round"})
