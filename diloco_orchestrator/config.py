@@ -9,7 +9,17 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, Self, TypedDict, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from diloco_orchestrator.codecs.table import CODECS, get_codec
 from diloco_orchestrator.errors import ConfigError, unknown_name
@@ -29,7 +39,7 @@ GUARD_RULES = {  # by name, our own: the settings that only this rule reads
 
 # Settings by how often they are needed: `run --help` lists FIRST, `--help-experts` LAST, `--help-settings` the others.
 FIRST = (
-    *("replicas", "rounds", "sync_every", "seed", "quorum", "codec", "snapshot_every", "replica_state"),
+    *("replicas", "max_replicas", "rounds", "sync_every", "seed", "quorum", "codec", "snapshot_every", "replica_state"),
     *("max_hours", "max_cost_usd", "track", "strict", "on_halt", "outer.lr", "outer.momentum", "guard.rule"),
 )
 LAST = (  # right as they are for nearly every run
@@ -219,7 +229,18 @@ class RunConfig(Tree):
         default_factory=list,
         description="held-out items as JSON: `ctx.heldout_items`; large sets belong in the workload",
     )
-    replicas: int = Field(default=4, ge=1, description="replicas, each one process on one device, or several ranks")
+    replicas: int = Field(
+        default=4,
+        ge=1,
+        description="replicas, each one process on one device; 4..16: at least 4, and max_replicas=16",
+    )
+    max_replicas: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="the most replicas to which the run can be scaled while it trains; data and held-out items are "
+        "dealt over so many; None = replicas, for the whole run",
+    )
     ranks_per_replica: int | list[int] = Field(
         default=1,
         description="processes (ranks) of a replica, on one machine, which train one model with DDP or fully_shard; or "
@@ -353,6 +374,23 @@ class RunConfig(Tree):
         except ValueError as error:
             raise ConfigError(f'on_halt={value!r} is not JSON ({error}): write {{"at_most": 1}}.') from None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _range_of_replicas(cls, values: Any) -> Any:
+        text = values.get("replicas") if isinstance(values, Mapping) else None
+        if not isinstance(text, str) or ".." not in text:
+            return values
+        least, _, most = text.partition("..")
+        if values.get("max_replicas") not in (None, most):
+            raise ConfigError(f"replicas={text!r} with max_replicas={values['max_replicas']}: leave out one of them.")
+        return {**values, "replicas": least, "max_replicas": most}
+
+    @model_serializer(mode="wrap")
+    def _without_its_later_field(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Earlier versions, which do not know these, read the run.json of a run that does not use them.
+        unused = {"max_replicas": None, "ranks_per_replica": 1}
+        return {name: value for name, value in dump(self).items() if name not in unused or value != unused[name]}
+
     @field_validator("guard", mode="before")
     @classmethod
     def _guard_by_name(cls, value: Any) -> Any:
@@ -399,6 +437,16 @@ class RunConfig(Tree):
                 "reads the bucket. Hand them over with secrets= (--secret NAME)."
             )
         check_track(self.track)
+        if self.replicas > self.most_replicas:
+            raise ConfigError(
+                f"max_replicas={self.most_replicas} is below replicas={self.replicas}, of which the run has at least "
+                "so many. Give the smaller number first, as in replicas=4, max_replicas=16 (--replicas 4..16)."
+            )
+        if self.most_replicas > self.replicas and self.quorum == "all":
+            raise ConfigError(
+                f'quorum="all" with replicas={self.replicas} and max_replicas={self.most_replicas}: every round would '
+                "wait for replicas that nobody has launched. Leave out max_replicas, or give a number as quorum."
+            )
         if isinstance(self.quorum, int) and not 1 <= self.quorum <= self.replicas:
             raise ConfigError(
                 f'quorum={self.quorum}: choose 1..{self.replicas} (the number of replicas), or "all" to wait for each.'
@@ -408,12 +456,12 @@ class RunConfig(Tree):
     def _check_ranks(self) -> None:
         """Raise `ConfigError` for numbers of ranks that do not fit the replicas or the other settings."""
         given = self.ranks_per_replica
-        if isinstance(given, list) and len(given) != self.replicas:
+        if isinstance(given, list) and len(given) != self.most_replicas:
             raise ConfigError(
-                f"ranks_per_replica={given} holds {len(given)} numbers for {self.replicas} replicas: give one "
+                f"ranks_per_replica={given} holds {len(given)} numbers for {self.most_replicas} replicas: give one "
                 "for each, or one for all."
             )
-        every = [self.ranks_of(replica_id) for replica_id in range(self.replicas)]
+        every = given if isinstance(given, list) else [given]
         if min(every) < 1:
             raise ConfigError(f"ranks_per_replica={given}: a replica has at least one rank.")
         if max(every) > 1:
@@ -453,6 +501,14 @@ class RunConfig(Tree):
                 f'aggregate="{self.aggregate}" with adapters="exact", which is a mean of products. Set '
                 'adapters="mean", or aggregate="mean".'
             )
+
+    @property
+    def most_replicas(self) -> int:
+        """The number of replica ids of the run: `max_replicas`, or `replicas` in a run of a fixed number of replicas.
+
+        Ids are 0 to `most_replicas` - 1. Data and held-out items are dealt over all of them.
+        """
+        return self.replicas if self.max_replicas is None else self.max_replicas
 
     @property
     def round_steps(self) -> int:
@@ -573,6 +629,7 @@ class RunSettings(TypedDict, total=False):
 
     args: Mapping[str, Any]
     replicas: int
+    max_replicas: int | None
     ranks_per_replica: int | list[int]
     rounds: int
     sync_every: int
@@ -641,12 +698,12 @@ def config_of_leg(config: RunConfig, change: Mapping[str, JsonValue], *, guard: 
     """The configuration of a leg (start or resume to stop) that changes some settings of run.json.
 
     `change`: setting -> value, {"outer.lr": 0.5}. A leg may change its outer optimizer, the numbers of ranks, values
-    of `args` that the run has, and with `guard` the guard's settings. Raises `ConfigError` naming the nearest of these,
-    or the error in a value.
+    of `args` that the run has, in a run with `max_replicas` the number of `replicas`, and with `guard` the guard's
+    settings. Raises `ConfigError` naming the nearest of these, or the error in a value.
     """
     names = [f"outer.{name}" for name in OuterConfig.model_fields] + [f"args.{name}" for name in sorted(config.args)]
     names += [f"guard.{name}" for name in GuardConfig.model_fields] if guard else []
-    names.append("ranks_per_replica")
+    names += ["ranks_per_replica", *(["replicas"] if config.max_replicas is not None else [])]
     for name in change:
         if name.startswith("guard.") and not guard:
             raise ConfigError(

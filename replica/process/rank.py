@@ -137,6 +137,7 @@ def _train(
     finally:
         notice.interrupt_if(lambda: False)
         beats.stop()
+        events.alive(attempt.pulse)  # as it is at the end
 
 
 def _joined(place: RankPlace) -> Any:

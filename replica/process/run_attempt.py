@@ -184,6 +184,8 @@ def run_attempt(
             assert ending is not None, "training has an ending"
         elif ending is None:
             ending = call_entrypoint(joined.attempt, load_entrypoint, interrupt_if)
+        if ending.code == EXIT_PREEMPTED and joined.attempt.pulse.vacated:
+            ending = replace(ending, reason="vacated: the run was scaled down")
         interrupt_if(lambda: False)
         joined.heartbeat.stop()
         if ending.error:

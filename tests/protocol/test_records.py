@@ -14,12 +14,13 @@ from diloco_orchestrator.protocol.record_format import Record, Stamp
 # Changing one of these changes what is in buckets already: raise SCHEMA_VERSION, and name the version that reads the
 # old form in `record_format`.
 GOLDEN = {
-    "run": "632a24365b9d00eb6fd6ea7bf27796213d62a7fa2f96338435b5165cd675c412",
+    "run": "2ab1201f0b563ee1b75958f04d9afe9188543f5661b2cd164cb4064b208514f6",
     "start": "d2db0d5588e2a1cd8291e98216cd05ad4dcb650d98de33bb37e3f0b597f17473",
     "began": "ed9ab3c189183978f717126ab98fbc2f5f353fe6d3df6d0e797721781d3c9c92",
     "follows": "def2cc8a1c41782004e9f40be557960266ceb7049d801e97b6d39fe6a9346a78",
     "begin": "90902d8fbbf4b8a12adc1d72ba36a745c4caa7636a9673ff617f20d6e88f2a02",
     "halt": "5c2f01748a2e3f5210649a14acff31383f76dc4f1dd151d2c662c71bb9ca2afc",
+    "scale": "da7b7bd24cb7f68ffd415491baa5b1ece2b28cc1f289fc2a96a4961ecec5970d",
     "out": "3518c073d295cb63793c81093c6993fbec18c1b2a2e327f6c6975a700f8a2c24",
     "result": "36759ce0b209edb67e620b428116187167feab2419e59bf2adba51359f301ce2",
     "intent": "788464daecfa732df6d56baf18c547e2fca172b10b0f28df4cf429ee03cb68b0",
