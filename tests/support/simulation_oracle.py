@@ -106,7 +106,9 @@ def bases_of(
             shards = [written[f"{payload}/{index}.bin"] for index in range(len(manifest["payload"]["shards"]))]
             averaged.append(Averaged.of(manifest, shards))
         weight = weights(averaged, config, usual, commit["fragment"])
-        usual.add(commit["fragment"], [a.norm for a in averaged if a.norm], config["replicas"])
+        usual.add(
+            commit["fragment"], [a.norm for a in averaged if a.norm], config.get("max_replicas") or config["replicas"]
+        )
         said = {answer["replica_id"]: answer["weight"] for answer in commit["answers"] if answer["averaged"]}
         if said != weight:
             raise Differs(f"round {round_} weighs {said}; plain arithmetic gives {weight}")
