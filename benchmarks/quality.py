@@ -51,8 +51,12 @@ TROUBLE = (
     Arm("one replica three times slower", slow=3.0),
     Arm("one replica four times slower", slow=4.0),
     Arm("one replica four times slower, equal_time", slow=4.0, settings={"steps": "equal_time"}),
-    Arm("one replica 1.4 times slower", slow=1.4),
-    Arm("one replica 1.4 times slower, equal_time", slow=1.4, settings={"steps": "equal_time"}),
+    # Weighted by tokens, the replicas of this arm take .945 of 30 steps in a round: .4 / .945.
+    Arm(
+        "one replica four times slower, equal_time, outer lr .423",
+        slow=4.0,
+        settings={"steps": "equal_time", "outer": {"lr": 0.423}},
+    ),
     Arm("a tenth of rounds stall, carried", stalls=0.1),
     Arm("a tenth of rounds stall, dropped", stalls=0.1, settings={"late": "drop"}),
     Arm("a replica killed every three rounds", kills=3),

@@ -153,6 +153,17 @@ def test_elements_whose_scale_is_not_finite_are_not_either(codec: str, scale: fl
     assert Encoded(bytes(data), codec, 2 * GROUP).measure().nonfinite == GROUP
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-40, -1.0])
+def test_a_scale_of_zero_or_a_denormal_one_gives_its_multiples(codec: str, scale: float):
+    """What an encoder never writes beside elements that are not zero: each decodes to scale times its whole number."""
+    data, levels = bytearray(encode(torch.ones(2 * GROUP), codec)), LEVELS[codec]
+    first = len(CODECS[codec].header(0))
+    data[first : first + 4] = np.float32(scale).tobytes()
+    found = Encoded(bytes(data), codec, 2 * GROUP)
+    assert torch.equal(found.values(0, GROUP), torch.full((GROUP,), float(np.float32(scale)) * levels))
+    assert found.measure().nonfinite == 0 and torch.equal(found.values(GROUP), torch.ones(GROUP))
+
+
 @pytest.mark.parametrize(("codec", "how"), [*(("int8", how) for how in AGGREGATES), ("int4", "mean")])
 def test_a_base_stepped_by_it_has_golden_bits(tmp_path: Path, codec: str, how: str):
     manifests, read = published(tmp_path, [numbers(i) for i in range(5)], codec)

@@ -110,6 +110,16 @@ def test_anything_odd_is_refused_by_name(data: bytes, words: str):
         records.Halt.from_bytes(data, "legs/1/halt.json")
 
 
+def test_a_codec_of_another_version_is_refused_with_that_version():
+    body = json.loads(EXAMPLES["run"].to_bytes())
+    config = {**body["config"], "codec": "int3"}
+    words = (
+        r"unknown codec 'int3': did you mean .*\. diloco-orchestrator 9\.9 wrote it, and this is .*read the run with"
+    )
+    with pytest.raises(RecordInvalid, match=words):
+        records.Run.from_bytes(json.dumps({**body, "config": config, "package_version": "9.9"}).encode(), "run.json")
+
+
 def test_a_newer_schema_is_refused_with_the_remedy():
     with pytest.raises(RecordTooNew, match=r"legs/1/halt\.json has schema version 3.*Upgrade diloco-orchestrator"):
         records.Halt.from_bytes(halt_with(schema_version=3, unheard_of=True), "legs/1/halt.json")
