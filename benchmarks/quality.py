@@ -1,4 +1,4 @@
-"""Held-out loss of the product from its own records, against data-parallel training at equal tokens: docs/quality.md.
+"""Held-out loss from a run's own records, against data-parallel training at equal tokens: docs/inside/quality.md.
 
     PYTHONPATH=.:tests/support python benchmarks/quality.py --docs
 
@@ -24,7 +24,7 @@ from measuring import ROOT, Results, Sample, markdown, publish, sources_of
 from quality_runs import Arm, Size, play
 from svg_chart import Curve, Dot, DotGroup, dots, lines
 
-_DOCUMENT, _PICTURES = ROOT / "docs" / "quality.md", ROOT / "docs" / "quality"
+_DOCUMENT, _PICTURES = ROOT / "docs" / "inside" / "quality.md", ROOT / "docs" / "inside" / "quality"
 SEEDS = 5
 TUNING_SEED = 9
 INNER_RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
@@ -64,12 +64,26 @@ FEW_BITS = (
     Arm("few bits: 2bit, killed, states saved", settings={"codec": "2bit", "replica_state": "round"}, kills=3),
     Arm("few bits: fp32, killed, states saved", settings={"replica_state": "round"}, kills=3),
 )
+# A tenth of rounds stall for so long that the work is averaged one, two or three rounds late.
+STALE = tuple(
+    Arm(f"stale {late}: {codec}", settings={"codec": codec}, stalls=0.1, stall=late + 0.3)
+    for codec in ("fp32", "2bit")
+    for late in (1, 2, 3)
+)
+PRESETS = (
+    Arm("preset: N=1, H=30, outer lr .7, momentum .5", 1, settings={"outer": {"lr": 0.7, "momentum": 0.5}}),
+    Arm("preset: Muon, outer lr .8", settings={"outer": {"lr": 0.8}}, muon=True),
+    Arm("preset: Muon, outer lr .9", settings={"outer": {"lr": 0.9}}, muon=True),
+    Arm("preset: Muon, outer lr as tuned for AdamW", muon=True),
+)
 GROUPS: Mapping[str, Sequence[Arm]] = {
     "Number of replicas": (ALONE, *REPLICAS),
     "Inner steps between outer steps": INTERVALS,
     "Fragments and payloads": (USUAL, *PARTS),
     "Payloads of few bits": (USUAL, *FEW_BITS),
     "Late, lost and restarted": (USUAL, *TROUBLE),
+    "Late work by codec": (USUAL, *STALE),
+    "Presets": (USUAL, REPLICAS[0], *PRESETS),
     "Against a plain loop": (USUAL, LOOP),
 }
 ARMS = tuple({arm.name: arm for group in GROUPS.values() for arm in group}.values())
@@ -354,7 +368,7 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="measure again what is known")
     parser.add_argument("--table", action="store_true", help="measure nothing: print the table of what is known")
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-quality.jsonl")
-    parser.add_argument("--docs", action="store_true", help="write tables and pictures into docs/quality.md")
+    parser.add_argument("--docs", action="store_true", help="write tables and pictures into docs/inside/quality.md")
     given = parser.parse_args()
     results, known = Results("quality", given.results), {}
     size = Size(steps=given.steps, warm_up=min(Size.warm_up, given.steps // 4), pretraining=given.pretraining)

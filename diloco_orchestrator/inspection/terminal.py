@@ -1,0 +1,375 @@
+"""Shows a run on a terminal while it goes on: a live panel, or without a terminal one plain line per round.
+
+Draws the statuses that `RunReader` read; uses no store and no executor.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import rich.console
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.logging import RichHandler
+from rich.progress_bar import ProgressBar
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+
+from diloco_orchestrator.inspection.doctor import Finding
+from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunStatus
+from diloco_orchestrator.protocol.head import Head
+from diloco_orchestrator.protocol.replica_names import grouped, replicas
+from diloco_orchestrator.protocol.verdict import Statistic
+from diloco_orchestrator.redaction import shown
+
+_SHOWN_ROUNDS = 10  # newest rounds in the live panel
+_SHOWN_UNREADABLE = 3
+
+
+class Console(rich.console.Console):
+    """rich's console without markup and highlighting in strings, which prints text through `shown`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"markup": False, "highlight": False, "emoji": False, **options})
+
+    def render(
+        self, renderable: RenderableType, options: rich.console.ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            # Control segments are rich's own, such as those that redraw a live table.
+            yield segment if segment.control else Segment(shown(segment.text), segment.style)
+
+
+class Display(Protocol):
+    """Shows a run's statuses as they change. Used as a context manager around the polling loop of a command."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def update(self, status: RunStatus) -> None:
+        """Show the newest status of the run."""
+        ...
+
+
+def display_for(console: Console, *, supervises: bool = False) -> Display:
+    """The live panel on a terminal, plain lines elsewhere. `supervises`: this process logs how replicas end."""
+    return LivePanel(console) if console.is_terminal else PlainLines(console, with_attempts=not supervises)
+
+
+def log_to(console: Console) -> None:
+    """Send this process's warnings and progress notes through `console`, so that they do not tear the panel."""
+    handler: logging.Handler = logging.StreamHandler(console.file)
+    if console.is_terminal:
+        handler = RichHandler(console=console, show_path=False, show_level=False, show_time=False)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler], force=True)
+    for announcer in ("botocore", "aiobotocore"):  # at every client where credentials are from
+        logging.getLogger(announcer).setLevel(logging.WARNING)
+
+
+class LivePanel:
+    """Progress, the replicas and the newest rounds, redrawn in place. The last drawing stays on the screen."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False)
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
+
+    def update(self, status: RunStatus) -> None:
+        ended = status.state in _ENDS
+        height = self._console.size.height - (_SUMMARY_LINES if ended else 1)
+        self._live.update(fitted(status, self._console, height), refresh=True)
+
+
+@contextmanager
+def drawn_on_stderr(read: Callable[[], RunStatus]) -> Iterator[Callable[[], None] | None]:
+    """A live panel on stderr while entered: yields what draws the status that `read` returns; None without terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    with LivePanel(console) as panel:
+        yield lambda: panel.update(read())
+
+
+_ENDS = ("completed", "halted", "failed")
+_ROUND_AND_GUARD, _ROOMY = 5, 20  # lines for the newest round and the guard, on a screen that has at least so many
+_SUMMARY_LINES = 15  # that commands print under the panel once the run has ended, the prompt included
+
+
+def fitted(status: RunStatus, console: Console, height: int) -> RenderableType:
+    """A run on a screen of `height` lines: headline, all replicas, then as many rounds and guard lines as fit.
+
+    The guard gets a table if that leaves half of the lines below the replicas to rounds, else one line for the
+    statistic closest to its threshold. A fleet that does not fit is shown by its unusual replicas and a count of the
+    others.
+    """
+    head = _headline(status)
+    lines = height - _lines(console, head)
+    parts: list[RenderableType] = [head]
+    if status.replicas:
+        reserved = _ROUND_AND_GUARD if height >= _ROOMY else 0
+        shown = _replicas_table(status.replicas, _metric(status), most=max(2, lines - 2 - reserved))
+        parts += [Text(), shown]
+        lines -= 1 + _lines(console, shown)
+    statistics = status.verdict.statistics if status.verdict is not None else ()
+    guard: RenderableType | None = _guard_table(statistics) if statistics else None
+    if guard is not None and 2 * (1 + _lines(console, guard)) > lines:
+        guard = _nearest(statistics)
+    lines -= 1 + _lines(console, guard) if guard is not None else 0
+    newest = min(len(status.rounds), _SHOWN_ROUNDS)
+    while newest and 1 + _lines(console, table := _rounds_table(status, newest)) > lines:
+        newest -= 1
+    if newest:
+        parts += [Text(), table]
+    if guard is not None and lines >= 0:
+        parts += [Text(), guard]
+    return Group(*parts)
+
+
+def _lines(console: Console, part: RenderableType) -> int:
+    """Number of lines that `part` takes on this console."""
+    return len(console.render_lines(part, pad=False))
+
+
+class PlainLines:
+    """Prints what the first round waits for, a line per round, and lines when attempts fail and when others begin.
+
+    `with_attempts`: whether to print the latter two, each one line for all replicas with the same text.
+    """
+
+    def __init__(self, console: Console, with_attempts: bool = True) -> None:
+        self._console = console
+        self._with_attempts = with_attempts
+        self._rounds = 0
+        self._attempts: dict[int, int] = {}
+        self._failed: set[tuple[int, int]] = set()
+        self._waits: set[str] = set()  # what the slowest waited for before the first round, as printed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def update(self, status: RunStatus) -> None:
+        said: list[tuple[int, str]] = []
+        for replica in status.replicas:
+            if replica.attempt > self._attempts.get(replica.replica_id, 1):
+                why = f", after {replica.why}" if replica.why else ""
+                said.append((replica.replica_id, f": attempt {replica.attempt}{why}"))
+            self._attempts[replica.replica_id] = replica.attempt
+            who = replica.replica_id, replica.attempt
+            if replica.exit_code not in (None, 0) and who not in self._failed:
+                self._failed.add(who)
+                said.append((replica.replica_id, f", attempt {replica.attempt} {replica.state}"))
+        for ids, words in grouped(said) if self._with_attempts else ():
+            self._print(f"{replicas(ids)}{words}")
+        for ids, words in _furthest_from_training(status):
+            if words not in self._waits:
+                self._waits.add(words)
+                self._print(f"{replicas(ids)}: {words}")
+        before = len(status.rounds) - _SHOWN_ROUNDS
+        if not self._rounds and before > 0:  # a run that somebody began to watch later
+            self._print(f"rounds {status.rounds[0].round} to {status.rounds[before - 1].round} came before")
+        for row in status.rounds[self._rounds or max(before, 0) :]:
+            self._print(round_line(row, status.outer_steps))
+        self._rounds = len(status.rounds)
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _furthest_from_training(status: RunStatus) -> list[tuple[Sequence[int], str]]:
+    """Replicas furthest from training, by what they wait for; empty once a round of the leg is committed."""
+    alive = [each for each in status.replicas if status.state == "starting" and each.state in _BEFORE_TRAINING]
+    last = min((_BEFORE_TRAINING.index(each.state) for each in alive), default=0)
+    return grouped((each.replica_id, each.words()) for each in alive if each.state == _BEFORE_TRAINING[last])
+
+
+_BEFORE_TRAINING = ("launching", "starting", "scoring", "training")
+
+
+def round_line(row: RoundRow, outer_steps: int) -> str:
+    """A round as one line of text: metrics, bytes moved, seconds, what is unusual. `outer_steps`: of the whole run."""
+    parts = [f"round {row.round}", f"outer step {row.outer_step}/{outer_steps}"]
+    parts += [f"loss {row.loss:.3f}"] if row.loss is not None else []
+    parts += [f"reward {row.reward:.3f}"] if row.reward is not None else []
+    parts += [f"held-out before {row.heldout:.3f}"] if row.heldout is not None else []
+    nearest = max(row.statistics, key=lambda each: each.share, default=None)
+    if nearest is not None and nearest.share > 0:
+        parts.append(f"guard: {nearest.name} {nearest.value:.3g} of {nearest.threshold:g}")
+    parts += [f"up {megabytes(row.bytes_up)}, down {megabytes(row.bytes_down)}", f"{row.train_s:.1f} s"]
+    return "  ".join(parts) + (f"  ({row.remark()})" if row.remark() else "")
+
+
+def overview(status: RunStatus, rounds: int, still: Sequence[str] = ()) -> RenderableType:
+    """A run's state, its replicas, the guard and its newest `rounds` rounds, whatever the height of the screen.
+
+    `still`: sentences saying that no process works on the run (`inspection.explain`), or empty.
+    """
+    parts: list[RenderableType] = [_headline(status, still)]
+    if status.replicas:
+        parts += [Text(), _replicas_table(status.replicas, _metric(status))]
+    if status.verdict is not None and status.verdict.statistics:
+        parts += [Text(), _guard_table(status.verdict.statistics)]
+        parts += (
+            [Text(f"the guard {status.outlook}", style="dim")] if status.outlook and status.state == "running" else []
+        )
+    if status.rounds:
+        parts += [Text(), _rounds_table(status, rounds)]
+    return Group(*parts)
+
+
+def _headline(status: RunStatus, still: Sequence[str] = ()) -> RenderableType:
+    grid = Table.grid(padding=(0, 1))
+    moved = sum(row.bytes_up + row.bytes_down for row in status.rounds)
+    grid.add_row(
+        Text("stands still", style="red") if still else Text(status.state, style=_STATE_STYLE.get(status.state, "")),
+        ProgressBar(total=status.outer_steps, completed=status.outer_step, width=30),
+        f"{status.outer_step}/{status.outer_steps} outer steps, {megabytes(moved)} moved",
+    )
+    cost = status.spent.words() if status.spent else ""
+    ahead = status.to_the_end.words() if status.to_the_end and not still else ""
+    about = "; ".join(words for words in (f"{status.url}: {status.reason}", cost, ahead) if words)
+    head = [f"head: {Head.parse(status.head).short}"] if status.head else []
+    lines = [
+        Text(words, style="dim", overflow="fold") for words in (about, *head, *_of_leg(status), *_passed_over(status))
+    ]
+    return Group(grid, *lines, *(Text(words, overflow="fold") for words in still))
+
+
+def _of_leg(status: RunStatus) -> list[str]:
+    """Peculiarities since the last start or resume, one line each: overridden guard, settings, model after a halt."""
+    changed = ", ".join(f"{name}={value}" for name, value in status.settings.items())
+    lines = [f"leg {status.leg}: the guard began anew: {status.override_guard}"] if status.override_guard else []
+    lines += [f"leg {status.leg} has other settings: {changed}"] if changed else []
+    return lines + ([f"model: {status.model.words()}"] if status.model.after_verdict else [])
+
+
+def _passed_over(status: RunStatus) -> list[str]:
+    """The first objects of the run ignored as unreadable, one line each, and the number of the others."""
+    found = status.unreadable
+    more = [f"passed over: {len(found) - _SHOWN_UNREADABLE} more"] if len(found) > _SHOWN_UNREADABLE else []
+    return [f"passed over: {words}" for words in found[:_SHOWN_UNREADABLE]] + more
+
+
+_LONG = 40  # characters of a remark that is not repeated for the next round
+_STATE_STYLE = {"running": "cyan", "completed": "green", "halted": "yellow", "failed": "red"}
+
+
+def _rounds_table(status: RunStatus, shown: int) -> Table:
+    table = _table("round", _metric(status), "held-out before", "gap", "up", "down", "seconds")
+    table.add_column("", overflow="fold")
+    remarks: dict[str, int] = {}  # by words: the first round shown that has them
+    for row in status.rounds[-shown:]:
+        remark, long = row.remark(), len(row.remark()) > _LONG
+        if long and remarks.setdefault(remark, row.round) != row.round:
+            remark = f"as round {remarks[remark]}"
+        table.add_row(
+            str(row.round),
+            _number(row.loss if row.loss is not None else row.reward),
+            _number(row.heldout),
+            _number(row.proxy_real_gap),
+            megabytes(row.bytes_up),
+            megabytes(row.bytes_down),
+            f"{row.train_s:.1f}",
+            row.stop if remark == status.reason else remark,  # the headline has the reason
+        )
+    return table
+
+
+def _metric(status: RunStatus) -> str:
+    """The name of the training metric that the tables show."""
+    rewarded = any(row.reward is not None for row in status.rounds)
+    return "reward" if rewarded and all(row.loss is None for row in status.rounds) else "loss"
+
+
+def _nearest(statistics: Sequence[Statistic]) -> RenderableType:
+    """One line about the guard: the statistic closest to its threshold."""
+    near = max(statistics, key=lambda each: each.share)
+    if near.share <= 0:
+        return Text("guard: no statistic is above 0", style="dim")
+    return Text(f"guard: {near.name} {near.value:.3g}, stops above {near.threshold:g}")
+
+
+def _guard_table(statistics: Sequence[Statistic]) -> Table:
+    """Each statistic of the guard against the threshold above which it stops the run."""
+    table = _table("guard")
+    for name in ("", "value", "stops above"):
+        table.add_column(name, justify="right")
+    for each in statistics:
+        bar = ProgressBar(total=1.0, completed=min(each.share, 1.0), width=20)
+        table.add_row(each.name, bar, f"{each.value:.3g}", f"{each.threshold:g}")
+    return table
+
+
+_USUAL = ("starting", "training", "scoring", "waiting", "snapshot")
+
+
+def _replicas_table(replicas: list[ReplicaRow], metric: str, most: int | None = None) -> Table:
+    """A table row for each replica; if more than `most`, those in unusual states first, and a count of the rest."""
+    shown, rest = replicas, list[ReplicaRow]()
+    if most is not None and len(replicas) > most:
+        unusual_first = sorted(replicas, key=lambda replica: (replica.state in _USUAL, replica.replica_id))
+        shown, rest = unusual_first[: most - 1], unusual_first[most - 1 :]
+    table = _table("replica", "attempt", "round", "inner step", metric)
+    table.add_column("state", overflow="fold")
+    for replica in shown:
+        table.add_row(
+            str(replica.replica_id),
+            str(replica.attempt),
+            str(replica.round or "-"),
+            str(replica.inner_step),
+            _number(replica.loss),
+            replica.words(),
+        )
+    if rest:
+        states = Counter(replica.state for replica in rest)
+        counted = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+        table.add_row(f"{len(rest)} more", "", "", "", "", counted)
+    return table
+
+
+def _table(*numbers: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def megabytes(count: int) -> str:
+    """A number of bytes as text in MB (10^6 bytes)."""
+    return f"{count / 1e6:.1f} MB"
+
+
+def findings_table(found: Sequence[Finding]) -> Table:
+    """The table of `diloco doctor`: one row for each finding, with what to do."""
+    table = _table()
+    table.add_column("", no_wrap=True)
+    for name in ("check", "found", "what to do"):
+        table.add_column(name, overflow="fold")
+    for each in found:
+        mark = Text("ok", style="green") if each.ok else Text("FAIL", style="bold red")
+        table.add_row(mark, Text(each.name), Text(each.detail), Text(each.todo, style="" if each.ok else "bold"))
+    return table
