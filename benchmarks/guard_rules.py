@@ -284,14 +284,31 @@ class _Falls:
         return halts
 
 
-def _stepped_down(scores: list[Array], coarse: Array) -> Array:
+def _changed(scores: list[Array]) -> tuple[Array, NDArray[np.int64]]:
+    """The values of each run that differ from the one before, the newest last, and their number: (rounds, runs)."""
+    values = np.array(scores)
+    new = np.vstack([np.ones((1, values.shape[1]), bool), values[1:] != values[:-1]])
+    order = np.argsort(new, axis=0, kind="stable")
+    return np.take_along_axis(values, order, axis=0), new.sum(axis=0)
+
+
+def _stepped_down(scores: list[Array], coarse: Array, lost: Array | float) -> Array:
     """Twin of `guard.channels.step_down.StepDown`: the largest log-likelihood ratio of a step down to none."""
+    found, (changed, numbers) = np.zeros(coarse.shape), _changed(scores)
+    for number in np.unique(numbers):
+        runs = np.flatnonzero(numbers == number)
+        of_lost = lost if isinstance(lost, float) else lost[runs]
+        found[runs] = _best_step(changed[len(changed) - number :, runs], coarse[runs], of_lost)
+    return found
+
+
+def _best_step(scores: Array, coarse: Array, lost: Array | float) -> Array:
     found = np.zeros(coarse.shape)
     for since in step_down.SINCE:
         before = min(step_down.BEFORE[1], len(scores) - since)
         if before < step_down.BEFORE[0]:
             break
-        values = np.array(scores[-before - since :])
+        values = np.vstack([scores[-before - since : -since], scores[-since:] + lost])
         count, left = len(values), values - values.mean(axis=0)
         level, step, size = np.full(coarse.shape, np.inf), np.full(coarse.shape, np.inf), np.zeros(coarse.shape)
         for rho, constant in step_down._noises():
@@ -416,7 +433,7 @@ def sequential(
         halts.at(t + 1, lows.halts(t, np.zeros(runs) if trained is None else trained), 5)
         own.add(held)
         coarse = np.where(np.isfinite(own.step), own.step, 0.0)
-        evidence = np.where(sums.recovers, 0.0, _stepped_down(own.last, coarse))
+        evidence = np.where(sums.recovers, 0.0, _stepped_down(own.last, coarse, lost))
         halts.at(t + 1, evidence > step_down.LIMIT * guard.threshold, 1)
         best.learn(own)
         if trained is not None and guard.gap_sigmas is not None:

@@ -39,10 +39,10 @@ def test_scores_of_few_items_that_lose_one_for_good_do_not_step_down():
     for scores in ([0.75] * 20 + [0.6875] * 20, [0.75, 0.6875] * 10 + [0.6875] * 20):
         channel = StepDown()
         for t in range(1, len(scores) + 1):
-            assert not channel.judge(t, scores[max(0, t - 32) : t], 0.0625, False, 10.0, 0.0)
-    several = [0.75, 0.6875] * 10 + [0.4375] * 20
+            assert not channel.judge(t, scores[max(0, t - 32) : t], 0.0625, 0.0, False, 10.0, 0.0)
+    several = [0.75, 0.6875] * 10 + [0.25, 0.1875] * 10
     channel = StepDown()
-    judged = [channel.judge(t, several[max(0, t - 32) : t], 0.0625, False, 10.0, 0.0) for t in range(1, 41)]
+    judged = [channel.judge(t, several[max(0, t - 32) : t], 0.0625, 0.0, False, 10.0, 0.0) for t in range(1, 41)]
     assert any(judged[20:30])
 
 
@@ -56,9 +56,9 @@ def test_a_climb_that_stops_or_a_bump_that_heals_is_no_step_down():
 
 def test_every_number_of_the_sentence_follows_from_the_scores():
     words = re.compile(
-        r"step down: the last (\d+) held-out scores, (\S+) in the mean, lie (\S+) below where the scores before lead\. "
-        r"A step explains them better than noise does, by a log-likelihood ratio of (\S+) \(halts above (\S+)\)\. Roll "
-        r"back to round (\d+) and"
+        r"step down: the last (\d+) held-out scores that differ, (\S+) in the mean, lie (\S+) below where the scores "
+        r"before lead\. A step explains them better than noise does, by a log-likelihood ratio of (\S+) \(halts "
+        r"above (\S+)\)\. Roll back to round (\d+) and"
     )
     rng, seen = random.Random("words"), 0
     for seed in range(30):
@@ -79,6 +79,15 @@ def test_every_number_of_the_sentence_follows_from_the_scores():
     assert seen >= 8
 
 
+@pytest.mark.parametrize("times", [4, 8])
+def test_scores_that_are_given_again_are_counted_once(times):
+    """An evaluation every few rounds: equal scores are no proof of a level."""
+    rng = random.Random("again")
+    for _ in range(4):
+        scores = [each for _ in range(200 // times) for each in [rng.gauss(0.5, 0.01)] * times]
+        assert not folded(scores)[1].reason.startswith("step down")
+
+
 def test_a_step_that_was_dismissed_is_not_raised_again():
     channels, alarms = MetricChannels(), 0
     for t, score in enumerate(stepped(1, 0.0, 20, 0.1, rounds=60)):
@@ -95,5 +104,5 @@ def test_scores_without_bounds_are_judged_without_an_error(size):
     channel = StepDown()
     scores = [0.0, 1.0] * 10 + [-size, size, -size, -size, -size, -size]
     for t in range(1, len(scores) + 1):
-        channel.judge(t, scores[:t], 1.0, False, 10.0, 0.0)
+        channel.judge(t, scores[:t], 1.0, 0.0, False, 10.0, 0.0)
     assert channel.seen == len(scores)

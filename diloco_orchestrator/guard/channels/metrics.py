@@ -72,8 +72,8 @@ class MetricChannels:
         if self.count >= FIRST_GAP and trained is not None and tolerance is not None:
             slow = self.gap.judge(model, held, trained, heldout, self.gap_noise, tolerance, threshold)
         self._learn(model, held, trained)
-        last, recovers = (self.noise.last, self.noise.step or 0.0), self.falls.recovers
-        at_once += self.step_down.judge(model, *last, recovers, threshold, heldout - held)
+        known = self.noise.step or 0.0, lost, self.falls.recovers
+        at_once += self.step_down.judge(model, self.noise.last, *known, threshold, heldout - held)
         at_once += self.early.alarms(self.noise.last)
         return at_once + self.new_low.alarms(self.noise.last, trained or 0.0), slow
 

@@ -68,42 +68,58 @@ class StepDown(Remembered):
     found: Found | None = field(default=None, init=False)  # in the last judged round
 
     def judge(
-        self, model: int, scores: Sequence[float], coarse: float, recovers: bool, threshold: float, origin: float
+        self,
+        model: int,
+        scores: Sequence[float],
+        coarse: float,
+        lost: float,
+        recovers: bool,
+        threshold: float,
+        origin: float,
     ) -> list[Alarm]:
         """Judge the score of the base that round `model` made; a list of one alarm if it stepped down, else empty.
 
         `scores`: held-out, of the last 32 bases or of all, this one included, oldest first, each minus the run's first
-        score. `coarse`: smallest change between two rounds so far, or 0.0. `recovers`: whether the score is on its way
-        back up, which halts nothing. `threshold`: the setting. `origin`: the run's first score, added again to scores
-        in the alarm's text.
+        score. `coarse`: smallest change between two rounds so far, or 0.0. `lost`: what the mean lost by shares whose
+        fall does not count. `recovers`: whether the score is on its way back up, which halts nothing. `threshold`: the
+        setting. `origin`: the run's first score, added again to scores in the alarm's text.
         """
         self.seen = min(self.seen + 1, KEPT)
-        self.found = None if recovers else self._best(scores, coarse)
+        scores = _changed(scores[-self.seen :])
+        self.found = None if recovers else _best(scores, coarse, lost)
         if self.found is None or self.found.evidence <= LIMIT * threshold:
             return []
         since, size = self.found.since, self.found.size
+        mean = added(scores[-since:]) / since + origin
         what = (
-            f"step down: the last {since} held-out scores, {added(scores[-since:]) / since + origin:.4g} in the mean, "
-            f"lie {size:.3g} below where the scores before lead. A step explains them better than noise does, by a "
-            f"log-likelihood ratio of {self.found.evidence:.4g} (halts above {LIMIT * threshold:.4g})"
+            f"step down: the last {since} held-out scores that differ, {mean:.4g} in the mean, lie {size:.3g} below where "
+            f"the scores before lead. A step explains them better than noise does, by a log-likelihood ratio of "
+            f"{self.found.evidence:.4g} (halts above {LIMIT * threshold:.4g})"
         )
         return [Alarm(what, model, ADVICE, AlarmKind.FALL)]
-
-    def _best(self, scores: Sequence[float], coarse: float) -> Found | None:
-        """The step with the largest likelihood ratio; None if there were too few rounds, or nothing steps down."""
-        best: Found | None = None
-        for since in SINCE:
-            before = min(BEFORE[1], self.seen - since)
-            if before < BEFORE[0]:
-                break
-            found = _compared(scores[-before - since :], before, coarse)
-            if found is not None and found.evidence > (best.evidence if best else 0.0):
-                best = found
-        return best
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
         """(name, value, threshold) of the log-likelihood ratio, as the verdict lists it."""
         return [("step down", self.found.evidence if self.found else 0.0, LIMIT * threshold)]
+
+
+def _changed(scores: Sequence[float]) -> list[float]:
+    """Without scores that are the one before given again, which says nothing of how scores vary."""
+    return [*scores[:1], *(now for last, now in pairwise(scores) if now != last)]
+
+
+def _best(scores: Sequence[float], coarse: float, lost: float) -> Found | None:
+    """The step with the largest likelihood ratio; None if there are too few scores, or nothing steps down."""
+    best: Found | None = None
+    for since in SINCE:
+        before = min(BEFORE[1], len(scores) - since)
+        if before < BEFORE[0]:
+            break
+        values = [*scores[-before - since : -since], *(score + lost for score in scores[-since:])]
+        found = _compared(values, before, coarse)
+        if found is not None and found.evidence > (best.evidence if best else 0.0):
+            best = found
+    return best
 
 
 def _compared(values: Sequence[float], before: int, coarse: float) -> Found | None:
