@@ -6,7 +6,7 @@ Independent of providers and of a run's bucket. An executor reports only what it
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from diloco_orchestrator.executors.prices import Price
 from diloco_orchestrator.executors.process_contract import EXIT_DONE, EXIT_PERMANENT, EXIT_PREEMPTED, EXIT_SUPERSEDED
@@ -108,6 +108,8 @@ class LaunchRequest:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # sent by the provider's mechanism for secrets
     timeout_s: float | None = None  # None: the executor's own limit, if it has one
     images: Mapping[str, str] = field(default_factory=dict)  # digests ("sha256:…") of container images by name
+    ranks: int = 1  # processes that the replica starts itself, each of which uses one GPU where there are GPUs
+    ranks_before: int | None = None  # those of the replicas with lower ids; None: one each
 
     def pinned(self, image: str) -> str:
         """The image to send for the executor's option `image`: with its digest from `images`, if it has one there.
@@ -336,6 +338,13 @@ class UsesRunStore(Protocol):
     def use_store(self, url: str, storage_options: Mapping[str, Any]) -> None:
         """Use the folder of the run at `url`, opened with `storage_options`. Called before any other method."""
         ...
+
+
+@runtime_checkable
+class OffersToMachines(Protocol):
+    """An executor whose launch is an offer, which costs nothing until a machine that somebody else started takes it."""
+
+    free_until_taken: Literal[True]
 
 
 def give_store(executor: ServerlessExecutor, url: str, storage_options: Mapping[str, Any] | None) -> None:

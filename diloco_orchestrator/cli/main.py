@@ -47,6 +47,7 @@ GROUPS = {  # by section of `diloco --help`: our commands, and where each is def
     },
     "Care": {
         "attach": "diloco_orchestrator.cli.run_commands:attach_",
+        "scale": "diloco_orchestrator.cli.run_commands:scale",
         "halt": "diloco_orchestrator.cli.run_commands:halt",
         "resume": "diloco_orchestrator.cli.run_commands:resume",
         "pull": "diloco_orchestrator.cli.read_commands:pull",
