@@ -92,9 +92,9 @@ class StepDown(Remembered):
         since, size = self.found.since, self.found.size
         mean = added(scores[-since:]) / since + origin
         what = (
-            f"step down: the last {since} held-out scores that differ, {mean:.4g} in the mean, lie {size:.3g} below where "
-            f"the scores before lead. A step explains them better than noise does, by a log-likelihood ratio of "
-            f"{self.found.evidence:.4g} (halts above {LIMIT * threshold:.4g})"
+            f"step down: the last {since} held-out scores that differ, {mean:.4g} in the mean, lie {size:.3g} below "
+            f"where the scores before lead. A step explains them better than noise does, by a log-likelihood "
+            f"ratio of {self.found.evidence:.4g} (halts above {LIMIT * threshold:.4g})"
         )
         return [Alarm(what, model, ADVICE, AlarmKind.FALL)]
 
