@@ -39,7 +39,18 @@ GUARD_RULES = {  # by name, our own: the settings that only this rule reads
 
 # Settings by how often they are needed: `run --help` lists FIRST, `--help-experts` LAST, `--help-settings` the others.
 FIRST = (
-    *("replicas", "max_replicas", "rounds", "sync_every", "seed", "quorum", "codec", "snapshot_every", "replica_state"),
+    *(
+        "replicas",
+        "max_replicas",
+        "ranks_per_replica",
+        "rounds",
+        "sync_every",
+        "seed",
+        "quorum",
+        "codec",
+        "snapshot_every",
+        "replica_state",
+    ),
     *("max_hours", "max_cost_usd", "track", "strict", "on_halt", "outer.lr", "outer.momentum", "guard.rule"),
 )
 LAST = (  # right as they are for nearly every run

@@ -25,7 +25,7 @@ _NEW = 2.0  # spreads of the levels seen so far, with sigma added, from which on
 _RIDGE = 0.25  # of the noise's variance: levels that differ by less say little of what differences depend on
 _SIGMA = 1.4826  # standard deviation of normal numbers over their median absolute deviation
 _MEAN_ABS = 1.2533  # standard deviation of normal numbers over their mean distance from the mean
-# As `_SIGMA`, for few numbers, whose median is one: Croux and Rousseeuw, "Time-efficient algorithms" (1992), b_n.
+# `_SIGMA` for few numbers, whose median is one: Croux and Rousseeuw, "Time-efficient algorithms" (1992), b_n.
 _FEW = {4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 1.107}
 
 
@@ -94,7 +94,7 @@ def fold_local(
 
 @dataclass
 class _Usual:
-    """How the gain of one replica usually differs from the others', from what its rounds showed so far.
+    """The usual difference of one replica's gain from the others', learnt from its rounds so far.
 
     The difference is a line over the round's level, the median gain of the fleet, by least squares with weights that
     fade: where data or learning rates differ, gains differ by a factor, and so by less and less as all of them shrink.
@@ -113,7 +113,7 @@ class _Usual:
         return self.difference + (self.covariance / apart * (level - self.level) if apart else 0.0)
 
     def is_new(self, level: float, sigma: float) -> bool:
-        """Whether no round had such a level, as after a sudden change of the learning rate, for some 15 rounds."""
+        """Whether no round before had such a level, as after a sudden change of the learning rate, for some 15 rounds."""
         return abs(level - self.level) > _NEW * (math.sqrt(self.variance) + sigma)
 
     def sigma(self, fleet: float) -> float:

@@ -1,4 +1,4 @@
-"""`StepDown`: a held-out score that stepped down, told from noise whose size and memory are not known yet.
+"""`StepDown`: a held-out score that stepped down, while size and autocorrelation of its noise are not known yet.
 
 `Falls` measures in sigmas, and sigma takes some 30 straight rounds to know: until then a fall that is small beside the
 climb before it looks like noise. But the rounds around a step say more than sigma does. The likelihood of the last
@@ -28,7 +28,7 @@ SINCE = (5, 8, 12, 20)  # rounds since
 STOPPED = 6  # rounds before the step in which a climb may have stopped
 RHOS = (0.0, 0.35, 0.7)  # autocorrelations of the noise that are tried
 LIMIT = 1.2  # log-likelihood ratio that halts, in nats, over the setting `threshold`
-# Of the smallest change between two rounds, squared, that is added to each value's variance: few items look exact.
+# Share of the squared smallest change between two rounds that is added to each value's variance, for scores of few items.
 COARSE = 0.5
 _EXACT = 1e-12  # of the sum of squares, that is added to what is left: rounding
 _TERMS = 20  # of the series of a logarithm
