@@ -113,7 +113,7 @@ class _Usual:
         return self.difference + (self.covariance / apart * (level - self.level) if apart else 0.0)
 
     def is_new(self, level: float, sigma: float) -> bool:
-        """Whether no round before had such a level, as after a sudden change of the learning rate, for some 15 rounds."""
+        """Whether no round before had such a level, as for some 15 rounds after a change of the learning rate."""
         return abs(level - self.level) > _NEW * (math.sqrt(self.variance) + sigma)
 
     def sigma(self, fleet: float) -> float:

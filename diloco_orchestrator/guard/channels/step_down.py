@@ -28,7 +28,7 @@ SINCE = (5, 8, 12, 20)  # rounds since
 STOPPED = 6  # rounds before the step in which a climb may have stopped
 RHOS = (0.0, 0.35, 0.7)  # autocorrelations of the noise that are tried
 LIMIT = 1.2  # log-likelihood ratio that halts, in nats, over the setting `threshold`
-# Share of the squared smallest change between two rounds that is added to each value's variance, for scores of few items.
+# Added to the variance of each value: this share of the squared smallest change between two rounds.
 COARSE = 0.5
 _EXACT = 1e-12  # of the sum of squares, that is added to what is left: rounding
 _TERMS = 20  # of the series of a logarithm
