@@ -135,7 +135,7 @@ def _lines(console: Console, part: RenderableType) -> int:
 
 
 class PlainLines:
-    """Prints a line per round, and lines when attempts fail and when replicas begin another attempt, with reasons.
+    """Prints a line per round, one when the disk is full, and lines when attempts fail and when others begin, with why.
 
     `with_attempts`: whether to print the latter two, each one line for all replicas with the same text.
     """
@@ -146,6 +146,7 @@ class PlainLines:
         self._rounds = 0
         self._attempts: dict[int, int] = {}
         self._failed: set[tuple[int, int]] = set()
+        self._no_room = False  # as of the newest status
 
     def __enter__(self) -> Self:
         return self
@@ -168,6 +169,9 @@ class PlainLines:
                 said.append((replica.replica_id, f", attempt {replica.attempt} {replica.state}"))
         for ids, words in grouped(said) if self._with_attempts else ():
             self._print(f"{replicas(ids)}{words}")
+        if status.no_room and not self._no_room:
+            self._print(f"nobody can write: {status.no_room}")
+        self._no_room = bool(status.no_room)
         before = len(status.rounds) - _SHOWN_ROUNDS
         if not self._rounds and before > 0:  # a run that somebody began to watch later
             self._print(f"rounds {status.rounds[0].round} to {status.rounds[before - 1].round} came before")
@@ -225,7 +229,8 @@ def _headline(status: RunStatus, still: Sequence[str] = ()) -> RenderableType:
     lines = [
         Text(words, style="dim", overflow="fold") for words in (about, *head, *_of_leg(status), *_passed_over(status))
     ]
-    return Group(grid, *lines, *(Text(words, overflow="fold") for words in still))
+    no_room = [Text(f"nobody can write: {status.no_room}", style="red", overflow="fold")] if status.no_room else []
+    return Group(grid, *lines, *no_room, *(Text(words, overflow="fold") for words in still))
 
 
 def _of_leg(status: RunStatus) -> list[str]:
