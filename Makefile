@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,composer,dev
 
-.PHONY: venv demo test test-all test-loaded mutants simulate fuzz docker slurm ray ceph azurite kubernetes lint clean
+.PHONY: venv demo test test-all test-loaded mutants simulate fuzz docs docs-settings docker slurm ray ceph azurite kubernetes lint clean
 
 venv: .venv/installed
 
@@ -62,7 +62,7 @@ kubernetes:
 docker:
 	apt-get install -y --no-install-recommends docker.io
 
-# No verdict hangs on the wall clock: the same tests beside busy loops (see docs/testing.md).
+# No verdict hangs on the wall clock: the same tests beside busy loops (see docs/inside/testing.md).
 LOOPS := 4
 test-loaded: venv
 	$(BIN)/python tests/support/busy.py $(LOOPS) $(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
@@ -86,12 +86,25 @@ BUCKETS := 500
 fuzz: venv
 	PYTHONPATH=tests/support $(BIN)/python tests/fuzz/run.py --records $(RECORDS) --buckets $(BUCKETS)
 
+# The docs as a site with offline search, in docs/_build/html. A link that leads nowhere is an error.
+docs: .venv/docs
+	$(BIN)/sphinx-build -q -W --keep-going -c docs . docs/_build/html
+	@echo docs/_build/html/index.html
+
+.venv/docs: .venv/installed
+	$(PIP) install --no-compile -c constraints.txt -e '.[$(EXTRAS),docs]'
+	touch $@
+
+# docs/reference/settings.md, from the tree of settings.
+docs-settings: venv
+	$(BIN)/python tests/package/test_settings_page.py
+
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv build dist *.egg-info docs/_build
 
 include benchmarks/benchmarks.mk

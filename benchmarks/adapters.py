@@ -1,4 +1,4 @@
-"""How LoRA adapters should be averaged: the table of docs/adapters.md.
+"""How LoRA adapters should be averaged: the table of docs/recipes/adapters.md.
 
     PYTHONPATH=tests/support python benchmarks/adapters.py --docs      # 17 minutes with --processes 1, beside others
 
@@ -39,7 +39,7 @@ WINDOW, BATCH, ITEMS = 32, 16, 200  # bytes, windows, held-out windows
 RANK, ALPHA = 4, 8.0
 PRETRAINING = 300  # inner steps
 _T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}  # Student, two-sided 95 %, by samples
-_DOCUMENT = ROOT / "docs" / "adapters.md"
+_DOCUMENT = ROOT / "docs" / "recipes" / "adapters.md"
 REFERENCE = "full-rank averaging"
 FORMS = (REFERENCE, "exact", "mean", "mean, A frozen")
 
@@ -316,7 +316,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="default 5")
     parser.add_argument("--processes", type=int, default=2, help="default 2")
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-adapters.jsonl")
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/adapters.md")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/recipes/adapters.md")
     given = parser.parse_args()
     results = Results("adapters", given.results)
     results.begin([], vars(given))

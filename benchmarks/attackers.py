@@ -27,7 +27,7 @@ from measuring import ROOT, markdown, publish
 
 from diloco_orchestrator.protocol.records import Commit
 
-DOCUMENT = ROOT / "docs" / "attacks.md"
+DOCUMENT = ROOT / "docs" / "inside" / "attacks.md"
 REPLICAS, ROUNDS = 8, 60
 ALLOWED = 0.02
 # Attacks that only mean something with another setting than the default.
@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--clip-factor", type=float, help="the run's setting")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/attacks.md")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/inside/attacks.md")
     given = parser.parse_args()
     settings = {} if given.clip_factor is None else {"clip_factor": given.clip_factor}
     with ProcessPoolExecutor(given.processes, initializer=quiet) as pool:

@@ -44,13 +44,13 @@ requests-live: venv
 bench-allreduce: venv
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/allreduce_paths.py $(OPTIONS)
 
-# The tables and pictures of docs/performance.md, each in one command, on a quiet machine; `make bench` takes all of
+# The tables and pictures of docs/inside/performance.md, each in one command, on a quiet machine; `make bench` takes all of
 # them. `make bench-sync SOURCES="--source OLD --source ."` measures two checkouts in turn; `OPTIONS=` passes others.
 bench: bench-sync bench-link bench-overlap bench-latency bench-memory bench-busy bench-history bench-startup bench-heldout_split
 bench-sync bench-link bench-overlap bench-latency bench-memory bench-busy bench-history bench-startup bench-heldout_split: bench-%: venv
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/$*.py --docs $(SOURCES) $(OPTIONS)
 
-# False halts and delays of the guard's rules: the table of docs/kill-switch.md, about five minutes.
+# False halts and delays of the guard's rules: the table of docs/reference/kill-switch.md, about five minutes.
 bench-guard: venv
 	PYTHONPATH=. $(BIN)/python benchmarks/guard.py --runs 1000 --seed 2 --docs $(OPTIONS)
 
@@ -58,12 +58,12 @@ bench-guard: venv
 bench-guard-runs: venv
 	PYTHONPATH=. $(BIN)/python benchmarks/guard_runs.py --docs $(OPTIONS)
 
-# Held-out loss against data-parallel at equal tokens, five seeds: docs/quality.md, about twelve minutes on 2 free cores.
+# Held-out loss against data-parallel at equal tokens, five seeds: docs/inside/quality.md, about twelve minutes on 2 free cores.
 # Cut off, it goes on where it was.
 bench-quality: venv
 	PYTHONPATH=.:tests/support $(BIN)/python benchmarks/quality.py --docs $(OPTIONS)
 
-# Which held-out texts leak with an edit, and which unrelated ones a split excludes: the tables of docs/heldout.md.
+# Which held-out texts leak with an edit, and which unrelated ones a split excludes: the tables of docs/recipes/heldout.md.
 bench-heldout_leaks: venv
 	PYTHONPATH=.:tests/support $(BIN)/python benchmarks/heldout_leaks.py --docs $(OPTIONS)
 

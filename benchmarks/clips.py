@@ -71,7 +71,7 @@ def table_of(fleets: Sequence[tuple[str, Norms]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--norms", type=Path, default=RUNS / "healthy_norms.json", help="the file of norms")
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/attacks.md")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/inside/attacks.md")
     parser.add_argument("--only", default="", help="only fleets with this in their name")
     parser.add_argument("--rounds", type=int, help="of every fleet; by default each has its own number")
     given = parser.parse_args()

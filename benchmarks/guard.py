@@ -1,4 +1,4 @@
-"""How often the guard's default rule halts healthy runs, and how late it halts the others: docs/kill-switch.md.
+"""How often the guard's default rule halts healthy runs, how late the others: docs/reference/kill-switch.md.
 
     PYTHONPATH=. python benchmarks/guard.py --quick            # two minutes
     PYTHONPATH=. python benchmarks/guard.py --runs 300 --docs
@@ -81,7 +81,7 @@ PEAKS = (40, 150)  # rounds after which an over-optimised gold score falls
 SIZES = (8, 15, 30, 60)  # rounds of delay that `items_needed` is asked for
 DROP, ITEM_SD = 0.05, 0.5
 RULES = ("SequentialGuard", "now", "patience 3", "patience 6")  # the last two: `HeldOutGuard`
-_DOCUMENT, _PICTURES = ROOT / "docs" / "kill-switch.md", ROOT / "docs" / "kill-switch"
+_DOCUMENT, _PICTURES = ROOT / "docs" / "reference" / "kill-switch.md", ROOT / "docs" / "reference" / "kill-switch"
 
 
 @dataclass(frozen=True)
@@ -676,7 +676,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="default 2")
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-guard.jsonl")
     parser.add_argument("--table", action="store_true", help="simulate nothing: print the newest session's tables")
-    parser.add_argument("--docs", action="store_true", help="write tables and pictures into docs/kill-switch.md")
+    parser.add_argument(
+        "--docs", action="store_true", help="write tables and pictures into docs/reference/kill-switch.md"
+    )
     given = parser.parse_args()
     given.runs = min(given.runs, 24) if given.quick else given.runs
     results = Results("guard", given.results)

@@ -1,4 +1,4 @@
-"""Pictures for docs/kill-switch.md: single runs with the round in which each rule halts, and the rates as bars."""
+"""Pictures for docs/reference/kill-switch.md: single runs, the round in which each rule halts, rates as bars."""
 
 from collections.abc import Mapping, Sequence
 from html import escape

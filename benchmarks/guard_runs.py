@@ -1,4 +1,4 @@
-"""How the guard's default rule judges 20 real healthy runs: the second table of docs/kill-switch.md.
+"""How the guard's default rule judges 20 real healthy runs: the second table of docs/reference/kill-switch.md.
 
     PYTHONPATH=. python benchmarks/guard_runs.py            # about four minutes on 2 cores
     PYTHONPATH=. python benchmarks/guard_runs.py --judge    # seconds: judge the newest trained runs again
@@ -38,7 +38,7 @@ from diloco_orchestrator.store.memory import MemoryStore
 from replica.attempt.attempt import claim_attempt
 from replica.context import ReplicaContext
 
-_DOCUMENT, _PICTURES = ROOT / "docs" / "kill-switch.md", ROOT / "docs" / "kill-switch"
+_DOCUMENT, _PICTURES = ROOT / "docs" / "reference" / "kill-switch.md", ROOT / "docs" / "reference" / "kill-switch"
 CONTEXT = 8  # bytes that the model sees
 WINDOW = 40  # bytes of an item
 ITEMS = 200
@@ -401,7 +401,9 @@ def main() -> None:
     parser.add_argument("--slow-down", type=int, default=1, help="divide the rounds of every run by this")
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-guard_runs.jsonl")
     parser.add_argument("--judge", action="store_true", help="train nothing: judge the newest session's runs again")
-    parser.add_argument("--docs", action="store_true", help="write table and picture into docs/kill-switch.md")
+    parser.add_argument(
+        "--docs", action="store_true", help="write table and picture into docs/reference/kill-switch.md"
+    )
     given = parser.parse_args()
     results = Results("guard_runs", given.results)
     if not given.judge:

@@ -417,7 +417,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-heldout_leaks.jsonl")
     parser.add_argument("--table", action="store_true", help="measure nothing: print the newest session's tables")
-    parser.add_argument("--docs", action="store_true", help="write the tables into docs/heldout.md")
+    parser.add_argument("--docs", action="store_true", help="write the tables into docs/recipes/heldout.md")
     given = parser.parse_args()
     results = Results("heldout_leaks", given.results)
     if not given.table:
@@ -427,7 +427,7 @@ def main() -> None:
     text = f"{heading(session)}\n\n{report(samples)}"
     print(text)
     if given.docs:
-        publish("heldout_leaks", text, None, ROOT / "docs" / "heldout.md")
+        publish("heldout_leaks", text, None, ROOT / "docs" / "recipes" / "heldout.md")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "runs"
 _PACKAGES = ("diloco_orchestrator", "executors", "replica")
-PERFORMANCE = ROOT / "docs" / "performance.md"
-PICTURES = ROOT / "docs" / "performance"
+PERFORMANCE = ROOT / "docs" / "inside" / "performance.md"
+PICTURES = ROOT / "docs" / "inside" / "performance"
 PROGRAMS = Path(__file__).with_name("replica_programs.py")
 _LAST_LINES = 20  # of a process that died
 _QUIET = 1.0  # load average at the start up to which a machine counts as quiet
@@ -302,7 +302,7 @@ def parser_of(doc: str | None, repetitions: int = 5) -> argparse.ArgumentParser:
     parser.add_argument("--repetitions", type=int, default=repetitions, help=f"default {repetitions}")
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-NAME.jsonl")
     parser.add_argument("--table", action="store_true", help="measure nothing: print the newest session's table")
-    parser.add_argument("--docs", action="store_true", help="write table and picture into docs/performance.md")
+    parser.add_argument("--docs", action="store_true", help="write table and picture into docs/inside/performance.md")
     return parser
 
 

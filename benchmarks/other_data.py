@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/attacks.md")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/inside/attacks.md")
     given = parser.parse_args()
     rows = []
     with ProcessPoolExecutor(given.processes, initializer=quiet) as pool:

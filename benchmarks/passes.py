@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--million", type=int, default=25, help="parameters")
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/performance.md")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/inside/performance.md")
     parser.add_argument("--codecs", action="store_true", help="measure the codecs alone")
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Held-out loss of the product from its own records, against data-parallel training at equal tokens: docs/quality.md.
+"""Held-out loss from a run's own records, against data-parallel training at equal tokens: docs/inside/quality.md.
 
     PYTHONPATH=.:tests/support python benchmarks/quality.py --docs
 
@@ -24,7 +24,7 @@ from measuring import ROOT, Results, Sample, markdown, publish, sources_of
 from quality_runs import Arm, Size, play
 from svg_chart import Curve, Dot, DotGroup, dots, lines
 
-_DOCUMENT, _PICTURES = ROOT / "docs" / "quality.md", ROOT / "docs" / "quality"
+_DOCUMENT, _PICTURES = ROOT / "docs" / "inside" / "quality.md", ROOT / "docs" / "inside" / "quality"
 SEEDS = 5
 TUNING_SEED = 9
 INNER_RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
@@ -354,7 +354,7 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="measure again what is known")
     parser.add_argument("--table", action="store_true", help="measure nothing: print the table of what is known")
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-quality.jsonl")
-    parser.add_argument("--docs", action="store_true", help="write tables and pictures into docs/quality.md")
+    parser.add_argument("--docs", action="store_true", help="write tables and pictures into docs/inside/quality.md")
     given = parser.parse_args()
     results, known = Results("quality", given.results), {}
     size = Size(steps=given.steps, warm_up=min(Size.warm_up, given.steps // 4), pretraining=given.pretraining)

@@ -27,7 +27,7 @@ GUARD_RULES = {  # by name, our own: the settings that only this rule reads
 }
 
 
-# Settings by how often they are needed. `diloco run --help` lists FIRST, then those in neither, then LAST.
+# Settings by how often they are needed: `run --help` lists FIRST, `--help-experts` LAST, `--help-settings` the others.
 FIRST = (
     *("replicas", "rounds", "sync_every", "seed", "quorum", "codec", "snapshot_every", "replica_state"),
     *("max_hours", "max_cost_usd", "track", "strict", "on_halt", "outer.lr", "outer.momentum", "guard.rule"),

@@ -61,8 +61,8 @@ _COLLECT_S = (0.02, 1.0)  # first and longest pause while collecting
 class RemoteExecutor:
     """Base class of executors: gives `launch_replicas`, `poll`, `collect`, `price` and `close`.
 
-    A subclass has a `name` and the six methods below; docs/write_an_executor.md shows one. A replica's environment is
-    the request's `env` and `secrets` over the variables of its image.
+    A subclass has a `name` and the six methods below; docs/recipes/write_an_executor.md shows one. A replica's
+    environment is the request's `env` and `secrets` over the variables of its image.
 
     Args:
         hourly_usd: What one replica's machine costs in US dollars an hour, which wins over every list.

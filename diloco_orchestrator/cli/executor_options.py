@@ -47,7 +47,10 @@ def executor_options(specs: Sequence[str], taken: Collection[str]) -> list[click
         help=f"Where replicas run: {names}. Several with counts make a mixed fleet. Its own options: --executor NAME "
         "--help.  [default: local]",
     )
-    return [executor, *(option for option in found if not set(option.opts) & set(taken))]
+    found = [option for option in found if not set(option.opts) & set(taken)]
+    for option in found:
+        option.hidden = not specs  # help without --executor lists no place's options
+    return [executor, *found]
 
 
 def _click_option(executor: str, option: Option, prefixed: bool) -> click.Option:

@@ -6,6 +6,7 @@ Ctrl-C.
 """
 
 import importlib
+import re
 import sys
 from typing import NoReturn
 
@@ -15,32 +16,43 @@ from diloco_orchestrator.cli.shared import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_U
 from diloco_orchestrator.import_names import registered, registered_names
 from diloco_orchestrator.protocol.version import VERSION
 
+_CLAUSE = 66  # characters beside the longest name, on 80 columns
+TROUBLESHOOTING = "docs/reference/troubleshooting.md"  # has a section for each error type
 ENTRY_POINTS = "diloco_orchestrator.commands"  # other packages' commands: each entry point is a `click.Command`
-OURS = {
-    "attach": "diloco_orchestrator.cli.run_commands:attach_",
-    "audit": "diloco_orchestrator.cli.derive_commands:audit",
-    "check": "diloco_orchestrator.cli.before_commands:check",
-    "demo": "diloco_orchestrator.cli.run_commands:demo",
-    "doctor": "diloco_orchestrator.cli.before_commands:doctor",
-    "explain": "diloco_orchestrator.cli.read_commands:explain",
-    "gc": "diloco_orchestrator.cli.run_commands:gc",
-    "halt": "diloco_orchestrator.cli.run_commands:halt",
-    "join": "diloco_orchestrator.cli.join_command:join",
-    "lock": "diloco_orchestrator.cli.before_commands:lock",
-    "logs": "diloco_orchestrator.cli.read_commands:logs",
-    "plan": "diloco_orchestrator.cli.run_commands:plan_",
-    "pull": "diloco_orchestrator.cli.read_commands:pull",
-    "push": "diloco_orchestrator.cli.read_commands:push",
-    "report": "diloco_orchestrator.cli.read_commands:report",
-    "resume": "diloco_orchestrator.cli.run_commands:resume",
-    "run": "diloco_orchestrator.cli.run_commands:run_",
-    "snapshots": "diloco_orchestrator.cli.read_commands:snapshots",
-    "split": "diloco_orchestrator.split.command:split",
-    "status": "diloco_orchestrator.cli.read_commands:status",
-    "verify": "diloco_orchestrator.cli.derive_commands:verify",
-    "watch": "diloco_orchestrator.cli.read_commands:watch",
-    "whatif": "diloco_orchestrator.cli.derive_commands:whatif",
+GROUPS = {  # by section of `diloco --help`: our commands, and where each is defined
+    "Start": {
+        "demo": "diloco_orchestrator.cli.run_commands:demo",
+        "split": "diloco_orchestrator.split.command:split",
+        "lock": "diloco_orchestrator.cli.before_commands:lock",
+        "plan": "diloco_orchestrator.cli.run_commands:plan_",
+        "run": "diloco_orchestrator.cli.run_commands:run_",
+        "join": "diloco_orchestrator.cli.join_command:join",
+    },
+    "Look": {
+        "status": "diloco_orchestrator.cli.read_commands:status",
+        "watch": "diloco_orchestrator.cli.read_commands:watch",
+        "logs": "diloco_orchestrator.cli.read_commands:logs",
+        "explain": "diloco_orchestrator.cli.read_commands:explain",
+        "report": "diloco_orchestrator.cli.read_commands:report",
+        "snapshots": "diloco_orchestrator.cli.read_commands:snapshots",
+    },
+    "Check": {
+        "check": "diloco_orchestrator.cli.before_commands:check",
+        "doctor": "diloco_orchestrator.cli.before_commands:doctor",
+        "verify": "diloco_orchestrator.cli.derive_commands:verify",
+        "audit": "diloco_orchestrator.cli.derive_commands:audit",
+        "whatif": "diloco_orchestrator.cli.derive_commands:whatif",
+    },
+    "Care": {
+        "attach": "diloco_orchestrator.cli.run_commands:attach_",
+        "halt": "diloco_orchestrator.cli.run_commands:halt",
+        "resume": "diloco_orchestrator.cli.run_commands:resume",
+        "pull": "diloco_orchestrator.cli.read_commands:pull",
+        "push": "diloco_orchestrator.cli.read_commands:push",
+        "gc": "diloco_orchestrator.cli.run_commands:gc",
+    },
 }
+OURS = {name: where for group in GROUPS.values() for name, where in group.items()}
 
 
 class Commands(click.Group):
@@ -54,7 +66,17 @@ class Commands(click.Group):
         theirs = registered_names(ENTRY_POINTS)
         for name in OURS.keys() & theirs:
             echo(f"a package registers a command {name!r}, which is not used: diloco has one of that name", err=True)
-        return sorted({*OURS, *theirs})
+        return [*OURS, *sorted(theirs - OURS.keys())]
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands by group, each with the first clause of its help."""
+        names = self.list_commands(ctx)
+        groups = {**GROUPS, "Of other packages": [name for name in names if name not in OURS]}
+        for group, members in groups.items():
+            found = [(name, self.get_command(ctx, name)) for name in members]
+            if rows := [(name.ljust(9), _first_clause(each.help or "")) for name, each in found if each is not None]:
+                with formatter.section(group):
+                    formatter.write_dl(rows)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in OURS:
@@ -77,6 +99,12 @@ class Commands(click.Group):
 
             ctx.fail(unknown_name("command", args[0], self.list_commands(ctx)))
         return super().resolve_command(ctx, args)
+
+
+def _first_clause(text: str) -> str:
+    """The first sentence up to a colon, and up to a comma where that is longer than a line of help."""
+    clause = re.split(r"[:;.](?:\s|$)", " ".join(text.split()), maxsplit=1)[0]
+    return clause if len(clause) <= _CLAUSE else clause.partition(", ")[0]
 
 
 def _broken(name: str, why: str) -> click.Command:
@@ -114,7 +142,7 @@ def main() -> None:
         echo(f"Error: {error}", err=True)
         code = EXIT_USAGE
     except (DilocoError, ExecutorError) as error:
-        echo(f"Error: {error}", err=True)
+        echo(f"Error: {error}\nMore: {TROUBLESHOOTING}#{type(error).__name__.lower()}", err=True)
         code = EXIT_FAILED
     except BrokenPipeError:
         code = EXIT_FAILED

@@ -36,9 +36,9 @@ class _RunCommand(ExecutorCommand):
     part = ""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        from diloco_orchestrator.cli.setting_options import setting_options
+        from diloco_orchestrator.cli.setting_options import help_options, setting_options
 
-        return [*super().get_params(ctx), *setting_options(self.part)]
+        return [*super().get_params(ctx), *help_options(), *setting_options(self.part)]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from diloco_orchestrator.cli.setting_options import write_options

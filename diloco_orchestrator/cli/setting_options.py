@@ -1,6 +1,6 @@
 """One command-line option per setting of `RunConfig`, with default, unit and reason from the field's description.
 
-Help lists the settings in three sections: those that most runs choose, the usual ones, and those for experts.
+Three tiers: `--help` lists what most runs choose, `--help-settings` further ones, `--help-experts` the rest.
 """
 
 import tomllib
@@ -19,7 +19,8 @@ _ELSEWHERE = {"entrypoint", "args", "env", "heldout_items"}  # an argument; own 
 _JOIN = "__"  # between the names of a nested setting, in click's parameter names
 
 
-SECTIONS = ("Settings that most runs choose", "Settings", "Settings for experts")
+SECTIONS = ("Settings that most runs choose", "Settings for now and then", "Settings for experts")
+_MORE = {"--help-settings": SECTIONS[1], "--help-experts": SECTIONS[2]}
 
 
 class SettingOption(click.Option):
@@ -29,18 +30,34 @@ class SettingOption(click.Option):
 
 
 def write_options(command: click.Command, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-    """Write the options of a command to its help: its own first, then the settings by section."""
-    sections: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Options", *SECTIONS)}
-    for parameter in command.get_params(ctx):
-        # An argument has its place in the usage line; some versions of click give it a row of help, too.
-        record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
-        if record is not None:
-            name = parameter.section if isinstance(parameter, SettingOption) else "Options"
-            sections[name].append(record)
-    for name, records in sections.items():
-        if records:
-            with formatter.section(name):
-                formatter.write_dl(records)
+    """Write the options of a command to its help: its own, then the settings that most runs choose."""
+    for section in ("Options", SECTIONS[0]):
+        _write_section(section, command, ctx, formatter)
+
+
+def _write_section(section: str, command: click.Command, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    # An argument has its place in the usage line; some versions of click give it a row of help, too.
+    options = [each for each in command.get_params(ctx) if isinstance(each, click.Option)]
+    listed = [each for each in options if (each.section if isinstance(each, SettingOption) else "Options") == section]
+    if records := [record for each in listed if (record := each.get_help_record(ctx)) is not None]:
+        with formatter.section(section):
+            formatter.write_dl(records)
+
+
+def help_options() -> list[click.Parameter]:
+    """The options that print one further tier of settings and exit."""
+    return [
+        click.Option([flag], is_flag=True, expose_value=False, is_eager=True, callback=_show_tier, help=f"List {what}.")
+        for flag, what in (("--help-settings", "further settings"), ("--help-experts", "the rest of the settings"))
+    ]
+
+
+def _show_tier(ctx: click.Context, option: click.Parameter, given: bool) -> None:
+    if given:
+        formatter = ctx.make_formatter()
+        _write_section(_MORE[option.opts[0]], ctx.command, ctx, formatter)
+        click.echo(formatter.getvalue().rstrip("\n"))
+        ctx.exit()
 
 
 def setting_options(part: str = "") -> list[click.Parameter]:

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from diloco_orchestrator.clock import Clock
 from diloco_orchestrator.code_archive import bootstrap
-from diloco_orchestrator.errors import StoreError, StoreUnavailable
+from diloco_orchestrator.errors import StoreError, StoreFull, StoreUnavailable
 from diloco_orchestrator.executors.contract import BY_EXIT_CODE, ReplicaState, ReplicaStatus
 from diloco_orchestrator.executors.process_contract import EXIT_DONE
 from diloco_orchestrator.join.offers import name_of
@@ -226,8 +226,8 @@ class TakenAttempt:
     def record(self, end: ReplicaStatus) -> bool:
         """Write the rest of the output and the end record; False if another end was recorded first, which counts.
 
-        Nothing is written, and False returned, if the attempt's offer was deleted. Raises `StoreUnavailable` if the
-        bucket cannot be reached while the machine leaves.
+        Nothing is written, and False returned, if the attempt's offer was deleted. Raises `StoreUnavailable` or
+        `StoreFull` if the bucket cannot be reached or is full while the machine leaves.
         """
         if not self._is_offered:
             return False
@@ -264,12 +264,12 @@ class TakenAttempt:
         return self._asked_here(ran_s)
 
     def _patiently(self, call: Callable[[], T]) -> T:
-        """The result of `call`, repeated while the bucket cannot be reached; only briefly if the machine leaves."""
+        """The result of `call`, repeated while the bucket is out of reach or full; briefly if the machine leaves."""
         left_at: float | None = None
         while True:
             try:
                 return call()
-            except StoreUnavailable as error:
+            except (StoreUnavailable, StoreFull) as error:
                 log.warning("%s", error)
                 if self._leaving():
                     left_at = self._clock.now() if left_at is None else left_at

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_orchestrator.clock import Clock
-from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, RecordInvalid, StoreUnavailable
+from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, RecordInvalid, StoreFull, StoreUnavailable
 from diloco_orchestrator.executors.contract import ReplicaState, ReplicaStatus
 from diloco_orchestrator.executors.process_contract import EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED
 from diloco_orchestrator.join.attempt import LocalProcess, Start, TakenAttempt
@@ -126,7 +126,7 @@ class Machine:
 
         0: the run or the hours are over, or the one attempt succeeded. 75: a signal asked it to leave. Otherwise the
         exit code of the one attempt, or 1 after several attempts in a row that failed here. Raises `ConfigError` for a
-        run whose secrets this machine lacks, and the store's errors but `StoreUnavailable`.
+        run whose secrets this machine lacks, and the store's errors but `StoreUnavailable` and `StoreFull`.
         """
         failures = 0
         while not self.why_leaving():
@@ -135,7 +135,7 @@ class Machine:
                     self._say(ending)
                     return EXIT_DONE
                 offer = self._take()
-            except StoreUnavailable as error:
+            except (StoreUnavailable, StoreFull) as error:
                 log.warning("%s", error)
                 offer = None
             if offer is None:
@@ -252,7 +252,7 @@ class Machine:
             end = self._run(attempt, offer)
             if not attempt.record(end):
                 self._say(f"{who(offer)}: its coordinator has given it up; another machine may have it")
-        except StoreUnavailable as error:
+        except (StoreUnavailable, StoreFull) as error:
             self._say(f"{who(offer)}: its end could not be recorded: {error}")
         finally:
             attempt.kill()

@@ -1,7 +1,7 @@
 """All kinds of JSON records of a run: schema, keys, who may write one, and the most bytes that readers accept of one.
 
-docs/protocol.md, section 2, prints the table, and `run_log.writer` enforces who writes. Objects in the bucket are not
-signed, so readers check authorship by other rules (`run_log.attempts.Authors`).
+docs/reference/protocol.md, section 2, prints the table, and `run_log.writer` enforces who writes. Objects in the bucket
+are not signed, so readers check authorship by other rules (`run_log.attempts.Authors`).
 """
 
 import functools
@@ -53,7 +53,7 @@ class Kind:
         return any(form.parse(key) is not None for form in self.forms)
 
     def row(self) -> str:
-        """The kind's line in the table of records in docs/protocol.md."""
+        """The kind's line in the table of records in docs/reference/protocol.md."""
         texts = (form.text.replace("<job>", "dl-<run>-r<id>-a<attempt>") for form in self.forms)
         forms = " or ".join(f"`{text}`" for text in texts)
         writers = ", ".join("its attempt" if self.by_itself else role for role in self.writers)
@@ -116,7 +116,7 @@ def most_bytes(key: str) -> int:
 
 
 def table() -> Iterator[str]:
-    """The lines of the table of records in docs/protocol.md."""
+    """The lines of the table of records in docs/reference/protocol.md."""
     yield "| record | key | written by | at most |"
     yield "|---|---|---|---|"
     yield from (kind.row() for kind in KINDS)

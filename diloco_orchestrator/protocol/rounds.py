@@ -95,7 +95,7 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
       if the quorum is "all").
     - Otherwise it waits.
 
-    Equal views and times give equal decisions on every machine. The table is in docs/protocol.md, section 5.
+    Equal views and times give equal decisions on every machine. The table is in docs/reference/protocol.md, section 5.
     """
     contributors = tuple(sorted(a.replica_id for a in view.answers if contributes(a)))
     answered = {a.replica_id for a in view.answers}

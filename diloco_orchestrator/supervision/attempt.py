@@ -3,7 +3,7 @@
 `ReplicaView` tracks one replica through its attempts of a leg (start or resume to stop). Pure: the time is an argument,
 nothing is read or written. `attempt_types` defines states, events and effects, `fleet` performs effects, and
 `fleet_policy` decides which attempt to launch, cancel or give up. `python -m diloco_orchestrator.supervision.attempt`
-prints the diagram in docs/protocol.md.
+prints the diagram in docs/reference/protocol.md.
 """
 
 from collections.abc import Callable, Mapping
@@ -139,7 +139,7 @@ def advance(state: State, event: Event, now: float, policy: AttemptPolicy) -> St
 
 
 def diagram() -> str:
-    """The transitions between state classes as a Mermaid diagram, for docs/protocol.md."""
+    """The transitions between state classes as a Mermaid diagram, for docs/reference/protocol.md."""
     edges: dict[tuple[str, str], list[str]] = {}
     for state in STATES:
         for event in EVENTS:

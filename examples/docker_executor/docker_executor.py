@@ -1,4 +1,4 @@
-"""Replicas as containers of Docker, here or elsewhere (`host="ssh://gpu-box"`): docs/write_an_executor.md."""
+"""Replicas as containers of Docker, here or elsewhere (`host="ssh://gpu-box"`): docs/recipes/write_an_executor.md."""
 
 import json
 

@@ -33,6 +33,7 @@ class BaseClaims:
 
     def __init__(self, attempt: Attempt, tip: HeldTip, requests: ReuploadRequests) -> None:
         self.rebuilt_after = tip.position.round  # the commit up to which the base was last rebuilt
+        self.verified_after = 0  # the commit up to which the held base was last compared with a rebuild of it
         self._attempt = attempt
         self._tip = tip
         self._requests = requests
@@ -106,14 +107,15 @@ class BaseClaims:
         return contradictions(claims, self.digest, self._asked_now())
 
     def confirms_alone(self, claims: Iterable[BaseClaim]) -> bool:
-        """Whether this replica alone claims a base that it has not rebuilt, and whose snapshot needs a second claim.
+        """Whether this replica alone claims a base that it has not compared with a rebuild, and whose snapshot needs a
+        second claim.
 
         Two snapshots need one: that of the last base, and a due one of a base made of several contributions, because
         its writer does not rebuild it. Otherwise a commit of the open round would confirm the base by the memory that
-        it came from.
+        it came from. The rebuild with which an attempt begins is compared with nothing, so it is none.
         """
         made_in = self._tip.value.base_round
-        if self.rebuilt_after >= made_in or self._not_rebuilt_in == self._round:
+        if self.verified_after >= made_in or self._not_rebuilt_in == self._round:
             return False
         if {claim.replica_id for claim in claims if claim.digest == self.digest} != {self._attempt.replica_id}:
             return False
@@ -162,6 +164,7 @@ class BaseClaims:
                 break
         rebuilt.correct(tip.base)
         corrected = replace(tip.value, snapshot_round=rebuilt.snapshot_round)
+        self.verified_after = tip.position.round
         if rebuilt.digest == before:
             tip.value, self.rebuilt_after = corrected, tip.position.round
             return False

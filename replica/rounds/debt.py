@@ -84,7 +84,7 @@ class Debt:
             manifest = manifest_of(round_)
             if manifest is None or manifest.kind != "delta":
                 continue
-            if manifest.fragment not in settled and self.settle(manifest, commit_of(round_), is_right):
+            if manifest.fragment not in settled and self._settle(manifest, commit_of(round_), is_right):
                 settled.add(manifest.fragment)
             listed |= {origin.round for origin in manifest.dropped}
             if len(settled) == self._fragments:
@@ -97,15 +97,21 @@ class Debt:
                 if is_averaged:
                     self._newest[manifest.fragment] = manifest
         self._dropped = {round_: origins for round_, origins in self._dropped.items() if round_ not in listed}
+        self._free()
 
-    def settle(self, manifest: Contribution, commit: Commit, is_right: Callable[[Contribution], bool]) -> bool:
+    def settle(self, manifest: Contribution, commit: Commit, is_right: Callable[[Contribution], bool]) -> None:
         """Update the debt of a fragment once a round with a contribution of this replica is committed.
 
         If the commit averages the contribution, its residual is the debt. If the guard quarantines it, its work is
         dropped and the next manifest lists it as dropped. Otherwise this replica checks the contribution against its
         own base, whatever the commit says: if right, it becomes the carry, and its residual stays with it; if wrong,
-        its own steps are dropped and listed. Returns False, with the debt unchanged, for an abstention or a wrong base.
+        its own steps are dropped and listed. An abstention and work from a wrong base leave the debt as it is.
         """
+        self._settle(manifest, commit, is_right)
+        self._free()
+
+    def _settle(self, manifest: Contribution, commit: Commit, is_right: Callable[[Contribution], bool]) -> bool:
+        """Update the debt as `settle` does; free nothing. Returns False for an abstention or work from a wrong base."""
         if manifest.kind != "delta":
             return False
         for origin in manifest.dropped:
@@ -125,9 +131,12 @@ class Debt:
             log.warning("round %d: our %d inner steps, from another base, are dropped", commit.round, _steps(manifest))
             self._dropped[manifest.round] = tuple(o for o in manifest.origins if o.round == manifest.round)
             return False
+        return True
+
+    def _free(self) -> None:
+        """Free the residuals of contributions that are no fragment's newest any more."""
         newest = {each.write_id for each in self._newest.values()}
         self._residuals = {name: each for name, each in self._residuals.items() if name in newest}
-        return True
 
     def drop_all(self, why: str) -> None:
         """Discard all unaveraged work because the run has stopped and can never average it. `why`: for the log."""

@@ -80,15 +80,15 @@ class SnapshotWriter:
         lower id.
 
         The base is rebuilt first unless the last round left it unchanged and several replicas claimed it, or this one
-        had rebuilt it. The files are read back, because no later commit confirms this base. Returns whether the rebuild
-        changed its bits; this replica then holds the rebuilt base.
+        had compared it with a rebuild. The files are read back, because no later commit confirms this base. Returns
+        whether the rebuild changed its bits; this replica then holds the rebuilt base.
         """
         commit = self._tip.last
         assert commit is not None
         self.wait()
         self._attempt.pulse.phase = "snapshot"
         agreeing = sum(rounds.contributes(answer) for answer in commit.answers)
-        checked = agreeing > 1 or self._claims.rebuilt_after >= self._tip.value.base_round
+        checked = agreeing > 1 or self._claims.verified_after >= self._tip.value.base_round
         agreed = self._claims.hash() == commit.base_digest and not commit.applied and checked
         healed = not agreed and self._claims.verify_unclaimed()
         before_us = sum(a.replica_id < self._attempt.replica_id for a in commit.answers)

@@ -200,10 +200,12 @@ def test_publishing_replaces_one_block_of_the_document(tmp_path: Path, benchmark
 
 def test_the_document_has_a_place_for_every_benchmark_that_can_write_there():
     # A benchmark has the common options, or a --docs of its own.
-    writes = re.compile(r"parser(_of)?\(__doc__|, help=\"write the table into docs/performance\.md")
+    writes = re.compile(r"parser(_of)?\(__doc__|, help=\"write the table into docs/inside/performance\.md")
     texts = {path.stem: path.read_text() for path in BENCHMARKS.glob("*.py") if path.stem != "measuring"}
     writing = {name for name, text in texts.items() if writes.search(text)}
-    places = re.findall(r"<!-- (\w+): written by benchmarks/\1.py -->", (ROOT / "docs" / "performance.md").read_text())
+    places = re.findall(
+        r"<!-- (\w+): written by benchmarks/\1.py -->", (ROOT / "docs/inside/performance.md").read_text()
+    )
     assert sorted(places) == sorted(writing)
 
 

@@ -148,5 +148,5 @@ def test_a_benchmark_that_was_cut_off_goes_on(tmp_path: Path):
 
 
 def test_the_pictures_are_svg():
-    for picture in (ROOT / "docs/quality").glob("*.svg"):
+    for picture in (ROOT / "docs/inside/quality").glob("*.svg"):
         assert ElementTree.fromstring(picture.read_text()).tag.endswith("svg")

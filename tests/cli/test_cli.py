@@ -48,23 +48,40 @@ def test_help_loads_nothing_heavy():
 
 
 def test_run_help_lists_every_setting_with_its_default(tmp_path):
-    text = re.sub(r"\s+", " ", diloco_here("run", "--help", cwd=tmp_path).stdout)
+    tiers = (diloco_here("run", flag, cwd=tmp_path).stdout for flag in ("--help", "--help-settings", "--help-experts"))
+    text = re.sub(r"\s+", " ", "".join(tiers))
     assert "--guard-decline-patience" in text and "3 halts healthy runs" in text
     assert "--outer-lr VALUE outer learning rate; the paper's value [default: 0.7]" in text
     assert "--strict / --no-strict" in text
 
 
-def test_run_help_lists_the_settings_for_experts_last(tmp_path):
+def test_run_help_shows_settings_in_three_tiers_each_by_itself(tmp_path):
     from diloco_orchestrator.cli.setting_options import SECTIONS, setting_options
     from diloco_orchestrator.config import FIRST, LAST
 
-    text = diloco_here("run", "--help", cwd=tmp_path).stdout
-    parts = re.split("|".join(f"\n{name}:\n" for name in ("Options", *SECTIONS)), text)
-    found = [set(re.findall(r"^  (--[\w-]+)", part, flags=re.MULTILINE)) for part in parts]
+    def listed(flag: str, section: str) -> set[str]:
+        text = diloco_here("run", "--executor", "local", flag, cwd=tmp_path).stdout
+        assert text.count("\nSettings") + text.startswith("Settings") == 1
+        return set(re.findall(r"^  (--[\w-]+)", text.partition(f"{section}:\n")[2], flags=re.MULTILINE))
+
     flags = [{f"--{name.replace('.', '-').replace('_', '-')}" for name in names} for names in (FIRST, LAST)]
-    assert (found[2], found[4]) == tuple(flags) and not flags[0] & flags[1]
-    assert found[3] == {option.opts[0] for option in setting_options()} - flags[0] - flags[1]
-    assert "--store" in found[1] and "--retry-hung-after-s" in found[3]
+    assert listed("--help", SECTIONS[0]) == flags[0] and listed("--help-experts", SECTIONS[2]) == flags[1]
+    assert listed("--help-settings", SECTIONS[1]) == {each.opts[0] for each in setting_options()} - flags[0] - flags[1]
+
+
+def test_help_lists_the_options_of_a_place_when_it_is_named(tmp_path):
+    plain, local = (diloco_here("run", *of, "--help", cwd=tmp_path).stdout for of in ([], ["--executor", "local"]))
+    assert "--grace-s" not in plain and "--grace-s" in local and "--store" in plain
+
+
+def test_commands_are_listed_by_what_they_are_for_on_one_screen(tmp_path):
+    text = diloco_here("--help", cwd=tmp_path, environ={"COLUMNS": "80"}).stdout
+    assert re.findall(r"^(\w+):$", text, flags=re.MULTILINE) == ["Options", "Start", "Look", "Check", "Care"]
+    assert (
+        "  attach     Supervise the run in URL, whose launcher is gone\n" in text
+        and "..." not in text.partition("Start:")[2]
+    )
+    assert len(text.splitlines()) <= 44
 
 
 def test_help_lists_options_and_no_argument_among_the_options(tmp_path):

@@ -1,4 +1,4 @@
-"""The executor of docs/write_an_executor.md passes the contract: on a stand-in for `docker`, and on Docker itself."""
+"""The executor of docs/recipes/write_an_executor.md passes the contract, on a stand-in for `docker` and on Docker."""
 
 import os
 import shutil

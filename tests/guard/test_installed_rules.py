@@ -44,8 +44,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 @pytest.fixture
 def example(install: Install) -> None:
-    """The example of docs/write_a_guard_rule.md, installed."""
-    text = (ROOT / "docs" / "write_a_guard_rule.md").read_text()
+    """The example of docs/recipes/write_a_guard_rule.md, installed."""
+    text = (ROOT / "docs" / "recipes" / "write_a_guard_rule.md").read_text()
     code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
     entry = re.findall(r"^drop-v1 = .*$", text, re.MULTILINE)[0]
     install("drop-rule", entry.replace('"', ""), drop_rule=code)

@@ -65,7 +65,7 @@ def test_a_forecast_grows_with_what_it_should_grow_with():
 
 
 def test_a_forecast_of_requests_is_within_a_tenth_of_what_a_server_counted():
-    """`make requests-live`: four replicas, launcher and screen. The counts stand in docs/requests.md."""
+    """`make requests-live`: four replicas, launcher and screen. The counts stand in docs/inside/requests.md."""
     told = forecast(config(replicas=4), 26.5, 8000).requests
     counted = {"PUT": 12.5, "GET": 35.0, "LIST": 12.1}
     for kind, count in counted.items():

@@ -1,4 +1,4 @@
-"""The examples of docs/whatif.md are executed as they are, and print what the page says.
+"""The examples of docs/recipes/whatif.md are executed as they are, and print what the page says.
 
 `python tests/inspection/test_whatif_docs.py` writes the output of this machine into the page.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from cli_support import diloco
 
-PAGE = Path(__file__).parents[2] / "docs/whatif.md"
+PAGE = Path(__file__).parents[2] / "docs/recipes/whatif.md"
 NUMBER = r"-?\d+(?:\.\d+)?"
 TOLERANCE = 0.05  # of a figure: another CPU rounds otherwise, and 150 steps of training follow
 

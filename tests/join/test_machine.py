@@ -12,7 +12,7 @@ from protocol_fleet import Fleet, play
 from diloco_orchestrator.cli.join_command import only_own_offers
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreUnavailable
+from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreFull, StoreUnavailable
 from diloco_orchestrator.join.attempt import end_of
 from diloco_orchestrator.join.executor import JoinExecutor
 from diloco_orchestrator.join.machine import Identity, JoinSettings, Machine
@@ -27,6 +27,7 @@ from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.launched_here import remember
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
 from diloco_orchestrator.supervision.end_of_leg import EndOfLeg
@@ -415,6 +416,36 @@ def test_a_machine_that_the_bucket_refuses_for_a_while_leaves_its_replica_alone(
     assert scene.machine(program).run() == 0
     assert len(refused) == 3 and program.signals == []
     assert scene.executor.poll(handle).state is ReplicaState.SUCCEEDED
+
+
+@pytest.mark.parametrize("record", ["taken", "lease", "end"])
+def test_a_machine_waits_while_the_bucket_is_full(scene: Scene, record: str):
+    handle = scene.executor.launch(scene.request())
+    scene.store = Full(scene.store, record, scene.clock)
+    assert scene.machine(scene.program()).run() == 0
+    assert scene.executor.poll(handle).state is ReplicaState.SUCCEEDED
+
+
+class Full:
+    """A store in which for a minute there is no room for objects of which the key holds a word."""
+
+    def __init__(self, store: Store, word: str, clock: ManualClock) -> None:
+        self._store, self._word, self._clock, self._until = store, word, clock, clock.now() + 60.0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def _check_room(self, key: str) -> None:
+        if self._word in key and self._clock.now() < self._until:
+            raise StoreFull(f"cannot write {key}: no space left.")
+
+    def create(self, key: str, data: bytes) -> bool:
+        self._check_room(key)
+        return self._store.create(key, data)
+
+    def put(self, key: str, data: bytes) -> None:
+        self._check_room(key)
+        self._store.put(key, data)
 
 
 def test_a_machine_on_which_everything_fails_leaves(scene: Scene):

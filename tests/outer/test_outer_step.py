@@ -176,7 +176,7 @@ def test_an_outer_step_of_one_fragment_leaves_parameters_and_momenta_of_the_othe
 
 
 def by_hand(base: Base) -> str:
-    """The digest as docs/protocol.md has it, from whole tensors."""
+    """The digest as docs/reference/protocol.md has it, from whole tensors."""
     layout = {
         "fragments": [[[name, list(base.parameters[name].shape)] for name in names] for names in base.fragments],
         "shard_numel": base.shard_numel,

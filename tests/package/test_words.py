@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("diloco_orchestrator", "replica", "executors")
-GLOSSARY, PROTOCOL = ROOT / "docs/glossary.md", ROOT / "docs/protocol.md"
+GLOSSARY, PROTOCOL = ROOT / "docs/reference/glossary.md", ROOT / "docs/reference/protocol.md"
 
 # Pattern -> what to write instead.
 BANNED = {
@@ -304,7 +304,7 @@ def test_every_record_error_and_public_name_is_explained():
     ours = {name for name, each in offered.items() if each.__module__.startswith("diloco_orchestrator.executors.")}
     public = {*diloco_orchestrator.__all__, *ours}
     missing = (record_classes() | exceptions() | public) - explained
-    assert not missing, f"explain in docs/glossary.md: {', '.join(sorted(missing))}"
+    assert not missing, f"explain in docs/reference/glossary.md: {', '.join(sorted(missing))}"
 
 
 # -- invariants -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The kinds of records: each has keys and writers, and docs/protocol.md prints them."""
+"""The kinds of records: each has keys and writers, and docs/reference/protocol.md prints them."""
 
 import ast
 from pathlib import Path
@@ -18,7 +18,7 @@ def test_every_record_of_a_run_has_a_kind():
 
 
 def test_docs_print_the_table_of_kinds():
-    assert "\n".join(kinds.table()) in (ROOT / "docs/protocol.md").read_text()
+    assert "\n".join(kinds.table()) in (ROOT / "docs/reference/protocol.md").read_text()
 
 
 @pytest.mark.parametrize("name", OF_RUNS)

@@ -201,6 +201,20 @@ def test_each_fragment_owes_its_own_and_finds_it_after_a_restart():
                 author.restart()
 
 
+def test_a_rebuild_of_the_base_keeps_what_each_fragment_owes():
+    """Of a bit that flips; nothing was saved, so that what is in memory is all there is."""
+    clock = ManualClock()
+    fleet = Fleet(replicas=2, rounds=50, codec="2bit", fragments=2, sync_every=30)
+    authors = [Author(fleet, replica_id, clock, [("bias",), ("weight",)]) for replica_id in range(2)]
+    for _ in range(3):
+        clock.advance(2.0)
+        said = [author.answer() for author in authors]
+        together([author.participant.close for author in authors])
+        assert [manifest.residual is not None and manifest.residual.missing for manifest in said] == [(), ()]
+        for author in authors:
+            author.participant._contributor.recover_carry()
+
+
 @pytest.mark.parametrize("from_round", [None, 2])
 def test_a_resumed_leg_owes_what_led_to_its_base(from_round):
     """From the last round on, or from an earlier one: then what came after it lapses."""

@@ -527,7 +527,7 @@ def test_a_guard_without_a_score_is_refused():
 
 def test_the_program_of_the_documentation_runs(tmp_path: Path):
     root = Path(__file__).parent.parent.parent
-    program = (root / "docs" / "trainers.md").read_text().split("```python\n")[1].split("```")[0]
+    program = (root / "docs" / "recipes" / "trainers.md").read_text().split("```python\n")[1].split("```")[0]
     (tmp_path / "sft_run.py").write_text(program)
     environ = {**os.environ, "PYTHONPATH": str(root)}
     command = [sys.executable, "sft_run.py"]

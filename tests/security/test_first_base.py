@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from iam_server import Question, allows
-from protocol_fleet import BY_HAND, Fleet, play, tiny_model, together
+from protocol_fleet import BY_HAND, Fleet, HurriedClock, play, tiny_model, together
 
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.config import OuterConfig
@@ -173,16 +173,9 @@ ATTACKS: dict[str, Callable[[Creates], None]] = {
 }
 
 
-# Those that take two seconds of the real clock, a replica's patience with another's upload, but for some of them.
-SLOW = ("other values, with its own voice", "other values in one file", "junk in a file", "junk everywhere")
-
-
-@pytest.mark.parametrize(
-    "attack",
-    [pytest.param(each, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, each in ATTACKS.items()],
-)
+@pytest.mark.parametrize("attack", [pytest.param(each, id=name) for name, each in ATTACKS.items()])
 def test_one_replicas_creates_neither_choose_the_first_base_nor_stop_the_run(attack):
-    fleet = Fleet(replicas=3, rounds=9, quorum=2)
+    fleet = Fleet(replicas=3, rounds=9, quorum=2, clock=HurriedClock())
     launch(fleet)
     attack(Creates(fleet))
     honest = together([partial(fleet.join, i) for i in range(2)])
@@ -205,7 +198,7 @@ def test_one_replicas_creates_neither_choose_the_first_base_nor_stop_the_run(att
 )
 def test_a_take_that_one_of_two_replicas_names_hides_the_first_base_from_nobody(tmp_path, take):
     """It follows the start of all, with junk in the shared take, and names one in which no first base is."""
-    fleet = Fleet(replicas=2, rounds=4, quorum=1)
+    fleet = Fleet(replicas=2, rounds=4, quorum=1, clock=HurriedClock())
     launch(fleet)
     start = Fleet(replicas=2, rounds=4, quorum=1).join(1)._attempt.log.start()
     assert start is not None
@@ -229,7 +222,7 @@ def test_replicas_that_all_begin_with_other_values_take_one_of_theirs_though_it_
 
 def test_a_majority_that_agrees_overrules_the_first_start():
     """Replica 0 computes other first values than the two others, and had begun before them."""
-    fleet = Fleet(replicas=3)
+    fleet = Fleet(replicas=3, clock=HurriedClock())
     launch(fleet)
     first = fleet.join(0, model=tiny_model(seed=1))
     first._attempt.check_superseded()
@@ -248,7 +241,7 @@ OWN = Base.fresh(trainable(tiny_model()), OuterConfig()).digest()
 
 def test_of_two_replicas_an_attacker_who_begins_first_chooses_no_base_other_than_the_one_that_was_named():
     """Of two nobody has a majority, and replica 0 would win the tie."""
-    fleet = Fleet(replicas=2, rounds=4, quorum=1, first_base=OWN)
+    fleet = Fleet(replicas=2, rounds=4, quorum=1, first_base=OWN, clock=HurriedClock())
     launch(fleet)
     attacker = Creates(fleet, attacker=0)
     start, files = attacker.forged(tiny_model(seed=99))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from forged_commits import STAMP, Fields, after_two_rounds, completed, forge, scores
-from protocol_fleet import Fleet, answer, play
+from protocol_fleet import Fleet, HurriedClock, answer, play
 
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
 from diloco_orchestrator.inspection.pull import copy_model
@@ -184,7 +184,7 @@ def test_three_in_a_row_fail_the_run_which_can_be_resumed(made: Bytes | None):
 
 @pytest.mark.parametrize("version", [99, 1])
 def test_a_commit_of_another_version_is_no_void_one(version: int):
-    fleet, participants = after_two_rounds()
+    fleet, participants = after_two_rounds(clock=HurriedClock())
     put(fleet, changed(round=3, schema_version=version))
     for participant in participants:
         answer(participant, 1.0)

@@ -201,6 +201,21 @@ def test_a_replica_alone_ends_its_run_with_the_base_that_the_log_gives():
     assert alone.open.stopped and confirmed(fleet) == "" and claimed_base(RunLog(fleet.store), 1) == right
 
 
+def test_an_attempt_that_begins_with_the_last_base_compares_its_first_rebuild_with_another():
+    """A bit flips in the rebuild with which the only replica's second attempt begins."""
+    fleet = Fleet(replicas=1, rounds=1, snapshot_every=9)
+    first = fleet.join(0)
+    play([first], [1.0])
+    right = first._claims.hash()
+    again = fleet.join(0, attempt=2)
+    again.base.parameters["bias"].view(-1)[0] += 0.5
+    play([again], [1.0])
+    assert not again.open.stopped and again.digest == right
+    play([again], [1.0])
+    again.finish_leg()
+    assert again.open.stopped and confirmed(fleet) == "" and claimed_base(RunLog(fleet.store), 1) == right
+
+
 def test_a_base_that_only_one_claims_and_nobody_can_rebuild_any_more_ends_nothing(caplog):
     clock = ManualClock()
     fleet = Fleet(replicas=2, rounds=9, snapshot_every=1, quorum=1, timing=BY_HAND)

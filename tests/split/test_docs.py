@@ -1,4 +1,4 @@
-"""The examples of docs/heldout.md are executed as they are."""
+"""The examples of docs/recipes/heldout.md are executed as they are."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from in_one_process import SmallRun
 from diloco_orchestrator.cli.main import diloco
 from diloco_orchestrator.errors import HeldoutItemInTraining
 
-PAGE = (Path(__file__).parents[2] / "docs/heldout.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/recipes/heldout.md").read_text()
 
 
 def blocks(language: str) -> list[str]:

@@ -53,7 +53,7 @@ def test_of_eight_writers_at_once_one_creates_the_object_and_its_bytes_stay(engi
 
 
 def test_of_two_uploads_in_parts_one_after_the_other_the_first_stays(ceph: S3Server, url: str):
-    """So objects above 1 GiB go up. In a race this version lets several win: docs/clouds.md."""
+    """So objects above 1 GiB go up. In a race this version lets several win: docs/places/clouds.md."""
     store = open_s3(url, ceph.options(), single_put_limit=0)
     assert store.create("key", b"first") and not store.create("key", b"second")
     assert store.get("key") == b"first"

@@ -59,7 +59,7 @@ from diloco_orchestrator.supervision.attempt_types import (
 )
 from executors.contract import ReplicaHandle, ReplicaState, ReplicaStatus
 
-PROTOCOL = Path(__file__).parents[2] / "docs" / "protocol.md"
+PROTOCOL = Path(__file__).parents[2] / "docs" / "reference" / "protocol.md"
 NOW = 1000.0
 POLICY = AttemptPolicy(startup_timeout_s=300.0, hung_after_s=180.0)
 

@@ -1,8 +1,8 @@
 """A genuine Kubernetes control plane on this machine: etcd, kube-apiserver and kube-controller-manager on loopback.
 
-Needs their three programs on PATH or in the folder KUBERNETES_BIN; docs/testing.md says how apt alone gives them. There
-is no scheduler, kubelet or network: Jobs get their pods, and tests say what becomes of a pod through its status.
-Authorization is RBAC; users log in by a static token, service accounts by signed ones.
+Needs their three programs on PATH or in the folder KUBERNETES_BIN; docs/inside/testing.md says how apt alone gives
+them. There is no scheduler, kubelet or network: Jobs get their pods, and tests say what becomes of a pod through its
+status. Authorization is RBAC; users log in by a static token, service accounts by signed ones.
 """
 
 import json

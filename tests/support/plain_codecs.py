@@ -1,4 +1,4 @@
-"""Payload shards decoded by the words of docs/protocol.md, with numpy alone: nothing of the product is imported."""
+"""Payload shards decoded by the words of docs/reference/protocol.md, with numpy alone, nothing of the product."""
 
 import struct
 from collections.abc import Iterator

@@ -16,13 +16,16 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from simulation_checks import check
 from simulation_forgeries import forge
 from simulation_gradients import LEARNING_RATE, Model, gradient, pattern
 from simulation_joins import JoinedMachines, join_executor
 from simulation_machines import flip_bit, machines_of
 from simulation_plan import Plan, flips_of, forged_plan_of, plan_of, wide_plan_of
+from simulation_residuals import WIDEST
 from simulation_store import Bucket, InvariantBroken, Network
 from virtual_time import Killed, Process, VirtualBackground, VirtualClock, VirtualTime
 
@@ -101,6 +104,8 @@ class Simulation:
         self.noticed: set[tuple[int, int]] = set()  # (replica, attempt) that got SIGTERM
         self.lied: set[tuple[int, int]] = set()  # (replica, attempt) that lives, though its vendor says otherwise
         self.flipped: list[tuple[float, int, int]] = []  # (when, which replica, open round) of flips that hit
+        self.trained: dict[tuple[int, int, int], NDArray[np.float32]] = {}  # by replica, attempt, batch: values
+        self.paid = 0  # residuals that were in a payload (`check_residuals`)
         self.hit_in_flight = 0  # kills of a replica whose round was in flight in the background
         self.loaded: list[Contribution] = []  # manifests whose saved state a replica went on from
         self.coming: list[tuple[int, str]] = []  # (which replica, where) of flips whose moment has not come yet
@@ -354,6 +359,7 @@ class Simulation:
             raise ModelMismatch("another model (simulated)")
         clock, tokens = ctx._attempt.clock, plan.tokens[ctx.replica_id] if plan.tokens else 1
         model = Model(plan.width, plan.buffer, plan.adapted)
+        parameters = [each for _, each in sorted(model.named_parameters()) if each.requires_grad]
         patterns = [(parameter, pattern(replica_id, parameter)) for parameter in model.trained()]
         optimizer = torch.optim.SGD(model.trained(), lr=LEARNING_RATE, momentum=0.0)
         with ctx.attach(model, optimizer, heldout=self._score, heldout_items=list(range(8))) as replica:
@@ -368,6 +374,9 @@ class Simulation:
                     parameter.grad = value * factors
                 optimizer.step()
                 model.count_step()
+                if plan.width <= WIDEST:
+                    trained = torch.cat([parameter.detach().flatten() for parameter in parameters])
+                    self.trained[replica_id, ctx._attempt.number, batch] = trained.numpy()
                 falling = plan.collapse and session.round > 2
                 replica.observe(loss=1.0 - (0.7 if falling else 0.001) * session.round, tokens=tokens)
         if session.stopped:

@@ -36,6 +36,7 @@ class RightBases:
 
     before: Mapping[int, str]  # digest of the base that a round started from
     last: str  # of the base after the last round
+    bases: Mapping[int, PlainBase]  # that a round started from
 
     @classmethod
     def of(cls, simulation: "Simulation", commits: Sequence[Commit]) -> "RightBases":
@@ -51,10 +52,10 @@ class RightBases:
             )
         except Differs as differs:
             raise InvariantBroken(f"I3: {differs}") from differs
-        digests = {round_: base.digest() for round_, base in bases.items()}
-        before = {commit.round: digests[commit.round - 1] for commit in commits}
-        first = {begin.after_round + 1: digests[begin.from_round] for begin in begins if begin.from_round in digests}
-        return cls(before | first, (before | first).get(max(digests) + 1, digests[max(digests)]))
+        before = {commit.round: bases[commit.round - 1] for commit in commits}
+        before |= {begin.after_round + 1: bases[begin.from_round] for begin in begins if begin.from_round in bases}
+        digests, last = {round_: base.digest() for round_, base in before.items()}, max(bases)
+        return cls(digests, digests.get(last + 1) or bases[last].digest(), before)
 
     def is_right(self, manifest: Contribution) -> bool:
         """Whether a manifest of a closed round claims the base that its round started from."""
@@ -112,7 +113,7 @@ def check(
         return commits
     right = RightBases.of(simulation, commits)
     _check_steps(simulation, commits, right)
-    check_residuals(simulation, commits)
+    simulation.paid = check_residuals(simulation, commits, right.bases, right.before)
     _check_bases(simulation, commits, right)
     _check_arithmetic(simulation, commits, right)
     may_fail = plan.gives_up and result.status == "failed"
@@ -284,15 +285,15 @@ def _position(progress: Progress) -> int:
 
 
 def _is_outlived(simulation: "Simulation", earlier: Contribution, later: Contribution) -> bool:
-    """Whether a manifest is by an attempt that lived on beside the one of `later`, and later than that one's claim.
+    """Whether a manifest is by another attempt than `later`, which lived on beside it, and was written after its claim.
 
-    The newer attempt has read its predecessors' manifests by then, and trains again what this one holds, which is not
-    averaged.
+    The attempt of `later`, whatever its number, has read the other manifests by then, and trains again what this one
+    holds, which is not averaged.
     """
     claims = f"replicas/{later.replica_id}/attempts/{later.attempt}/claim."
     written = simulation.bucket.written_at
     claimed = min(when for key, when in written.items() if key.startswith(claims))
-    return earlier.attempt < later.attempt and written[keys.contribution(earlier.round, earlier.replica_id)] > claimed
+    return earlier.attempt != later.attempt and written[keys.contribution(earlier.round, earlier.replica_id)] > claimed
 
 
 def _is_forged(simulation: "Simulation", round_: int, replica_id: int) -> bool:

@@ -1,6 +1,7 @@
 """Well-formed records that somebody with a key to the bucket forges in the middle of a simulated run.
 
-What each may cost is in docs/attacks.md and SECURITY.md: a replica is replaced or given up, a round goes on without it.
+What each may cost is in docs/inside/attacks.md and SECURITY.md: a replica is replaced or given up, a round goes on
+without it.
 """
 
 from collections.abc import Callable, Iterator

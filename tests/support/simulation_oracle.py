@@ -1,4 +1,4 @@
-"""The global model of a simulated run in plain float32: weights, average, outer step and digest, from docs/protocol.md.
+"""The global model of a simulated run in plain float32, by docs/reference/protocol.md: weights, average, step, digest.
 
 Imports nothing of the product: the payloads are read as bytes, and every rule of sections 3 and 4 is written once more.
 So a rule that is wrong everywhere alike, and that `verify` therefore derives alike, is noticed.
@@ -120,7 +120,7 @@ def bases_of(
 
 @dataclass
 class UsualNorms:
-    """What is known of the norms of a leg's rounds so far: docs/protocol.md section 4, Clip."""
+    """What is known of the norms of a leg's rounds so far: docs/reference/protocol.md section 4, Clip."""
 
     rounds: int = 0
     spread: float = 0.0
@@ -144,7 +144,7 @@ class UsualNorms:
 
 
 def weights(averaged: Sequence[Averaged], config: Json, usual: UsualNorms, fragment: int) -> dict[int, int]:
-    """What each contribution weighs, by replica: docs/protocol.md section 4, Weights and Clip."""
+    """What each contribution weighs, by replica: docs/reference/protocol.md section 4, Weights and Clip."""
     whole = config["sync_every"] // config["fragments"]
     steps, weight = {}, {}
     for a in averaged:
@@ -181,7 +181,7 @@ def weights(averaged: Sequence[Averaged], config: Json, usual: UsualNorms, fragm
 
 
 def average(averaged: Sequence[Averaged], weight: Mapping[int, int], how: str) -> Floats:
-    """The average of a round: docs/protocol.md sections 4 (Aggregate) and 5, shard by shard, in replica_id order."""
+    """The average of a round by shard, in replica_id order: docs/reference/protocol.md sections 4, Aggregate, and 5."""
     parts = sorted((a for a in averaged if weight[a.replica_id]), key=lambda a: a.replica_id)
     largest = max(weight[a.replica_id] for a in parts)
     share = {a.replica_id: np.float32(weight[a.replica_id] / largest) for a in parts}
@@ -217,7 +217,7 @@ def step_residual(
     mean: Floats,
     outer: Json,
 ) -> None:
-    """The outer step of the product of a LoRA pair, after that of its factors: docs/protocol.md, Exact adapters."""
+    """Outer step of the product of a LoRA pair, after its factors' own: docs/reference/protocol.md, Exact adapters."""
     ((_, (rank, columns)), (_, (rows, _))) = base.names[0]
 
     def factors(vector: Floats) -> tuple[Floats, Floats]:

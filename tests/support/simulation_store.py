@@ -1,8 +1,8 @@
 """The bucket of a simulated run, and each process's network before it: slow, failing, and within a store's promises.
 
-A `get` that begins after a write returned sees that write, as docs/protocol.md section 1 says: stale reads are not
-played. Listings may lag behind by `listing_lag_s`, which is more than a store may do: snapshot 0, from which every
-replica begins within seconds, is listed at once.
+A `get` that begins after a write returned sees that write, as docs/reference/protocol.md section 1 says: stale reads
+are not played. Listings may lag behind by `listing_lag_s`, which is more than a store may do: snapshot 0, from which
+every replica begins within seconds, is listed at once.
 """
 
 import random

@@ -180,8 +180,8 @@ def bound_of(round_steps: int) -> float:
     """The largest relative distance of a payload, or of a tensor of the state, that counts as rounding.
 
     A pseudo-gradient is the sum of H steps. Leaving out one changes it by 1/H of its norm if all steps have one
-    direction, and by more if not; the bound is a quarter of that. Rounding alone stays far below (docs/audit.md has
-    measured distances).
+    direction, and by more if not; the bound is a quarter of that. Rounding alone stays far below (docs/recipes/audit.md
+    has measured distances).
     """
     return _SHARE / round_steps
 
