@@ -8,7 +8,9 @@ matter. `supervision` enforces cost limits.
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise, takewhile
+from operator import gt
 from statistics import median
 from typing import Any
 
@@ -265,10 +267,7 @@ def _while_waiting(config: RunConfig, round_s: float) -> tuple[float, float]:
         for wait_s in (max(times) - each for each in times):
             polls += wait_s // pace.waits_long_s(round_s)
             # Pause k ends with listing k + 1.
-            waited_s = takewhile(
-                lambda waited_s, until=wait_s: waited_s < until, accumulate(pauses.pauses(), initial=0.0)
-            )
-            listings += 1 + sum(1 for _ in waited_s)
+            listings += 1 + sum(1 for _ in takewhile(partial(gt, wait_s), accumulate(pauses.pauses(), initial=0.0)))
     return listings / _DRAWS, polls / _DRAWS
 
 

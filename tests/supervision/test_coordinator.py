@@ -533,7 +533,7 @@ def calls_of(scene: Scene, coordinator: Coordinator, seconds: int) -> dict[str, 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        # before the first commit: at most every twenty seconds the open round's commit, the leg's result, two heartbeats
+        # before the first commit: every twenty seconds at most the open commit, the result of the leg, two heartbeats
         ({}, {"GET": 46}),
         # retention asks for the same commit
         ({"retention": {"payloads": "needed"}}, {"GET": 46}),
