@@ -10,7 +10,8 @@ import torch
 def train(ctx: Any) -> None:
     """Fit a small network to a fixed linear map; `args["step_s"]` is how long an inner step takes, on average.
 
-    `args["spread"]`: the share by which the time of a step differs from the average, at most.
+    `args["spread"]`: the share by which the time of a step differs from the average, at most. `args["slow"]`: how many
+    times as long a step of the last replica takes.
     """
     torch.set_num_threads(1)
     truth = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) / 8
@@ -20,6 +21,7 @@ def train(ctx: Any) -> None:
         torch.randn(16, 64, generator=torch.Generator().manual_seed(ctx.replica_id * 100 + i)) for i in range(50)
     ]
     pace = random.Random(ctx.replica_id)
+    usual_s = ctx.args["step_s"] * (ctx.args.get("slow", 1.0) if ctx.replica_id == ctx.replicas - 1 else 1.0)
     with ctx.attach(model, optimizer, heldout=_score, heldout_items=list(range(32))) as replica:
         for x in replica.batches(batches):
             began = time.monotonic()
@@ -28,7 +30,7 @@ def train(ctx: Any) -> None:
             loss.backward()
             optimizer.step()
             replica.observe(loss=loss.item(), tokens=len(x))
-            step_s = ctx.args["step_s"] * (1 + ctx.args.get("spread", 0.0) * pace.uniform(-1, 1))
+            step_s = usual_s * (1 + ctx.args.get("spread", 0.0) * pace.uniform(-1, 1))
             time.sleep(max(0.0, step_s - (time.monotonic() - began)))
 
 

@@ -64,12 +64,26 @@ FEW_BITS = (
     Arm("few bits: 2bit, killed, states saved", settings={"codec": "2bit", "replica_state": "round"}, kills=3),
     Arm("few bits: fp32, killed, states saved", settings={"replica_state": "round"}, kills=3),
 )
+# A tenth of rounds stall for so long that the work is averaged one, two or three rounds late.
+STALE = tuple(
+    Arm(f"stale {late}: {codec}", settings={"codec": codec}, stalls=0.1, stall=late + 0.3)
+    for codec in ("fp32", "2bit")
+    for late in (1, 2, 3)
+)
+PRESETS = (
+    Arm("preset: N=1, H=30, outer lr .7, momentum .5", 1, settings={"outer": {"lr": 0.7, "momentum": 0.5}}),
+    Arm("preset: Muon, outer lr .8", settings={"outer": {"lr": 0.8}}, muon=True),
+    Arm("preset: Muon, outer lr .9", settings={"outer": {"lr": 0.9}}, muon=True),
+    Arm("preset: Muon, outer lr as tuned for AdamW", muon=True),
+)
 GROUPS: Mapping[str, Sequence[Arm]] = {
     "Number of replicas": (ALONE, *REPLICAS),
     "Inner steps between outer steps": INTERVALS,
     "Fragments and payloads": (USUAL, *PARTS),
     "Payloads of few bits": (USUAL, *FEW_BITS),
     "Late, lost and restarted": (USUAL, *TROUBLE),
+    "Late work by codec": (USUAL, *STALE),
+    "Presets": (USUAL, REPLICAS[0], *PRESETS),
     "Against a plain loop": (USUAL, LOOP),
 }
 ARMS = tuple({arm.name: arm for group in GROUPS.values() for arm in group}.values())

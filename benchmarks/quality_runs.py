@@ -35,7 +35,6 @@ Sample = dict[str, Any]
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9  # of an arm that names none; the product's defaults
 RESTART_S = 20.0  # virtual, from a kill to the next attempt
-STALL = 2.5  # rounds
 _PRETRAINING_SEED = 1000  # added to the seed of the run
 
 
@@ -70,11 +69,12 @@ class Arm:
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the run; a plain loop reads `outer`
     program: str = "product"
     slow: float = 1.0  # virtual seconds of an inner step of the last replica
-    stalls: float = 0.0  # chance that a replica stalls in a round, for `STALL` rounds
+    stalls: float = 0.0  # chance that a replica stalls in a round
+    stall: float = 2.5  # rounds that it stalls for
     kills: int = 0  # rounds between kills of a replica; 0 = none
-    forgets: bool = (
-        False  # whether what a codec of few bits loses is added to nothing, which no setting of a run allows
-    )
+    # Whether what a codec of few bits loses is added to nothing, which no setting of a run allows.
+    forgets: bool = False
+    muon: bool = False  # whether Muon trains the matrices between the embeddings, and AdamW the rest
 
     @property
     def outer_lr(self) -> float:
@@ -82,7 +82,8 @@ class Arm:
 
     def key(self) -> dict[str, Any]:
         """What a sample depends on, beside size and seed."""
-        return {name: value for name, value in asdict(self).items() if name != "forgets" or value}
+        added = {"forgets": False, "stall": 2.5, "muon": False}  # fields that samples from before do not have
+        return {name: value for name, value in asdict(self).items() if value != added.get(name)}
 
 
 # -- the workload ------------------------------------------------------------------------------------------------------
@@ -164,11 +165,14 @@ def corpus() -> Corpus:
     return load_corpus()
 
 
-def new_model(size: Size, seed: int) -> tuple[ByteTransformer, torch.optim.Optimizer]:
-    """The model from which every arm of a seed begins, and its inner optimizer without state."""
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+def new_model(size: Size, seed: int, *, muon: bool = False) -> tuple[ByteTransformer, Optimizers]:
+    """The model from which every arm of a seed begins, and its inner optimizers without state."""
     model = ByteTransformer(size)
     model.load_state_dict(pretrained(size, seed))
-    return model, inner_optimizer(model, size)
+    return model, inner_optimizers(model, size, muon=muon)
 
 
 @functools.cache
@@ -176,27 +180,34 @@ def pretrained(size: Size, seed: int) -> dict[str, torch.Tensor]:
     """Parameters after the data-parallel steps before all arms, with windows that no arm takes."""
     torch.manual_seed(seed)
     model = ByteTransformer(size)
-    optimizer = inner_optimizer(model, size)
+    optimizers = inner_optimizers(model, size)
     before = replace(size, steps=size.pretraining, learning_rate=size.pretraining_rate)
     batches = iter(Windows(size, seed + _PRETRAINING_SEED, 0, 1))
     for step in range(size.pretraining):
-        inner_step(model, optimizer, next(batches), before.rate(step))
+        inner_step(model, optimizers, next(batches), before.rate(step))
     return model.state_dict()
 
 
-def inner_optimizer(model: nn.Module, size: Size) -> torch.optim.Optimizer:
+def inner_optimizers(model: nn.Module, size: Size, *, muon: bool = False) -> Optimizers:
+    """AdamW; with `muon` for embeddings and norms only, and Muon with steps as large as AdamW's for the matrices."""
+    matrices = [p for name, p in model.named_parameters() if muon and p.ndim == 2 and name.startswith("blocks")]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     settings = {"lr": size.learning_rate, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    return torch.optim.AdamW(model.parameters(), fused=True, **settings)  # type: ignore[arg-type]
+    adamw = torch.optim.AdamW(others, fused=True, **settings)  # type: ignore[arg-type]
+    if not muon:
+        return [adamw]
+    return [adamw, torch.optim.Muon(matrices, lr=size.learning_rate, adjust_lr_fn="match_rms_adamw")]
 
 
-def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, rate: float) -> float:
+def inner_step(model: nn.Module, optimizers: Optimizers, batch: torch.Tensor, rate: float) -> float:
     """One step at a learning rate; returns the loss."""
-    optimizer.param_groups[0]["lr"] = rate
     loss = losses(model, batch).mean()
-    optimizer.zero_grad()
+    model.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
     return float(loss.detach())
 
 
@@ -276,17 +287,17 @@ class ProductRun:
 
     def _train(self, ctx: ReplicaContext, clock: VirtualClock, number: int) -> None:
         """The training function, and what happens to its process."""
-        model, optimizer = new_model(self.size, self.seed)
+        model, optimizers = new_model(self.size, self.seed, muon=self.arm.muon)
         items = corpus().heldout_items(self.size.items, self.size.context + 1)
         data = Windows(self.size, self.seed, ctx.replica_id, ctx.replicas)
         pace = self.arm.slow if ctx.replica_id == ctx.replicas - 1 else 1.0
         middle = ctx._attempt.config.round_steps // 2
-        with ctx.attach(model, optimizer, heldout=score, heldout_items=items, in_loop="loss") as replica:
+        with ctx.attach(model, optimizers, heldout=score, heldout_items=items, in_loop="loss") as replica:
             for batch in replica.batches(data):
                 clock.sleep(pace)
                 if replica.step_count % ctx._attempt.config.round_steps == middle:
                     self._maybe_disturb(replica.round, ctx.replica_id, number, clock)
-                loss = inner_step(model, optimizer, batch, self.size.rate(replica.step_count))
+                loss = inner_step(model, optimizers, batch, self.size.rate(replica.step_count))
                 replica.observe(loss=loss, tokens=batch.numel())
 
     def _maybe_disturb(self, round_: int, replica_id: int, number: int, clock: VirtualClock) -> None:
@@ -299,7 +310,7 @@ class ProductRun:
                 clock.sleep(0.0)  # here the process ends
         elif (replica_id, round_) not in self.stalled and self._stalls(replica_id, round_):
             self.stalled.add((replica_id, round_))
-            clock.sleep(STALL * arm.sync_every)
+            clock.sleep(arm.stall * arm.sync_every)
 
     def _stalls(self, replica_id: int, round_: int) -> bool:
         return random.Random(f"{self.seed} {replica_id} {round_}").random() < self.arm.stalls
@@ -328,10 +339,10 @@ def reference(arm: Arm, size: Size, seed: int) -> Sample:
     for begin in range(0, size.steps, arm.sync_every):
         curve.append([len(curve), mean_score(base, items)])
         deltas = [torch.zeros_like(p) for p in base.parameters()]
-        for (model, optimizer), data in zip(replicas, batches, strict=True):
+        for (model, optimizers), data in zip(replicas, batches, strict=True):
             model.load_state_dict(base.state_dict())
             for step in range(begin, begin + arm.sync_every):
-                inner_step(model, optimizer, next(data), size.rate(step))
+                inner_step(model, optimizers, next(data), size.rate(step))
             for delta, ours, theirs in zip(deltas, base.parameters(), model.parameters(), strict=True):
                 delta += (ours.detach() - theirs.detach()) / arm.replicas
         with torch.no_grad():
@@ -345,13 +356,13 @@ def reference(arm: Arm, size: Size, seed: int) -> Sample:
 def data_parallel(arm: Arm, size: Size, seed: int) -> Sample:
     """One model, whose every step takes the windows of all replicas."""
     items = corpus().heldout_items(size.items, size.context + 1)
-    model, optimizer = new_model(size, seed)
+    model, optimizers = new_model(size, seed)
     batches = [iter(Windows(size, seed, i, arm.replicas)) for i in range(arm.replicas)]
     curve = []
     for step in range(size.steps):
         if step % arm.sync_every == 0:
             curve.append([step // arm.sync_every, mean_score(model, items)])
-        inner_step(model, optimizer, torch.cat([next(data) for data in batches]), size.rate(step))
+        inner_step(model, optimizers, torch.cat([next(data) for data in batches]), size.rate(step))
     last = mean_score(model, items)
     return {"heldout": last, "curve": [*curve, [len(curve), last]]}
 

@@ -219,6 +219,11 @@ class RunConfig(Tree):
     replicas: int = Field(default=4, ge=1, description="replicas, each one process on one device")
     rounds: int = Field(default=100, ge=1, description="outer steps of the run")
     sync_every: int = Field(default=30, ge=1, description="inner steps between outer steps (H)")
+    steps: Literal["equal", "equal_time"] = Field(
+        default="equal",
+        description="inner steps of a replica in a round: sync_every, fewer only where it would be late; or, where "
+        'machines differ, "equal_time": as many as fit the time of sync_every on the fastest, weighted by tokens',
+    )
     fragments: int = Field(
         default=1, ge=1, description="parts of the model synchronised in turn, each once in sync_every steps"
     )
@@ -309,6 +314,12 @@ class RunConfig(Tree):
     retry: RetryConfig = Field(default_factory=RetryConfig)
     retention: RetentionConfig = Field(default_factory=RetentionConfig)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _weights_of_unequal_steps(cls, values: Any) -> Any:
+        unequal = isinstance(values, Mapping) and values.get("steps") == "equal_time"
+        return {"weights": "tokens", **values} if unequal else values
+
     @field_validator("on_halt", mode="before")
     @classmethod
     def _parsed(cls, value: Any) -> Any:
@@ -346,6 +357,12 @@ class RunConfig(Tree):
             )
         get_codec(self.codec)  # raises `ConfigError` for one that is no row of its table
         self._check_aggregate()
+        if self.steps == "equal_time" and self.quorum == "all":
+            raise ConfigError(
+                'steps="equal_time" with quorum="all": how many steps fit a round depends on the machines\' speed, and '
+                '"all" stands for runs that end with equal bits whatever happens. Set quorum='
+                f'{self.replicas}, which waits for every replica too, or steps="equal".'
+            )
         if self.fragment_sync_delay >= self.round_steps:
             raise ConfigError(
                 f"fragment_sync_delay={self.fragment_sync_delay} must be below sync_every / fragments = "
@@ -373,10 +390,12 @@ class RunConfig(Tree):
                 f'aggregate="{self.aggregate}" with replicas={self.replicas}: of fewer than {_FEWEST_TRIMMED} values '
                 f'too few are left once the outer ones are gone. Take {_FEWEST_TRIMMED} replicas or more, or "mean".'
             )
-        if self.weights == "tokens" and self.aggregate in COORDINATE_WISE:
+        if self.aggregate in COORDINATE_WISE and (self.weights == "tokens" or self.steps == "equal_time"):
+            unequal = 'steps="equal_time"' if self.steps == "equal_time" else 'weights="tokens"'
+            remedy = 'steps="equal"' if self.steps == "equal_time" else 'weights="uniform"'
             raise ConfigError(
-                f'aggregate="{self.aggregate}" with weights="tokens": each contribution counts once there, whatever '
-                'its tokens. Set weights="uniform", or aggregate="mean".'
+                f'aggregate="{self.aggregate}" with {unequal}: each contribution counts once there, whatever its '
+                f'tokens. Set {remedy}, or aggregate="mean".'
             )
         if self.adapters == "exact":
             raise ConfigError(
@@ -505,6 +524,7 @@ class RunSettings(TypedDict, total=False):
     replicas: int
     rounds: int
     sync_every: int
+    steps: Literal["equal", "equal_time"]
     fragments: int
     fragment_sync_delay: int
     fragment_update_alpha: float

@@ -193,3 +193,15 @@ def _encoded(secret: str) -> Iterator[str]:
             inner = digits[-(-8 * before // 6) : 8 * (before + len(raw)) // 6]
             if len(inner) >= _WHOLE:
                 yield inner
+
+
+# -- text for a terminal ----------------------------------------------------------------------------------------------
+
+# C0 without tab and newline, DEL, C1, and what changes the direction of the text that follows; halves of surrogate
+# pairs, which no terminal's encoding has.
+_MOVES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def shown(text: str) -> str:
+    """`text` with a visible character for each that would control the terminal or reorder a line."""
+    return _MOVES.sub(lambda found: chr(0x2400 + ord(found[0])) if ord(found[0]) < 32 else "\ufffd", text)

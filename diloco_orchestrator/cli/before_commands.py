@@ -37,10 +37,10 @@ def doctor(url: str | None, as_json: bool, env: tuple[str, ...], **given: Any) -
     from itertools import chain
 
     from diloco_orchestrator.cli.executor_options import secrets_of, take_fleet
-    from diloco_orchestrator.cli.terminal import Console, findings_table
     from diloco_orchestrator.clock import SystemClock
     from diloco_orchestrator.executors.contract import give_store
     from diloco_orchestrator.inspection.doctor import examine, examine_executor
+    from diloco_orchestrator.inspection.terminal import Console, findings_table
     from diloco_orchestrator.launching.trial_replica import examine_over_there
     from diloco_orchestrator.store.open_store import absolute_url
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from diloco_orchestrator.cli.progress import follow, say
 from diloco_orchestrator.cli.shared import EXIT_COMPLETED, EXIT_FAILED, EXIT_HALTED
-from diloco_orchestrator.cli.terminal import Console, megabytes
 from diloco_orchestrator.config import TimingConfig
 from diloco_orchestrator.demo.text import load_corpus
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.status import RoundRow, RunReader, RunStatus
+from diloco_orchestrator.inspection.terminal import Console, megabytes
 from diloco_orchestrator.launching.run import Run, RunResult, launch
 from diloco_orchestrator.store.open_store import open_store
 

@@ -8,12 +8,12 @@ from typing import Any
 import click
 
 from diloco_orchestrator.cli.shared import EXIT_COMPLETED, EXIT_FAILED, EXIT_HALTED
-from diloco_orchestrator.cli.terminal import Console, display_for, log_to
 from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.errors import RunFailed
 from diloco_orchestrator.guard import CollapseStopError
 from diloco_orchestrator.inspection.explain import why_still
 from diloco_orchestrator.inspection.status import RunReader, RunStatus
+from diloco_orchestrator.inspection.terminal import Console, display_for, log_to
 from diloco_orchestrator.launching.run import Run, RunResult
 from diloco_orchestrator.run_log.seen_store import SeenStore
 from diloco_orchestrator.store.base import Store
@@ -42,10 +42,6 @@ def follow(
         _watch(run, console, on_status)
     except CollapseStopError:
         pass  # the result holds the verdict
-    except KeyboardInterrupt:
-        if run.status().state == "halted":
-            say(console, f"halted; to go on: diloco resume {quote(run.url)}")
-        raise
     except RunFailed as error:
         if as_json:
             click.echo(json.dumps({"status": "failed", "url": run.url, "reason": str(error)}))

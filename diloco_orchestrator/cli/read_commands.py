@@ -17,11 +17,11 @@ from diloco_orchestrator.cli.shared import (
     reader_of,
     say,
     score_option,
-    shown,
     store_of,
     trust_option,
     url_argument,
 )
+from diloco_orchestrator.redaction import shown
 
 if TYPE_CHECKING:
     from diloco_orchestrator.inspection.logs import LogLine
@@ -36,9 +36,9 @@ def status(url: str, as_json: bool) -> None:
     """Show the state of the run in URL: rounds, scores, replicas, costs."""
     from shlex import quote
 
-    from diloco_orchestrator.cli.terminal import Console, overview
     from diloco_orchestrator.clock import SystemClock
     from diloco_orchestrator.inspection.explain import why_still
+    from diloco_orchestrator.inspection.terminal import Console, overview
     from diloco_orchestrator.run_log.launched_here import failure_seen_here
 
     reader = reader_of(url)

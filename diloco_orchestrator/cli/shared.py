@@ -5,11 +5,12 @@ without characters that move the terminal's cursor or change its colours.
 """
 
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from diloco_orchestrator.redaction import shown
 
 if TYPE_CHECKING:
     from diloco_orchestrator.inspection.status import RunReader
@@ -140,16 +141,6 @@ def pairs(flag: str, given: tuple[str, ...]) -> dict[str, Any]:
         except ValueError:
             found[name] = text
     return found
-
-
-# C0 without tab and newline, DEL, C1, and what changes the direction of the text that follows; halves of surrogate
-# pairs, which no terminal's encoding has.
-_MOVES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def shown(text: str) -> str:
-    """`text` with a visible character for each that would control the terminal or reorder a line."""
-    return _MOVES.sub(lambda found: chr(0x2400 + ord(found[0])) if ord(found[0]) < 32 else "\ufffd", text)
 
 
 def echo(text: str, *, err: bool = False) -> None:

@@ -80,8 +80,15 @@ class ReplicaRow:
     waits_for: str = ""  # why it has not started, in its provider's words, if "launching"
 
     def words(self) -> str:
-        """The replica's state as text."""
-        return f"{self.state}: {self.waits_for}" if self.waits_for else self.state
+        """The replica's state as text, and what it waits for before it trains."""
+        waits_for = self.waits_for or _FIRST_MINUTE.get(self.state, "")
+        return f"{self.state}: {waits_for}" if waits_for else self.state
+
+
+_FIRST_MINUTE = {
+    "launching": "no heartbeat yet; machine, packages and torch come first",
+    "starting": "importing torch and your code, building the model",
+}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from shlex import quote
 from typing import Any, Unpack, cast
 
 from pydantic import JsonValue
@@ -19,6 +20,7 @@ from diloco_orchestrator.executors.registry import executor_of
 from diloco_orchestrator.guard import CollapseStopError, Verdict
 from diloco_orchestrator.inspection.logs import executor_of_run, log_lines
 from diloco_orchestrator.inspection.status import DefaultModel, ReplicaRow, RoundRow, RunReader, RunStatus
+from diloco_orchestrator.inspection.terminal import drawn_on_stderr
 from diloco_orchestrator.launching.plan import LaunchOptions, TrainFunction, prepare_launch
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
@@ -97,12 +99,14 @@ class Run:
             return None
         return RoundTracker(lambda: open_tracker(track, record.run_id, record.config.model_dump(mode="json")))
 
-    def wait(self, timeout: float | None = None, on_poll: Callable[[], None] | None = None) -> RunResult:
+    def wait(
+        self, timeout: float | None = None, on_poll: Callable[[], None] | None = None, *, progress: bool = True
+    ) -> RunResult:
         """Supervise until the run ends.
 
         Dead replicas are relaunched within the run's budgets. `on_poll` is called after every step of the supervision.
-        A resume that `on_halt` asks for is done and supervised too. Ctrl-C halts the run after its open round; a second
-        one stops it at once.
+        Without it the run is drawn on stderr, if that is a terminal and `progress` is set. A resume that `on_halt` asks
+        for is done and supervised too. Ctrl-C halts the run after its open round; a second one stops it at once.
 
         Raises:
             CollapseStopError: the guard fired, unless the run was launched with `strict=False`.
@@ -111,6 +115,12 @@ class Run:
             StoreError: the store refuses calls or has no room, for longer than this waits. The error is also kept in
                 this user's state folder, where `diloco status` finds it.
         """
+        if progress and on_poll is None:
+            with drawn_on_stderr(lambda: self.status(as_seen=True)) as draw:
+                return self._wait(timeout, draw)
+        return self._wait(timeout, on_poll)
+
+    def _wait(self, timeout: float | None, on_poll: Callable[[], None] | None) -> RunResult:
         run_log = self._reader.log
         note_failure(run_log, "")
         try:
@@ -171,6 +181,8 @@ class Run:
             log.warning("Ctrl-C again: stopping now; the open round's work is dropped")
             self._coordinator.stop("halted", "Ctrl-C twice")
             self._supervise(None, on_poll)
+        if self.status().state == "halted":
+            log.warning("halted; to go on: diloco resume %s", quote(self.url))
 
     def result(self) -> RunResult:
         """The end of the run, also if the guard fired. Raises `RunFailed`, or `RunNotFinished` while it goes on."""

@@ -46,9 +46,10 @@ class StragglerDeadline:
 
 @dataclass(frozen=True)
 class _Reported:
-    """A train time that a replica reports, scaled to a whole round, and how long the reader saw that round take."""
+    """A train time that a replica reports, and how long the reader saw that round take."""
 
-    train_s: float
+    train_s: float  # as it counts for deadlines
+    whole_s: float  # that a whole round takes at this speed
     seen_s: float | None  # from the round's opening until the manifest was there; None: read from a commit
 
 
@@ -63,11 +64,14 @@ class RoundTimes:
     Args:
         round_steps: inner steps of a whole round.
         own: id of this replica, whose own times are used as they are.
+        equal_time: whether replicas take as many steps as fit a round. Then a time counts for deadlines as it was
+            reported; otherwise that of a partial contribution is scaled to a whole round.
     """
 
-    def __init__(self, round_steps: int, own: int) -> None:
+    def __init__(self, round_steps: int, own: int, *, equal_time: bool = False) -> None:
         self._round_steps = round_steps
         self._own = own
+        self._equal_time = equal_time
         self._times: dict[tuple[int, int], _Reported] = {}  # by round and replica
 
     def record(self, manifests: Iterable[Contribution], seen_s: float | None = None) -> None:
@@ -91,8 +95,9 @@ class RoundTimes:
         steps = sum(origin.steps for origin in source.origins if origin.round == round_)
         if source.kind == "delta" and steps:
             # A partial contribution took the time of a part of a round.
-            whole = max(1.0, self._round_steps / steps)
-            self._times.setdefault((round_, source.replica_id), _Reported(source.train_s * whole, seen_s))
+            whole_s = source.train_s * max(1.0, self._round_steps / steps)
+            counted_s = source.train_s if self._equal_time else whole_s
+            self._times.setdefault((round_, source.replica_id), _Reported(counted_s, whole_s, seen_s))
 
     def _forget_old(self) -> None:
         newest = max((round_ for round_, _ in self._times), default=0)
@@ -104,8 +109,20 @@ class RoundTimes:
             times.setdefault(replica_id, []).append(reported.train_s)
         return times
 
+    def fastest_s(self) -> float | None:
+        """Seconds that a whole round takes on the fastest replica, by the median of its reports; None before any.
+
+        A replica counts as at most eight times as fast as is usual for the others, so that a false report shortens no
+        round further.
+        """
+        times: dict[int, list[float]] = {}
+        for (_, replica_id), reported in self._times.items():
+            times.setdefault(replica_id, []).append(reported.whole_s)
+        typical = {replica_id: median(each) for replica_id, each in times.items()}
+        return min((max(typical[i], _usual(typical, i, self._own) / _MOST_TIMES) for i in typical), default=None)
+
     def typical_s(self) -> dict[int, float]:
-        """The median of the train times that each replica has reported, by replica id, as it reported them."""
+        """The median of each replica's train times, by replica id, as they count for deadlines."""
         return {replica_id: median(each) for replica_id, each in self._by_replica().items()}
 
     def spread_s(self) -> float:

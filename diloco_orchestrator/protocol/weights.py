@@ -29,14 +29,17 @@ def weight_of(round_: int, origins: Sequence[Origin], tokens: int, config: RunCo
     """The weight by the run's policy of a contribution to `round_` whose payload holds the work of `origins`.
 
     With `weights="uniform"`: `sync_every`, less the steps that the payload lacks of a whole round. With
-    `weights="tokens"`: the tokens of the round's own steps, scaled up by the carried steps. A contribution of carried
-    work alone weighs as much as a whole round, by tokens 1. With a coordinate-wise aggregate every weight is 1.
+    `weights="tokens"`: the tokens of the round's own steps, scaled up by the carried steps; with `steps="equal_time"`
+    one for each step where none were counted. A contribution of carried work alone weighs as much as a whole round, by
+    tokens 1. With a coordinate-wise aggregate every weight is 1.
     """
     if config.aggregate in COORDINATE_WISE:
         return 1
     own = sum(origin.steps for origin in origins if origin.round == round_)
     if config.weights == "uniform":
         return _by_steps(round_, origins, config)
+    if config.steps == "equal_time":
+        tokens = tokens or own
     return max(1, tokens * sum(origin.steps for origin in origins) // own) if own else 1
 
 

@@ -37,7 +37,7 @@ def is_on_local_disk(folder: Path, mounts: Path = _MOUNTS) -> bool:
 def why_no_room(folder: Path, needed_bytes: int) -> str:
     """Why the disk of `folder` cannot take `needed_bytes` bytes more, as words with what to do; empty if it can.
 
-    Also empty if `folder` does not exist or its file system does not tell. Quotas are not seen.
+    Also empty if `folder` does not exist. Quotas are not seen.
     """
     try:
         found = os.statvfs(folder)

@@ -138,7 +138,7 @@ class ObstoreEngine:
             return open_regular(Path(self.url) / key)
 
     def _range(self, key: str, start: int, end: int | None) -> bytes:
-        """Bytes [start, end) of an object, fewer if it ends earlier, in one GET: a HEAD tells no error code."""
+        """Bytes [start, end) of an object, fewer if it ends earlier, in one GET: HEAD gives no error code."""
         if isinstance(self._store, LocalStore) and _PLAIN.fullmatch(key):
             # Twice as fast as through obstore, which holds the file a second time while a thread copies it.
             with open_regular(Path(self.url) / key) as file:

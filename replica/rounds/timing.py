@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from diloco_orchestrator.protocol import pace, rounds
+from diloco_orchestrator.protocol import keys, pace, rounds
 from diloco_orchestrator.protocol.records import Answer, Contribution
 from diloco_orchestrator.protocol.straggler import RoundTimes, StragglerDeadline
 from diloco_orchestrator.replica.attempt.attempt import Attempt
@@ -31,8 +31,10 @@ class RoundTiming:
         self.policy = rounds.Policy.of(attempt.config)
         self._attempt = attempt
         self._tip = tip
-        self._times = RoundTimes(attempt.config.round_steps, attempt.replica_id)
-        self._next_poll = 0.0
+        config = attempt.config
+        self._equal_time = config.steps == "equal_time"
+        self._times = RoundTimes(config.round_steps, attempt.replica_id, equal_time=self._equal_time)
+        self._next_poll = self._next_list = 0.0
         self._first_opened: dict[int, float] = {}  # of the open round and the one before: when this replica opened it
         self.open_round()
 
@@ -152,12 +154,27 @@ class RoundTiming:
 
         True if at its speed the whole round would miss the deadline, and its next step would end after the median. A
         partial contribution that is averaged is worth more than a whole one that is late every time.
+
+        With `steps="equal_time"`: True if its next step would end more than half a step of the fastest replica after
+        that one's whole round; in a first round, whose length nobody knows, once another replica has contributed.
         """
         deadline, elapsed, whole = self.deadline(), self.train_s, self._attempt.config.round_steps
-        if not self.elastic or deadline is None or not 0 < steps < whole:
+        if not self.elastic or not 0 < steps < whole:
             return False
         step_s = elapsed / steps
-        return step_s * whole > deadline.deadline_s and elapsed + step_s > deadline.median_s
+        if self._equal_time:
+            if (round_s := self._times.fastest_s()) is None:
+                return self._another_has_contributed()
+            return elapsed + step_s > round_s * (1 + 0.5 / whole)
+        return deadline is not None and step_s * whole > deadline.deadline_s and elapsed + step_s > deadline.median_s
+
+    def _another_has_contributed(self) -> bool:
+        """Whether the open round has a manifest. Lists at most once a second, later less often; False in between."""
+        now = self._now()
+        if now < self._next_list or not self.train_s:  # no time passes while a range is trained again
+            return False
+        self._next_list = now + pace.starts_read_s(self.train_s)
+        return any(True for _ in self._attempt.store.list(keys.contributions(self._tip.open.round)))
 
     def view(self, answers: Sequence[Answer], out: Sequence[int] = ()) -> rounds.View:
         """The open round as input of `rounds.decide`. `out`: replicas that are launched no more before a resume."""

@@ -9,9 +9,9 @@ import pytest
 from cli_support import diloco_here
 from in_one_process import SmallRun
 
-from diloco_orchestrator.cli.terminal import Console, PlainLines, fitted, overview
 from diloco_orchestrator.inspection.explain import explain
 from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.inspection.terminal import Console, PlainLines, fitted, overview
 from diloco_orchestrator.store.local_files import why_no_room
 from diloco_orchestrator.store.open_store import open_store
 

@@ -63,7 +63,10 @@ def diloco(*args: str, sites: list[Path]) -> "subprocess.CompletedProcess[str]":
 def test_an_installed_package_adds_a_command(tmp_path):
     sites = [installed(tmp_path, "tide-tables", TIDES, tides="tides")]
     listed = diloco("--help", sites=sites)
-    assert "tides      Tell the tides." in listed.stdout and "status     Show the state" in listed.stdout
+    assert (
+        "Of other packages:\n  tides      Tell the tides\n" in listed.stdout
+        and "status     Show the state" in listed.stdout
+    )
     assert "Time of day.  [default: noon]" in diloco("tides", "--help", sites=sites).stdout
     done = diloco("tides", "--at", "dawn", sites=sites)
     assert (done.stdout, done.returncode) == ("low at dawn\n", 7)

@@ -2,17 +2,15 @@
 
 from dataclasses import fields, replace
 from io import StringIO
-from types import SimpleNamespace
 
 import click
 import pytest
 from scripted import STAMP, Scene
 
-from diloco_orchestrator.cli import progress
 from diloco_orchestrator.cli.read_commands import _prefix
-from diloco_orchestrator.cli.terminal import Console, LivePanel, PlainLines, fitted, overview
 from diloco_orchestrator.inspection.logs import LogLine
 from diloco_orchestrator.inspection.status import RoundRow, RunStatus
+from diloco_orchestrator.inspection.terminal import Console, LivePanel, PlainLines, fitted, overview
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Exit
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
@@ -66,7 +64,27 @@ def test_the_line_of_an_end_and_that_of_the_next_attempt_name_the_cause(failed: 
     cause = "RuntimeError: CUDA out of memory"
     assert lines == [
         f"replica 0, attempt 1 ended: {cause}",
+        "replica 1: launching: no heartbeat yet; machine, packages and torch come first",
         f"replica 0: attempt 2, after attempt 1 (error): {cause} (exit code 1)",
+    ]
+
+
+def test_what_the_first_round_waits_for_is_said_once_for_the_last_to_get_there(failed: tuple[RunStatus, RunStatus]):
+    out, (one, *_) = StringIO(), failed[0].replicas
+    with PlainLines(Console(file=out)) as display:
+        for states in (
+            ("launching", "launching"),
+            ("starting", "launching"),
+            ("training", "starting"),
+            ("training",) * 2,
+        ):
+            fleet = [replace(one, replica_id=i, state=state, exit_code=None) for i, state in enumerate(states)]
+            display.update(replace(failed[0], state="starting", replicas=fleet))
+            display.update(replace(failed[0], state="starting", replicas=fleet))
+    assert out.getvalue().splitlines() == [
+        "replicas 0 and 1: launching: no heartbeat yet; machine, packages and torch come first",
+        "replica 1: starting: importing torch and your code, building the model",
+        "replicas 0 and 1: training",
     ]
 
 
@@ -86,22 +104,6 @@ def test_the_tables_name_the_training_metric_and_give_a_reason_once(failed: tupl
         heads = [line.split() for line in shown.splitlines() if line.startswith(("round ", "replica "))]
         assert all(metric in words for words in heads) and len(heads) == 2
         assert shown.count("the guard fired") == 1 and "halted" in shown
-
-
-def test_who_halts_a_run_by_ctrl_c_is_told_how_to_go_on(monkeypatch, capsys):
-    class Interrupted:
-        url = "runs/mine"
-
-        def wait(self, on_poll: object) -> None:
-            raise KeyboardInterrupt
-
-        def status(self) -> SimpleNamespace:
-            return SimpleNamespace(state="halted")
-
-    monkeypatch.setattr(progress, "log_to", lambda console: None)
-    with pytest.raises(KeyboardInterrupt):
-        progress.follow(Interrupted, as_json=False)  # type: ignore[arg-type]
-    assert "halted; to go on: diloco resume runs/mine" in capsys.readouterr().out
 
 
 # -- the live panel on a small screen ----------------------------------------------------------------------------------

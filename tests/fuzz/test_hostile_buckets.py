@@ -10,11 +10,11 @@ import pytest
 from mutated_buckets import build_bucket, check, run_commands
 from protocol_fleet import Fleet, answer, report
 
-from diloco_orchestrator.cli.shared import shown
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, StoreError
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys, kinds
 from diloco_orchestrator.protocol.attempt_records import Heartbeat
+from diloco_orchestrator.redaction import shown
 from diloco_orchestrator.run_log.reader import read_record
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store

@@ -14,7 +14,7 @@ from diloco_orchestrator.protocol.record_format import Record, Stamp
 # Changing one of these changes what is in buckets already: raise SCHEMA_VERSION, and name the version that reads the
 # old form in `record_format`.
 GOLDEN = {
-    "run": "353e4e784ea2d5cd03f833abb46c80e3e8cafb6632bdb35ce1911b5f359ad672",
+    "run": "2ab1201f0b563ee1b75958f04d9afe9188543f5661b2cd164cb4064b208514f6",
     "start": "d2db0d5588e2a1cd8291e98216cd05ad4dcb650d98de33bb37e3f0b597f17473",
     "began": "ed9ab3c189183978f717126ab98fbc2f5f353fe6d3df6d0e797721781d3c9c92",
     "follows": "def2cc8a1c41782004e9f40be557960266ceb7049d801e97b6d39fe6a9346a78",

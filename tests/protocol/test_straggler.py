@@ -143,3 +143,14 @@ def test_only_the_last_nine_rounds_count():
     assert medians(times) == 500.0
     times.record([contribution(11, 0, 10.0)])
     assert medians(times) == 10.0
+
+
+def test_in_equal_time_a_partial_round_counts_as_long_as_it_took_and_the_fastest_sets_the_time():
+    times = RoundTimes(round_steps=10, own=0, equal_time=True)
+    assert times.fastest_s() is None
+    for round_, fast_s in enumerate((50.0, 10.0, 12.0), start=1):  # the first one compiles its model
+        times.record([contribution(round_, 0, fast_s), contribution(round_, 1, 12.0, steps=3)])
+    assert times.fastest_s() == 12.0
+    assert medians(times) == 12.0
+    times.record([contribution(round_, 2, 1e-6) for round_ in (1, 2, 3)])
+    assert times.fastest_s() == 12.0 / 8  # nobody shortens a round further by a report

@@ -33,6 +33,10 @@ def origins(**steps: int) -> tuple[Origin, ...]:
         ({"weights": "tokens"}, {"r6": 10, "r7": 30}, 100, 133),
         ({"weights": "tokens"}, {"r7": 30}, 0, 1),
         ({"weights": "tokens"}, {}, 900, 1),
+        ({"steps": "equal_time"}, {"r7": 7}, 900, 900),  # by tokens, unless said otherwise
+        ({"steps": "equal_time"}, {"r7": 7}, 0, 7),
+        ({"steps": "equal_time"}, {"r6": 3, "r7": 7}, 0, 10),
+        ({"steps": "equal_time", "weights": "uniform"}, {"r7": 7}, 900, 7),
     ],
 )
 def test_weights_are_whole_numbers_that_follow_from_steps_and_tokens(settings, steps, tokens, weight):

@@ -185,6 +185,7 @@ def test_ctrl_c_halts_after_the_open_round_and_leaves_nothing_running(executor, 
     started.send_signal(signal.SIGINT)
     _, errors = started.communicate()
     assert started.returncode == -signal.SIGINT and "halting after the open round" in errors
+    assert f"halted; to go on: diloco resume {tmp_path / 'bucket'}" in errors
     reader = reader_of(tmp_path / "bucket")
     status = reader.status()
     assert (status.state, status.reason) == ("halted", "halt requested: Ctrl-C")
@@ -230,6 +231,9 @@ def test_waiting_with_a_timeout_stops_nothing(start, tmp_path):
         ({"sync_every": 4, "fragments": 2, "fragment_sync_delay": 2}, "fragment_sync_delay=2 must be below .* = 2"),
         ({"quorum": 3}, r"quorum=3: choose 1\.\.2"),
         ({"quorum": "al"}, "quorum"),
+        ({"steps": "equal_tme"}, "'steps' = 'equal_tme'"),
+        ({"steps": "equal_time", "quorum": "all"}, 'steps="equal_time" with quorum="all": .* Set quorum=2'),
+        ({"steps": "equal_time", "replicas": 4, "aggregate": "median"}, 'aggregate="median" with steps="equal_time"'),
         ({"late": "carri"}, "'late' = 'carri'"),
         ({"outer": {"lr": float("nan")}}, "'outer.lr' = nan"),
         ({"codec": "int9"}, "unknown codec 'int9'"),

@@ -511,3 +511,17 @@ def test_plans_differ_and_cover_what_they_should():
     assert sum(p.exact for p in plans) > 60
     for what in ("kills", "stops", "notices", "storms", "no_writes", "corrupt_payloads", "nan", "collapse", "fail"):
         assert sum(bool(getattr(p, what)) for p in plans) > 10, what
+
+
+@pytest.mark.parametrize(
+    ("slow_s", "steps"), [(1.3, 6), pytest.param(4.0, 2, marks=SLOW), pytest.param(9.0, 1, marks=SLOW)]
+)
+def test_in_equal_time_a_slow_replica_trains_what_fits_and_nobody_waits_for_it(slow_s: float, steps: int):
+    """From the second round on, also behind a kill. A first step is taken however long it is."""
+    settings = {"steps": "equal_time", "quorum": 3, "sync_every": 8}
+    plan = calm(rounds=8, settings=settings, kills=((25.0, 2),))
+    simulation, equals = Simulation(dataclasses.replace(plan, paces=(1.0, 1.0, slow_s))), Simulation(plan)
+    commits, _ = simulation.run(), equals.run()
+    assert simulation.time.now < 1.06 * equals.time.now
+    taken = {(a.replica_id, a.origins[-1].steps) for commit in commits[3:-1] for a in commit.answers}
+    assert taken == {(0, 8), (1, 8), (2, steps)}

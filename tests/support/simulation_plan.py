@@ -220,6 +220,8 @@ def wide_plan_of(seed: int) -> Plan:
     plan = plan_of(seed, replicas, rounds, **settings)
     if plan.strict:  # whose bits are only those of the undisturbed run if every state is saved
         plan = replace(plan, settings={**plan.settings, "replica_state": "round"})
+    elif aggregate in ("mean", "agreeing_mean") and random.Random(f"equal time {seed}").random() < 0.2:
+        plan = replace(plan, settings={**plan.settings, "steps": "equal_time"})
     length = 5.0 * STEP_S * 4 * rounds
 
     def when() -> float:

@@ -5,7 +5,8 @@ Draws the statuses that `RunReader` read; uses no store and no executor.
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -18,12 +19,12 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from diloco_orchestrator.cli.shared import shown
 from diloco_orchestrator.inspection.doctor import Finding
 from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunStatus
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.protocol.verdict import Statistic
+from diloco_orchestrator.redaction import shown
 
 _SHOWN_ROUNDS = 10  # newest rounds in the live panel
 _SHOWN_UNREADABLE = 3
@@ -94,6 +95,17 @@ class LivePanel:
         self._live.update(fitted(status, self._console, height), refresh=True)
 
 
+@contextmanager
+def drawn_on_stderr(read: Callable[[], RunStatus]) -> Iterator[Callable[[], None] | None]:
+    """A live panel on stderr while entered: yields what draws the status that `read` returns; None without terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    with LivePanel(console) as panel:
+        yield lambda: panel.update(read())
+
+
 _ENDS = ("completed", "halted", "failed")
 _ROUND_AND_GUARD, _ROOMY = 5, 20  # lines for the newest round and the guard, on a screen that has at least so many
 _SUMMARY_LINES = 15  # that commands print under the panel once the run has ended, the prompt included
@@ -135,7 +147,7 @@ def _lines(console: Console, part: RenderableType) -> int:
 
 
 class PlainLines:
-    """Prints a line per round, one when the disk is full, and lines when attempts fail and when others begin, with why.
+    """Prints a line per round, what the first one waits for, that the disk is full, and how attempts fail and begin.
 
     `with_attempts`: whether to print the latter two, each one line for all replicas with the same text.
     """
@@ -147,6 +159,7 @@ class PlainLines:
         self._attempts: dict[int, int] = {}
         self._failed: set[tuple[int, int]] = set()
         self._no_room = False  # as of the newest status
+        self._waits: set[str] = set()  # what the slowest waited for before the first round, as printed
 
     def __enter__(self) -> Self:
         return self
@@ -172,6 +185,10 @@ class PlainLines:
         if status.no_room and not self._no_room:
             self._print(f"nobody can write: {status.no_room}")
         self._no_room = bool(status.no_room)
+        for ids, words in _furthest_from_training(status):
+            if words not in self._waits:
+                self._waits.add(words)
+                self._print(f"{replicas(ids)}: {words}")
         before = len(status.rounds) - _SHOWN_ROUNDS
         if not self._rounds and before > 0:  # a run that somebody began to watch later
             self._print(f"rounds {status.rounds[0].round} to {status.rounds[before - 1].round} came before")
@@ -181,6 +198,16 @@ class PlainLines:
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _furthest_from_training(status: RunStatus) -> list[tuple[Sequence[int], str]]:
+    """Replicas furthest from training, by what they wait for; empty once a round of the leg is committed."""
+    alive = [each for each in status.replicas if status.state == "starting" and each.state in _BEFORE_TRAINING]
+    last = min((_BEFORE_TRAINING.index(each.state) for each in alive), default=0)
+    return grouped((each.replica_id, each.words()) for each in alive if each.state == _BEFORE_TRAINING[last])
+
+
+_BEFORE_TRAINING = ("launching", "starting", "scoring", "training")
 
 
 def round_line(row: RoundRow, outer_steps: int) -> str:
