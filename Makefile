@@ -28,7 +28,7 @@ test: $(if $(ONLY),venv,lint)
 ONLY_THESE = files=$$({ find tests -name 'test_*.py' -ipath '*$(ONLY)*'; grep -rliE --include='test_*.py' 'def test_\w*$(ONLY)' tests; } | sort -u); \
 	$(BIN)/pytest -n 0 --tb=short -m 'not slow' -k '$(notdir $(ONLY))' $${files:?no test is named $(ONLY)}
 
-test-all: lint .venv/trainers
+test-all: lint .venv/trainers .venv/docs
 	$(BIN)/pytest -n auto --dist worksteal
 
 # The trainers of others, which only slow tests need: 25 s to install.
@@ -73,12 +73,13 @@ mutants: venv
 
 # Whole runs with faults on virtual time: `make simulate SEEDS=100000`, or one of them with its log: `make simulate SEED=7`;
 # with `WIDE=1` those with more replicas, settings and faults, with `FLIPS=1` those in which bits flip in memory, with
-# `FORGED=1` those in which somebody with a key to the bucket forges well-formed records.
+# `FORGED=1` those in which somebody with a key to the bucket forges well-formed records, with `SCALED=1` those that grow
+# and shrink.
 # An interrupted call goes on with `FIRST=` the seed after the last one that it printed.
 SEEDS := 1000
 FIRST := 0
 simulate: venv
-	PYTHONPATH=tests/support $(BIN)/python tests/simulation/run.py $(if $(FLIPS),--kind flips,$(if $(FORGED),--kind forged,$(if $(WIDE),--kind wide))) $(if $(SEED),--seed $(SEED),--seeds $(SEEDS) --first $(FIRST))
+	PYTHONPATH=tests/support $(BIN)/python tests/simulation/run.py $(if $(FLIPS),--kind flips,$(if $(FORGED),--kind forged,$(if $(SCALED),--kind scaled,$(if $(WIDE),--kind wide)))) $(if $(SEED),--seed $(SEED),--seeds $(SEEDS) --first $(FIRST))
 
 # Mutated records and buckets through every reading command: `make fuzz RECORDS=1000000 BUCKETS=10000`.
 RECORDS := 100000

@@ -49,17 +49,28 @@ PARTS = (
 )
 TROUBLE = (
     Arm("one replica three times slower", slow=3.0),
+    Arm("one replica four times slower", slow=4.0),
+    Arm("one replica four times slower, equal_time", slow=4.0, settings={"steps": "equal_time"}),
+    # Weighted by tokens, the replicas of this arm take .945 of 30 steps in a round: .4 / .945.
+    Arm(
+        "one replica four times slower, equal_time, outer lr .423",
+        slow=4.0,
+        settings={"steps": "equal_time", "outer": {"lr": 0.423}},
+    ),
     Arm("a tenth of rounds stall, carried", stalls=0.1),
     Arm("a tenth of rounds stall, dropped", stalls=0.1, settings={"late": "drop"}),
     Arm("a replica killed every three rounds", kills=3),
 )
 _SPARSE = {"outer": {"lr": 1.0, "momentum": 0.0}}  # the outer optimizer of arXiv 2508.15706
+_CONTRIBUTORS = {**_SPARSE, "aggregate": "contributors_mean"}  # outer="sparse"
 FEW_BITS = (
     Arm("few bits: 2bit", settings={"codec": "2bit"}),
     Arm("few bits: 2bit, what it loses is dropped", settings={"codec": "2bit"}, forgets=True),
     Arm("few bits: fp32, outer lr 1 without momentum", settings=_SPARSE),
     Arm("few bits: topk64, outer lr 1 without momentum", settings={"codec": "topk64", **_SPARSE}),
     Arm("few bits: topk128, outer lr 1 without momentum", settings={"codec": "topk128", **_SPARSE}),
+    Arm("few bits: topk64, outer=sparse", settings={"codec": "topk64", **_CONTRIBUTORS}),
+    Arm("few bits: topk128, outer=sparse", settings={"codec": "topk128", **_CONTRIBUTORS}),
     Arm("few bits: 2bit, killed every three rounds", settings={"codec": "2bit"}, kills=3),
     Arm("few bits: 2bit, killed, states saved", settings={"codec": "2bit", "replica_state": "round"}, kills=3),
     Arm("few bits: fp32, killed, states saved", settings={"replica_state": "round"}, kills=3),

@@ -9,7 +9,17 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, Self, TypedDict, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from diloco_orchestrator.codecs.table import CODECS, get_codec
 from diloco_orchestrator.errors import ConfigError, unknown_name
@@ -29,7 +39,7 @@ GUARD_RULES = {  # by name, our own: the settings that only this rule reads
 
 # Settings by how often they are needed: `run --help` lists FIRST, `--help-experts` LAST, `--help-settings` the others.
 FIRST = (
-    *("replicas", "rounds", "sync_every", "seed", "quorum", "codec", "snapshot_every", "replica_state"),
+    *("replicas", "max_replicas", "rounds", "sync_every", "seed", "quorum", "codec", "snapshot_every", "replica_state"),
     *("max_hours", "max_cost_usd", "track", "strict", "on_halt", "outer.lr", "outer.momentum", "guard.rule"),
 )
 LAST = (  # right as they are for nearly every run
@@ -52,6 +62,9 @@ class OuterConfig(Tree):
     lr: float = Field(default=0.7, gt=0, description="outer learning rate; the paper's value")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="outer momentum; the paper's value; 0 switches it off")
     nesterov: bool = Field(default=True, description="Nesterov's look-ahead; without it plain heavy-ball momentum")
+
+
+SPARSE = OuterConfig(lr=1.0, momentum=0.0)  # outer="sparse": SparseLoCo, arXiv 2508.15706
 
 
 class TimingConfig(Tree):
@@ -216,7 +229,18 @@ class RunConfig(Tree):
         default_factory=list,
         description="held-out items as JSON: `ctx.heldout_items`; large sets belong in the workload",
     )
-    replicas: int = Field(default=4, ge=1, description="replicas, each one process on one device")
+    replicas: int = Field(
+        default=4,
+        ge=1,
+        description="replicas, each one process on one device; 4..16: at least 4, and max_replicas=16",
+    )
+    max_replicas: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="the most replicas to which the run can be scaled while it trains; data and held-out items are "
+        "dealt over so many; None = replicas, for the whole run",
+    )
     rounds: int = Field(default=100, ge=1, description="outer steps of the run")
     sync_every: int = Field(default=30, ge=1, description="inner steps between outer steps (H)")
     steps: Literal["equal", "equal_time"] = Field(
@@ -260,11 +284,12 @@ class RunConfig(Tree):
         default="uniform",
         description="of contributions in the average: equal (DiLoCo), or by the tokens passed to observe()",
     )
-    aggregate: Literal["mean", "agreeing_mean", "trimmed_mean", "median"] = Field(
+    aggregate: Literal["mean", "agreeing_mean", "trimmed_mean", "median", "contributors_mean"] = Field(
         default="mean",
         description="how contributions become one pseudo-gradient: their weighted mean; or, from 4 replicas on, that "
         "of the three quarters whose direction agrees most with the others', or of each coordinate the mean without "
-        "the lowest and highest quarter, or the median",
+        "the lowest and highest quarter, or the median; or, for sparse codecs, of each coordinate the weighted mean "
+        "over those that sent it",
     )
     clip: Literal["median_norm", "off"] = Field(
         default="median_norm",
@@ -320,6 +345,15 @@ class RunConfig(Tree):
         unequal = isinstance(values, Mapping) and values.get("steps") == "equal_time"
         return {"weights": "tokens", **values} if unequal else values
 
+    @model_validator(mode="before")
+    @classmethod
+    def _outer_by_name(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or not isinstance(named := values.get("outer"), str):
+            return values
+        if named != "sparse":
+            raise ConfigError(unknown_name("outer optimizer", named, ("sparse",)))
+        return {"aggregate": "contributors_mean", **values, "outer": SPARSE}
+
     @field_validator("on_halt", mode="before")
     @classmethod
     def _parsed(cls, value: Any) -> Any:
@@ -329,6 +363,22 @@ class RunConfig(Tree):
             return json.loads(value)
         except ValueError as error:
             raise ConfigError(f'on_halt={value!r} is not JSON ({error}): write {{"at_most": 1}}.') from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _range_of_replicas(cls, values: Any) -> Any:
+        text = values.get("replicas") if isinstance(values, Mapping) else None
+        if not isinstance(text, str) or ".." not in text:
+            return values
+        least, _, most = text.partition("..")
+        if values.get("max_replicas") not in (None, most):
+            raise ConfigError(f"replicas={text!r} with max_replicas={values['max_replicas']}: leave out one of them.")
+        return {**values, "replicas": least, "max_replicas": most}
+
+    @model_serializer(mode="wrap")
+    def _without_its_later_field(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Earlier versions, which do not know `max_replicas`, read the run.json of a run of a fixed number of replicas.
+        return {name: value for name, value in dump(self).items() if name != "max_replicas" or value is not None}
 
     @field_validator("guard", mode="before")
     @classmethod
@@ -375,6 +425,16 @@ class RunConfig(Tree):
                 "reads the bucket. Hand them over with secrets= (--secret NAME)."
             )
         check_track(self.track)
+        if self.replicas > self.most_replicas:
+            raise ConfigError(
+                f"max_replicas={self.most_replicas} is below replicas={self.replicas}, of which the run has at least "
+                "so many. Give the smaller number first, as in replicas=4, max_replicas=16 (--replicas 4..16)."
+            )
+        if self.most_replicas > self.replicas and self.quorum == "all":
+            raise ConfigError(
+                f'quorum="all" with replicas={self.replicas} and max_replicas={self.most_replicas}: every round would '
+                "wait for replicas that nobody has launched. Leave out max_replicas, or give a number as quorum."
+            )
         if isinstance(self.quorum, int) and not 1 <= self.quorum <= self.replicas:
             raise ConfigError(
                 f'quorum={self.quorum}: choose 1..{self.replicas} (the number of replicas), or "all" to wait for each.'
@@ -385,7 +445,7 @@ class RunConfig(Tree):
         """Raise `ConfigError` if the aggregate is not supported with this run's other settings."""
         if self.aggregate == "mean":
             return
-        if self.replicas < _FEWEST_TRIMMED:
+        if self.replicas < _FEWEST_TRIMMED and self.aggregate != "contributors_mean":
             raise ConfigError(
                 f'aggregate="{self.aggregate}" with replicas={self.replicas}: of fewer than {_FEWEST_TRIMMED} values '
                 f'too few are left once the outer ones are gone. Take {_FEWEST_TRIMMED} replicas or more, or "mean".'
@@ -402,6 +462,14 @@ class RunConfig(Tree):
                 f'aggregate="{self.aggregate}" with adapters="exact", which is a mean of products. Set '
                 'adapters="mean", or aggregate="mean".'
             )
+
+    @property
+    def most_replicas(self) -> int:
+        """The number of replica ids of the run: `max_replicas`, or `replicas` in a run of a fixed number of replicas.
+
+        Ids are 0 to `most_replicas` - 1. Data and held-out items are dealt over all of them.
+        """
+        return self.replicas if self.max_replicas is None else self.max_replicas
 
     @property
     def round_steps(self) -> int:
@@ -522,6 +590,7 @@ class RunSettings(TypedDict, total=False):
 
     args: Mapping[str, Any]
     replicas: int
+    max_replicas: int | None
     rounds: int
     sync_every: int
     steps: Literal["equal", "equal_time"]
@@ -534,7 +603,7 @@ class RunSettings(TypedDict, total=False):
     adapters: Literal["mean", "exact"]
     late: Literal["carry", "drop"]
     weights: Literal["uniform", "tokens"]
-    aggregate: Literal["mean", "agreeing_mean", "trimmed_mean", "median"]
+    aggregate: Literal["mean", "agreeing_mean", "trimmed_mean", "median", "contributors_mean"]
     clip: Literal["median_norm", "off"]
     clip_factor: float | None
     replica_state: Literal["round", "snapshot", "none"] | None
@@ -547,7 +616,7 @@ class RunSettings(TypedDict, total=False):
     max_cost_usd: float | None
     strict: bool
     on_halt: OnHaltConfig | OnHaltSettings | None
-    outer: OuterConfig | OuterSettings
+    outer: OuterConfig | OuterSettings | Literal["sparse"]
     guard: GuardConfig | GuardSettings | Literal["off"]
     timing: TimingConfig | TimingSettings
     retry: RetryConfig | RetrySettings
@@ -589,11 +658,12 @@ def config_of_leg(config: RunConfig, change: Mapping[str, JsonValue], *, guard: 
     """The configuration of a leg (start or resume to stop) that changes some settings of run.json.
 
     `change`: setting -> value, {"outer.lr": 0.5}. A leg may change its outer optimizer, values of `args` that the run
-    has, and with `guard` the guard's settings. Raises `ConfigError` naming the nearest of these, or the error in a
-    value.
+    has, in a run with `max_replicas` the number of `replicas`, and with `guard` the guard's settings. Raises
+    `ConfigError` naming the nearest of these, or the error in a value.
     """
     names = [f"outer.{name}" for name in OuterConfig.model_fields] + [f"args.{name}" for name in sorted(config.args)]
     names += [f"guard.{name}" for name in GuardConfig.model_fields] if guard else []
+    names += ["replicas"] if config.max_replicas is not None else []
     for name in change:
         if name.startswith("guard.") and not guard:
             raise ConfigError(

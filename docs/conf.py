@@ -27,3 +27,5 @@ html_title = f"diloco-orchestrator {release}"
 html_additional_pages = {"index": "to_start.html"}
 templates_path = ["_templates"]
 html_copy_source = False
+html_show_copyright = False
+smartquotes = False  # docstrings quote values of code

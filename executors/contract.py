@@ -6,7 +6,7 @@ Independent of providers and of a run's bucket. An executor reports only what it
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from diloco_orchestrator.executors.prices import Price
 from diloco_orchestrator.executors.process_contract import EXIT_DONE, EXIT_PERMANENT, EXIT_PREEMPTED, EXIT_SUPERSEDED
@@ -336,6 +336,13 @@ class UsesRunStore(Protocol):
     def use_store(self, url: str, storage_options: Mapping[str, Any]) -> None:
         """Use the folder of the run at `url`, opened with `storage_options`. Called before any other method."""
         ...
+
+
+@runtime_checkable
+class OffersToMachines(Protocol):
+    """An executor whose launch is an offer, which costs nothing until a machine that somebody else started takes it."""
+
+    free_until_taken: Literal[True]
 
 
 def give_store(executor: ServerlessExecutor, url: str, storage_options: Mapping[str, Any] | None) -> None:

@@ -48,8 +48,11 @@ class ReplicaContext:
 
     @property
     def replicas(self) -> int:
-        """The number of replicas of the run."""
-        return self._attempt.config.replicas
+        """The number of parts into which data is dealt: replicas of the run, in one that can be scaled `max_replicas`.
+
+        Nobody reads the part of an id that is vacant.
+        """
+        return self._attempt.config.most_replicas
 
     @property
     def seed(self) -> int:

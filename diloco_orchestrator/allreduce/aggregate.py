@@ -1,4 +1,4 @@
-"""Aggregates of a round's contributions into one pseudo-gradient: weighted mean, agreeing mean, trimmed mean, median.
+"""Aggregates of a round's contributions into one pseudo-gradient: means (weighted, agreeing, trimmed, …) and median.
 
 Each works block by block, in float32 on the CPU, with the same bits on every machine. `protocol.rounds` and
 `protocol.weights` decide which contributions take part, and with which weights.
@@ -13,10 +13,11 @@ import torch
 from diloco_orchestrator.allreduce.agreement import AgreeingMean
 from diloco_orchestrator.allreduce.mean import LeftOut, Part, ShardBlocks, WeightedMean, WeightedParts, side_by_side
 from diloco_orchestrator.allreduce.vectors import BLOCK, empty
+from diloco_orchestrator.codecs.fine import within
 from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.errors import ConfigError, unknown_name
 
-AGGREGATES = ("mean", "agreeing_mean", "trimmed_mean", "median")
+AGGREGATES = ("mean", "agreeing_mean", "trimmed_mean", "median", "contributors_mean")
 _SHORTEST = 4096  # elements of a piece that is sorted at once, at the least; all pieces together fit a core's cache
 
 
@@ -49,6 +50,8 @@ def aggregate_of(how: str, parts: Sequence[Part], lengths: Sequence[int]) -> Agg
         return WeightedMean(parts, lengths)
     if how == "agreeing_mean":
         return AgreeingMean(parts, lengths)
+    if how == "contributors_mean":
+        return ContributorsMean(parts, lengths)
     return TrimmedMean(parts, lengths, trimmed(how, len(parts)))
 
 
@@ -60,6 +63,37 @@ def trimmed(how: str, count: int) -> int:
     if how == "mean" or count < 3:
         return 0
     return (count - 1) // 2 if how == "median" else max(1, count // 4)
+
+
+class ContributorsMean:
+    """The weighted mean of each element over the contributions that sent it, one shard at a time (arXiv 2508.15706).
+
+    A sparse codec sends some elements of each chunk; one that decodes to 0 counts as not sent. All other codecs send
+    every element, so that this is their weighted mean. An element that nobody sent is 0.
+    """
+
+    left_out: Sequence[LeftOut] = ()
+
+    def __init__(self, parts: Sequence[Part], lengths: Sequence[int]) -> None:
+        self._parts = WeightedParts(parts, lengths)
+
+    def shard(self, index: int) -> ShardBlocks:
+        """The mean of one shard, computed lazily. Raises `PayloadCorrupt` for other bytes than the manifest's."""
+        return functools.partial(self._blocks, self._parts.shard(index))
+
+    def _blocks(self, shards: Sequence[Encoded], start: int, stop: int) -> Iterator[torch.Tensor]:
+        buffers = empty(min(BLOCK, stop - start)), empty(min(BLOCK, stop - start))
+        sparse = [shard.sparse for shard in shards]
+        for first, blocks in zip(range(start, stop, BLOCK), side_by_side(shards, start, stop, BLOCK), strict=True):
+            numel = blocks[0].numel()
+            summed, total = (buffer[:numel].zero_() for buffer in buffers)
+            for position, block in enumerate(blocks):
+                summed.add_(self._parts.weighted(position, block))
+                sent = torch.ones(numel, dtype=torch.float32, device="cpu")
+                for low, high in within(sparse[position], first, first + numel):
+                    sent[low:high] = block[low:high] != 0
+                total.add_(self._parts.weighted(position, sent))
+            yield summed.div_(total.masked_fill_(total == 0, 1.0))
 
 
 class TrimmedMean:

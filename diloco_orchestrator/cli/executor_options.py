@@ -101,13 +101,17 @@ def take_fleet(values: dict[str, Any], default: str | None = "local") -> tuple[S
 
 
 def with_count(settings: Mapping[str, Any], count: int | None) -> dict[str, Any]:
-    """The settings with `replicas` set to `count` unless it is None. Raises `ConfigError` if `--replicas` differs."""
+    """The settings with `replicas` set to `count` unless it is None.
+
+    Raises `ConfigError` if `--replicas` differs, or the end of its range, `max_replicas`.
+    """
     given = settings.get("replicas")
     if count is None:
         return dict(settings)
-    if given is not None and str(given) != str(count):
-        raise ConfigError(f"--replicas {given}, but the executors ask for {count}. Leave out one of them.")
-    return {**settings, "replicas": count}
+    most = settings.get("max_replicas") or (None if given is None else str(given).rpartition("..")[2])
+    if most is not None and str(most) != str(count):
+        raise ConfigError(f"--replicas {given or most}, but the executors ask for {count}. Leave out one of them.")
+    return dict(settings) if most is not None else {**settings, "replicas": count}
 
 
 def secrets_of(names: Sequence[str]) -> dict[str, str]:

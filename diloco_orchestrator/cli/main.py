@@ -16,6 +16,8 @@ from diloco_orchestrator.cli.shared import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_U
 from diloco_orchestrator.import_names import registered, registered_names
 from diloco_orchestrator.protocol.version import VERSION
 
+_HEAVY = ("torch", "transformers")  # what reads a bucket without computing works without
+_INSTALL = "pip install torch transformers. status, explain, logs, report and join --help need neither."
 _CLAUSE = 66  # characters beside the longest name, on 80 columns
 TROUBLESHOOTING = "docs/reference/troubleshooting.md"  # has a section for each error type
 ENTRY_POINTS = "diloco_orchestrator.commands"  # other packages' commands: each entry point is a `click.Command`
@@ -45,6 +47,7 @@ GROUPS = {  # by section of `diloco --help`: our commands, and where each is def
     },
     "Care": {
         "attach": "diloco_orchestrator.cli.run_commands:attach_",
+        "scale": "diloco_orchestrator.cli.run_commands:scale",
         "halt": "diloco_orchestrator.cli.run_commands:halt",
         "resume": "diloco_orchestrator.cli.run_commands:resume",
         "pull": "diloco_orchestrator.cli.read_commands:pull",
@@ -144,6 +147,11 @@ def main() -> None:
     except (DilocoError, ExecutorError) as error:
         echo(f"Error: {error}\nMore: {TROUBLESHOOTING}#{type(error).__name__.lower()}", err=True)
         code = EXIT_FAILED
+    except ModuleNotFoundError as error:
+        if error.name not in _HEAVY:
+            raise
+        echo(f"Error: this command computes, and needs {error.name}, which is not installed here: {_INSTALL}", err=True)
+        code = EXIT_USAGE
     except BrokenPipeError:
         code = EXIT_FAILED
     sys.exit(code if isinstance(code, int) else 0)

@@ -227,7 +227,7 @@ def _follow(reader: "RunReader", replica: int | None, tail: int | None, trust_bu
     from diloco_orchestrator.clock import SystemClock, ThreadBackground
     from diloco_orchestrator.inspection.logs import LogFollower
 
-    replicas = range(reader.run.config.replicas) if replica is None else [replica]
+    replicas = range(reader.run.config.most_replicas) if replica is None else [replica]
     follower = LogFollower(reader, replicas, SystemClock(), ThreadBackground(), tail, trust_bucket=trust_bucket)
     for line in follower.lines():
         if as_json:

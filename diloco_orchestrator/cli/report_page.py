@@ -32,7 +32,9 @@ def page(report: Report) -> str:
         _section("Metrics", _extra(rows), "what the training function observed beside them, mean over the replicas"),
         _section("Bytes", _bytes(trained), "payload of each round, in MB (10^6 bytes), all replicas together"),
         _section("Seconds", _seconds(trained), "slowest contributor, from the round's opening to its answer"),
-        _section("Participation", _participation(trained, report.config.replicas), "who was averaged in each round"),
+        _section(
+            "Participation", _participation(trained, report.config.most_replicas), "who was averaged in each round"
+        ),
         _section(
             "Influence", _influence(report.influence), "each round's outer step taken again without one contribution"
         ),
@@ -114,7 +116,7 @@ def _losses(rows: Sequence[RoundRow]) -> str:
 
 def _by_replica(report: Report) -> str:
     """A curve per replica; empty for a single replica, whose curve is the run's."""
-    if report.config.replicas == 1:
+    if report.config.most_replicas == 1:
         return ""
     return chart(
         [

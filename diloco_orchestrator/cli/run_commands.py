@@ -1,4 +1,4 @@
-"""Commands that start, supervise, stop or tidy up a run: run, plan, demo, attach, resume, halt, gc."""
+"""Commands that start, supervise, stop or tidy up a run: run, plan, demo, attach, resume, halt, scale, gc."""
 
 import json
 import sys
@@ -196,6 +196,7 @@ class _ResumeCommand(_RunCommand):
 @_track_option
 @click.option("--rounds", type=click.IntRange(min=1), help="Outer steps to take.  [default: those left]")
 @click.option("--from-round", type=click.IntRange(min=0), help="Start from the base after this round.")
+@click.option("--replicas", type=click.IntRange(min=1), help="Train with so many, in a run with --max-replicas.")
 @click.option("--why", default="diloco resume", show_default=True, help="Goes into the log.")
 @click.option(
     "--override-guard",
@@ -208,6 +209,7 @@ def resume(
     url: str,
     rounds: int | None,
     from_round: int | None,
+    replicas: int | None,
     why: str,
     override_guard: str,
     as_json: bool,
@@ -222,7 +224,8 @@ def resume(
     guard, means = cast("GuardSettings", take_part("guard", given)), _means(given)
 
     def begin() -> "Run":
-        return attach(url, **means).resume(rounds, from_round, why, override_guard=override_guard, guard=guard)
+        run = attach(url, **means)
+        return run.resume(rounds, from_round, why, override_guard=override_guard, guard=guard, replicas=replicas)
 
     return follow(begin, as_json=as_json)
 
@@ -240,6 +243,22 @@ def halt(url: str, reason: str, as_json: bool) -> None:
     reader = reader_of(url)
     request_halt(reader.log, "diloco halt", reason, Stamp(random_token(), SystemClock().wall_time))
     say(as_json, {"url": reader.store.url, "halt": reason}, "asked; the run stops when its open round is committed")
+
+
+@click.command()
+@url_argument
+@click.argument("replicas", type=click.IntRange(min=1))
+@json_option
+def scale(url: str, replicas: int, as_json: bool) -> None:
+    """Train with REPLICAS replicas from now on, in a run in URL that was launched with --replicas 4..16."""
+    from diloco_orchestrator.clock import SystemClock, random_token
+    from diloco_orchestrator.protocol.record_format import Stamp
+    from diloco_orchestrator.run_log.append import request_scale
+
+    reader = reader_of(url)
+    request_scale(reader.log, replicas, "diloco scale", Stamp(random_token(), SystemClock().wall_time))
+    text = f"asked; who supervises the run launches or ends replicas until {replicas} train"
+    say(as_json, {"url": reader.store.url, "replicas": replicas}, text)
 
 
 @click.command()

@@ -72,6 +72,7 @@ class Codec:
     levels: int = 0  # steps from zero to a group's largest absolute value; 0: each number is rounded by itself
     # Error feedback: the share of what encoding lost that is added to the next vector; 0: the loss needs none.
     feedback: float = 0.0
+    sparse: bool = False  # whether an element that was not sent decodes to 0
     fine: str = ""  # codec of embeddings, norms and heads (`fine_parameters`) in such a run; empty: this one
 
     def __post_init__(self) -> None:
@@ -147,6 +148,7 @@ CODECS = {
                 *(f"topk{kept}", number, sparse.CHUNK, partial(sparse.size_topk, kept)),
                 *(partial(sparse.pack_topk, kept), partial(sparse.unpack_topk, kept), 1),
                 feedback=0.95,
+                sparse=True,
                 fine="int8",
             )
             for number, kept in ((6, 64), (7, 128))
@@ -206,6 +208,11 @@ class Encoded:
             return []
         lengths = [_COUNT.unpack_from(self._data, _HEADER.size + _COUNT.size * (1 + i))[0] for i in range(count)]
         return lengths if all(lengths[1:]) else []  # only the first may be empty
+
+    @property
+    def sparse(self) -> list[tuple[int, int]]:
+        """[start, stop) of the elements in a sparse codec, of which a 0 was not sent; ascending, apart."""
+        return [(span.start, span.stop) for span in self._spans if span.codec.sparse]
 
     def values(self, start: int = 0, stop: int | None = None) -> "torch.Tensor":
         """Elements [start, stop), (stop - start,) float32 on the CPU, not to be written to: memory may be shared."""

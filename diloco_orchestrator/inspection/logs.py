@@ -32,7 +32,7 @@ def executor_of_run(reader: RunReader, need: str, trust_bucket: bool) -> Serverl
         return recreate(spec)
     from diloco_orchestrator.executors.local_process import LocalProcessExecutor
 
-    for replica_id in range(reader.run.config.replicas):
+    for replica_id in range(reader.run.config.most_replicas):
         for attempt in reversed(reader.attempts.numbers(replica_id)):
             intent, handle = reader.attempts.intent(replica_id, attempt), reader.attempts.handle(replica_id, attempt)
             if intent is not None and intent.executor != LocalProcessExecutor.name:

@@ -376,7 +376,7 @@ class NewRows:
             return
         for entry in self._log.settled(self._position or Position.at_start(start.sha256)):
             self._position = entry.position
-            yield entry.commit, _row(self._log.run.config.replicas, start.record.heldout, entry.commit)
+            yield entry.commit, _row(self._log.run.config.most_replicas, start.record.heldout, entry.commit)
 
 
 def _row(replicas: int, scored: HeldoutSet | None, commit: Commit) -> RoundRow:

@@ -185,7 +185,8 @@ class Machine:
     def _take(self) -> Entry[Offer] | None:
         """Take an offered attempt that no machine has taken; None if there is none for this machine."""
         listed = offers_in(self._store.list(keys.JOINS))
-        for name in sorted(name for name in listed if name not in self._refused):
+        # Low ids first: a run that can be scaled offers ids that its first round does not wait for.
+        for name in sorted((name for name in listed if name not in self._refused), key=lambda name: (len(name), name)):
             data = self._bytes_of(name)
             if data is None or records_about(listed, name, sha256_hex(data)) & _NOT_FREE:
                 continue

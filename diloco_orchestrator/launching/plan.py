@@ -139,6 +139,7 @@ class LaunchPlan:
     executor: str
     url: str
     replicas: int
+    most_replicas: int  # ids of replicas: to so many the run can be scaled, and over so many its data is dealt
     code: str  # what travels; empty where nothing has to
     requests: Mapping[str, Mapping[str, Any]]  # of each executor's first replica as its provider gets it, redacted
     hourly_usd: float | None  # of all replicas together; None where the price of one is not known
@@ -191,6 +192,15 @@ class LaunchPlan:
             f"halted after about round {halts_after} of {self.rounds}"
         )
 
+    def _scaling(self) -> list[str]:
+        if self.most_replicas == self.replicas:
+            return []
+        price = "" if self.hourly_usd is None else f", ${self.hourly_usd / self.replicas:.2f} an hour for each"
+        return [
+            f"scaling:   up to {self.most_replicas} replicas by `diloco scale`{price}",
+            f"data:      dealt over {self.most_replicas}: while {self.replicas} train, nobody reads the others' parts",
+        ]
+
     def lines(self) -> list[str]:
         """The requests and prices of the launch as lines of text."""
         each, rounds_an_hour = self.round, 3600 / self.round_s
@@ -203,6 +213,7 @@ class LaunchPlan:
         limits += [self._cost_limit()] if self.max_cost_usd else []
         return [
             f"launch:    {self.replicas} replicas by {self.executor}, run folder {self.url}",
+            *self._scaling(),
             f"code:      {self.code or 'nothing travels: replicas share this machine'}",
             *([f"packages:  {self.packages}"] if self.packages else []),
             *([f"images:    {images_words(self.images)}"] if self.images else []),
@@ -283,6 +294,7 @@ def plan_launch(
         executor=prepared.executor.name,
         url=prepared.url,
         replicas=config.replicas,
+        most_replicas=config.most_replicas,
         code="" if archive is None else archive.words(),
         requests=_sent(prepared.executor, prepared.requests),
         hourly_usd=sum(price.hourly_usd for price in known) if len(known) == config.replicas else None,

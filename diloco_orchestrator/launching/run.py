@@ -27,7 +27,7 @@ from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Run as RunRecord
 from diloco_orchestrator.protocol.replica_names import grouped, replicas
-from diloco_orchestrator.run_log.append import create_run, request_halt
+from diloco_orchestrator.run_log.append import create_run, request_halt, request_scale
 from diloco_orchestrator.run_log.launched_here import note_failure, note_head, remember, remember_leg
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.seen_store import SeenStore
@@ -242,6 +242,16 @@ class Run:
         """
         request_halt(self._reader.log, "user", reason, self._means.stamp)
 
+    def scale(self, replicas: int) -> None:
+        """Train with another number of replicas from now on, in a run with `max_replicas`. Returns at once.
+
+        Scaled up, the lowest ids without a replica get one, which is averaged from its second round on at the latest.
+        Scaled down, the highest ids publish what they have trained of the open round and leave. Needs a coordinator
+        (`wait`, or `diloco attach` anywhere). Raises `ConfigError` for fewer than the run's `replicas`, for more than
+        `max_replicas`, and after the run's end.
+        """
+        request_scale(self._reader.log, replicas, "user", self._means.stamp)
+
     def snapshots(self) -> list[int]:
         """Rounds with a complete snapshot, oldest first; 0 is the first base."""
         return self._reader.snapshots()
@@ -254,13 +264,15 @@ class Run:
         *,
         override_guard: str = "",
         guard: GuardSettings | None = None,
+        replicas: int | None = None,
     ) -> "Run":
         """Resume a run that has stopped: begin its next leg (until its next stop), and launch the replicas.
 
         `rounds`: outer steps to take, by default those left. `from_round`: the base to start from, by default the one
         that the run stopped on, and after a halt by the guard the one with the best held-out score. `override_guard`:
         the reason for which the guard begins anew, with a new baseline and the settings in `guard`; everybody sees it
-        in the leg's record and in `status`. By default the guard goes on from its state at that base. Raises
+        in the leg's record and in `status`. By default the guard goes on from its state at that base. `replicas`: how
+        many the leg begins with, in a run with `max_replicas`; by default as many as the leg before began with. Raises
         `ConfigError` for a run that goes on, for settings without a reason, or naming the nearest base for a round that
         left none.
         """
@@ -275,6 +287,7 @@ class Run:
             by="resume",
             why=why,
             stamp=self._means.stamp,
+            change=None if replicas is None else {"replicas": replicas},
             override_guard=override_guard,
             guard=cast(Mapping[str, JsonValue] | None, guard),
         )

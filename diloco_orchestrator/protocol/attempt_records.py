@@ -63,6 +63,9 @@ class Claim(Record):
     hardware: dict[str, str] = Field(default_factory=dict)  # "cpu" and "gpu", by the names that the system gives them
 
 
+VACATED = "vacated"  # how the reason of such a cancel record begins
+
+
 class Cancel(Record):
     """attempts/<attempt>/cancel.json: a coordinator is about to cancel the attempt, so its end is no preemption."""
 
@@ -70,6 +73,11 @@ class Cancel(Record):
     replica_id: int = Field(ge=0)
     attempt: int = Field(ge=1)
     reason: str
+
+    @property
+    def vacates(self) -> bool:
+        """Whether the run was scaled down: the attempt publishes what it has trained and leaves by itself."""
+        return self.reason.startswith(VACATED)
 
 
 class Exit(Record):

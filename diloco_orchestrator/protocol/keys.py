@@ -75,6 +75,7 @@ code = Form("code/<sha256>.zip")  # the code archive with this digest, which rep
 begin = Form("legs/<leg>/begin.json")
 halt = Form("legs/<leg>/halt.json")
 result = Form("legs/<leg>/result.json")
+scale = Form("legs/<leg>/scale/<number>.json")
 outs = Form("legs/<leg>/out/")  # the prefix of the records of replicas that are out of a leg
 out = Form("legs/<leg>/out/<id>.json")
 

@@ -73,6 +73,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(of_runs.Probe, (Form(keys.KL_RECORD),), _ATTEMPT),
     Kind(of_runs.Begin, (keys.begin,), _LAUNCHER),
     Kind(of_runs.Halt, (keys.halt,), _ANYBODY),
+    Kind(of_runs.Scale, (keys.scale,), _ANYBODY),
     Kind(of_runs.Out, (keys.out,), _COORDINATOR),
     Kind(of_runs.Result, (keys.result,), _ATTEMPT + _COORDINATOR),
     Kind(of_attempts.Intent, (keys.intent,), _COORDINATOR + _LAUNCHER),

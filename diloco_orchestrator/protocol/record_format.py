@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, Val
 
 from diloco_orchestrator.clock import random_token
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew, RecordTooOld
+from diloco_orchestrator.protocol.version import VERSION
 
 SCHEMA_VERSION = 2
 _LAST_TO_READ = {1: "0.2.x"}  # by older schema version: the last version of this package that reads it
@@ -88,9 +89,10 @@ class Record(Part):
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"])
-            raise RecordInvalid(
-                f"{where}: field {field!r} of this {cls.record} record is wrong: {first['msg']}."
-            ) from None
+            words = f"{where}: field {field!r} of this {cls.record} record is wrong: {first['msg'].rstrip('.')}."
+            if (writer := body.get("package_version", VERSION)) != VERSION:
+                words += f" diloco-orchestrator {writer} wrote it, and this is {VERSION}: read the run with that one."
+            raise RecordInvalid(words) from None
 
 
 @dataclass(frozen=True)

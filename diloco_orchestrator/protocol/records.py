@@ -202,6 +202,19 @@ class Halt(Record):
     reason: str
 
 
+class Scale(Record):
+    """legs/<leg>/scale/<number>.json: a request to train with so many replicas; of several the highest number counts.
+
+    Numbers count from 1 in each leg (start or resume to stop).
+    """
+
+    record: ClassVar[str] = "scale"
+    leg: int = Field(ge=1)
+    number: int = Field(ge=1)
+    replicas: int = Field(ge=1)
+    by: str
+
+
 class Out(Record):
     """legs/<leg>/out/<replica>.json: the replica is launched no more until a resume, so no round waits for it."""
 

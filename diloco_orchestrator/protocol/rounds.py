@@ -25,7 +25,8 @@ Stop = Literal["none", "completed", "halted", "failed"]
 class Policy:
     """The settings of a run that decide when a round ends: quorum and timeouts."""
 
-    replicas: int
+    replicas: int  # that the leg begins with; ids 0 to `replicas` - 1
+    most_replicas: int  # replica ids of the run; more than `replicas` in a run that can be scaled
     quorum: int  # contributions a round needs
     strict: bool  # whether the quorum is "all": every round waits for every replica
     round_timeout_s: float
@@ -35,6 +36,7 @@ class Policy:
     def of(cls, config: RunConfig) -> "Policy":
         return cls(
             replicas=config.replicas,
+            most_replicas=config.most_replicas,
             quorum=config.contributions_needed,
             strict=config.quorum == "all",
             round_timeout_s=config.timing.round_timeout_s,
@@ -100,11 +102,10 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     contributors = tuple(sorted(a.replica_id for a in view.answers if contributes(a)))
     answered = {a.replica_id for a in view.answers}
     out = tuple(sorted(set(view.out) - answered))
-    missing = tuple(r for r in range(policy.replicas) if r not in answered and r not in out)
+    known = {*range(policy.replicas), *view.roster, *answered}  # of those scaled up since, who is waited for
+    missing = tuple(sorted(known - answered - set(out)))
     awaited = tuple(sorted(set(view.roster) - answered - set(out)))
-    so_far = f"{len(contributors)} of {policy.replicas} contributions" + (
-        f", out for good: {_listed(out)}" if out else ""
-    )
+    so_far = f"{len(contributors)} of {len(known)} contributions" + (f", out for good: {_listed(out)}" if out else "")
     deadline_s = _deadline_s(view, policy)
     if len(contributors) >= policy.quorum:
         if not awaited:
@@ -259,12 +260,12 @@ def next_roster(policy: Policy, answered: Collection[int], latecomers: Collectio
         answered: replicas with a response to this round.
         latecomers: replicas whose manifest of the round before came after its commit.
 
-    Returns all replicas with quorum "all", or if fewer than a quorum are left.
+    Returns all replicas with quorum "all". If fewer than a quorum are left, those that the leg began with are added.
     """
-    roster = tuple(sorted({*answered, *latecomers}))
-    if policy.strict or len(roster) < policy.quorum:
-        return tuple(range(policy.replicas))
-    return roster
+    everyone, roster = set(range(policy.replicas)), {*answered, *latecomers}
+    if policy.strict:
+        return tuple(sorted(everyone))
+    return tuple(sorted(roster if len(roster) >= policy.quorum else roster | everyone))
 
 
 def averaged(named: Sequence[int], quarantined: Sequence[Quarantine]) -> tuple[int, ...]:

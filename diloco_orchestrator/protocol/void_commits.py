@@ -93,7 +93,7 @@ def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> C
                 for answer in commit.answers
             ),
             "base_digest": None,
-            "roster": tuple(range(rules.config.replicas)),
+            "roster": tuple(sorted({*before.roster, *range(rules.config.replicas)})),
             "guard": None if before.guard is None else dict(before.guard),
             "verdict": None,
             "quarantined": (),
@@ -175,18 +175,18 @@ def _everywhere(commit: Commit, before: Before, rules: LegRules) -> Iterator[str
     yield _differs("leg", commit.leg, rules.begin.leg)
     yield _differs("begin_sha256", commit.begin_sha256, rules.begin_sha256)
     yield _differs("state of norms", commit.norms, before.norms)
-    ids = [answer.replica_id for answer in commit.answers]
-    if ids != sorted(set(ids)) or any(i >= rules.config.replicas for i in ids):
-        yield f"it lists the answers of replicas {ids[:20]}, of {rules.config.replicas} replicas"
+    ids, most_replicas = [answer.replica_id for answer in commit.answers], rules.config.most_replicas
+    if ids != sorted(set(ids)) or any(i >= most_replicas for i in ids):
+        yield f"it lists the answers of replicas {ids[:20]}, of {most_replicas} replicas"
     everyone = tuple(range(rules.config.replicas))
     roster, policy = commit.roster, Policy.of(rules.config)
     if roster != everyone and (
         policy.strict
         or len(roster) < policy.quorum
-        or roster != tuple(sorted(set(roster) & set(everyone)))
+        or roster != tuple(sorted(set(roster) & set(range(most_replicas))))
         or not set(ids) <= set(roster)
     ):
-        yield f"its roster is {list(roster[:20])}, of {rules.config.replicas} replicas"
+        yield f"its roster is {list(roster[:20])}, of {most_replicas} replicas"
 
 
 def _of_coordinator(commit: Commit, before: Before) -> Iterator[str]:

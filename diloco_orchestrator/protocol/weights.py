@@ -210,7 +210,7 @@ def norms_after(commit: Commit, config: RunConfig) -> UsualNorms | None:
     norms = [answer.norm for answer in commit.answers if answer.averaged and answer.norm]
     # A round of two says nothing about who is wrong, and one replica can make it one of itself and another: it commits
     # as soon as a quorum of two is there. Only where a run has no third one such rounds count.
-    fewest = 3 if config.replicas > 2 else 2
+    fewest = 3 if config.most_replicas > 2 else 2
     return folded(commit.norms, commit.fragment, norms, fewest) if config.clips_by_history else None
 
 

@@ -1,4 +1,4 @@
-"""Creates run.json, the first leg's begin record, commits, and requests to halt. A leg: start or resume to stop.
+"""Creates run.json, the first leg's begin record, commits, requests to halt or scale. A leg: start or resume to stop.
 
 Every function may be repeated and raced: of several creates of one object exactly one wins.
 """
@@ -8,7 +8,7 @@ from shlex import quote
 from diloco_orchestrator.errors import ConfigError, RunFolderTaken
 from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Run
+from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Run, Scale
 from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.writer import Writer
@@ -74,3 +74,32 @@ def request_halt(log: RunLog, by: str, reason: str, stamp: Stamp) -> None:
             f"{log.store.url} has ended already ({result.status}: {result.reason}). There is nothing to halt."
         )
     Writer(log.store, Role.ANYBODY).create(Halt(**stamp(), leg=leg, by=by, reason=reason))
+
+
+def request_scale(log: RunLog, replicas: int, by: str, stamp: Stamp) -> None:
+    """Create the request that the run trains with `replicas` replicas from now on; coordinators obey the newest.
+
+    Raises `ConfigError` after the run's stop, for a run of a fixed number of replicas, and for fewer replicas than the
+    run has at the least or more than its `max_replicas`.
+    """
+    leg = log.newest_begin().record.leg
+    config = log.configs.of(leg)
+    if config.max_replicas is None:
+        raise ConfigError(
+            f"{log.store.url} was launched with {config.replicas} replicas and no max_replicas, so that data and "
+            "held-out items are dealt over these. Launch a run with --replicas 4..16 to scale it while it trains."
+        )
+    if not config.replicas <= replicas <= config.most_replicas:
+        raise ConfigError(
+            f"{log.store.url} has {config.replicas} to {config.most_replicas} replicas, not {replicas}: choose one of "
+            "these. Fewer or more need a resume with other replicas, or a new run."
+        )
+    if (ended := log.result(leg)) is not None:
+        raise ConfigError(
+            f"{log.store.url} has ended ({ended.status}). Resume it with another number: diloco resume --replicas "
+            f"{replicas}."
+        )
+    writer = Writer(log.store, Role.ANYBODY)
+    number = log.scaled_to(leg)[0] + 1
+    while writer.create(Scale(**stamp(), leg=leg, number=number, replicas=replicas, by=by)) is None:
+        number += 1  # somebody else asked at the same time; the later number counts

@@ -14,7 +14,7 @@ from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.launched import Launched, settings_sha256
 from diloco_orchestrator.protocol.legs import why_no_begin
 from diloco_orchestrator.protocol.record_format import Record, parse_json
-from diloco_orchestrator.protocol.records import Begin, Halt, Out, Result, Retention, Run, Start
+from diloco_orchestrator.protocol.records import Begin, Halt, Out, Result, Retention, Run, Scale, Start
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.reader import parsed, read_optional
 from diloco_orchestrator.run_log.starts import Starts
@@ -63,6 +63,7 @@ class LegRecords:
         self._begun: dict[int, Entry[Begin]] = {}  # by leg, of those that count
         self._listed: list[tuple[int, str]] = []  # leg and file name, of the last listing
         self._listed_outs: list[str] = []  # keys of `Out` records, as they were listed last
+        self._scaled: dict[int, tuple[int, int | None]] = {}  # `scaled_to`, by leg, as read so far
         self._junk: set[str] = set()  # keys of objects that are not the record that they should be
         run = self._read(Run, keys.RUN) if run_json is None else self.remember(Run, keys.RUN, run_json)
         if run is None:
@@ -224,6 +225,30 @@ class LegRecords:
                 self._entries[key] = Entry(_unreadable(leg), sha256_hex(data))
         return cast(Halt, self._entries[key].record)
 
+    def scaled_to(self, leg: int) -> tuple[int, int | None]:
+        """(number of the newest request to scale a leg, replicas that it asks for); (0, None) without a valid one.
+
+        A leg is a run's stretch from start or resume to stop. A request that cannot be read, or that asks for fewer
+        replicas than the leg begins with or more than the run has ids, counts for nothing. Each is fetched once.
+        """
+        config = self.configs.of(leg)
+        number, replicas = self._scaled.get(leg, (0, None))
+        while (data := self._fetch(keys.scale(leg, number + 1))) is not None:
+            number += 1
+            try:
+                asked = parsed(Scale, keys.scale(leg, number), data).record
+                if (asked.leg, asked.number) != (
+                    leg,
+                    number,
+                ) or not config.replicas <= asked.replicas <= config.most_replicas:
+                    raise RecordInvalid(f"it asks for {asked.replicas} replicas, or is of another leg")
+                replicas = asked.replicas
+                log.info("%d replicas are wanted from now on: %s asked", replicas, asked.by)
+            except RecordInvalid as error:
+                log.warning("%s counts for nothing: %s", keys.scale(leg, number), error)
+        self._scaled[leg] = number, replicas
+        return number, replicas
+
     def out(self, leg: int) -> dict[int, Out]:
         """Replicas that are launched no more until a resume, by id. One LIST, and a GET for each new record."""
         self._listed_outs = [info.key for info in self.store.list(keys.outs(leg))]
@@ -234,7 +259,7 @@ class LegRecords:
         found = {}
         for key in self._listed_outs:
             of_leg, replica_id = keys.out.parse(key) or (0, 0)
-            if of_leg == leg and replica_id < self.run.config.replicas and (record := self._out(key)) is not None:
+            if of_leg == leg and replica_id < self.run.config.most_replicas and (record := self._out(key)) is not None:
                 found[replica_id] = record
         return found
 

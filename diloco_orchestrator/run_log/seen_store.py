@@ -147,7 +147,7 @@ class SeenStore:
             return pace.commits_read_s(self.round_s, self._open_s)
         if keys.heartbeat.parse(key):
             return pace.heartbeats_read_s(self._log.run.config, self.round_s) if self._log else 0.0
-        if keys.halt.parse(key) or key == keys.START or key.startswith(keys.STARTS):
+        if keys.halt.parse(key) or keys.scale.parse(key) or key == keys.START or key.startswith(keys.STARTS):
             return pace.records_read_s(self.round_s)
         if not key.startswith(_LISTINGS):
             return 0.0

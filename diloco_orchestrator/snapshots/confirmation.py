@@ -79,13 +79,13 @@ class ConfirmedSnapshots:
     def claims_of(self, round_: int) -> list[Contribution]:
         """The readable manifests of all rounds whose training started from the base after `round_`."""
         if round_ not in self._claims:
-            reader, replicas = ContributionReader(self._log.store), self._log.run.config.replicas
+            reader, replicas = ContributionReader(self._log.store), self._log.run.config.most_replicas
             claims = [manifest for later in self._rounds_from(round_) for manifest in reader.in_round(later, replicas)]
             self._claims[round_] = claims
         return self._claims[round_]
 
     def _is_of_run(self, round_: int, take: str) -> bool:
-        replicas = range(self._log.run.config.replicas)
+        replicas = range(self._log.run.config.most_replicas)
         own = (keys.own_take(None), *_OLD_TAKES, *map(keys.own_take, replicas))
         return take == first_take(self._log) if round_ == 0 else take in (keys.SHARED_TAKE, *own)
 

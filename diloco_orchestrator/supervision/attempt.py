@@ -6,11 +6,13 @@ nothing is read or written. `attempt_types` defines states, events and effects, 
 prints the diagram in docs/reference/protocol.md.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from diloco_orchestrator.executors.contract import ReplicaHandle, ReplicaState, ReplicaStatus
+from diloco_orchestrator.protocol.attempt_records import VACATED
 from diloco_orchestrator.supervision.attempt_outcome import outcome_of
 from diloco_orchestrator.supervision.attempt_types import (
     AbandonLaunch,
@@ -155,13 +157,22 @@ def diagram() -> str:
 
 
 def end_step(state: Alive, outcome: Outcome, reason: str, now: float, fault: str = "") -> Step:
-    """The transition to `Ended`. A cancelled attempt ends as an error, unless its outcome is done or superseded."""
+    """The transition to `Ended`.
+
+    A cancelled attempt ends as an error, or as vacated if the run was scaled down, unless its outcome is done or
+    superseded.
+    """
     if outcome is Outcome.SUPERSEDED:
         words = "it exited because another process has its replica, which is followed now"
         return Step(Ended(outcome, now, reason), (FindSuccessor(),), words)
     if isinstance(state, Cancelling) and outcome is not Outcome.DONE:
-        outcome, reason, fault = Outcome.ERROR, state.why, ""
+        outcome, reason, fault = _outcome_of_cancel(state.why), state.why, ""
     return Step(Ended(outcome, now, reason, fault=fault), (), f"ended ({outcome}): {reason}")
+
+
+def _outcome_of_cancel(why: str) -> Outcome:
+    """The outcome of an attempt whose cancel record has this reason."""
+    return Outcome.VACATED if why.startswith(VACATED) else Outcome.ERROR
 
 
 @on((Reserved, Postponed, Running, Cancelling), ExitSeen, to=Ended)
@@ -361,7 +372,12 @@ def _claim_lost(state: Ended, event: ClaimLost, now: float, policy: AttemptPolic
 @on(Running, (CancelAsked, CancelSeen), to=Cancelling)
 def _cancel(state: Running, event: CancelAsked | CancelSeen, now: float, policy: AttemptPolicy) -> Step:
     blind = state.blind_since is not None
-    found = Cancelling(state.since, state.beat, event.why, now, state.handle, blind=blind)
+    vacated = _outcome_of_cancel(event.why) is Outcome.VACATED
+    call_at = now + policy.vacate_s if vacated else -math.inf
+    found = Cancelling(state.since, state.beat, event.why, now, state.handle, call_at=call_at, blind=blind)
+    if vacated:
+        effects = (WriteCancel(event.why),) if isinstance(event, CancelAsked) else ()
+        return Step(found, effects, f"it leaves within {policy.vacate_s:.0f} s: {event.why}")
     if isinstance(event, CancelSeen):
         return Step(found)  # the next Tick calls the provider: the writer of the record may have died before its call
     return Step(found, (WriteCancel(event.why), CallCancel(state.handle)), f"cancelling it: {event.why}")
@@ -388,7 +404,7 @@ def _replace_unreachable(
 ) -> Step:
     """End an attempt whose process can be neither cancelled nor polled here; a later one supersedes it."""
     effects = (WriteCancel(event.why),) if isinstance(event, CancelAsked) else ()
-    return end_step(state, Outcome.ERROR, event.why, now)._replace(effects=effects)
+    return end_step(state, _outcome_of_cancel(event.why), event.why, now)._replace(effects=effects)
 
 
 @on(Cancelling, LaunchReturned)
@@ -458,7 +474,7 @@ def _cancel_on(state: Cancelling, event: Tick, now: float, policy: AttemptPolicy
     if unanswered and now - state.cancelled_at > policy.cancelled_for_s:
         calling = state.handle is None and state.search_at is None
         return end_step(state, Outcome.ERROR, state.why, now)._replace(effects=(AbandonLaunch(),) if calling else ())
-    if state.handle is not None and not state.accepted:
+    if state.handle is not None and not state.accepted and now >= state.call_at:
         return Step(state, (CallCancel(state.handle),))
     due = state.search_at is not None and now >= state.search_at
     return Step(state, (CallFind(),) if due else ())

@@ -4,6 +4,7 @@
 so a new coordinator starts every timeout anew.
 """
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Self
@@ -13,7 +14,7 @@ from diloco_orchestrator.executors.contract import ReplicaHandle, ReplicaStatus
 
 
 class Outcome(StrEnum):
-    """The outcome of an attempt. Each outcome but SUPERSEDED has a budget of its own."""
+    """The outcome of an attempt. Each outcome but SUPERSEDED and VACATED has a budget of its own."""
 
     DONE = "done"
     PREEMPTED = "preempted"
@@ -22,6 +23,7 @@ class Outcome(StrEnum):
     ERROR = "error"
     PERMANENT = "permanent"  # a relaunch would end the same way
     SUPERSEDED = "superseded"  # another process has its replica
+    VACATED = "vacated"  # the run was scaled down: its replica is launched again when the run is scaled up
 
 
 # The outcomes after which an attempt is followed by another one while its replica's budget lasts.
@@ -114,6 +116,7 @@ class Cancelling(Alive):
     cancelled_at: float  # when the provider accepted the cancel; until then when the cancel was wanted
     handle: ReplicaHandle | None
     search_at: float | None = None  # when to search for its process; None: it has a handle, or our launch is under way
+    call_at: float = -math.inf  # when to send the cancel to the provider
     accepted: bool = False  # by the provider
     blind: bool = False  # the provider cannot report its status
 
@@ -412,6 +415,10 @@ class AttemptPolicy:
     """How long a halt waits for an attempt without a first heartbeat. Its image may not exist."""
     leftover_s: float = 120.0
     """How long after the stop attempts may still run before they are cancelled. The last snapshot has to be written."""
+    vacate_s: float = 180.0
+    """How long an attempt whose id is vacated has to leave by itself before its provider is asked to end it: it reads
+    the cancel record beside its next heartbeat, at most a third of `hung_after_s` later, and publishes what it has.
+    """
     cancelled_for_s: float = 120.0
     """How long after a cancel an attempt counts as alive if no end is reported. A lost machine never reports one."""
 
@@ -420,6 +427,7 @@ class AttemptPolicy:
         return cls(
             startup_timeout_s=config.timing.startup_timeout_s,
             hung_after_s=config.retry.hung_after_s,
+            vacate_s=config.retry.hung_after_s,
             unavailable_for_s=config.retry.unavailable_for_s,
             poll_provider_s=1.5 * config.timing.heartbeat_s,
         )

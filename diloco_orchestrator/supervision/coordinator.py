@@ -13,7 +13,7 @@ from typing import Any
 
 from diloco_orchestrator.clock import Background, Clock, NoBackground
 from diloco_orchestrator.errors import DilocoError
-from diloco_orchestrator.executors.contract import ExecutorDenied, ServerlessExecutor
+from diloco_orchestrator.executors.contract import ExecutorDenied, OffersToMachines, ServerlessExecutor, part_of
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.launched import Launched
@@ -73,8 +73,11 @@ class Coordinator:
         self.leg = begin.record.leg
         self._executor, clock, stamp = means.executor, means.clock, means.stamp
         self._clock = clock
-        self._config = run_log.run.config
+        self._config = run_log.configs.of(self.leg)
         self._policy = AttemptPolicy.of(self._config)
+        self._scales = self._config.max_replicas is not None
+        ids = range(self._config.most_replicas) if self._scales else ()
+        self._offered = [each for each in ids if isinstance(part_of(means.executor, each), OffersToMachines)]
         self._requests = means.requests(run_log, run_log.launched(begin.record))
         self._vendor = Vendor(self._executor, self._requests, background or NoBackground(), clock, self._policy)
         self._fleet = Fleet(
@@ -121,7 +124,12 @@ class Coordinator:
     def _decide(self) -> list[fleet_policy.Action]:
         now = self._clock.now()
         halt = self._halt_reason(now)
-        view = fleet_policy.FleetView(self._fleet.views, self._stopped_at, halt, self._watched_since)
+        asked = self.reader.log.scaled_to(self.leg)[1] if self._scales else None
+        view = fleet_policy.FleetView(
+            *(self._fleet.views, self._stopped_at, halt, self._watched_since),
+            wanted=asked or self._config.replicas,
+            offered=self._offered if asked is None else (),
+        )
         return fleet_policy.decide(view, now, self._policy, self._config.retry, self._config.contributions_needed)
 
     def _halt_reason(self, now: float) -> str:
@@ -129,7 +137,8 @@ class Coordinator:
 
         In the latter case nothing is read.
         """
-        if all(fleet_policy.can_take_part(view.state, now, self._policy) for view in self._fleet.views):
+        states = [view.state for view in self._fleet.views if not fleet_policy.is_vacant(view.state)]
+        if states and all(fleet_policy.can_take_part(state, now, self._policy) for state in states):
             return ""
         halt = self.reader.log.halt(self.leg)
         return halt.reason if halt else ""

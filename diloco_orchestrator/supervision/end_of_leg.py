@@ -98,7 +98,7 @@ class EndOfLeg:
             answers=(),
             begin_sha256=self._begin_sha256,
             base_digest=None,
-            roster=last.roster if last else tuple(range(self._log.run.config.replicas)),
+            roster=last.roster if last else tuple(range(self._log.configs.of(self._begin.leg).replicas)),
             guard=last.guard if last else self._begin.guard,
             norms=norms_after(last, self._log.configs.of(self._begin.leg)) if last else None,
             applied=False,

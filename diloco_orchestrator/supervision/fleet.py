@@ -95,7 +95,7 @@ class Fleet:
         self._views: dict[int, ReplicaView] = {}
         self._told: dict[str, Who] = {}  # why attempts ended, and which one ended for it first
         self._background = background
-        self._recover({replica_id: numbers.get(replica_id, ()) for replica_id in range(config.replicas)})
+        self._recover({replica_id: numbers.get(replica_id, ()) for replica_id in range(config.most_replicas)})
 
     @property
     def views(self) -> Sequence[ReplicaView]:

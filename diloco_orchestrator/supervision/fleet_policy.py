@@ -5,11 +5,12 @@ coordinator's own clock.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from diloco_orchestrator.config import RetryConfig
 from diloco_orchestrator.protocol import rounds
+from diloco_orchestrator.protocol.attempt_records import VACATED
 from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.supervision.attempt import ReplicaView
 from diloco_orchestrator.supervision.attempt_outcome import named
@@ -41,6 +42,8 @@ class FleetView:
     stopped_at: float | None  # when the coordinator saw the stop; None while the leg goes on
     halt: str = ""  # reason of a halt request; only needed while a replica cannot take part
     watched_since: float = -math.inf  # since when the coordinator has read records without a long break
+    wanted: int | None = None  # replicas to train with; None: all
+    offered: Collection[int] = ()  # ids opened beyond these: their launch is an offer that costs nothing until taken
 
 
 @dataclass(frozen=True)
@@ -84,11 +87,17 @@ def decide(view: FleetView, now: float, policy: AttemptPolicy, retry: RetryConfi
     able = sum(can_take_part(replica.state, now, policy) for replica in view.replicas)
     if view.halt and able < quorum:
         return [Stop("halted", f"halt requested: {view.halt}")]  # otherwise replicas obey it in their next commit
-    if common := _error_of_all(view.replicas):
+    begun = [each for each in view.replicas if each.endings or each.replica_id not in view.offered]
+    if common := _error_of_all(begun):
         return [Stop("failed", common)]
     lost = {each.replica_id: each.state.reason for each in view.replicas if isinstance(each.state, GivenUp)}
     actions: list[Action] = []
+    held = held_open(view)
     for replica in view.replicas:
+        if replica.replica_id not in held:
+            if (vacate := _vacated(replica, view.wanted)) is not None:
+                actions.append(vacate)
+            continue
         action = _for_replica(replica, now, policy, retry, view.watched_since)
         if isinstance(action, GiveUp):
             lost[replica.replica_id] = action.why
@@ -100,11 +109,49 @@ def decide(view: FleetView, now: float, policy: AttemptPolicy, retry: RetryConfi
     return actions
 
 
+def is_vacant(state: State) -> bool:
+    """Whether a replica id has no attempt and gets none until more replicas are wanted: unlaunched, or vacated."""
+    return isinstance(state, Unlaunched) or (isinstance(state, Ended) and state.outcome is Outcome.VACATED)
+
+
+def is_leaving(state: State) -> bool:
+    """Whether an attempt is being ended because the run was scaled down."""
+    return isinstance(state, Cancelling) and state.why.startswith(VACATED)
+
+
+def held_open(view: FleetView) -> set[int]:
+    """The replica ids to keep open: `wanted` of them, and those of `offered`. Others are vacated, or left vacant.
+
+    Attempts that send heartbeats come first, then those that start, then those that have ended and may be relaunched,
+    then vacant ids, each by id. A replica that was given up, or is leaving, is not held: a vacant id takes its place.
+    """
+    able = [each for each in view.replicas if not isinstance(each.state, GivenUp) and not is_leaving(each.state)]
+    ranked = sorted(able, key=lambda each: (_rank(each.state), each.replica_id))
+    chosen = ranked if view.wanted is None else ranked[: view.wanted]
+    return {each.replica_id for each in chosen} | {i.replica_id for i in able if i.replica_id in view.offered}
+
+
+def _rank(state: State) -> int:
+    if is_vacant(state):
+        return 3
+    if not isinstance(state, Alive):
+        return 2
+    return 0 if state.beat is not None else 1
+
+
+def _vacated(replica: ReplicaView, wanted: int | None) -> Cancel | None:
+    """The action that ends the attempt of a replica that is not wanted any more; None if none runs, or it ends."""
+    if not isinstance(replica.state, Alive) or isinstance(replica.state, Cancelling):
+        return None
+    return Cancel(*replica.who, f"{VACATED}: {wanted} replicas are wanted")
+
+
 def _error_of_all(fleet: Sequence[ReplicaView]) -> str:
     """Reason to stop the run where every replica, of two or more, failed with one error at one line; else empty.
 
     A replica whose next attempt has begun (it sends heartbeats) does not count: that attempt may get further.
     """
+    fleet = [each for each in fleet if not is_vacant(each.state)]
     faults = {each.fault if _is_down(each.state) else "" for each in fleet}
     if len(fleet) < 2 or len(faults) > 1 or "" in faults:
         return ""
@@ -154,6 +201,8 @@ def _for_replica(
     match replica.state:
         case Unlaunched():
             return Launch(replica.replica_id, replica.attempt + 1, "start of the leg")
+        case Ended(outcome=Outcome.VACATED):
+            return Launch(replica.replica_id, replica.attempt + 1, named(replica.attempt, replica.state))
         case Ended():
             return _after_end(replica, replica.state, now, retry)
         case _:

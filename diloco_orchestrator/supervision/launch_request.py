@@ -108,7 +108,7 @@ class LaunchRequests:
         """
         config = self.run.config
         try:
-            requests = [self.request(i, 1, executor.shares_machine) for i in range(config.replicas)]
+            requests = [self.request(i, 1, executor.shares_machine) for i in range(config.most_replicas)]
             for request in requests:
                 executor.plan(request)
             if isinstance(executor, ChecksMachines):
@@ -147,7 +147,7 @@ class LaunchRequests:
         config = self.run.config
         where = ["--store", self.url, "--replica-id", str(replica_id), "--attempt", str(attempt)]
         where += self.launched.arguments()
-        env = {**config.env, ENV_RANK: str(replica_id), ENV_WORLD_SIZE: str(config.replicas)}
+        env = {**config.env, ENV_RANK: str(replica_id), ENV_WORLD_SIZE: str(config.most_replicas)}
         if self.secrets:
             env[ENV_SECRET_NAMES] = ",".join(sorted(self.secrets))
         if shares_machine:
@@ -184,7 +184,7 @@ def check_images(run_log: RunLog, executor: ServerlessExecutor) -> None:
     run = run_log.run
     if not run.images or not (why := why_not_launched_here(run_log)):
         return
-    requests = [LaunchRequest(run.run_id, each, 1, [], images=run.images) for each in range(run.config.replicas)]
+    requests = [LaunchRequest(run.run_id, each, 1, [], images=run.images) for each in range(run.config.most_replicas)]
     try:
         used = any(executor.plan(request) != executor.plan(replace(request, images={})) for request in requests)
     except ValueError as error:

@@ -48,7 +48,7 @@ def begin_next_leg(
         rounds: outer steps of the leg; by default those that the run has left.
         from_round: the base to start from; by default the one that the run stopped on, and after a halt by the guard
             the one with the best held-out score.
-        change: settings of the leg, {"outer.lr": 0.5}; the others are those of the leg before.
+        change: settings of the leg, {"outer.lr": 0.5}, {"replicas": 8}; the others are those of the leg before.
         override_guard: why the guard begins anew, with a new baseline; empty: its state goes on.
         guard: the guard's settings in this leg, where it begins anew.
 
@@ -125,7 +125,7 @@ def _config(
 
 def _differences(before: RunConfig, after: RunConfig) -> dict[str, JsonValue]:
     """The settings of a resumed run that differ from run.json, by name, as the record of the resume stores them."""
-    found: dict[str, JsonValue] = {}
+    found: dict[str, JsonValue] = {} if before.replicas == after.replicas else {"replicas": after.replicas}
     for part in ("args", "guard", "outer"):
         old, new = before.model_dump(mode="json")[part], after.model_dump(mode="json")[part]
         found |= {f"{part}.{name}": value for name, value in new.items() if value != old[name]}

@@ -67,7 +67,7 @@ def plan(
         made.horizon = safe[0]
         newest = _newest_contributions(run_log, last, scores.fragments or {0}, begins[-1])
         made.objects += _payloads(run_log, made.horizon, newest, after_round)
-        made.objects += _states(store, run_log.run.config.replicas, made, newest)
+        made.objects += _states(store, run_log.run.config.most_replicas, made, newest)
     return made
 
 
@@ -146,7 +146,7 @@ def _newest_contributions(
     """
     newest: dict[tuple[int, int], Contribution] = {}
     listing, reader = ManifestListing(run_log.store, last + 1), ContributionReader(run_log.store)
-    for replica_id in range(run_log.run.config.replicas):
+    for replica_id in range(run_log.run.config.most_replicas):
         missing = set(fragments)
         for round_ in (*range(last + 1, begin.after_round, -1), begin.from_round):
             if not missing:

@@ -42,7 +42,7 @@ class Attempt:
     stamp: Stamp
     claim_sha256: str  # of the claim's bytes, which manifests name
     authors: Authors
-    should_leave: Callable[[], bool] = lambda: False  # whether a preemption notice has come
+    should_leave: Callable[[], bool] = lambda: False  # whether a preemption notice has come, or its id was vacated
     background: Background = field(default_factory=NoBackground)
     pulse: Pulse = field(default_factory=Pulse)
     object_limit: int = OBJECT_LIMIT  # bytes; of snapshot files and of pieces of a saved state
@@ -113,7 +113,7 @@ def claim_attempt(
     if launched is not None and run_json is not None:
         launched.check_run(run_json, store.url)
     log = RunLog(store, run_json=run_json)
-    replicas = log.run.config.replicas
+    replicas = log.run.config.most_replicas
     if not 0 <= replica_id < replicas:
         raise ConfigError(f"replica {replica_id} is outside 0..{replicas - 1} of the run in {store.url}.")
     leg = log.newest_begin()
@@ -129,6 +129,7 @@ def claim_attempt(
         raise Superseded(f"attempt {claimed} of replica {replica_id} is claimed by another process; this one leaves.")
     authors = Authors(store, background or NoBackground())
     authors.know(replica_id, claimed, claim.sha256)
+    pulse = Pulse()
     return Attempt(
         log=log,
         leg=leg,
@@ -138,8 +139,9 @@ def claim_attempt(
         stamp=stamp,
         claim_sha256=claim.sha256,
         authors=authors,
-        should_leave=should_leave,
+        should_leave=lambda: pulse.vacated or should_leave(),
         background=background or NoBackground(),
+        pulse=pulse,
     )
 
 

@@ -9,6 +9,7 @@ from diloco_orchestrator.errors import StoreError
 from diloco_orchestrator.protocol.attempt_records import Heartbeat
 from diloco_orchestrator.protocol.pace import heartbeat_s
 from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import Store
 
@@ -24,10 +25,14 @@ class Pulse:
     inner_step: int = 0  # of the open round
     loss: float | None = None
     round_s: float = 0.0  # seconds of a usual round; 0 while that is not known
+    vacated: bool = False  # whether the run was scaled down and this attempt leaves; set by the heartbeat's thread
 
 
 class HeartbeatWriter:
     """Overwrites the heartbeat of one attempt with a higher counter, at the first `beat` and whenever one is due.
+
+    In a run that can be scaled, looks after each heartbeat whether this attempt's id was vacated: a provider may end a
+    process that it cancels at once, and what the process has trained would be lost.
 
     The writer runs in a thread of its own: `stamp` must not be the training thread's.
     """
@@ -36,6 +41,7 @@ class HeartbeatWriter:
         self, store: Store, replica_id: int, attempt: int, pulse: Pulse, stamp: Stamp, config: RunConfig
     ) -> None:
         self._writer = Writer.of_attempt(store, replica_id, attempt)
+        self._records = AttemptRecords(store)
         self._replica_id = replica_id
         self._attempt = attempt
         self._pulse = pulse
@@ -74,5 +80,8 @@ class HeartbeatWriter:
         )
         try:
             self._writer.overwrite(heartbeat)
+            if self._config.max_replicas is not None and not pulse.vacated:
+                cancel = self._records.cancel(self._replica_id, self._attempt)
+                pulse.vacated = cancel is not None and cancel.vacates
         except StoreError as error:
             log.warning("a heartbeat was not written: %s", error)

@@ -106,7 +106,7 @@ def rerun(
         return RerunResult(not_auditable=f"training it again ended without a contribution: {words}")
     from diloco_orchestrator.replica.process import range_comparison  # imports torch, whose threads are set now
 
-    round_mates = ContributionReader(store, background).in_round(round_, attempt.config.replicas)
+    round_mates = ContributionReader(store, background).in_round(round_, attempt.config.most_replicas)
     if range_comparison.is_of_an_earlier_order(found, round_mates):
         return RerunResult(
             not_auditable="an earlier version wrote this round, which drew the order of a trainer's data from each "

@@ -173,6 +173,8 @@ def run_attempt(
         except Exception as error:  # of any kind: without a claim there is no attempt to write records for
             return _unclaimed(error, environ)
         ending = joined.ended or not_loaded or _call_entrypoint(joined.attempt, load_entrypoint, interrupt_if)
+        if ending.code == EXIT_PREEMPTED and joined.attempt.pulse.vacated:
+            ending = replace(ending, reason="vacated: the run was scaled down")
         interrupt_if(lambda: False)
         joined.heartbeat.stop()
         if ending.error:

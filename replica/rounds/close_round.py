@@ -28,6 +28,7 @@ from diloco_orchestrator.replica.rounds.reupload import WANTS_EVERY_S, ReuploadR
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.replica.rounds.tip import HeldTip
 from diloco_orchestrator.run_log.append import append_commit
+from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 
@@ -65,6 +66,7 @@ class RoundCloser:
         self._claims_polled_at = attempt.clock.now()
         self._waiting_since = self._commit_asked_at = self._claims_polled_at
         self._out_polled_at = self._claims_polled_at  # or since when this replica waits in the open round
+        self._attempts = AttemptRecords(attempt.store)
         self._out: dict[int, int] = {}  # replicas that are out of the leg, and the open round when that was read
         self._back: set[int] = set()  # replicas in `_out` that have responded to a later round
 
@@ -256,7 +258,7 @@ class RoundCloser:
 
         Does nothing with quorum "all", and if that commit averages or quarantines every replica.
         """
-        last, replicas = self._tip.last, self._attempt.config.replicas
+        last, replicas = self._tip.last, self._attempt.config.most_replicas
         decided = last.decided_about() if last else set()
         if last is None or not self._timing.elastic or len(decided) == replicas:
             return
@@ -273,7 +275,7 @@ class RoundCloser:
             self._attempt.check_superseded()
 
     def _read_out(self) -> None:
-        """Mark replicas that coordinators launch no more before the next resume, as `Out` records say."""
+        """Mark replicas that nobody waits for: given up until the next resume (`Out`), or vacated by a scale-down."""
         attempt, now, round_ = self._attempt, self._attempt.clock.now(), self._round
         if now - self._out_polled_at < self._seldom_s:
             return
@@ -282,9 +284,17 @@ class RoundCloser:
             if replica_id not in self._out:
                 self._out[replica_id] = round_
                 log.warning("round %d: nobody waits for replica %d any more: it %s", round_, replica_id, out.reason)
+        if attempt.config.max_replicas is None:
+            return
+        for replica_id in sorted(self._missing(())):
+            number = max(self._attempts.numbers(replica_id), default=0)
+            if number and (cancel := self._attempts.cancel(replica_id, number)) is not None and cancel.vacates:
+                self._out[replica_id] = round_
+                self._back.discard(replica_id)
+                log.info("round %d: nobody waits for replica %d: %s", round_, replica_id, cancel.reason)
 
     def _is_out(self) -> tuple[int, ...]:
-        """Replicas that coordinators launch no more, except those that have since responded to a later round."""
+        """Replicas that were given up or vacated, except those that have since responded to a later round."""
         round_, now_there = self._round, {answer.replica_id for answer in self._received.answers()}
         for replica_id, since in self._out.items():
             if (replica_id in now_there and round_ > since) or (replica_id in self._late and round_ > since + 1):

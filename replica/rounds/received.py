@@ -115,7 +115,7 @@ class ReceivedResponses:
         found = {}
         for info in self._store.list(keys.contributions(expected.round)):
             parsed = keys.contribution.parse(info.key)
-            if parsed and parsed[1] < expected.config.replicas and parsed[1] not in self._received:
+            if parsed and parsed[1] < expected.config.most_replicas and parsed[1] not in self._received:
                 found[parsed[1]] = info.key
         return found
 

@@ -60,7 +60,12 @@ class RoundTiming:
         config, records = self._attempt.config, AttemptRecords(self._attempt.store)
         if self._now() - self._first_waiting_since >= config.retry.unavailable_for_s:
             return False
-        launching = [i for i in missing if max(records.numbers(i), default=0) > records.newest_claim(i)]
+        scaled = range(
+            self.policy.replicas, self.policy.most_replicas
+        )  # whoever of these comes may complete the quorum
+        launching = [
+            i for i in sorted({*missing, *scaled}) if max(records.numbers(i), default=0) > records.newest_claim(i)
+        ]
         if launching:
             log.warning(
                 "round %d: no quorum for %.0f s, but replicas %s are being launched: waiting on",
@@ -94,7 +99,7 @@ class RoundTiming:
     @property
     def elastic(self) -> bool:
         """Whether a round may end without this replica, as the run's quorum setting says."""
-        return not self.policy.strict and self.policy.replicas > 1
+        return not self.policy.strict and self.policy.most_replicas > 1
 
     @property
     def train_s(self) -> float:

@@ -11,6 +11,7 @@ from diloco_orchestrator.allreduce import agreement
 from diloco_orchestrator.allreduce.aggregate import AGGREGATES, _network, aggregate_of, sorted_rows, trimmed
 from diloco_orchestrator.allreduce.agreement import summary
 from diloco_orchestrator.allreduce.mean import Part
+from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.allreduce.vectors import BLOCK
 from diloco_orchestrator.codecs.table import Encoded, encode
 from diloco_orchestrator.config import make_config
@@ -23,6 +24,7 @@ GOLDEN = [
 ]
 
 
+GOLDEN_CONTRIBUTORS = "b3:4b3f181b3784ef24c6c0ade9740f665a2eb3a8cbead312dd68071e2cd16e7d30"
 GOLDEN_AGREEING = "b3:78f22e4f1f42cfb77dd284076c72c3079c9b83baca609854b4f6b833d7751249"
 AGREEMENTS = [-0.253118, -0.292209, -0.297788, -0.296636, -0.296636, -0.296033, -0.246643]
 
@@ -233,3 +235,42 @@ def test_an_unknown_name_is_refused():
         make_config({"entrypoint": "m:f", "aggregate": "medain"})
     with pytest.raises(ConfigError, match=r"'medain'.*median"):
         aggregate_of("medain", [], [])
+
+
+# -- the mean over contributors ---------------------------------------------------------------------------------------
+
+
+def test_an_element_is_averaged_over_those_that_sent_it():
+    """Of four elements a sparse codec sends one: the first is sent by two replicas, the second by one."""
+    rows = [[9.0, 1.0, 0.0, 0.0], [3.0, -1.0, 2.0, 0.0], [1.0, 5.0, 0.0, 0.0]]
+    parts = [part(i, torch.tensor(row), (1.0, 2.0, 2.0)[i], 4, "topk64") for i, row in enumerate(rows)]
+    assert aggregated("contributors_mean", parts, 4).tolist() == [5.0, 5.0, 0.0, 0.0]
+    assert aggregated("mean", parts, 4).tolist() == [3.0, 2.0, 0.0, 0.0]
+
+
+def test_a_zero_that_a_codec_sends_counts():
+    """By other codecs than the sparse ones, and in the spans of a sparse shard that travel in int8."""
+    zero, one = torch.tensor([0.0, 0.0, 4.0, 0.0]), torch.tensor([2.0, 0.0, 0.0, 4.0])
+    plain = [part(0, zero), part(1, one)]
+    assert aggregated("contributors_mean", plain, 4).tolist() == [1.0, 0.0, 2.0, 2.0]
+    fine = [part(i, row, 1.0, 4, "topk64", [(0, 1)]) for i, row in enumerate((zero, one))]
+    assert aggregated("contributors_mean", fine, 4).tolist() == [1.0, 0.0, 4.0, 4.0]
+
+
+def test_the_bits_of_the_mean_over_contributors_are_golden():
+    numel = 2 * BLOCK + 4097
+    rows = [torch.randn(numel, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    parts = [part(i, row, 1.0 + i, BLOCK + 4096, "topk64", [(4000, 9000)]) for i, row in enumerate(rows)]
+    found = aggregated("contributors_mean", parts, numel, BLOCK + 4096)
+    assert bulk_digest(found.numpy().tobytes()) == GOLDEN_CONTRIBUTORS
+    cut = list(enumerate(shard_ranges(numel, BLOCK + 4096)))
+    values = torch.stack(
+        [torch.cat([Encoded(p.read(k), "topk64", b - a).values() for k, (a, b) in cut]) for p in parts]
+    )
+    sent = (values != 0).double()
+    for start in (0, BLOCK + 4096):
+        sent[:, start + 4000 : start + 9000] = 1.0
+    weights = torch.arange(1.0, 6.0, dtype=torch.float64)[:, None]
+    total = (sent * weights).sum(0)
+    wanted = (values.double() * weights).sum(0) / total.clamp(min=1.0)
+    assert torch.allclose(found.double(), wanted, atol=1e-6)

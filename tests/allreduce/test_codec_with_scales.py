@@ -49,6 +49,7 @@ GOLDEN_BASES = {
     ("int8", "agreeing_mean"): "b3:99168e57c8c488cc383d1f399ff21a52d0d9724b63461f3cd8aad877e8d41725",
     ("int8", "trimmed_mean"): "b3:4101aa661d916d40489142e7c4177617a10ca5cbd692361df9cba6d0045dd045",
     ("int8", "median"): "b3:59325710dd8a5e2b750b779d9e763d0ba437d9acf4a59cb30828686d1d7c2c46",
+    ("int8", "contributors_mean"): "b3:86d62b99f7dc281801db879eba2a87042b95a25576f41f9758496d78e84f26e2",
     ("int4", "mean"): "b3:dcaae272495488abce5c734d5cb53a0fa147de1c74148d94bc11fe8ba0790c91",
 }
 
@@ -150,6 +151,17 @@ def test_elements_whose_scale_is_not_finite_are_not_either(codec: str, scale: fl
     first = len(CODECS[codec].header(0))
     data[first : first + 4] = np.float32(scale).tobytes()
     assert Encoded(bytes(data), codec, 2 * GROUP).measure().nonfinite == GROUP
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-40, -1.0])
+def test_a_scale_of_zero_or_a_denormal_one_gives_its_multiples(codec: str, scale: float):
+    """What an encoder never writes beside elements that are not zero: each decodes to scale times its whole number."""
+    data, levels = bytearray(encode(torch.ones(2 * GROUP), codec)), LEVELS[codec]
+    first = len(CODECS[codec].header(0))
+    data[first : first + 4] = np.float32(scale).tobytes()
+    found = Encoded(bytes(data), codec, 2 * GROUP)
+    assert torch.equal(found.values(0, GROUP), torch.full((GROUP,), float(np.float32(scale)) * levels))
+    assert found.measure().nonfinite == 0 and torch.equal(found.values(GROUP), torch.ones(GROUP))
 
 
 @pytest.mark.parametrize(("codec", "how"), [*(("int8", how) for how in AGGREGATES), ("int4", "mean")])

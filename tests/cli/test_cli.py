@@ -109,6 +109,27 @@ def test_run_prints_one_plain_line_per_round_where_there_is_no_terminal(finished
     assert not any("\x1b" in line for line in lines)
 
 
+def test_without_torch_a_run_can_be_read_and_what_computes_says_what_it_needs(finished):
+    """As after an install without torch: a name that is None in sys.modules cannot be imported."""
+    code = (
+        "import sys\n"
+        "sys.modules |= {'torch': None, 'transformers': None}\n"
+        "from diloco_orchestrator.cli.main import main\n"
+        "main()\n"
+    )
+
+    def without_torch(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code, *args], cwd=finished, capture_output=True, text=True, check=False
+        )
+
+    for reads in (("status", "bucket"), ("report", "bucket", "page.html"), ("join", "--help")):
+        assert without_torch(*reads).returncode == 0, reads
+    done = without_torch("verify", "bucket")
+    assert done.returncode == 2 and "needs torch, which is not installed here: pip install torch" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_status_reads_a_run_from_its_folder_alone(finished):
     done = diloco_here("status", "bucket", cwd=finished)
     assert done.returncode == 0

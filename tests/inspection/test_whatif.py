@@ -34,6 +34,7 @@ from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Halt, Origin, Score
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -94,6 +95,13 @@ def test_the_mean_of_those_that_agree():
     usual, other = played(1, loud=2), played(1, loud=2, aggregate="agreeing_mean")
     found = asked(usual.store, 1, aggregate="agreeing_mean")
     assert found.digest == claimed(other, 1) != claimed(usual, 1)
+
+
+def test_the_mean_over_those_that_sent_an_element():
+    usual, other = (played(1, codec="topk64", outer=outer) for outer in ({"lr": 1.0, "momentum": 0.0}, "sparse"))
+    found = asked(usual.store, 1, aggregate="contributors_mean")
+    assert found.digest == claimed(other, 1) != claimed(usual, 1)
+    assert verify_run(other.store).disagreement is None
 
 
 def test_the_weight_of_a_clipped_contribution_follows_from_those_that_are_left():

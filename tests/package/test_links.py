@@ -123,6 +123,12 @@ def test_the_readme_is_one_screen_and_a_half():
     assert (ROOT / "README.md").stat().st_size <= 9000
 
 
+def test_the_version_to_cite_is_this_one():
+    from diloco_orchestrator.protocol.version import VERSION
+
+    assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_every_error_that_is_raised_on_purpose_has_a_section():
     from diloco_orchestrator import CollapseStopError, errors
     from diloco_orchestrator.executors import contract

@@ -57,7 +57,8 @@ def as_keyword(annotation: Any) -> Any:
     """How a setting of this type is typed as a keyword argument."""
     if isclass(annotation) and issubclass(annotation, BaseModel):
         named = annotation | getattr(config, annotation.__name__.replace("Config", "Settings"))
-        return named | Literal["off"] if annotation is config.GuardConfig else named
+        words = {config.GuardConfig: Literal["off"], config.OuterConfig: Literal["sparse"]}
+        return named | words[annotation] if annotation in words else named
     if isinstance(annotation, UnionType) and isclass(get_args(annotation)[0]) and type(None) in get_args(annotation):
         first = get_args(annotation)[0]
         return as_keyword(first) | None if issubclass(first, BaseModel) else annotation

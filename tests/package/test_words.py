@@ -147,6 +147,7 @@ def sample_keys() -> tuple[str, ...]:
             keys.KL_REFERENCE,
             keys.begin(1),
             keys.halt(1),
+            keys.scale(1, 2),
             keys.out(1, 1),
             keys.result(1),
             keys.code("0" * 64),

@@ -20,6 +20,7 @@ GOLDEN = {
     "follows": "def2cc8a1c41782004e9f40be557960266ceb7049d801e97b6d39fe6a9346a78",
     "begin": "90902d8fbbf4b8a12adc1d72ba36a745c4caa7636a9673ff617f20d6e88f2a02",
     "halt": "5c2f01748a2e3f5210649a14acff31383f76dc4f1dd151d2c662c71bb9ca2afc",
+    "scale": "da7b7bd24cb7f68ffd415491baa5b1ece2b28cc1f289fc2a96a4961ecec5970d",
     "out": "3518c073d295cb63793c81093c6993fbec18c1b2a2e327f6c6975a700f8a2c24",
     "result": "36759ce0b209edb67e620b428116187167feab2419e59bf2adba51359f301ce2",
     "intent": "788464daecfa732df6d56baf18c547e2fca172b10b0f28df4cf429ee03cb68b0",
@@ -107,6 +108,16 @@ def halt_with(**changes: object) -> bytes:
 def test_anything_odd_is_refused_by_name(data: bytes, words: str):
     with pytest.raises(RecordInvalid, match=words):
         records.Halt.from_bytes(data, "legs/1/halt.json")
+
+
+def test_a_codec_of_another_version_is_refused_with_that_version():
+    body = json.loads(EXAMPLES["run"].to_bytes())
+    config = {**body["config"], "codec": "int3"}
+    words = (
+        r"unknown codec 'int3': did you mean .*\. diloco-orchestrator 9\.9 wrote it, and this is .*read the run with"
+    )
+    with pytest.raises(RecordInvalid, match=words):
+        records.Run.from_bytes(json.dumps({**body, "config": config, "package_version": "9.9"}).encode(), "run.json")
 
 
 def test_a_newer_schema_is_refused_with_the_remedy():

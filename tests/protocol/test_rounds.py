@@ -12,8 +12,8 @@ from diloco_orchestrator.protocol.records import Answer, Origin
 from diloco_orchestrator.protocol.rounds import Action, Decision, Policy, Position, View
 from diloco_orchestrator.protocol.straggler import StragglerDeadline
 
-STRICT = Policy(replicas=3, quorum=3, strict=True, round_timeout_s=100.0, startup_timeout_s=500.0)
-ELASTIC = Policy(replicas=5, quorum=3, strict=False, round_timeout_s=100.0, startup_timeout_s=500.0)
+STRICT = Policy(replicas=3, most_replicas=3, quorum=3, strict=True, round_timeout_s=100.0, startup_timeout_s=500.0)
+ELASTIC = Policy(replicas=5, most_replicas=5, quorum=3, strict=False, round_timeout_s=100.0, startup_timeout_s=500.0)
 USUAL = StragglerDeadline(median_s=20.0, deadline_s=30.0)
 LONG = StragglerDeadline(4000.0, 6000.0)
 

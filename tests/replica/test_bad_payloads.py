@@ -50,6 +50,12 @@ def of_another_codec(store: Store, manifest: Contribution) -> None:
     _as_described(store, manifest, "bf16", 16 * 2**20)
 
 
+def of_a_codec_that_nobody_knows(store: Store, manifest: Contribution) -> None:
+    assert manifest.payload is not None
+    payload = manifest.payload.model_copy(update={"codec": "int3"})
+    store.put(keys.contribution(2, 1), manifest.model_copy(update={"payload": payload}).to_bytes())
+
+
 def cut_elsewhere(store: Store, manifest: Contribution) -> None:
     _as_described(store, manifest, "fp32", 5)
 
@@ -66,6 +72,7 @@ BAD: list[tuple[Callable[[Store, Contribution], None], str]] = [
     (empty, rf"{SHARD} in memory://: 0 bytes with digest b3:.*the manifest names 64 bytes"),
     (of_another_round, rf"{SHARD} in memory://: 64 bytes with digest b3:.*the manifest names 64 bytes"),
     (of_another_codec, r"\(codec, elements, elements per shard, shards\) = \('bf16', 12, .* this round needs \('fp32'"),
+    (of_a_codec_that_nobody_knows, r"\('int3', 12, .* this round needs \('fp32'"),
     (cut_elsewhere, r"\('fp32', 12, 5, 3\); this round needs \('fp32', 12, 16777216, 1\)"),
     (without_its_last_shard, r"\('fp32', 12, 16777216, 0\); this round needs \('fp32', 12, 16777216, 1\)"),
 ]

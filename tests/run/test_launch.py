@@ -231,6 +231,7 @@ def test_waiting_with_a_timeout_stops_nothing(start, tmp_path):
         ({"sync_every": 4, "fragments": 2, "fragment_sync_delay": 2}, "fragment_sync_delay=2 must be below .* = 2"),
         ({"quorum": 3}, r"quorum=3: choose 1\.\.2"),
         ({"quorum": "al"}, "quorum"),
+        ({"outer": "spars"}, "unknown outer optimizer 'spars': did you mean 'sparse'"),
         ({"steps": "equal_tme"}, "'steps' = 'equal_tme'"),
         ({"steps": "equal_time", "quorum": "all"}, 'steps="equal_time" with quorum="all": .* Set quorum=2'),
         ({"steps": "equal_time", "replicas": 4, "aggregate": "median"}, 'aggregate="median" with steps="equal_time"'),

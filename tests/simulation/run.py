@@ -1,8 +1,9 @@
 """Plays many seeds on all cores: `make simulate SEEDS=100000`, or one with its log: `make simulate SEED=7`.
 
 With `WIDE=1` the runs have more replicas, settings and faults, with `FLIPS=1` they are those in which bits flip in
-memory, with `FORGED=1` those in which somebody forges records; `--kind all` plays every kind in turn. Each line printed
-names the seeds that were played, so an interrupted call goes on with `--first`.
+memory, with `FORGED=1` those in which somebody forges records, with `SCALED=1` those that grow and shrink; `--kind all`
+plays every kind in turn. Each line printed names the seeds that were played, so an interrupted call goes on with
+`--first`.
 """
 
 import argparse
@@ -17,9 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from simulation import simulate, simulate_flips, simulate_forged, simulate_wide
+from simulation import simulate, simulate_flips, simulate_forged, simulate_scaled, simulate_wide
 
-KINDS = {"plain": simulate, "flips": simulate_flips, "wide": simulate_wide, "forged": simulate_forged}
+KINDS = {
+    "plain": simulate,
+    "flips": simulate_flips,
+    "wide": simulate_wide,
+    "forged": simulate_forged,
+    "scaled": simulate_scaled,
+}
 MOST_TOGETHER = 50  # seeds that one process plays for one line of output
 
 

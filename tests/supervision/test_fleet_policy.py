@@ -63,8 +63,53 @@ def actions(
     quorum: int = 0,
     halt: str = "",
     retry: RetryConfig = RETRY,
+    wanted: int | None = None,
+    offered: tuple[int, ...] = (),
 ) -> list[Action]:
-    return decide(FleetView(replicas, stopped_at, halt), now, POLICY, retry, quorum or len(replicas))
+    view = FleetView(replicas, stopped_at, halt, wanted=wanted, offered=offered)
+    return decide(view, now, POLICY, retry, quorum or len(replicas))
+
+
+# -- runs that are scaled ----------------------------------------------------------------------------------------------
+
+STARTING = Running(990.0, None, HANDLE)
+LEAVING = Cancelling(0.0, Beat(1, 0.0), "vacated: 1 replicas are wanted", 900.0, HANDLE)
+VACANT = Unlaunched()
+VACATED = ended(Outcome.VACATED)
+
+
+@pytest.mark.parametrize(
+    ("states", "wanted", "launched", "cancelled"),
+    [
+        ((VACANT,) * 4, 2, [0, 1], []),
+        ((RUNNING, RUNNING, VACANT, VACANT), 2, [], []),
+        ((RUNNING, RUNNING, VACATED, VACANT), 4, [2, 3], []),
+        ((RUNNING, RUNNING, RUNNING, RUNNING), 1, [], [1, 2, 3]),
+        ((STARTING, RUNNING, RUNNING, VACANT), 2, [], [0]),  # who trains stays, before who starts
+        ((ended(Outcome.PREEMPTED), RUNNING, RUNNING, VACANT), 2, [], []),  # down, and not wanted again
+        ((ended(Outcome.PREEMPTED), RUNNING, RUNNING, VACANT), 3, [0], []),  # its id, rather than a new one
+        ((RUNNING, LEAVING, VACANT, VACANT), 2, [2], []),  # an id is free again once its machine has ended
+        ((RUNNING, GivenUp("because"), VACANT, VACANT), 2, [2], []),  # another id takes its place
+        ((RUNNING, CANCELLING, VACANT, VACANT), 2, [], []),  # hung: its own next attempt
+    ],
+)
+def test_as_many_replicas_are_kept_as_are_wanted(states, wanted, launched, cancelled):
+    found = actions(*(replica(each, i) for i, each in enumerate(states)), quorum=1, wanted=wanted)
+    assert [each.replica_id for each in found if isinstance(each, Launch)] == launched
+    assert [each.replica_id for each in found if isinstance(each, Cancel)] == cancelled
+    assert all(each.why.startswith("vacated: ") for each in found if isinstance(each, Cancel))
+
+
+def test_ids_that_are_offered_to_machines_that_join_are_all_open_until_somebody_scales():
+    fleet = [replica(each, i) for i, each in enumerate((RUNNING, RUNNING, VACANT, VACATED))]
+    assert [each.replica_id for each in actions(*fleet, quorum=1, wanted=2, offered=(0, 1, 2, 3))] == [2, 3]
+    assert actions(*fleet, quorum=1, wanted=2) == []
+
+
+def test_the_intent_after_a_vacated_attempt_says_how_it_ended_for_a_new_coordinator():
+    (launch,) = actions(replica(VACATED, attempt=3), wanted=1)
+    assert isinstance(launch, Launch) and launch.attempt == 4
+    assert named_in(launch.why, 3) == Replaced(Outcome.VACATED, "because")
 
 
 # -- errors that stay --------------------------------------------------------------------------------------------------

@@ -13,9 +13,17 @@ def declared(values: torch.Tensor) -> float:
     return float(f"{torch.linalg.vector_norm(values, dtype=torch.float64):.4g}")
 
 
-def part(replica_id: int, values: torch.Tensor, weight: float = 1.0, shard_numel: int = 4) -> Part:
-    bodies = [codecs.encode(values[start:stop], "fp32") for start, stop in shard_ranges(len(values), shard_numel)]
+def part(
+    replica_id: int,
+    values: torch.Tensor,
+    weight: float = 1.0,
+    shard_numel: int = 4,
+    codec: str = "fp32",
+    fine: codecs.Ranges = (),
+) -> Part:
+    """`fine`: ranges of each shard in the codec for fine parameters."""
+    bodies = [codecs.encode(values[start:stop], codec, fine) for start, stop in shard_ranges(len(values), shard_numel)]
     shards = tuple(Shard(digest="b3:" + "0" * 64, size=len(body)) for body in bodies)
     norms = tuple(declared(values[start:stop]) for start, stop in shard_ranges(len(values), shard_numel))
-    payload = Payload(codec="fp32", numel=len(values), shard_numel=shard_numel, shards=shards, norms=norms)
+    payload = Payload(codec=codec, numel=len(values), shard_numel=shard_numel, shards=shards, norms=norms)
     return Part(replica_id, weight, payload, bodies.__getitem__)

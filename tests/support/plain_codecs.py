@@ -82,3 +82,9 @@ def _packed(data: bytes, bits: int, count: int) -> NDArray[np.int64]:
     """Whole numbers of `bits` bits one after another, from the lowest bit of the first byte on."""
     whole = int.from_bytes(data, "little")
     return np.array([whole >> bits * place & (1 << bits) - 1 for place in range(count)], dtype=np.int64)
+
+
+def sent(shard: bytes) -> Floats:
+    """1 for each value that a shard holds, 0 for those that a sparse codec has left out."""
+    held = (group.values != 0 if group.large == 1.0 else np.ones(len(group.values), bool) for group in groups(shard))
+    return np.concatenate([np.zeros(0, np.float32), *held]).astype(np.float32)

@@ -49,6 +49,7 @@ EXAMPLES: dict[str, Record] = {
         previous=SHA,
     ),
     "halt": records.Halt(**STAMP, leg=1, by="user", reason="enough"),
+    "scale": records.Scale(**STAMP, leg=1, number=2, replicas=8, by="diloco scale"),
     "out": records.Out(**STAMP, leg=1, replica_id=1, attempt=2, by="coordinator on host", reason="another model"),
     "result": records.Result(**STAMP, leg=1, status="completed", round=5, outer_steps=4, reason="done"),
     "intent": attempt_records.Intent(

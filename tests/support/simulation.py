@@ -14,6 +14,7 @@ import random
 import re
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from simulation_forgeries import forge
 from simulation_gradients import LEARNING_RATE, Model, gradient, pattern
 from simulation_joins import JoinedMachines, join_executor
 from simulation_machines import flip_bit, machines_of
-from simulation_plan import Plan, flips_of, forged_plan_of, plan_of, wide_plan_of
+from simulation_plan import Plan, flips_of, forged_plan_of, plan_of, scaled_plan_of, wide_plan_of
 from simulation_residuals import WIDEST
 from simulation_store import Bucket, InvariantBroken, Network
 from virtual_time import Killed, Process, VirtualBackground, VirtualClock, VirtualTime
@@ -36,7 +37,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import EXIT_SUPERSEDED
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Commit, Contribution, Halt, Run
-from diloco_orchestrator.run_log.append import create_run
+from diloco_orchestrator.run_log.append import create_run, request_scale
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import LASTING
@@ -165,6 +166,8 @@ class Simulation:
         if self.plan.halt_at is not None:
             halt = Halt(write_id="halt", at=0.0, leg=1, by="simulate", reason="enough")
             self.time.at(self.plan.halt_at, lambda: self.bucket.create(keys.halt(1), halt.to_bytes()) and None)
+        for when, replicas in self.plan.scales:
+            self.time.at(when, lambda n=replicas: self._scale(n))
         for when, number in self.plan.machine_kills:
             self.time.at(when, lambda n=number: self.machines.lose(n))
         for when, number in self.plan.machine_notices:
@@ -181,6 +184,10 @@ class Simulation:
                 self._begin_next_leg()
                 self.time.run(limit_s=2 * DAY_S)
 
+    def _scale(self, replicas: int) -> None:
+        with suppress(ConfigError):  # the run has ended
+            request_scale(RunLog(self.bucket), replicas, "u", Stamp(f"scale{self.time.now}", lambda: self.time.now))
+
     def _plan_kills(self, kills: Sequence[tuple[float, int]]) -> None:
         for when, whom in kills:
             self.time.at(self.time.now + when, lambda whom=whom: self._kill(whom))
@@ -188,7 +195,9 @@ class Simulation:
     def _begin_next_leg(self) -> None:
         leg = self.plan.next_leg
         assert leg is not None
-        change = {} if leg.lr is None else {"outer.lr": leg.lr}
+        change = ({} if leg.lr is None else {"outer.lr": leg.lr}) | (
+            {} if leg.replicas is None else {"replicas": leg.replicas}
+        )
         stamp, log = Stamp("resumed", lambda: self.time.now), RunLog(self.bucket)
         try:
             begin_next_leg(log, rounds=leg.rounds, from_round=None, by="u", why="w", stamp=stamp, change=change)
@@ -220,7 +229,7 @@ class Simulation:
             self._commits, self._calls = len(self.bucket.commits), 0
         # Where a payload is gone for good every attempt asks for it as long as a round may take, then the next one.
         attempts = self.config.retry.max_errors if self.plan.harms else 1
-        if self._calls > MOST_CALLS * (self.plan.replicas + self.plan.machines + 1) * attempts:
+        if self._calls > MOST_CALLS * (self.plan.most_replicas + self.plan.machines + 1) * attempts:
             self._fail_in_loop(f"no commit in {self._calls} calls")
         self.digest.update(f"{clock.now():.6f} {clock.world.current.name} {verb} {key}\n".encode())
 
@@ -362,7 +371,9 @@ class Simulation:
         parameters = [each for _, each in sorted(model.named_parameters()) if each.requires_grad]
         patterns = [(parameter, pattern(replica_id, parameter)) for parameter in model.trained()]
         optimizer = torch.optim.SGD(model.trained(), lr=LEARNING_RATE, momentum=0.0)
-        with ctx.attach(model, optimizer, heldout=self._score, heldout_items=list(range(8))) as replica:
+        with ctx.attach(
+            model, optimizer, heldout=self._score, heldout_items=list(range(max(8, plan.most_replicas)))
+        ) as replica:
             session = replica._training
             self.sessions[replica_id, ctx._attempt.number] = session
             for batch in replica.batches(Batches()):
@@ -471,6 +482,11 @@ def simulate_flips(seed: int) -> Simulation:
 def simulate_wide(seed: int) -> Simulation:
     """Play the run of a seed with more settings and faults. Raises `InvariantBroken`, likewise."""
     return played(wide_plan_of(seed), f"make simulate WIDE=1 SEED={seed}")
+
+
+def simulate_scaled(seed: int) -> Simulation:
+    """Play the run of a seed that is scaled up and down. Raises `InvariantBroken`, likewise."""
+    return played(scaled_plan_of(seed), f"make simulate SCALED=1 SEED={seed}")
 
 
 def simulate_forged(seed: int) -> Simulation:

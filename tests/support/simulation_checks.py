@@ -158,7 +158,7 @@ def _check_saved_states(simulation: "Simulation", commits: Sequence[Commit]) -> 
         due = when == "round" or (
             when == "snapshot" and (commit.outer_step - commit.applied + 1) % plan.settings["snapshot_every"] == 0
         )
-        for replica_id in range(plan.replicas):
+        for replica_id in range(plan.most_replicas):
             manifest = (
                 reader.of(commit.round, replica_id) if not _is_forged(simulation, commit.round, replica_id) else None
             )
@@ -188,7 +188,7 @@ def _check_bases(simulation: "Simulation", commits: Sequence[Commit], right: Rig
                 f"I2: replica {manifest.replica_id} goes on from a state that was trained from a wrong base in round "
                 f"{manifest.round}"
             )
-    for replica_id in range(simulation.plan.replicas):
+    for replica_id in range(simulation.plan.most_replicas):
         flips = sum(i == replica_id for _, i, _ in simulation.flipped)
         wrong = wrong_bases(commits, replica_id)
         if wrong > 2 * flips:
@@ -241,7 +241,7 @@ def _check_steps(simulation: "Simulation", commits: Sequence[Commit], right: Rig
     """I4: every batch is in one manifest of its replica; and every payload holds just the steps that it names."""
     plan, reader = simulation.plan, ContributionReader(simulation.bucket)
     averaged = {(c.round, a.replica_id) for c in commits for a in c.answers if a.averaged}
-    for replica_id in range(plan.replicas):
+    for replica_id in range(plan.most_replicas):
         position, owed, leg = 0, None, 1
         before: list[tuple[Contribution, int, Contribution | None]] = []  # manifests not averaged, and what preceded
         unseen = False  # whether the steps of a round are in no manifest, because its key was taken

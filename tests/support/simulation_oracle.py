@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
-from plain_codecs import decoded
+from plain_codecs import decoded, sent
 
 Floats = NDArray[np.float32]
 Json = Mapping[str, Any]
@@ -106,7 +106,9 @@ def bases_of(
             shards = [written[f"{payload}/{index}.bin"] for index in range(len(manifest["payload"]["shards"]))]
             averaged.append(Averaged.of(manifest, shards))
         weight = weights(averaged, config, usual, commit["fragment"])
-        usual.add(commit["fragment"], [a.norm for a in averaged if a.norm], config["replicas"])
+        usual.add(
+            commit["fragment"], [a.norm for a in averaged if a.norm], config.get("max_replicas") or config["replicas"]
+        )
         said = {answer["replica_id"]: answer["weight"] for answer in commit["answers"] if answer["averaged"]}
         if said != weight:
             raise Differs(f"round {round_} weighs {said}; plain arithmetic gives {weight}")
@@ -200,8 +202,10 @@ def average(averaged: Sequence[Averaged], weight: Mapping[int, int], how: str) -
             of_kept = [np.float32(weight[i] / largest_kept) for i in kept]
             rows = [values[i] * w for i, w in zip(kept, of_kept, strict=True)]
             total = np.float32(0)
-            for w in of_kept:
-                total = total + w
+            shards = {a.replica_id: a.shards[shard] for a in parts}
+            for i, w in zip(kept, of_kept, strict=True):
+                total = total + (w * sent(shards[i]) if how == "contributors_mean" else w)
+            total = np.where(total == 0, np.float32(1), total)
         summed = np.zeros_like(rows[0])
         for row in rows:
             summed = summed + row

@@ -32,6 +32,7 @@ class NextLeg:
     rounds: int
     lr: float | None = None  # the outer learning rate, where it changes
     kills: tuple[tuple[float, int], ...] = ()  # as of a plan, from the leg's begin on
+    replicas: int | None = None  # that the leg begins with, where it changes
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,12 @@ class Plan:
     # -- the user
     collapse: bool = False  # the loss falls from round 3 on, so that the guard fires
     halt_at: float | None = None
+    scales: tuple[tuple[float, int], ...] = ()  # (when, replicas wanted from then on), with the setting max_replicas
+
+    @property
+    def most_replicas(self) -> int:
+        """The number of replica ids."""
+        return int(self.settings.get("max_replicas") or self.replicas)
 
     @property
     def strict(self) -> bool:
@@ -135,7 +142,7 @@ class Plan:
         """The same run when nothing goes wrong."""
         leg = self.next_leg and replace(self.next_leg, kills=())
         run = {"width": self.width, "buffer": self.buffer, "tokens": self.tokens, "next_leg": leg}
-        return Plan(0, self.replicas, self.rounds, self.settings, (STEP_S,) * self.replicas, **run)  # type: ignore[arg-type]
+        return Plan(0, self.replicas, self.rounds, self.settings, (STEP_S,) * self.most_replicas, **run)  # type: ignore[arg-type]
 
 
 def plan_of(seed: int, replicas: int | None = None, rounds: int | None = None, **settings: Any) -> Plan:
@@ -217,6 +224,8 @@ def wide_plan_of(seed: int) -> Plan:
     few_bits = chance.random() < 0.25
     if few_bits:
         settings["codec"] = chance.choice(["2bit", "topk64"])
+    if settings["codec"] == "topk64" and aggregate == "mean" and chance.random() < 0.5:
+        settings["aggregate"] = aggregate = "contributors_mean"
     plan = plan_of(seed, replicas, rounds, **settings)
     if plan.strict:  # whose bits are only those of the undisturbed run if every state is saved
         plan = replace(plan, settings={**plan.settings, "replica_state": "round"})
@@ -326,3 +335,47 @@ def forged_plan_of(seed: int) -> Plan:
         return round(draw.uniform(0.5, length), 2), draw.choice(FORGERIES), draw.randrange(plan.replicas)
 
     return replace(plan, forgeries=tuple(forgery() for _ in range(draw.randint(1, 4))))
+
+
+def scaled_plan_of(seed: int) -> Plan:
+    """A run that is scaled up and down at random while replicas are killed, told to leave and find no machines."""
+    draw = random.Random(f"scaled {seed}")
+    replicas, most_replicas = draw.choice([(1, 3), (1, 4), (2, 6), (2, 8), (1, 16)])
+    rounds = draw.choice([6, 8, 12])
+    settings = {"max_replicas": most_replicas, "quorum": draw.choice([None, None, 1]), "replica_state": None}
+    plan = plan_of(seed, replicas, rounds, **settings)
+    length = 6.0 * STEP_S * 4 * rounds
+
+    def when() -> float:
+        return round(draw.uniform(1.0, length), 2)
+
+    def ids(most: int) -> tuple[tuple[float, int], ...]:
+        return tuple((when(), draw.randrange(most_replicas)) for _ in range(draw.randint(0, most)))
+
+    whole = (
+        (round(0.2 * length, 2), most_replicas),
+        (round(0.5 * length, 2), replicas),
+        (round(0.7 * length, 2), most_replicas),
+    )
+    some = tuple(sorted((when(), draw.randint(replicas, most_replicas)) for _ in range(draw.randint(1, 5))))
+    machines = draw.choice([0, 0, 0, most_replicas - 1, most_replicas])
+    return replace(
+        plan,
+        paces=tuple(STEP_S * draw.choice([1.0, 1.0, 1.05, 1.3]) for _ in range(most_replicas)),
+        scales=whole if draw.random() < 0.4 else some,
+        kills=tuple((when(), draw.randint(-2, most_replicas - 1)) for _ in range(draw.randint(0, 3))),
+        notices=ids(2),
+        lies=ids(1),
+        stops=(),
+        flips=(),
+        collapse=False,
+        halt_at=None,
+        corrupt_payloads=(),
+        no_machine=((when(), length, draw.randrange(most_replicas)),) if draw.random() < 0.2 and not machines else (),
+        coordinators=(when(),) if draw.random() < 0.3 else (),
+        machines=machines,
+        machine_kills=ids(1) if machines else (),
+        next_leg=NextLeg(rounds=draw.randint(2, 4), replicas=draw.choice([None, 1, 2, most_replicas]))
+        if draw.random() < 0.3
+        else None,
+    )

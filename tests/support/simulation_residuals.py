@@ -56,7 +56,7 @@ def check_residuals(
     averaged = {(c.round, a.replica_id) for c in commits for a in c.answers if a.averaged}
     begins = {begin.leg: begin for begin in RunLog(simulation.bucket).begins()}
     reader, paid = ContributionReader(simulation.bucket), 0
-    for replica_id in range(plan.replicas):
+    for replica_id in range(plan.most_replicas):
         history, leg = list[Before](), 1
         for commit in commits:
             if commit.leg != leg:

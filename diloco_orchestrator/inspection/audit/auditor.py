@@ -192,7 +192,7 @@ class Auditor:
             **fixed,
             **self._config.env,
             ENV_RANK: str(replica_id),
-            ENV_WORLD_SIZE: str(self._config.replicas),
+            ENV_WORLD_SIZE: str(self._config.most_replicas),
             **names,
             **secret,
         }

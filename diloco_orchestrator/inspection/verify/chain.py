@@ -266,7 +266,7 @@ class _Verifier:
         equal(key, "begin_sha256", commit.begin_sha256, entry.sha256, f"the digest of {keys.begin(begin.leg)}")
         if derived.position.stop != "none":
             raise Differs(key, f"follows round {round_ - 1}, which stopped the leg")
-        ids, replicas = [answer.replica_id for answer in commit.answers], self._config.replicas
+        ids, replicas = [answer.replica_id for answer in commit.answers], self._config.most_replicas
         if ids != sorted(set(ids)) or any(i >= replicas for i in ids):
             raise Differs(key, f"lists the answers of replicas {ids}, of {replicas} replicas")
         manifests = self._bases.manifests(commit)
@@ -279,7 +279,7 @@ class _Verifier:
             position=derived.position,
             guard=derived.guard,
             heldout=self._start.heldout,
-            roster=derived.last.roster if derived.last else range(self._config.replicas),
+            roster=derived.last.roster if derived.last else range(self._log.configs.of(begin.leg).replicas),
             fragments=len(self._start.synced_fragments),
             outer_steps=begin.from_outer_step + begin.outer_steps,
             halt=self._halt(commit),

@@ -34,6 +34,7 @@ _WHY_NOT: Mapping[str, str] = {
     "attempt logs": "output, for people",
     "claims": "of attempts that no commit names",
     "halt requests": "whoever may write can make one; the commit that obeys it says so",
+    "scale requests": "how many replicas somebody asked for; who took part is in the commits",
     "replicas that are out": "a coordinator's notice that it launches a replica no more, so that nobody waits for it",
     "joined machines": "how attempts are handed to machines that join, and their output",
     "other starts": "beside start.json; the one that the log begins with is checked",
@@ -161,6 +162,8 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
         if not 1 <= leg[0] <= named.legs:
             return None, False
         return ("halt requests", False) if keys.halt.parse(key) else ("legs and results", True)
+    if keys.scale.parse(key) is not None:
+        return "scale requests", False
     if keys.out.parse(key) is not None:
         return "replicas that are out", False
     if (attempt := keys.parse_attempt(key)) is not None:

@@ -68,10 +68,11 @@ def other_decision(
         if get_origin(kind) is Literal and value not in get_args(kind):
             raise ConfigError(unknown_name(f"value of {name}", str(value), get_args(kind)))
         change[name] = value
-    unknown = sorted(replica_id for replica_id in without if not 0 <= replica_id < config.replicas)
+    unknown = sorted(replica_id for replica_id in without if not 0 <= replica_id < config.most_replicas)
     if unknown:
         raise ConfigError(
-            f"the run has no replica {unknown[0]}: its {config.replicas} replicas are 0 to {config.replicas - 1}."
+            f"the run has no replica {unknown[0]}: its {config.most_replicas} replicas are 0 to "
+            f"{config.most_replicas - 1}."
         )
     made = OtherDecision(tuple(sorted(set(without))), change)
     if not made.without and not made.change:
