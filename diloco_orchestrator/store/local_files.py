@@ -35,7 +35,7 @@ def is_on_local_disk(folder: Path, mounts: Path = _MOUNTS) -> bool:
 
 
 def why_no_room(folder: Path, needed_bytes: int) -> str:
-    """Why the disk of `folder` cannot take `needed_bytes` bytes more, as words with what to do; empty if it can.
+    """The reason that the disk of `folder` cannot take `needed_bytes` bytes more, with what to do; empty if it can.
 
     Also empty if `folder` does not exist. Quotas are not seen.
     """
