@@ -87,6 +87,12 @@ PRESETS = (
     Arm("preset: Muon, outer lr .9", settings={"outer": {"lr": 0.9}}, muon=True),
     Arm("preset: Muon, outer lr as tuned for AdamW", muon=True),
 )
+_EIGHT = {"max_replicas": 8}  # data is dealt over eight, a batch of each has an eighth of the windows
+SCALED = (
+    Arm("scaled: 2 of 8 replicas", 2, settings=_EIGHT),
+    Arm("scaled: 2, from step 320 on 8, from 640 on 3", 2, settings=_EIGHT, scales=((320, 8), (640, 3))),
+    Arm("scaled: 8 of 8 replicas", 8),
+)
 GROUPS: Mapping[str, Sequence[Arm]] = {
     "Number of replicas": (ALONE, *REPLICAS),
     "Inner steps between outer steps": INTERVALS,
@@ -95,6 +101,7 @@ GROUPS: Mapping[str, Sequence[Arm]] = {
     "Late, lost and restarted": (USUAL, *TROUBLE),
     "Late work by codec": (USUAL, *STALE),
     "Presets": (USUAL, REPLICAS[0], *PRESETS),
+    "Scaled while it trains": SCALED,
     "Against a plain loop": (USUAL, LOOP),
 }
 ARMS = tuple({arm.name: arm for group in GROUPS.values() for arm in group}.values())

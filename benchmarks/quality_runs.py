@@ -9,6 +9,7 @@ import functools
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -23,6 +24,7 @@ from diloco_orchestrator.config import make_config
 from diloco_orchestrator.demo.text import Corpus, load_corpus
 from diloco_orchestrator.inspection.status import RoundRow, RunReader
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.process import EXIT_PREEMPTED
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Contribution, Run
 from diloco_orchestrator.run_log.append import create_run
@@ -72,6 +74,7 @@ class Arm:
     stalls: float = 0.0  # chance that a replica stalls in a round
     stall: float = 2.5  # rounds that it stalls for
     kills: int = 0  # rounds between kills of a replica; 0 = none
+    scales: tuple[tuple[int, int], ...] = ()  # (after how many inner steps, replicas from then on), with max_replicas
     # Whether what a codec of few bits loses is added to nothing, which no setting of a run allows.
     forgets: bool = False
     muon: bool = False  # whether Muon trains the matrices between the embeddings, and AdamW the rest
@@ -82,7 +85,12 @@ class Arm:
 
     def key(self) -> dict[str, Any]:
         """What a sample depends on, beside size and seed."""
-        added = {"forgets": False, "stall": 2.5, "muon": False}  # fields that samples from before do not have
+        added = {
+            "forgets": False,
+            "stall": 2.5,
+            "muon": False,
+            "scales": (),
+        }  # fields that samples from before do not have
         return {name: value for name, value in asdict(self).items() if value != added.get(name)}
 
 
@@ -222,6 +230,9 @@ class ProductRun:
         self.world = VirtualTime()
         self.store = MemoryStore()
         self.killed: set[int] = set()  # rounds
+        self.running: set[int] = set()  # replicas
+        self.attempts: Counter[int] = Counter()  # the newest of each replica
+        self.wanted: int = arm.settings.get("max_replicas", arm.replicas)  # replicas from this id on leave
         self.stalled: set[tuple[int, int]] = set()  # (replica, round)
         steps = arm.sync_every // arm.settings.get("fragments", 1)
         values = {
@@ -243,6 +254,8 @@ class ProductRun:
         """Train to the end; held-out scores and contributions are read from the run's records."""
         for replica_id in range(self.arm.replicas):
             self._start(replica_id, 1, 0.0)
+        for step, replicas in self.arm.scales:  # an inner step takes one virtual second
+            self.world.at(float(step), functools.partial(self._scale, replicas))
         self.world.run()
         reader = RunReader(self.store)
         rows, status = reader.rows(), reader.status()
@@ -264,25 +277,38 @@ class ProductRun:
 
     def _heldout(self, round_: int) -> float:
         """The mean over the held-out items of a round's base, in nats. A row's own clips shares that deviate."""
-        found = [keys.contribution(round_, i) for i in range(self.arm.replicas)]
+        found = [keys.contribution(round_, i) for i in range(self.arm.settings.get("max_replicas", self.arm.replicas))]
         there = [key for key in found if any(self.store.list(key))]
         manifests = [Contribution.from_bytes(self.store.get(key), key) for key in there]
         by_share = {each.share: each for manifest in manifests for each in manifest.scores}
         sums = [each.sum for each in by_share.values() if each.sum is not None]
         return -math.fsum(sums) / sum(each.count for each in by_share.values())
 
+    def _scale(self, replicas: int) -> None:
+        """Start the replicas that are missing; those above get a notice, publish what they have and leave."""
+        self.wanted = replicas
+        for replica_id in set(range(replicas)) - self.running:
+            self._start(replica_id, self.attempts[replica_id] + 1, self.world.now)
+
     def _start(self, replica_id: int, number: int, at: float) -> None:
+        self.running.add(replica_id)
+        self.attempts[replica_id] = number
         name = f"replica {replica_id}.{number}"
         self.world.spawn(name, lambda clock: self._attempt(clock, replica_id, number), at)
 
     def _attempt(self, clock: VirtualClock, replica_id: int, number: int) -> None:
         stamp = Stamp(f"token {replica_id}.{number}", clock.wall_time)
-        attempt = claim_attempt(self.store, replica_id, None, clock, stamp, background=VirtualBackground(clock))
+        background = VirtualBackground(clock)
+        attempt = claim_attempt(
+            self.store, replica_id, None, clock, stamp, lambda: replica_id >= self.wanted, background
+        )
         assert attempt.number == number, "attempts of a replica begin one after the other"
         ending = run_training(attempt, lambda _: lambda ctx: self._train(ctx, clock, number))
         if clock.process.killed:
             raise Killed(clock.process.name)
-        if ending.code:
+        if ending.code == EXIT_PREEMPTED:
+            self.running.discard(replica_id)
+        elif ending.code:
             raise RuntimeError(ending.error or ending.reason)
 
     def _train(self, ctx: ReplicaContext, clock: VirtualClock, number: int) -> None:

@@ -39,7 +39,18 @@ GUARD_RULES = {  # by name, our own: the settings that only this rule reads
 
 # Settings by how often they are needed: `run --help` lists FIRST, `--help-experts` LAST, `--help-settings` the others.
 FIRST = (
-    *("replicas", "max_replicas", "rounds", "sync_every", "seed", "quorum", "codec", "snapshot_every", "replica_state"),
+    *(
+        "replicas",
+        "max_replicas",
+        "ranks_per_replica",
+        "rounds",
+        "sync_every",
+        "seed",
+        "quorum",
+        "codec",
+        "snapshot_every",
+        "replica_state",
+    ),
     *("max_hours", "max_cost_usd", "track", "strict", "on_halt", "outer.lr", "outer.momentum", "guard.rule"),
 )
 LAST = (  # right as they are for nearly every run
@@ -241,6 +252,11 @@ class RunConfig(Tree):
         description="the most replicas to which the run can be scaled while it trains; data and held-out items are "
         "dealt over so many; None = replicas, for the whole run",
     )
+    ranks_per_replica: int | list[int] = Field(
+        default=1,
+        description="processes (ranks) of a replica, on one machine, which train one model with DDP or fully_shard; or "
+        "the number for each replica, as in 8,4,1",
+    )
     rounds: int = Field(default=100, ge=1, description="outer steps of the run")
     sync_every: int = Field(default=30, ge=1, description="inner steps between outer steps (H)")
     steps: Literal["equal", "equal_time"] = Field(
@@ -339,6 +355,11 @@ class RunConfig(Tree):
     retry: RetryConfig = Field(default_factory=RetryConfig)
     retention: RetentionConfig = Field(default_factory=RetentionConfig)
 
+    @field_validator("ranks_per_replica", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return value.strip("[]() ").split(",") if isinstance(value, str) and "," in value else value
+
     @model_validator(mode="before")
     @classmethod
     def _weights_of_unequal_steps(cls, values: Any) -> Any:
@@ -377,8 +398,9 @@ class RunConfig(Tree):
 
     @model_serializer(mode="wrap")
     def _without_its_later_field(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # Earlier versions, which do not know `max_replicas`, read the run.json of a run of a fixed number of replicas.
-        return {name: value for name, value in dump(self).items() if name != "max_replicas" or value is not None}
+        # Earlier versions, which do not know these, read the run.json of a run that does not use them.
+        unused = {"max_replicas": None, "ranks_per_replica": 1}
+        return {name: value for name, value in dump(self).items() if name not in unused or value != unused[name]}
 
     @field_validator("guard", mode="before")
     @classmethod
@@ -405,6 +427,7 @@ class RunConfig(Tree):
                 f"{self.fragment_update_alpha:g}: both factors of a product must move wholly and in the same round. "
                 'Set fragments=1 and fragment_update_alpha=0, or adapters="mean".'
             )
+        self._check_ranks()
         get_codec(self.codec)  # raises `ConfigError` for one that is no row of its table
         self._check_aggregate()
         if self.steps == "equal_time" and self.quorum == "all":
@@ -440,6 +463,33 @@ class RunConfig(Tree):
                 f'quorum={self.quorum}: choose 1..{self.replicas} (the number of replicas), or "all" to wait for each.'
             )
         return self
+
+    def _check_ranks(self) -> None:
+        """Raise `ConfigError` for numbers of ranks that do not fit the replicas or the other settings."""
+        given = self.ranks_per_replica
+        if isinstance(given, list) and len(given) != self.most_replicas:
+            raise ConfigError(
+                f"ranks_per_replica={given} holds {len(given)} numbers for {self.most_replicas} replicas: give one "
+                "for each, or one for all."
+            )
+        every = given if isinstance(given, list) else [given]
+        if min(every) < 1:
+            raise ConfigError(f"ranks_per_replica={given}: a replica has at least one rank.")
+        if max(every) > 1:
+            for name, value, usual in (
+                ("fragment_update_alpha", self.fragment_update_alpha, 0.0),
+                ("adapters", self.adapters, "mean"),
+            ):
+                if value != usual:
+                    raise ConfigError(
+                        f"{name}={value!r} with ranks_per_replica={given}: it needs the whole model in one process. "
+                        f"Set {name}={usual!r}, or ranks_per_replica=1."
+                    )
+
+    def ranks_of(self, replica_id: int) -> int:
+        """The number of ranks (processes) of a replica."""
+        given = self.ranks_per_replica
+        return given[replica_id] if isinstance(given, list) else given
 
     def _check_aggregate(self) -> None:
         """Raise `ConfigError` if the aggregate is not supported with this run's other settings."""
@@ -591,6 +641,7 @@ class RunSettings(TypedDict, total=False):
     args: Mapping[str, Any]
     replicas: int
     max_replicas: int | None
+    ranks_per_replica: int | list[int]
     rounds: int
     sync_every: int
     steps: Literal["equal", "equal_time"]
@@ -657,13 +708,13 @@ def check_track(track: str | None) -> None:
 def config_of_leg(config: RunConfig, change: Mapping[str, JsonValue], *, guard: bool = False) -> RunConfig:
     """The configuration of a leg (start or resume to stop) that changes some settings of run.json.
 
-    `change`: setting -> value, {"outer.lr": 0.5}. A leg may change its outer optimizer, values of `args` that the run
-    has, in a run with `max_replicas` the number of `replicas`, and with `guard` the guard's settings. Raises
-    `ConfigError` naming the nearest of these, or the error in a value.
+    `change`: setting -> value, {"outer.lr": 0.5}. A leg may change its outer optimizer, the numbers of ranks, values
+    of `args` that the run has, in a run with `max_replicas` the number of `replicas`, and with `guard` the guard's
+    settings. Raises `ConfigError` naming the nearest of these, or the error in a value.
     """
     names = [f"outer.{name}" for name in OuterConfig.model_fields] + [f"args.{name}" for name in sorted(config.args)]
     names += [f"guard.{name}" for name in GuardConfig.model_fields] if guard else []
-    names += ["replicas"] if config.max_replicas is not None else []
+    names += ["ranks_per_replica", *(["replicas"] if config.max_replicas is not None else [])]
     for name in change:
         if name.startswith("guard.") and not guard:
             raise ConfigError(

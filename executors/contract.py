@@ -108,6 +108,8 @@ class LaunchRequest:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # sent by the provider's mechanism for secrets
     timeout_s: float | None = None  # None: the executor's own limit, if it has one
     images: Mapping[str, str] = field(default_factory=dict)  # digests ("sha256:…") of container images by name
+    ranks: int = 1  # processes that the replica starts itself, each of which uses one GPU where there are GPUs
+    ranks_before: int | None = None  # those of the replicas with lower ids; None: one each
 
     def pinned(self, image: str) -> str:
         """The image to send for the executor's option `image`: with its digest from `images`, if it has one there.

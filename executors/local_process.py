@@ -30,7 +30,7 @@ from diloco_orchestrator.executors.machine import (
     VISIBLE,
     ProcessId,
     find_by_environment,
-    gpu_of,
+    gpus_of,
     memory_share,
     sharing_words,
     visible_gpus,
@@ -47,7 +47,8 @@ _POLL_S = 0.02
 class LocalProcessExecutor(RemoteExecutor):
     """Runs each attempt as one process of this machine. SIGTERM ends it, SIGKILL after `grace_s`.
 
-    Replica i sees one GPU, number i modulo those that this process sees, unless the run sets `CUDA_VISIBLE_DEVICES`.
+    Replica i sees one GPU, number i modulo those that this process sees, unless the run sets `CUDA_VISIBLE_DEVICES`. A
+    replica of several ranks sees one for each, the next after those of the replicas before it.
 
     Args:
         directory: For logs and handles, which only this user can read; by default in $XDG_STATE_HOME (~/.local/state).
@@ -136,7 +137,8 @@ class LocalProcessExecutor(RemoteExecutor):
             self._gpus = visible_gpus(os.environ)
             if words := sharing_words(_replicas(request), self._gpus):
                 log.warning("%s", words)
-        return gpu_of(request.replica_id, self._gpus)
+        first = request.replica_id if request.ranks_before is None else request.ranks_before
+        return gpus_of(first, request.ranks, self._gpus)
 
     def _handle(self, request: LaunchRequest, folder: AttemptFolder, process: ProcessId) -> ReplicaHandle:
         native = {

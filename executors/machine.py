@@ -74,9 +74,13 @@ def listed_gpus(listing: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def gpu_of(replica_id: int, gpus: Sequence[str]) -> dict[str, str]:
-    """The environment variable that gives a replica its GPU: number `replica_id` modulo the number of GPUs."""
-    return {VISIBLE: gpus[replica_id % len(gpus)]} if gpus else {}
+def gpus_of(first: int, ranks: int, gpus: Sequence[str]) -> dict[str, str]:
+    """The environment variable that gives a replica of `ranks` processes its GPUs: from number `first` on, modulo all.
+
+    At most all GPUs, each once: the replica refuses more ranks than it sees GPUs.
+    """
+    mine = dict.fromkeys(gpus[(first + rank) % len(gpus)] for rank in range(ranks)) if gpus else {}
+    return {VISIBLE: ",".join(mine)} if gpus else {}
 
 
 def sharing_words(replicas: int, gpus: Sequence[str]) -> str | None:

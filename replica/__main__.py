@@ -7,6 +7,7 @@ import sys
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import ENV_LEAVE_AFTER, load_entrypoint, print_exit_line, unpacked_code
+from diloco_orchestrator.replica.process.rank_processes import RankProcesses
 from diloco_orchestrator.replica.process.run_attempt import (
     LeavingNotice,
     load_training_libraries,
@@ -21,12 +22,15 @@ def main() -> int:
     parser.add_argument("--store", required=True, help="the run's folder")
     parser.add_argument("--replica-id", type=int, required=True)
     parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--ranks", type=int, default=1, help="processes that train the replica's model together")
     Launched.add_options(parser)
     options = parser.parse_args()
     clock, environ = SystemClock(), process_environment()
     leave_after = environ.get(ENV_LEAVE_AFTER)
     notice = LeavingNotice(clock, float(leave_after) if leave_after else None)
     notice.install()
+    arguments = ["--store", options.store, "--replica-id", str(options.replica_id)]
+    arguments += ["--attempt", str(options.attempt), *Launched.of_options(options).arguments()]
     ending = run_attempt(
         options.store,
         options.replica_id,
@@ -36,9 +40,11 @@ def main() -> int:
         background=ThreadBackground(),
         environ=environ,
         should_leave=notice,
-        load_libraries=lambda: load_training_libraries(environ),
+        # The process above ranks trains nothing, and needs no torch.
+        load_libraries=lambda: load_training_libraries(environ) if options.ranks == 1 else None,
         load_entrypoint=load_entrypoint,
         interrupt_if=notice.interrupt_if,
+        train_in_ranks=lambda attempt: RankProcesses(attempt, arguments, environ, clock, notice).run(),
     )
     # Read by providers that report no exit code, and for local processes whose parent has died; by the coordinator for
     # the error of an attempt that wrote no record.

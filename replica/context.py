@@ -5,6 +5,7 @@ The public half only: training itself is in `replica.training.session`.
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
@@ -19,10 +20,14 @@ from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.attached_model import AttachedModel
 from diloco_orchestrator.replica.training.consumed_items import ConsumedItems, ItemsOf
 from diloco_orchestrator.replica.training.drift_meter import DriftMeter
+from diloco_orchestrator.replica.training.exchange import is_sharded
+from diloco_orchestrator.replica.training.follower import Follower, signal_state
 from diloco_orchestrator.replica.training.guard_evidence import GuardEvidence
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn, HeldOutScorer
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
+from diloco_orchestrator.replica.training.island import Island, IslandView, RankedOptimizers
 from diloco_orchestrator.replica.training.kl_probe import KLProbe
+from diloco_orchestrator.replica.training.ranks import Ranks
 from diloco_orchestrator.replica.training.round_hooks import RoundFn
 from diloco_orchestrator.replica.training.session import TrainingSession
 from diloco_orchestrator.replica.training.small_state import check_stateful
@@ -37,9 +42,10 @@ Batch = TypeVar("Batch")
 class ReplicaContext:
     """The argument of the training function: which replica this is, the run's arguments, and `attach`."""
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: Attempt, ranks: Ranks | None = None) -> None:
         self.session: ReplicaSession | None = None  # what `attach` returned
         self._attempt = attempt
+        self._ranks = ranks or Ranks.alone()
 
     @property
     def replica_id(self) -> int:
@@ -53,6 +59,24 @@ class ReplicaContext:
         Nobody reads the part of an id that is vacant.
         """
         return self._attempt.config.most_replicas
+
+    @property
+    def rank(self) -> int:
+        """This process's rank among those of the replica (`ranks_per_replica`), from 0; 0 in a replica of one process.
+
+        The ranks of a replica train one model and share its batches: give each of them another part of the data.
+        """
+        return self._ranks.rank
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of this replica. From two on torch's default process group is theirs, and exists."""
+        return self._ranks.ranks
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank among those of the replica on this machine, from 0."""
+        return self._ranks.local_rank
 
     @property
     def seed(self) -> int:
@@ -76,13 +100,14 @@ class ReplicaContext:
 
     @property
     def device(self) -> torch.device:
-        """The device to train on: the first GPU that this process sees, else the CPU.
+        """The device to train on: the first GPU that this process sees, in a replica of many ranks that of its local
+        rank; without a GPU the CPU.
 
-        Replica i of a local run sees GPU i modulo those of the machine.
+        Replica i of a local run sees GPU i modulo those of the machine; one of R ranks sees the next R.
         """
         for kind, is_there in (("cuda", torch.cuda.is_available), ("mps", torch.backends.mps.is_available)):
             if is_there():
-                return torch.device(kind, 0)
+                return torch.device(kind, self._ranks.local_rank)
         return torch.device("cpu")
 
     def attach(
@@ -104,7 +129,9 @@ class ReplicaContext:
 
         Args:
             model: its `requires_grad` parameters are trained together; the others must be the same in every replica.
-                Buffers are this replica's own, and saved. Compiled or not.
+                Buffers are this replica's own, and saved. Compiled or not. In a replica of many ranks every rank
+                attaches the same model, in DistributedDataParallel or sharded by `fully_shard` (FSDP2), or a plain one
+                whose gradients the loop averages.
             optimizer: the inner optimizer, or all of a loop that steps several: an inner step is then one of each.
             heldout: `heldout(model, items)` returns one number per item, mean nats per token or reward, as `in_loop`
                 says. Without it the kill-switch is off; `launch(guard="off")` says that this is meant.
@@ -123,8 +150,9 @@ class ReplicaContext:
                 seen on them too. The same on all replicas.
 
         Raises:
-            ConfigError: for invalid arguments, a model that is sharded or has no values, if `attach` was called before,
-                or if the held-out set is too small for the run's `guard.notice_drop`.
+            ConfigError: for invalid arguments, a model that has no values or is sharded by FSDP1, if `attach` was
+                called before, if a rank does not call it or brings another model, or if the held-out set is too small
+                for the run's `guard.notice_drop`.
             HeldoutItemInTraining: by `batches`, for a batch with a held-out item.
             ModelMismatch: the model, or its frozen tensors, are not those of the other replicas.
         """
@@ -139,21 +167,6 @@ class ReplicaContext:
         every = [*items, *(vault_items or ())]
         if manifest is not None:
             manifest.check_holds(every)
-        scorer = vault = None
-        if heldout is not None:
-            guard, root = self._attempt.config.guard, manifest.root if manifest else None
-            rule = rule_of(guard.rule)
-            scorer = HeldOutScorer(heldout, items, self.replicas, in_loop, root, guard.per_replica)
-            rule.check_set(guard, len(items))
-            if vault_items is not None:
-                vault = VaultScorer(heldout, vault_items, self.replicas, in_loop, items)
-                if not rule.asks_vault and self.replica_id == 0:
-                    log.warning("vault_items are never scored: the guard rule %s does not ask for them", guard.rule)
-            # `launch` says so of the items that it was given.
-            if self.replica_id == 0 and not self.heldout_items and (few := self._attempt.config.too_few_to_fold):
-                log.warning("%s", few)
-        elif self.replica_id == 0 and self._attempt.config.guard.rule != "off":
-            log.warning('no heldout function was given: the kill-switch is off (launch with guard="off" to mean it)')
         if vault_items is not None and heldout is None:
             raise ConfigError(
                 "vault_items were given without a heldout function: they confirm its alarms. Pass heldout and "
@@ -166,12 +179,52 @@ class ReplicaContext:
         compared = None
         if manifest is not None or items_of is not None:
             compared = ConsumedItems(manifest or HeldoutManifest.of(every), items_of, items)
-        evidence = GuardEvidence(scorer, DriftMeter(kl_probe) if kl_probe else None, compared, vault)
-        attached, optimizers, saved = AttachedModel(model), InnerOptimizers(optimizer), check_stateful(stateful or {})
+        attached, saved = AttachedModel(model), check_stateful(stateful or {})
+        shares = self.ranks > 1 or any(map(is_sharded, attached.parameters.values()))
+        optimizers = RankedOptimizers(optimizer) if shares and not self.rank else InnerOptimizers(optimizer)
         attached.check_optimized(optimizers, saved)
-        parts = attached.split(self._attempt.config, tokenizer)
-        rounds = Participant.join(self._attempt, attached.parameters, parts.names, parts.files, evidence.set)
-        training = TrainingSession(self._attempt, rounds, parts, optimizers, evidence, in_loop, saved)
+        self._ranks.await_all("ctx.attach")
+        replica = f"{self.seed}/replica {self.replica_id}"
+        island = Island(self._ranks, attached, optimizers, saved, heldout, replica)
+        if self.rank:
+            follower = Follower(island, optimizers, in_loop, compared)
+            follower.serve()
+            self.session = ReplicaSession(self._attempt, follower, GuardEvidence(items=compared))
+            return self.session
+        if isinstance(optimizers, RankedOptimizers):
+            optimizers.island = island
+        if kl_probe is not None and self.ranks > 1:
+            raise ConfigError(
+                f"kl_probe with {self.ranks} ranks: a probe measures a model of one process. Leave it out, and pass "
+                "what the training loop measures to observe(kl_to_init=...)."
+            )
+        scorer = vault = None
+        if heldout is not None:
+            guard, root = self._attempt.config.guard, manifest.root if manifest else None
+            rule = rule_of(guard.rule)
+            heldout = island.scored_by_all(heldout)
+            scorer = HeldOutScorer(heldout, items, self.replicas, in_loop, root, guard.per_replica)
+            rule.check_set(guard, len(items))
+            if vault_items is not None:
+                vault = VaultScorer(heldout, vault_items, self.replicas, in_loop, items)
+                if not rule.asks_vault and self.replica_id == 0:
+                    log.warning("vault_items are never scored: the guard rule %s does not ask for them", guard.rule)
+            # `launch` says so of the items that it was given.
+            if self.replica_id == 0 and not self.heldout_items and (few := self._attempt.config.too_few_to_fold):
+                log.warning("%s", few)
+        elif self.replica_id == 0 and self._attempt.config.guard.rule != "off":
+            log.warning('no heldout function was given: the kill-switch is off (launch with guard="off" to mean it)')
+        evidence = GuardEvidence(scorer, DriftMeter(kl_probe) if kl_probe else None, compared, vault)
+        view, whole = None, attached.parameters
+        frozen: Mapping[str, torch.Tensor] = {}
+        if shares:
+            view, frozen = partial(IslandView, island), island.call("frozen")
+            whole = island.call("gather", tuple(whole))
+        parts = attached.split(self._attempt.config, tokenizer, view, frozen)
+        rounds = Participant.join(self._attempt, whole, parts.names, parts.files, evidence.set)
+        del whole  # perhaps copies
+        training = TrainingSession(self._attempt, rounds, parts, optimizers, evidence, in_loop, saved, island)
+        signal_state(self._ranks, True, 0, rounds.open.round, stopped=False, preempted=False)
         self.session = ReplicaSession(self._attempt, training, evidence)
         return self.session
 
@@ -182,7 +235,7 @@ class ReplicaSession:
     Leaving the context early publishes nothing: the replica's next attempt trains the open round again.
     """
 
-    def __init__(self, attempt: Attempt, training: TrainingSession, evidence: GuardEvidence) -> None:
+    def __init__(self, attempt: Attempt, training: TrainingSession | Follower, evidence: GuardEvidence) -> None:
         self._attempt = attempt
         self._training = training
         self._evidence = evidence

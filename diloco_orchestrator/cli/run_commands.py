@@ -1,6 +1,7 @@
 """Commands that start, supervise, stop or tidy up a run: run, plan, demo, attach, resume, halt, scale, gc."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -204,6 +205,7 @@ class _ResumeCommand(_RunCommand):
     default="",
     help="Let the guard begin anew, with a new baseline and the --guard-… given; WHY goes into the log.",
 )
+@click.option("--ranks", metavar="N", help="Ranks (processes) of a replica from now on, or of each, as in 2,1.")
 @json_option
 def resume(
     url: str,
@@ -212,6 +214,7 @@ def resume(
     replicas: int | None,
     why: str,
     override_guard: str,
+    ranks: str | None,
     as_json: bool,
     **given: Any,
 ) -> int:
@@ -224,8 +227,12 @@ def resume(
     guard, means = cast("GuardSettings", take_part("guard", given)), _means(given)
 
     def begin() -> "Run":
+        numbers = None if ranks is None else [int(each) for each in re.findall(r"\d+", ranks)]
+        of_ranks = {"ranks_per_replica": numbers[0] if len(numbers) == 1 else numbers} if numbers else {}
         run = attach(url, **means)
-        return run.resume(rounds, from_round, why, override_guard=override_guard, guard=guard, replicas=replicas)
+        return run.resume(
+            rounds, from_round, why, override_guard=override_guard, guard=guard, replicas=replicas, **of_ranks
+        )
 
     return follow(begin, as_json=as_json)
 

@@ -16,6 +16,9 @@ from diloco_orchestrator.config import FIRST, LAST, RunConfig
 from diloco_orchestrator.errors import ConfigError
 
 _ELSEWHERE = {"entrypoint", "args", "env", "heldout_items"}  # an argument; own options; for Python callers only
+_SHORT: dict[tuple[str, ...], str] = {
+    ("ranks_per_replica",): "ranks"
+}  # names of options that are shorter than those of the setting
 _JOIN = "__"  # between the names of a nested setting, in click's parameter names
 
 
@@ -116,7 +119,7 @@ def _leaves(tree: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[tupl
 
 
 def _option(path: tuple[str, ...], field: FieldInfo) -> click.Option:
-    flag = "-".join(path).replace("_", "-")
+    flag = _SHORT.get(path) or "-".join(path).replace("_", "-")
     text = f"{field.description}  [default: {field.default}]"
     if field.annotation is bool:
         option = SettingOption([f"--{flag}/--no-{flag}", _JOIN.join(path)], default=None, help=text)

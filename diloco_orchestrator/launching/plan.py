@@ -90,6 +90,11 @@ def prepare_launch(
     name = entrypoint if isinstance(entrypoint, str) else entrypoint_of(entrypoint)
     config = make_config({"entrypoint": name, "heldout_items": list(heldout_items), **settings})
     rule = rule_of(config.guard.rule)
+    if 0 < len(heldout_items) < config.most_replicas:
+        raise ConfigError(
+            f"{len(heldout_items)} held-out items cannot be dealt over {config.most_replicas} replicas: give at least "
+            "one for each, better a hundred, or a smaller max_replicas."
+        )
     if heldout_items:
         rule.check_set(config.guard, len(heldout_items))
     try:

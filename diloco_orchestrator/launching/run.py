@@ -264,6 +264,7 @@ class Run:
         *,
         override_guard: str = "",
         guard: GuardSettings | None = None,
+        ranks_per_replica: int | list[int] | None = None,
         replicas: int | None = None,
     ) -> "Run":
         """Resume a run that has stopped: begin its next leg (until its next stop), and launch the replicas.
@@ -272,8 +273,9 @@ class Run:
         that the run stopped on, and after a halt by the guard the one with the best held-out score. `override_guard`:
         the reason for which the guard begins anew, with a new baseline and the settings in `guard`; everybody sees it
         in the leg's record and in `status`. By default the guard goes on from its state at that base. `replicas`: how
-        many the leg begins with, in a run with `max_replicas`; by default as many as the leg before began with. Raises
-        `ConfigError` for a run that goes on, for settings without a reason, or naming the nearest base for a round that
+        many the leg begins with, in a run with `max_replicas`; by default as many as the leg before began with.
+        `ranks_per_replica`: from now on, where machines of another size go on with the run. Raises `ConfigError` for a
+        run that goes on, for settings without a reason, or naming the nearest base for a round that
         left none.
         """
         run_log, executor = self._reader.log, self._means.executor
@@ -287,9 +289,9 @@ class Run:
             by="resume",
             why=why,
             stamp=self._means.stamp,
-            change=None if replicas is None else {"replicas": replicas},
             override_guard=override_guard,
             guard=cast(Mapping[str, JsonValue] | None, guard),
+            change=_given(replicas=replicas, ranks_per_replica=cast(JsonValue, ranks_per_replica)),
         )
         remember_leg(run_log, begin)
         return _supervised(run_log, self._means, self._track)
@@ -297,6 +299,11 @@ class Run:
     def logs(self, replica_id: int, attempt: int | None = None, tail: int | None = None) -> Iterator[str]:
         """Output lines of an attempt (by default the newest): from its executor while it runs, then from the bucket."""
         return log_lines(self._reader, replica_id, attempt, tail, self._means.executor)
+
+
+def _given(**settings: JsonValue) -> Mapping[str, JsonValue]:
+    """The settings that are not None."""
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def launch(

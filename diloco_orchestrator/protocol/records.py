@@ -384,7 +384,7 @@ class Contribution(Record):
     """The manifest of a replica's response to a round. It is written after the objects that it names, so they exist."""
 
     record: ClassVar[str] = "contribution"
-    later_fields: ClassVar[frozenset[str]] = frozenset({"residual"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"residual", "ranks"})
     round: int = Field(ge=1)
     leg: int = Field(ge=1)
     replica_id: int = Field(ge=0)
@@ -413,6 +413,7 @@ class Contribution(Record):
     consumed: Consumed | None = None  # items of its steps, compared with the held-out set; None: not compared
     progress: Progress | None = None
     train_s: float = Field(default=0.0, ge=0)  # from the round's opening to this manifest, on the author's clock
+    ranks: int | None = Field(default=None, ge=2)  # processes of the author, for readers; None: one
 
     @property
     def own_steps(self) -> int:

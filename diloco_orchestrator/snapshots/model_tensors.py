@@ -6,6 +6,7 @@ training and are each replica's own; `snapshots.buffers` has those of a base.
 
 import json
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -19,9 +20,22 @@ _COMPILED = "_orig_mod"  # the name under which `torch.compile` holds the module
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside a `torch.compile` wrapper, which shares its parameters; any other model itself."""
-    inner = getattr(model, _COMPILED, model)
-    return inner if isinstance(inner, torch.nn.Module) else model
+    """The model inside wrappers of `torch.compile` and DistributedDataParallel, which share its parameters."""
+    while True:
+        inner = getattr(model, _COMPILED, None)
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if not isinstance(inner, torch.nn.Module):
+            return model
+        model = inner
+
+
+def class_name(model: torch.nn.Module) -> str:
+    """The name of a model's class, without the class that `fully_shard` derives from it."""
+    kind = type(model)
+    return (
+        kind.__bases__[-1].__name__ if any(each.__name__ == "FSDPModule" for each in kind.__bases__) else kind.__name__
+    )
 
 
 def plain_name(name: str) -> str:
@@ -46,16 +60,17 @@ class Untrained:
     ) -> None:
         state = {plain_name(name): each for name, each in model.state_dict().items() if isinstance(each, torch.Tensor)}
         buffers = {plain_name(name) for name, _ in model.named_buffers()} & state.keys()
-        first_name = {state[name].data_ptr(): name for name in trained if state[name].numel()}
+        first_name = {_address(state[name]): name for name in trained if state[name].numel()}
         self.tied: dict[str, str] = {}  # second names of tensors that have another one, which files hold
         self.frozen: dict[str, torch.Tensor] = {}
         for name, tensor in state.items():
             if name in trained:
                 continue
-            if tensor.numel() and tensor.data_ptr() in first_name:
-                self.tied[name] = first_name[tensor.data_ptr()]
+            address = _address(tensor)
+            if tensor.numel() and address in first_name:
+                self.tied[name] = first_name[address]
                 continue
-            first_name[tensor.data_ptr()] = name
+            first_name[address] = name
             if name not in buffers:
                 self.frozen[name] = (first or {}).get(name, tensor)
         self.buffers = LiveBuffers(model, sorted(buffers - self.tied.keys()))
@@ -131,6 +146,12 @@ def digest_of(tensors: Mapping[str, torch.Tensor], background: Background | None
 def same_bytes(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     """Whether two tensors on the CPU have the same dtype, shape and bytes: NaN equals NaN, and 0 not -0."""
     return TensorSpec.of(ours) == TensorSpec.of(theirs) and memory_of(ours) == memory_of(theirs)
+
+
+def _address(tensor: Any) -> int:
+    """Where a tensor's numbers begin, or those of this process's piece of a DTensor: the same for tied ones."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return int(local.data_ptr()) or -id(local)  # an empty piece is tied to nothing
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

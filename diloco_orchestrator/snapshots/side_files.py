@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from diloco_orchestrator.snapshots.adapter_folder import AdapterFolder
+from diloco_orchestrator.snapshots.model_tensors import class_name
 
 README = "README.md"
 
@@ -49,7 +50,7 @@ def side_files(
     has_adapters = isinstance(getattr(model, "peft_config", None), dict)
     is_of_transformers = hasattr(config, "save_pretrained") and not has_adapters
     if is_of_transformers:
-        config.architectures = [type(model).__name__]
+        config.architectures = [class_name(model)]
     savers = [config] if is_of_transformers else []
     savers += [generation] if generation is not None and not has_adapters else []
     savers += [tokenizer] if tokenizer is not None else []
@@ -57,7 +58,7 @@ def side_files(
     if adapter is not None:
         files["adapter_config.json"] = adapter.config
     if not is_of_transformers:
-        files[README] = readme(type(model).__name__, adapter, tied).encode()
+        files[README] = readme(class_name(model), adapter, tied).encode()
     return files
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_orchestrator.clock import Background, Clock, NoBackground
+from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import DilocoError
 from diloco_orchestrator.executors.contract import ExecutorDenied, OffersToMachines, ServerlessExecutor, part_of
 from diloco_orchestrator.inspection.status import RunReader
@@ -44,9 +45,13 @@ class Means:
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
-    def requests(self, run_log: RunLog, launched: Launched) -> LaunchRequests:
-        """The builder of launch requests for the run of `run_log`, whose configuration `launched` pins."""
-        return LaunchRequests(run_log.run, launched, run_log.store.url, self.storage_options, self.secrets)
+    def requests(self, run_log: RunLog, launched: Launched, leg: RunConfig | None = None) -> LaunchRequests:
+        """The builder of launch requests for the run of `run_log`, whose configuration `launched` pins.
+
+        `leg`: the configuration of the leg (start or resume to stop); None for that in run.json.
+        """
+        where = run_log.run, launched, run_log.store.url
+        return LaunchRequests(*where, self.storage_options, self.secrets, leg=leg)
 
 
 class Coordinator:
@@ -78,7 +83,7 @@ class Coordinator:
         self._scales = self._config.max_replicas is not None
         ids = range(self._config.most_replicas) if self._scales else ()
         self._offered = [each for each in ids if isinstance(part_of(means.executor, each), OffersToMachines)]
-        self._requests = means.requests(run_log, run_log.launched(begin.record))
+        self._requests = means.requests(run_log, run_log.launched(begin.record), self._config)
         self._vendor = Vendor(self._executor, self._requests, background or NoBackground(), clock, self._policy)
         self._fleet = Fleet(
             *(run_log, self._seen, reader.attempts, numbers, self.leg),

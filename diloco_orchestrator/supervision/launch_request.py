@@ -14,6 +14,7 @@ from typing import Any
 from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.code_archive.pack import Archive, CodeBundle, pack
 from diloco_orchestrator.code_archive.requirements import Requirements
+from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.executors.contract import (
     ChecksMachines,
@@ -71,7 +72,8 @@ class LaunchRequests:
 
     `launched`: digests of run.json and of settings changed by a resume, for every command. `storage_options` and
     `secrets` reach replicas as secrets of their provider. `dry`: requests are only shown, so no URL is signed (signing
-    needs credentials), and `check` does not look for the replicas' credentials.
+    needs credentials), and `check` does not look for the replicas' credentials. `leg`: the configuration of the leg
+    (start or resume to stop), for the numbers of ranks; None for the run's first.
     """
 
     run: Run
@@ -80,6 +82,7 @@ class LaunchRequests:
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     dry: bool = False
+    leg: RunConfig | None = None
 
     def without_secrets(self, text: str) -> str:
         """`text`, from a provider, without the credentials sent to it, because the text is recorded."""
@@ -138,14 +141,29 @@ class LaunchRequests:
             code = keys.code(self._code())
             signed = "" if self.dry else readable_url(self.url, self.storage_options, code, CODE_URL_LIFETIME_S)
             secrets[bootstrap.ENV_URL] = signed
+        ranks = list(map(self._of_leg.ranks_of, range(replica_id + 1)))
         return LaunchRequest(
-            self.run.run_id, replica_id, attempt, command, env=env, secrets=secrets, images=self.run.images
+            self.run.run_id,
+            replica_id,
+            attempt,
+            command,
+            env=env,
+            secrets=secrets,
+            images=self.run.images,
+            ranks=ranks[-1],
+            ranks_before=sum(ranks[:-1]),
         )
+
+    @property
+    def _of_leg(self) -> RunConfig:
+        return self.leg or self.run.config
 
     def program(self, replica_id: int, attempt: int, shares_machine: bool) -> tuple[list[str], dict[str, str]]:
         """Command and environment of an attempt, from run.json. Raises `ConfigError` for code that was not uploaded."""
         config = self.run.config
         where = ["--store", self.url, "--replica-id", str(replica_id), "--attempt", str(attempt)]
+        if (ranks := self._of_leg.ranks_of(replica_id)) > 1:
+            where += ["--ranks", str(ranks)]
         where += self.launched.arguments()
         env = {**config.env, ENV_RANK: str(replica_id), ENV_WORLD_SIZE: str(config.most_replicas)}
         if self.secrets:

@@ -129,7 +129,8 @@ def _differences(before: RunConfig, after: RunConfig) -> dict[str, JsonValue]:
     for part in ("args", "guard", "outer"):
         old, new = before.model_dump(mode="json")[part], after.model_dump(mode="json")[part]
         found |= {f"{part}.{name}": value for name, value in new.items() if value != old[name]}
-    return found
+    ranks: JsonValue = after.ranks_per_replica  # type: ignore[assignment]
+    return found if ranks == before.ranks_per_replica else {**found, "ranks_per_replica": ranks}
 
 
 def _guard_state(run_log: RunLog, origin: CommitEntry | None, config: RunConfig) -> dict[str, JsonValue] | None:

@@ -145,6 +145,45 @@ def claim_attempt(
     )
 
 
+def adopted_attempt(
+    store: Store,
+    replica_id: int,
+    number: int,
+    leg: int,
+    claim_sha256: str,
+    clock: Clock,
+    stamp: Stamp,
+    should_leave: Callable[[], bool],
+    background: Background,
+    launched: Launched,
+) -> Attempt:
+    """An attempt that the process above this one has claimed, for a rank of the replica. Writes nothing.
+
+    `leg`: number of the leg that it was claimed in. `claim_sha256`: of the bytes of its claim. The others as in
+    `claim_attempt`. Raises `ConfigError` if the configuration is another than that process was launched for.
+    """
+    run_json = read_optional(store, keys.RUN)
+    if run_json is not None:
+        launched.check_run(run_json, store.url)
+    log = RunLog(store, run_json=run_json)
+    begin = log.begin_of(leg)
+    launched.check_leg(begin.record, store.url)
+    authors = Authors(store, background)
+    authors.know(replica_id, number, claim_sha256)
+    return Attempt(
+        log=log,
+        leg=begin,
+        replica_id=replica_id,
+        number=number,
+        clock=clock,
+        stamp=stamp,
+        claim_sha256=claim_sha256,
+        authors=authors,
+        should_leave=should_leave,
+        background=background,
+    )
+
+
 def _intended(store: Store, replica_id: int, number: int) -> Intent:
     """The intent (the record that announces an attempt) with which a coordinator launched attempt `number`.
 

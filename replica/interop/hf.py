@@ -96,7 +96,7 @@ class ReplicaCallback(TrainerCallback):
         self._metric: Literal["loss", "reward"] = in_loop or ("reward" if reward_functions else "loss")
         if self._metric not in SIGN:
             raise ConfigError(unknown_name("in_loop", self._metric, SIGN))
-        check_trainer(trainer, ctx._attempt.config)
+        check_trainer(trainer, ctx._attempt.config, ctx.ranks)
         adapt_trainer(trainer, ctx.total_steps)
         self.session: ReplicaSession | None = None  # from the beginning of `train` on
         self._trainer = trainer

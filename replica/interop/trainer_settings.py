@@ -13,10 +13,18 @@ from diloco_orchestrator.errors import ConfigError
 log = logging.getLogger(__name__)
 
 
-def check_trainer(trainer: Any, config: RunConfig) -> None:
-    """Raise `ConfigError`, naming setting, value and remedy, for a trainer that cannot be a replica."""
+def check_trainer(trainer: Any, config: RunConfig, ranks: int = 1) -> None:
+    """Raise `ConfigError`, naming setting, value and remedy, for a trainer that cannot be a replica.
+
+    `ranks`: processes of the replica.
+    """
     args = trainer.args
     check_not_trained(trainer.state.global_step)
+    if ranks > 1:
+        raise ConfigError(
+            f"a Trainer in a replica of {ranks} ranks is not supported yet. Write the loop around ctx.attach, with "
+            "DistributedDataParallel or fully_shard (docs/recipes/islands.md), or set ranks_per_replica=1."
+        )
     if getattr(trainer, "is_deepspeed_enabled", False):
         raise ConfigError(
             "the trainer has deepspeed set: a replica's parameters must be whole tensors of one process. Take "

@@ -119,6 +119,10 @@ class LeavingNotice:
             raise Preempted("asked to leave; the training loop had taken no step and no batch, so nothing is lost.")
 
 
+def _refuse_ranks(attempt: Attempt) -> Ending:
+    raise ConfigError(f"replica {attempt.replica_id} has several ranks, which this process does not start.")
+
+
 def run_attempt(
     url: str,
     replica_id: int,
@@ -132,6 +136,7 @@ def run_attempt(
     load_libraries: Callable[[], None],
     load_entrypoint: LoadEntrypoint,
     interrupt_if: InterruptIf = lambda _: None,
+    train_in_ranks: Callable[[Attempt], Ending] = _refuse_ranks,
 ) -> Ending:
     """Claim attempt `number` of a replica, train, and write its exit record. Returns how it ended.
 
@@ -143,6 +148,7 @@ def run_attempt(
         load_libraries: imports what training needs, in this thread, while the attempt is claimed in the background.
         load_entrypoint: "module:function" -> the user's training function.
         interrupt_if: `LeavingNotice.interrupt_if` of that notice; called before and after training.
+        train_in_ranks: trains in other processes, for a replica of many ranks.
 
     Raises nothing: errors of imports and training are recorded. If the attempt cannot be claimed, because the store
     cannot be opened or refuses, no record can be written: its error is printed.
@@ -159,12 +165,12 @@ def run_attempt(
         heartbeat_stamp = Stamp(random_token(), clock.wall_time)
         writer = HeartbeatWriter(store, replica_id, number, attempt.pulse, heartbeat_stamp, attempt.config)
         heartbeat = background.every(attempt.config.timing.heartbeat_s, writer.beat)
-        return _Joined(attempt, heartbeat, _caught(lambda: _ended_before(attempt)))
+        return _Joined(attempt, heartbeat, caught(lambda: _ended_before(attempt)))
 
     with OutputTail() as output:
-        _configure_logging(replica_id, number)
+        configure_logging(replica_id, number)
         joining = background.start(join)
-        not_loaded = _caught(load_libraries)
+        not_loaded = caught(load_libraries)
         try:
             joined = joining.result()
         except Superseded as error:
@@ -172,7 +178,12 @@ def run_attempt(
             return Ending(EXIT_SUPERSEDED, "superseded")  # another process wrote the claim, and writes the records
         except Exception as error:  # of any kind: without a claim there is no attempt to write records for
             return _unclaimed(error, environ)
-        ending = joined.ended or not_loaded or _call_entrypoint(joined.attempt, load_entrypoint, interrupt_if)
+        ending = joined.ended or not_loaded
+        if ending is None and joined.attempt.config.ranks_of(replica_id) > 1:
+            ending = caught(lambda: train_in_ranks(joined.attempt))
+            assert ending is not None, "training has an ending"
+        elif ending is None:
+            ending = call_entrypoint(joined.attempt, load_entrypoint, interrupt_if)
         if ending.code == EXIT_PREEMPTED and joined.attempt.pulse.vacated:
             ending = replace(ending, reason="vacated: the run was scaled down")
         interrupt_if(lambda: False)
@@ -205,10 +216,10 @@ class _Joined:
 
 def train(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Ending:
     """Call the user's training function unless the run is over. Every error becomes an `Ending`; none is raised."""
-    return _caught(lambda: _ended_before(attempt)) or _call_entrypoint(attempt, load_entrypoint)
+    return caught(lambda: _ended_before(attempt)) or call_entrypoint(attempt, load_entrypoint)
 
 
-def _caught(call: Callable[[], Ending | None]) -> Ending | None:
+def caught(call: Callable[[], Ending | None]) -> Ending | None:
     """The result of `call`, or the `Ending` for the error that it raises, of any type: nothing is raised."""
     try:
         return call()
@@ -223,14 +234,18 @@ def _ended_before(attempt: Attempt) -> Ending | None:
     return Ending(EXIT_DONE, "the run had ended before this attempt began")
 
 
-def _call_entrypoint(
+def call_entrypoint(
     attempt: Attempt,
     load_entrypoint: LoadEntrypoint,
     interrupt_if: InterruptIf = lambda _: None,
+    ranks: Any = None,
 ) -> Ending:
-    """Load and call the user's training function. Raises nothing: every error becomes an `Ending`."""
+    """Load and call the user's training function. Raises nothing: every error becomes an `Ending`.
+
+    `ranks`: the `Ranks` of this process in a replica of many; None in a replica of one.
+    """
     try:
-        return _train_or_raise(attempt, load_entrypoint, interrupt_if)
+        return _train_or_raise(attempt, load_entrypoint, interrupt_if, ranks)
     except StoreUnavailable as error:
         if attempt.should_leave():
             log.warning("asked to leave while the store is away, so that nothing could be published: %s", error)
@@ -256,7 +271,7 @@ def _row_of(error: BaseException) -> tuple[int, str] | None:
     return None if code is None else (code, reason.format(error=error))
 
 
-def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint, interrupt_if: InterruptIf) -> Ending:
+def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint, interrupt_if: InterruptIf, ranks: Any) -> Ending:
     entrypoint = attempt.config.entrypoint
     try:
         function = load_entrypoint(entrypoint)
@@ -267,7 +282,7 @@ def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint, interrupt
     from diloco_orchestrator.replica.training import rng
 
     rng.seed_all(attempt.config.seed)  # the same on all replicas, so that they build the same model
-    context = ReplicaContext(attempt)
+    context = ReplicaContext(attempt, ranks)
     interrupt_if(lambda: context.session is not None and context.session.is_unheard)
     function(context)
     session = context.session
@@ -313,7 +328,7 @@ def _encodable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _configure_logging(replica_id: int, number: int) -> None:
+def configure_logging(replica_id: int, number: int) -> None:
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.INFO,

@@ -24,6 +24,7 @@ from diloco_orchestrator.replica.context import ReplicaContext, ReplicaSession
 from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers, NeverStepped
 from diloco_orchestrator.replica.training.position import DataCursor
+from diloco_orchestrator.replica.training.session import TrainingSession
 from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
 
 PATIENCE = 256  # batches without a step of the attached optimizer: more micro-batches than anybody accumulates
@@ -231,7 +232,9 @@ class WatchedContext(ReplicaContext):
                 self.watcher.note_state()
             if (items := self.session._evidence.items) is not None and items.last is not None:
                 self.watcher.notes.last_item = items.last.hex()
-            self.watcher.keep("base", dict(self.session._training._rounds.base.parameters))
+            training = self.session._training
+            assert isinstance(training, TrainingSession), "a conformance run has one rank"
+            self.watcher.keep("base", dict(training._rounds.base.parameters))
         self.watcher.write()
 
     def _batches(self, batches: Callable[[Iterable[Any]], Iterator[Any]]) -> Callable[[Iterable[Any]], Iterator[Any]]:

@@ -1,7 +1,7 @@
 """`AttachedModel`: the user's model in a replica, checked at `attach` and before every contribution."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,18 +32,54 @@ class AttachedModel:
         for name, parameter in self.parameters.items():
             check_whole(name, parameter)
         self._dtypes = {name: parameter.dtype for name, parameter in self.parameters.items()}
+        # torch's class by its name: `torch.distributed.fsdp` takes a second to import where nobody shards.
+        self._reshards: list[Any] = [
+            each for each in self.module.modules() if any(kind.__name__ == "FSDPModule" for kind in type(each).__mro__)
+        ]
 
-    def split(self, config: RunConfig, tokenizer: Any) -> "ModelParts":
-        """The model's fragments, access to their values, and its parts of a snapshot. Raises `ConfigError`."""
+    def reshard(self) -> None:
+        """Free the whole parameters that FSDP2 keeps after a forward pass, so that the model's are the shards again."""
+        for module in self._reshards:
+            module.reshard()
+
+    def split(
+        self,
+        config: RunConfig,
+        tokenizer: Any,
+        view: Callable[[Sequence[str]], FragmentView] | None,
+        frozen: Mapping[str, torch.Tensor],
+    ) -> "ModelParts":
+        """The model's fragments, access to their values, and its parts of a snapshot. Raises `ConfigError`.
+
+        `view`: makes the view of the parameters of some names, for a model in several ranks or sharded; None: all
+        values are in this process. `frozen`: the parameters that are not trained and are sharded, whole.
+        """
         schedule = SyncSchedule(
             config.sync_every, config.fragments, config.fragment_sync_delay, config.fragment_update_alpha
         )
         names, views = split_fragments(self.parameters, config.fragments), list[FragmentView]()
-        views += views_of(self.parameters, names, mixes=schedule.alpha > 0, in_background=schedule.delay > 0)
+        if view is None:
+            views += views_of(self.parameters, names, mixes=schedule.alpha > 0, in_background=schedule.delay > 0)
+        else:
+            self._check_ranks_support(config)
+            views += map(view, names)
         if config.adapters == "mean":
-            return ModelParts(self, names, views, schedule, ModelFiles.of(self.module, tokenizer))
+            return ModelParts(self, names, views, schedule, ModelFiles.of(self.module, tokenizer, frozen=frozen))
         exact = ExactAdapters(self.module, self.parameters)
         return ModelParts(self, names, [ExactView(views[0], exact)], schedule, exact.model_files(tokenizer))
+
+    @staticmethod
+    def _check_ranks_support(config: RunConfig) -> None:
+        """Raise `ConfigError` for settings that need all values of a model in one process."""
+        for name, value, usual in (
+            ("fragment_update_alpha", config.fragment_update_alpha, 0.0),
+            ("adapters", config.adapters, "mean"),
+        ):
+            if value != usual:
+                raise ConfigError(
+                    f"{name}={value!r} needs the whole model in one process; this one is sharded, or in several ranks. "
+                    f"Set {name}={usual!r}, or train with one rank and without fully_shard."
+                )
 
     def check_optimized(self, optimizers: InnerOptimizers, stateful: Mapping[str, Any]) -> None:
         """Raise `ConfigError` unless the optimizers train this model; log parameters that none of them trains.
@@ -67,6 +103,7 @@ class AttachedModel:
 
     def check_unchanged(self) -> None:
         """Raise `ConfigError` if the parameters are other objects than at `attach`: those are not synchronised."""
+        self.reshard()
         now = {plain_name(name): parameter for name, parameter in self.module.named_parameters()}
         for name, parameter in self.parameters.items():
             if now.get(name) is not parameter:

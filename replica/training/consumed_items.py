@@ -14,6 +14,15 @@ ItemsOf = Callable[[Any], Iterable[Any]]
 Batch = TypeVar("Batch")
 
 
+def together(first: Consumed | None, *others: Consumed | None) -> Consumed | None:
+    """The compared items of several ranks of a replica, in rank order, as one; the first one's if there is no other."""
+    if first is None or not any(others):
+        return first
+    found = [each for each in (first, *others) if each is not None]
+    digest = hashlib.sha256("".join(each.digest for each in found).encode()).hexdigest()
+    return Consumed(items=sum(each.items for each in found), digest=digest)
+
+
 class ConsumedItems:
     """The training items of this replica, checked against the held-out ones.
 

@@ -14,6 +14,7 @@ import torch
 from diloco_orchestrator.allreduce.vectors import FlatTensors, aligned, empty
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.replica.training.exchange import is_sharded
 from diloco_orchestrator.replica.training.handover import Handover, PlainCopies, handover_of
 
 
@@ -178,7 +179,7 @@ def views_of(
 
 
 def check_whole(name: str, parameter: torch.nn.Parameter) -> None:
-    """Raise `ConfigError` unless `Fp32View` supports a parameter: one whole tensor, neither meta nor sharded."""
+    """Raise `ConfigError` unless a parameter can be trained: a plain tensor with values, or a DTensor."""
     kind = type(parameter.data)
     if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
         raise ConfigError(
@@ -195,12 +196,14 @@ def check_whole(name: str, parameter: torch.nn.Parameter) -> None:
             "shape (…, 2), nn.Parameter(torch.view_as_real(weight)), and use torch.view_as_complex(parameter) in "
             "forward."
         )
-    if hasattr(parameter, "placements") or "FlatParameter" in (kind.__name__, type(parameter).__name__):
+    if "FlatParameter" in (kind.__name__, type(parameter).__name__) or name.endswith("_flat_param"):
         raise ConfigError(
-            f"the model's parameter {name!r} is sharded ({kind.__name__}, as of FSDP): a replica's parameters must be "
-            "whole tensors of one process. Leave fully_shard and parallelize_module out; each replica trains on one "
-            "device."
+            f"the model's parameter {name!r} is a FlatParameter, of FullyShardedDataParallel (FSDP1), which hides the "
+            "model's own parameters. Shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead, and remove the "
+            "wrapper."
         )
+    if is_sharded(parameter):
+        return
     if kind is not torch.Tensor:
         raise ConfigError(
             f"the model's parameter {name!r} is a {kind.__name__}: a replica's trainable parameters must be plain "

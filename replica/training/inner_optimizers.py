@@ -14,6 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.replica.training.exchange import is_sharded, local_part
 from diloco_orchestrator.replica.training.tensor_tree import check_packable
 
 log = logging.getLogger(__name__)
@@ -97,27 +98,53 @@ class InnerOptimizers:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the only optimizer as it saves it, or of several as a list."""
-        states = [each.state_dict() for each in self.all]
-        return states[0] if len(states) == 1 else {_SEVERAL: states}
+        return self.local_state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a result of `state_dict`. Raises `ConfigError` if it is of another number of optimizers."""
-        states = state.get(_SEVERAL, [state])
-        if len(states) != len(self.all):
-            raise ConfigError(
-                f"this attempt attaches {len(self.all)} optimizers, and the saved state of this replica holds "
-                f"{len(states)}: give attach the same ones in every attempt."
-            )
-        for each, saved in zip(self.all, states, strict=True):
+        self.check_number(state)
+        self.load_local_state_dict(state)
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """`state_dict` as this process holds it: with sharded tensors where parameters are sharded."""
+        return self.joined_states([each.state_dict() for each in self.all])
+
+    def load_local_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a result of `local_state_dict`, in this process alone."""
+        for each, saved in zip(self.all, self.states_in(state), strict=True):
             each.load_state_dict(dict(saved))
             if _saves_as_torch(each):
                 _restore_dtypes(each, saved)
+
+    @staticmethod
+    def states_in(state: Mapping[str, Any]) -> list[Any]:
+        """The state of each optimizer in a result of `state_dict`."""
+        found: list[Any] = state.get(_SEVERAL, [state])
+        return found
+
+    @staticmethod
+    def joined_states(states: list[Any]) -> dict[str, Any]:
+        """The states of all optimizers as one: the inverse of `states_in`."""
+        return states[0] if len(states) == 1 else {_SEVERAL: states}
+
+    def check_number(self, state: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` if a result of `state_dict` is of another number of optimizers."""
+        if (saved := len(self.states_in(state))) != len(self.all):
+            raise ConfigError(
+                f"this attempt attaches {len(self.all)} optimizers, and the saved state of this replica holds "
+                f"{saved}: give attach the same ones in every attempt."
+            )
+
+    def numbered_parameters(self) -> dict[tuple[int, int], torch.Tensor]:
+        """The parameters by number of the optimizer and number within it, as torch numbers them in a `state_dict`."""
+        groups = [[p for group in each.param_groups for p in group["params"]] for each in self.all]
+        return {(number, index): p for number, each in enumerate(groups) for index, p in enumerate(each)}
 
     def check_state(self) -> None:
         """After the first step: warn of an optimizer without state; raise `ConfigError` for one that is not savable."""
         for each in self.all:
             state = each.state_dict()
-            check_packable(state, f"the state of the optimizer {type(each).__name__}")
+            check_packable(_of_this_rank(state), f"the state of the optimizer {type(each).__name__}")
             if not state.get("state") and not _is_plain_sgd(each):
                 log.warning(
                     "the optimizer %s has no state after its first step, so that none is saved. If it keeps moments "
@@ -128,15 +155,30 @@ class InnerOptimizers:
 
     def clear(self) -> None:
         """Drop all state."""
+        self.clear_local()
+
+    def clear_local(self) -> None:
+        """Drop all state of this process."""
         for each in self.all:
             each.state.clear()
 
     def clear_not_finite(self) -> int:
         """Drop the state of every parameter for which it is not finite. Returns the number of such parameters."""
-        poisoned = [(each.state, p) for each in self.all for p in each.state if not _all_finite(each.state[p])]
-        for state, parameter in poisoned:
+        return self.clear_numbers(self.not_finite())
+
+    def not_finite(self) -> set[tuple[int, int]]:
+        """The numbers (`numbered_parameters`) of the parameters whose state in this process is not finite."""
+        numbered = self.numbered_parameters().items()
+        return {key for key, p in numbered if not _all_finite(self.all[key[0]].state.get(p, {}))}
+
+    def clear_numbers(self, numbers: set[tuple[int, int]]) -> int:
+        """Drop the state of the parameters with these numbers, as far as there is one. Returns how many had one."""
+        numbered = self.numbered_parameters()
+        found = [(self.all[key[0]].state, numbered[key]) for key in sorted(numbers)]
+        found = [(state, parameter) for state, parameter in found if parameter in state]
+        for state, parameter in found:
             del state[parameter]
-        return len(poisoned)
+        return len(found)
 
 
 def _unwrapped(given: Any) -> Any:
@@ -209,7 +251,17 @@ def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
 
 def _all_finite(state: Mapping[str, Any]) -> bool:
     floats = (v for v in state.values() if isinstance(v, torch.Tensor) and v.is_floating_point())
-    return all(bool(torch.isfinite(value).all()) for value in floats)
+    return all(bool(torch.isfinite(local_part(value)).all()) for value in floats)
+
+
+def _of_this_rank(value: Any) -> Any:
+    """A state with this rank's pieces in place of sharded tensors, which are saved whole."""
+    match value:
+        case dict():
+            return {key: _of_this_rank(each) for key, each in value.items()}
+        case list() | tuple():
+            return type(value)(map(_of_this_rank, value))
+    return local_part(value) if is_sharded(value) else value
 
 
 # Gradients in a row that were computed and dropped without a step. A GradScaler drops those of its first batches while

@@ -3,7 +3,7 @@
 import logging
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.records import Metric, Progress
@@ -43,6 +43,26 @@ class ObservedMetrics:
         self.inner_steps = self.tokens = 0
         self._values = {}
         return taken
+
+    def taken_raw(self) -> tuple[dict[str, list[float]], int]:
+        """The observed values by name, in step order, and the tokens, both since the last call. For a rank of many."""
+        taken = self._values, self.tokens
+        self._values, self.tokens = {}, 0
+        return taken
+
+    def add_of_ranks(self, others: Sequence[tuple[Mapping[str, Sequence[float]], int]]) -> None:
+        """Add what the other ranks of this replica observed, before `take`: (values by name in step order, tokens).
+
+        A value counts as the mean over the ranks that observed one in that step; tokens are summed.
+        """
+        for name in sorted({name for values, _ in others for name in values}):
+            every = [self._values.get(name, []), *(values.get(name, []) for values, _ in others)]
+            steps = max(map(len, every))
+            columns = [[each[step] for each in every if step < len(each)] for step in range(steps)]
+            self._values[name] = [math.fsum(column) / len(column) for column in columns]
+        tokens = sum(count for _, count in others)
+        self.tokens += tokens
+        self.total_tokens += tokens
 
     def count_step(self) -> None:
         """Count one inner step."""

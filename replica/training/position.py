@@ -21,10 +21,13 @@ class DataCursor:
 
     If `data` has `state_dict` and `load_state_dict`, they give the position. Otherwise the batches already seen are
     skipped, one by one, in an epoch that starts from the same random numbers, so that a shuffle gives the same order.
+
+    `begin_epoch(number)` is called before each epoch is drawn.
     """
 
-    def __init__(self, data: Iterable[Any]) -> None:
+    def __init__(self, data: Iterable[Any], begin_epoch: Callable[[int], None] = lambda epoch: None) -> None:
         self._data = data
+        self._begin_epoch = begin_epoch
         self._stateful = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
         self._epoch = 0
         self._batches = 0  # of this epoch
@@ -35,6 +38,7 @@ class DataCursor:
         """The next batch. Raises `ConfigError` if the data yields none."""
         for _ in range(2):
             if self._iterator is None:
+                self._begin_epoch(self._epoch)
                 self._chance = rng.capture(self._generator)
                 self._iterator = iter(self._data)
             for batch in self._iterator:

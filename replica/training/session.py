@@ -16,11 +16,14 @@ from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields, RunRounds
 from diloco_orchestrator.replica.training.attached_model import ModelParts
 from diloco_orchestrator.replica.training.checkpoint import Checkpoint, ResumePoint, SavedState, resume_point
+from diloco_orchestrator.replica.training.consumed_items import together
 from diloco_orchestrator.replica.training.dealt_order import dealt_in
 from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop
+from diloco_orchestrator.replica.training.follower import signal_state
 from diloco_orchestrator.replica.training.guard_evidence import GuardEvidence
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, ShownBase
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers, StepWatch
+from diloco_orchestrator.replica.training.island import Island
 from diloco_orchestrator.replica.training.observed_metrics import ObservedMetrics
 from diloco_orchestrator.replica.training.position import TrainingPosition
 from diloco_orchestrator.replica.training.round_hooks import RoundHooks
@@ -31,7 +34,10 @@ Batch = TypeVar("Batch")
 
 
 class TrainingSession:
-    """The training of one attempt. `rounds`: the run's rounds, joined with the model `parts`."""
+    """The training of one attempt. `rounds`: the run's rounds, joined with the model `parts`.
+
+    `island`: this process as rank 0 among those of the replica, which it signals what to do.
+    """
 
     def __init__(
         self,
@@ -42,6 +48,7 @@ class TrainingSession:
         evidence: GuardEvidence,
         in_loop: str,
         stateful: Mapping[str, Any],
+        island: Island,
     ) -> None:
         self.metrics = ObservedMetrics(in_loop)
         self.preempted = False
@@ -50,7 +57,8 @@ class TrainingSession:
         self._optimizers, self._evidence = optimizers, evidence
         self._loop = DiLoCoLoop(parts.views, rounds, parts.schedule, self._fields)
         self._checkpoint = Checkpoint(attempt, rounds, self._loop, optimizers, stateful)
-        self._hooks = optimizers.watch(self._process_steps, self._count_step)
+        self._island, self._has_others = island, island.ranks.ranks > 1
+        self._hooks = optimizers.watch(self._before_step, self._count_step)
         self._watch = StepWatch(optimizers)
         self._unprocessed = 0  # inner steps that the loop has not counted yet
         seed = attempt.config.seed + 1 + attempt.replica_id
@@ -85,12 +93,15 @@ class TrainingSession:
         """Restore the state of this replica's newest manifest, open the round, and score its base."""
         try:
             self._resume()
+            if self._has_others:
+                self.hooks.add(lambda view: self._island.call("show", view))
             self._open_round()
             self._leave_if_asked()
             self._going = True
             self._end_if_stopped()
         except Preempted as notice:
             self._end_preempted(notice)
+        self._signal_others()
 
     def step(self) -> bool:
         """Process the optimizer steps taken since the last call; rounds are closed here. False: training has ended.
@@ -108,7 +119,14 @@ class TrainingSession:
             self._end_preempted(notice)
         if self._going:
             self._watch.batch_done()
+        self._signal_others()
         return self._going
+
+    def _signal_others(self) -> None:
+        """Let the other ranks of this replica, which wait at this step boundary, go on or end. Nothing without any."""
+        if self._has_others:
+            said = {"stopped": self.stopped, "preempted": self.preempted}
+            signal_state(self._island.ranks, self._going, self.step_count, self.round, **said)
 
     def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
         """Batches until the run stops or this process is preempted; `step` is called between two batches."""
@@ -141,6 +159,12 @@ class TrainingSession:
         self.metrics.count_step()
         self._attempt.pulse.inner_step = self._loop.inner_step + self._unprocessed
 
+    def _before_step(self) -> None:
+        """Before an optimizer's step: process earlier steps that no step boundary has."""
+        if self._unprocessed:
+            self._process_steps()
+            self._signal_others()
+
     def _process_steps(self) -> None:
         """Pass the recorded inner steps to the loop, which synchronises at a round's end."""
         while self._unprocessed:
@@ -167,6 +191,8 @@ class TrainingSession:
             self._rounds.publish_scores(self._fields())
             self._rounds.close()
         self.hooks.tell()
+        if self._has_others:
+            self._island.call("opened", self.metrics.total_inner_steps)
 
     def _score(self) -> None:
         opened = self._rounds.open
@@ -261,6 +287,7 @@ class TrainingSession:
             reset()
         else:
             self._checkpoint.go_back(state)
+        self._lead()
 
     def _write_snapshot_if_due(self) -> None:
         if self._rounds.write_snapshot_if_due():  # its replay gave another base
@@ -272,10 +299,15 @@ class TrainingSession:
         if not self._has_contributed and (self._evidence.set is not None or self.metrics.metric == "reward"):
             self.metrics.warn_of_never_observed()
         self._has_contributed = True
+        others = self._island.call("metrics")[1:] if self._has_others else []
+        self.metrics.add_of_ranks([(each.values, each.tokens) for each in others])
         if self.round == 1:
             self.metrics.warn_of_sequence_sums(self._attempt.config.guard.kl_hard_stop)
+        local = None if self._rounds.open.final_evaluation else self._model
+        fields = self._evidence.added_to(self.metrics.take(), local)
         return replace(
-            self._evidence.added_to(self.metrics.take(), None if self._rounds.open.final_evaluation else self._model),
+            fields,
+            consumed=together(fields.consumed, *(each.consumed for each in others)),
             progress=self._position.progress(self._checkpoint.small.encode()),
             state=self._checkpoint.encode_if_due(),
         )
@@ -305,6 +337,15 @@ class TrainingSession:
             self._rounds.reopen(point.round)
         if point.local:
             self._loop.load_local(point.local, point.from_base)
+        if point.progress is not None:
+            cursor = point.progress.cursor
+            self._lead(int(cursor.get("epoch", 0)), int(cursor.get("batches", 0)))  # type: ignore[arg-type]
+
+    def _lead(self, epoch: int = -1, batches: int = 0) -> None:
+        """Give the other ranks this one's stateful objects, learning rates and, unless negative, place in the data."""
+        if self._has_others:
+            small = self._checkpoint.small
+            self._island.call("follow", small.encode(), small.large(), epoch, batches)
 
     def _leave_if_asked(self) -> None:
         if not self.stopped and self._attempt.should_leave():

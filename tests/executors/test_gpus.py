@@ -9,7 +9,7 @@ import pytest
 from in_processes import request
 
 from executors import LocalProcessExecutor
-from executors.machine import gpu_of, listed_gpus, sharing_words, visible_gpus
+from executors.machine import gpus_of, listed_gpus, sharing_words, visible_gpus
 
 TWO = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aa)\nGPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-bb)\n"
 DIVIDED = """\
@@ -61,8 +61,14 @@ def test_gpus_that_the_launcher_was_given_are_all_it_hands_out(given, gpus, nvid
 
 
 def test_replica_i_gets_gpu_i_modulo_their_number():
-    assert [gpu_of(i, ("a", "b"))["CUDA_VISIBLE_DEVICES"] for i in range(5)] == ["a", "b", "a", "b", "a"]
-    assert gpu_of(0, ()) == {}
+    assert [gpus_of(i, 1, ("a", "b"))["CUDA_VISIBLE_DEVICES"] for i in range(5)] == ["a", "b", "a", "b", "a"]
+    assert gpus_of(0, 1, ()) == {}
+
+
+def test_a_replica_of_several_ranks_gets_the_next_gpus_each_once():
+    gpus = ("a", "b", "c", "d")
+    assert [gpus_of(first, 2, gpus)["CUDA_VISIBLE_DEVICES"] for first in (0, 2, 3)] == ["a,b", "c,d", "d,a"]
+    assert gpus_of(0, 3, ("a", "b")) == {"CUDA_VISIBLE_DEVICES": "a,b"}
 
 
 def test_several_replicas_on_one_gpu_are_said_in_one_line(nvidia_smi, tmp_path, caplog):

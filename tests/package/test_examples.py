@@ -35,6 +35,11 @@ def test_a_plain_loop_and_what_its_bucket_tells(tmp_path):
 
 
 @pytest.mark.slow
+def test_islands_of_sharded_ranks(tmp_path):
+    assert "round 6: held-out before" in run_example("island_fsdp.py", str(tmp_path / "run"))
+
+
+@pytest.mark.slow
 def test_resume_after_a_kill():
     assert "attempts of replica 1: [1, 2]" in run_example("resume_after_kill.py")
 

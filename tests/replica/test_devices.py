@@ -282,17 +282,18 @@ def test_a_model_without_values_is_refused():
             SmallRun().context().attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_a_sharded_model_is_refused(tmp_path):
+def test_a_model_that_one_process_shards_trains_the_bits_of_a_plain_one(tmp_path):
     dist = pytest.importorskip("torch.distributed")
     fsdp, mesh = pytest.importorskip("torch.distributed.fsdp"), pytest.importorskip("torch.distributed.device_mesh")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
-        model = mlp()
+        torch.manual_seed(0)
+        model, run = mlp(), SmallRun()
         fsdp.fully_shard(model, mesh=mesh.init_device_mesh("cpu", (1,)))
-        with pytest.raises(ConfigError, match=r"'0.bias' is sharded \(DTensor, as of FSDP\).*Leave fully_shard"):
-            SmallRun().context().attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        train(run.context(), model)
     finally:
         dist.destroy_process_group()
+    assert digests(run) == digests(plain_run())
 
 
 def test_a_parameter_of_another_kind_of_tensor_is_refused():

@@ -8,7 +8,7 @@ import pytest
 from cli_support import diloco_here
 from real_runs import FAST, reader_of
 
-from diloco_orchestrator import Run
+from diloco_orchestrator import Run, launch, plan_launch
 from diloco_orchestrator.clock import random_token
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
@@ -77,6 +77,19 @@ def test_a_run_is_scaled_up_from_another_process_and_down_again_and_resumed_with
 def test_ranges_of_replicas_that_cannot_be_meant_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
         make_config({"entrypoint": "m:f", **settings})
+
+
+def test_held_out_items_that_cannot_be_dealt_over_all_ids_are_refused_before_the_folder_is_taken(tmp_path):
+    with pytest.raises(ConfigError, match="3 held-out items cannot be dealt over 4 replicas"):
+        launch("tiny_workloads:train", store=str(tmp_path / "bucket"), replicas="2..4", heldout_items=[1, 2, 3])
+    assert not (tmp_path / "bucket").exists()
+
+
+def test_a_plan_says_how_far_a_run_can_be_scaled_and_whose_data_nobody_reads(tmp_path):
+    plan = plan_launch("tiny_workloads:train", str(tmp_path), replicas="2..8", executor="local")
+    assert plan.replicas == 2 and plan.to_json()["most_replicas"] == 8
+    assert "scaling:   up to 8 replicas by `diloco scale`" in "\n".join(plan.lines())
+    assert "dealt over 8: while 2 train, nobody reads the others' parts" in "\n".join(plan.lines())
 
 
 def test_a_run_json_of_a_fixed_number_of_replicas_is_what_earlier_versions_read():

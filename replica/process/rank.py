@@ -1,0 +1,184 @@
+"""`python -m diloco_orchestrator.replica.process.rank`: the process of one rank of a replica of many.
+
+`rank_processes` starts it, in the process that has claimed the attempt, and reads its output and its events: one JSON
+line a second as a sign of life, and how the rank ended. The rank dies with the process that started it.
+"""
+
+import argparse
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from diloco_orchestrator.clock import Clock, SystemClock, ThreadBackground, random_token
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.protocol.launched import Launched
+from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS, load_entrypoint
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.replica.attempt.attempt import Attempt, adopted_attempt
+from diloco_orchestrator.replica.process.run_attempt import (
+    Ending,
+    LeavingNotice,
+    call_entrypoint,
+    caught,
+    configure_logging,
+    load_training_libraries,
+    process_environment,
+)
+from diloco_orchestrator.store.open_store import LASTING, open_store
+
+STACKS = signal.SIGUSR2  # makes a rank print the stacks of all its threads
+ALIVE_S = 1.0  # between two signs of life
+_PARENT_DIED = 1  # PR_SET_PDEATHSIG
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """The arguments of a rank from the process above: its place among the others, and where its events go."""
+
+    rank: int
+    ranks: int
+    leg: int
+    claim_sha256: str
+    events: int  # file descriptor
+    meeting: str  # path of the file through which the ranks find each other
+    parent: int  # pid of the process above
+    timeout_s: float  # of a collective
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of(cls, text: str) -> "RankPlace":
+        return cls(**json.loads(text))
+
+
+class Events:
+    """Sends JSON lines to the process above, from any thread: signs of life with the pulse, and the ending."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._file = os.fdopen(descriptor, "wb", buffering=0)
+
+    def alive(self, pulse: Any) -> None:
+        """Send a sign of life. `pulse`: the `Pulse` of the attempt."""
+        self._send({"pulse": asdict(pulse)})
+
+    def ended(self, ending: Ending) -> None:
+        """Send how this rank ended."""
+        self._send({"ending": {"code": ending.code, "reason": ending.reason, "error": ending.error}})
+
+    def _send(self, event: Mapping[str, Any]) -> None:
+        try:
+            self._file.write(json.dumps(event).encode() + b"\n")  # one write, of which a short one is atomic
+        except OSError:
+            os._exit(1)  # nobody reads any more: the process above has died
+
+
+def main() -> int:
+    """Train as the rank that the command line names, send how that ended, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m diloco_orchestrator.replica.process.rank")
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--replica-id", type=int, required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--place", required=True)
+    Launched.add_options(parser)
+    options = parser.parse_args()
+    place, environ, clock = RankPlace.of(options.place), process_environment(), SystemClock()
+    _die_with(place.parent)
+    faulthandler.register(STACKS, all_threads=True)
+    events, notice = Events(place.events), LeavingNotice(clock)
+    if place.rank == 0:
+        notice.install()
+    configure_logging(options.replica_id, options.attempt)
+    ending = caught(lambda: _train(options, place, environ, clock, events, notice))
+    assert ending is not None, "training has an ending"
+    events.ended(ending)
+    return ending.code
+
+
+def _train(
+    options: argparse.Namespace,
+    place: RankPlace,
+    environ: Mapping[str, str],
+    clock: Clock,
+    events: Events,
+    notice: LeavingNotice,
+) -> Ending:
+    background = ThreadBackground()
+    store = open_store(
+        options.store,
+        json.loads(environ.get(ENV_STORAGE_OPTIONS) or "{}"),
+        clock=clock,
+        retry=LASTING,
+        is_leaving=notice,
+    )
+    attempt: Attempt = adopted_attempt(
+        store,
+        options.replica_id,
+        options.attempt,
+        place.leg,
+        place.claim_sha256,
+        clock,
+        Stamp(random_token(), clock.wall_time),
+        notice,
+        background,
+        Launched.of_options(options),
+    )
+    beats = background.every(ALIVE_S, lambda: events.alive(attempt.pulse))
+    try:
+        load_training_libraries(environ)
+        return call_entrypoint(attempt, load_entrypoint, notice.interrupt_if, _joined(place))
+    finally:
+        notice.interrupt_if(lambda: False)
+        beats.stop()
+        events.alive(attempt.pulse)  # as it is at the end
+
+
+def _joined(place: RankPlace) -> Any:
+    """Make the process group of the replica's ranks, torch's default one, and return this process's `Ranks`.
+
+    Raises `ConfigError` if this machine has GPUs, but fewer than ranks.
+    """
+    # Imported late: what comes before, such as a refused configuration, needs no torch.
+    import torch
+    import torch.distributed as dist
+
+    from diloco_orchestrator.replica.training.ranks import Ranks
+
+    has_gpus = torch.cuda.is_available()
+    if has_gpus:
+        if (gpus := torch.cuda.device_count()) < place.ranks:
+            raise ConfigError(
+                f"this replica has {place.ranks} ranks and sees {gpus} GPU{'s' if gpus > 1 else ''}: each rank needs "
+                "its own. Ask the executor for more, or set ranks_per_replica to their number."
+            )
+        torch.cuda.set_device(place.rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if has_gpus else "gloo",
+        init_method=f"file://{place.meeting}",
+        rank=place.rank,
+        world_size=place.ranks,
+        timeout=timedelta(seconds=place.timeout_s),
+    )
+    return Ranks.joined(place.rank, place.timeout_s)
+
+
+def _die_with(parent: int) -> None:
+    """Make the kernel kill this process when the process `parent`, which started it, dies, even by SIGKILL."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PARENT_DIED, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    # Non-daemon threads of a workload must not keep a finished rank alive.
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

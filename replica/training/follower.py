@@ -1,0 +1,133 @@
+"""`Follower`: the training of a rank other than 0. It counts no round and writes no record, and does
+as rank 0 signals.
+
+It has the part of `TrainingSession` that the user's loop sees through `replica.context.ReplicaSession`.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from diloco_orchestrator.replica.training.consumed_items import ConsumedItems
+from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
+from diloco_orchestrator.replica.training.island import Island, RankMetrics
+from diloco_orchestrator.replica.training.observed_metrics import ObservedMetrics
+from diloco_orchestrator.replica.training.position import DataCursor
+from diloco_orchestrator.replica.training.ranks import CALL, END, GO, Ranks
+from diloco_orchestrator.replica.training.round_hooks import RoundFn, RoundView
+
+Batch = TypeVar("Batch")
+_STOPPED, _PREEMPTED = 1, 2
+_FLAGS = 4
+
+
+def signal_state(ranks: Ranks, going: bool, step_count: int, round_: int, *, stopped: bool, preempted: bool) -> None:
+    """In rank 0, at a step boundary: signal the other ranks that training goes on, or that it has ended, and why.
+
+    `step_count` and `round_` are what `ReplicaSession` shows in every rank. One broadcast.
+    """
+    flags = _STOPPED * stopped + _PREEMPTED * preempted
+    ranks.signal(GO if going else END, step_count, round_ * _FLAGS + flags)
+
+
+class Follower:
+    """One rank's training loop, which goes on, waits and ends as rank 0 signals.
+
+    `items`: of training, compared with held-out ones; None if they are not.
+    """
+
+    def __init__(self, island: Island, optimizers: InnerOptimizers, in_loop: str, items: ConsumedItems | None) -> None:
+        self.metrics = ObservedMetrics(in_loop)
+        self.preempted = self.stopped = False
+        self.round = 0
+        self.hooks = FollowerHooks()
+        self._island = island
+        self._items = items
+        self._going = False
+        self._step_count = 0  # at the last step boundary
+        self._stepped = 0  # inner steps since then
+        self._cursor: DataCursor | None = None
+        self._goes_on_at = (0, 0)  # epoch and batch of the data
+        self._watched = optimizers.watch(self._before_step, self._count_step)
+        island.take_metrics, island.show_round, island.seek = self._take_metrics, self.hooks.call, self._seek
+
+    @property
+    def step_count(self) -> int:
+        """Inner steps of the run, as rank 0 counts them."""
+        return self._step_count + self._stepped
+
+    def serve(self) -> None:
+        """Make the calls that rank 0 signals, until its signal is to go on or to end."""
+        while (signal := self._island.ranks.next_signal()).kind == CALL:
+            assert signal.call is not None, "it is a call"
+            name, args = signal.call
+            getattr(self._island, name)(*args)
+        self._going = signal.kind == GO
+        self._step_count, self._stepped = signal.first, 0
+        self.round, flags = divmod(signal.second, _FLAGS)
+        self.stopped, self.preempted = bool(flags & _STOPPED), bool(flags & _PREEMPTED)
+
+    def begin(self) -> None:
+        """Wait until rank 0 has restored the replica's state and opened the round, and take part in that."""
+        self.serve()
+
+    def step(self) -> bool:
+        """Take part in what rank 0 does between two steps. False: training has ended."""
+        if self._going:
+            self.serve()
+        return self._going
+
+    def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
+        """Batches of this rank's data, from where rank 0 is in its own, until training has ended."""
+        self._cursor = DataCursor(data, self._begin_epoch)
+        self._seek(*self._goes_on_at)
+        while self._going:
+            yield self._cursor.next()
+            self.step()
+
+    def detach(self) -> None:
+        """Remove the hooks that count the optimizers' steps."""
+        for hook in self._watched:
+            hook.remove()
+
+    def _before_step(self) -> None:
+        if self._going and self._stepped:
+            self.serve()
+
+    def _count_step(self) -> None:
+        if self._going:
+            self._stepped += 1
+            self.metrics.count_step()
+
+    def _seek(self, epoch: int, batches: int) -> None:
+        """Go to a batch of an epoch of this rank's data. The epoch is drawn anew, as it was at first."""
+        self._goes_on_at = epoch, batches
+        if self._cursor is not None and (epoch or batches):
+            self._cursor.seek({"epoch": epoch, "batches": batches})
+        self._island.reseed()
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._island.seed(f"{self._island.replica}/epoch {epoch}")
+
+    def _take_metrics(self) -> RankMetrics:
+        values, tokens = self.metrics.taken_raw()
+        return RankMetrics(values, tokens, self._items.take() if self._items else None)
+
+
+class FollowerHooks:
+    """The functions given to `on_round` in a rank other than 0, called with the views that rank 0 sends."""
+
+    def __init__(self) -> None:
+        self._functions: list[RoundFn] = []
+        self._newest: RoundView | None = None
+
+    def add(self, function: RoundFn) -> None:
+        """Call this function for each commit from now on, and at once with the newest that rank 0 has sent."""
+        self._functions.append(function)
+        if self._newest is not None:
+            function(self._newest)
+
+    def call(self, view: RoundView) -> None:
+        """Call every function with the view of a commit."""
+        self._newest = view
+        for function in self._functions:
+            function(view)

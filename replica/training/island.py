@@ -1,0 +1,429 @@
+"""`Island`: what all ranks of a replica do together, begun by rank 0; the others wait for it at step boundaries.
+
+Rank 0 runs the training session and the rounds as a replica of one process does. Where those need the other ranks, for
+values of the model, optimizer state, scores or metrics, rank 0 calls a method of its island by `Island.call`, and every
+rank runs the same method at the same time.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.protocol.records import Consumed
+from diloco_orchestrator.replica.training import rng
+from diloco_orchestrator.replica.training.attached_model import AttachedModel
+from diloco_orchestrator.replica.training.exchange import is_sharded, local_part
+from diloco_orchestrator.replica.training.fp32_shadow import PseudoGradient
+from diloco_orchestrator.replica.training.heldout_scorer import HeldoutFn, undisturbed, values_of
+from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
+from diloco_orchestrator.replica.training.ranks import Exchange, Ranks
+from diloco_orchestrator.replica.training.small_state import SmallState
+from diloco_orchestrator.snapshots.model_tensors import plain_name
+
+Values = Mapping[str, torch.Tensor]
+
+
+class RankMetrics(NamedTuple):
+    """Observations of one rank since the last contribution: values by name in step order, tokens, compared items."""
+
+    values: Mapping[str, Sequence[float]]
+    tokens: int
+    consumed: Consumed | None
+
+
+class _Piece(NamedTuple):
+    """In place of a sharded tensor of an optimizer's state: its dtype. The numbers follow by an `Exchange`."""
+
+    dtype: torch.dtype
+
+
+class Island:
+    """One rank's model, optimizers and functions, and the calls that all ranks make together.
+
+    Made by all ranks at the same time. Raises `ConfigError` in every rank, naming the first difference, if their models
+    differ, and for a parameter of which a part is on no rank.
+
+    Args:
+        stateful: the user's objects, by name, which take rank 0's state after a restart.
+        heldout: scores items on this rank's model; None without a held-out set.
+        replica: names run and replica, from which the other ranks' random numbers follow.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        attached: AttachedModel,
+        optimizers: InnerOptimizers,
+        stateful: Mapping[str, Any],
+        heldout: HeldoutFn | None = None,
+        replica: str = "",
+    ) -> None:
+        self.ranks = ranks
+        self.take_metrics: Callable[[], RankMetrics] = lambda: RankMetrics({}, 0, None)
+        self.show_round: Callable[[Any], None] = lambda view: None
+        self.seek: Callable[[int, int], None] = lambda epoch, batches: None
+        self.reseed: Callable[[], None] = lambda: None
+        self.replica = replica
+        self._attached = attached
+        self._optimizers = optimizers
+        self._stateful = stateful
+        self._heldout = heldout
+        self._held: list[dict[str, torch.Tensor]] = []  # local values put aside by `hold`, innermost last
+        self._source: Any = None  # in rank 0: what the call under way reads from
+        persistent = attached.module.state_dict().keys()
+        self._buffers = {name: each for name, each in attached.module.named_buffers() if name in persistent}
+        self._check_same_model()
+        self._exchange = Exchange(ranks, attached.parameters)
+
+    def _check_same_model(self) -> None:
+        ours = {name: (tuple(p.shape), str(p.dtype)) for name, p in self._attached.parameters.items()}
+        every = self.ranks.everyone(ours)
+        for rank, theirs in enumerate(every):
+            for name in sorted(every[0].keys() | theirs.keys()):
+                if every[0].get(name) != theirs.get(name):
+                    raise ConfigError(
+                        f"rank {rank} of this replica brings another model than rank 0: parameter {name!r} is "
+                        f"{_words(theirs.get(name))} there and {_words(every[0].get(name))} in rank 0. Build the same "
+                        "model in every rank; stages of a pipeline cannot be attached."
+                    )
+
+    def call(self, name: str, *args: Any, source: Any = None) -> Any:
+        """In rank 0: call the method `name` here and in all other ranks; returns what it returns here.
+
+        `source`: what only rank 0 has and the method reads from.
+        """
+        self.ranks.signal_call(name, args)
+        self._source = source
+        try:
+            return getattr(self, name)(*args)
+        finally:
+            self._source = None
+
+    # -- values of the model ---------------------------------------------------------------------------------------
+
+    def gather(self, names: Sequence[str], check: bool = False) -> dict[str, torch.Tensor]:
+        """In rank 0: the model's parameters of these names, whole; elsewhere nothing.
+
+        `check`: raise `ConfigError` in rank 0 if a parameter that every rank holds whole has other values in one.
+        """
+        self._attached.reshard()
+        if check and self.ranks.ranks > 1:
+            self._check_alike(names)
+        return self._exchange.gather(names)
+
+    def install(self, names: Sequence[str]) -> None:
+        """Set parameters to those of rank 0's source, a `Base`."""
+        self._attached.reshard()
+        base: Base = self._source
+
+        def read(name: str, start: int, stop: int) -> torch.Tensor:
+            vector, first = base.parameter_at(name)
+            return vector.read(first + start, first + stop)
+
+        whole = {name: local_part(p) for name, p in self._attached.parameters.items() if name in names}
+        if self.ranks.ranks == 1 and all(each.numel() == base.parameters[name].numel() for name, each in whole.items()):
+            with torch.no_grad():
+                base.copy_into({name: each.view(base.parameters[name].shape) for name, each in whole.items()})
+            return
+        self._exchange.scatter(names, read)
+
+    def restore(self, names: Sequence[str]) -> None:
+        """Set parameters to those of rank 0's source, whole tensors by name."""
+        self._attached.reshard()
+        values: Values = self._source or {}
+        self._exchange.scatter(names, lambda name, start, stop: values[name].reshape(-1)[start:stop].to("cpu"))
+
+    def hold(self, names: Sequence[str]) -> None:
+        """Put this rank's values of parameters aside until `release`."""
+        self._attached.reshard()
+        self._held.append({name: local_part(self._attached.parameters[name]).clone() for name in names})
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Restore the values that the last `hold` put aside."""
+        self._attached.reshard()
+        for name, value in self._held.pop().items():
+            local_part(self._attached.parameters[name]).copy_(value)
+
+    def _check_alike(self, names: Sequence[str]) -> None:
+        """Raise `ConfigError` in rank 0 unless parameters that are whole in every rank have the same bits in all."""
+        whole = [name for name in names if not is_sharded(self._attached.parameters[name])]
+        every = self.ranks.everyone({name: _checksum(self._attached.parameters[name]) for name in whole})
+        for rank, theirs in enumerate(every):
+            for name in whole:
+                if theirs[name] != every[0][name]:
+                    raise ConfigError(
+                        f"parameter {name!r} has other values in rank {rank} than in rank 0: the ranks of a replica "
+                        "train one model. Wrap it in DistributedDataParallel or shard it with fully_shard before "
+                        "ctx.attach."
+                    )
+
+    # -- scores ----------------------------------------------------------------------------------------------------
+
+    def scored_by_all(self, heldout: HeldoutFn) -> HeldoutFn:
+        """`heldout` for rank 0's scorer: every rank scores a part of the items on its own model."""
+        if self.ranks.ranks == 1:
+            return heldout
+
+        @functools.wraps(heldout)
+        def scores(model: torch.nn.Module, items: Sequence[Any]) -> list[float]:
+            found: list[float] = self.call("score", list(items))
+            return found
+
+        return scores
+
+    def score(self, items: Sequence[Any]) -> list[float]:
+        """One number per item, in their order, in every rank. Each rank scores every R-th item, all equally many.
+
+        A rank that is dealt fewer scores its last item again, because a sharded model needs all ranks in each forward
+        pass.
+        """
+        ranks, count = self.ranks.ranks, -(-len(items) // self.ranks.ranks)
+        if self._heldout is None:
+            raise ConfigError(
+                f"rank {self.ranks.rank} was given no heldout function, and rank 0 was: pass it to ctx.attach in every "
+                "rank."
+            )
+        self._share_buffers()
+        mine = [items[index] for index in range(self.ranks.rank, len(items), ranks)]
+        padded = [*mine, *[(mine or list(items))[-1]] * (count - len(mine))]
+        with undisturbed(self._attached.module):
+            values = values_of(self._heldout, self._attached.module, padded, f"rank {self.ranks.rank}")
+        every = self.ranks.everyone(values[: len(mine)])
+        return [every[index % ranks][index // ranks] for index in range(len(items))]
+
+    @torch.no_grad()
+    def _share_buffers(self) -> None:
+        """Set this rank's persistent buffers to rank 0's."""
+        if not self._buffers or self.ranks.ranks == 1:
+            return
+        theirs = self.ranks.shared({} if self.ranks.rank else {n: b.detach().cpu() for n, b in self._buffers.items()})
+        for name, value in theirs.items() if self.ranks.rank else ():
+            self._buffers[name].copy_(value)
+
+    # -- metrics ---------------------------------------------------------------------------------------------------
+
+    def frozen(self) -> dict[str, torch.Tensor]:
+        """In rank 0: the sharded parameters that are not trained, whole, by name; elsewhere nothing."""
+        named = {plain_name(name): p for name, p in self._attached.module.named_parameters() if not p.requires_grad}
+        sharded = {name: named[name] for name in sorted(named) if is_sharded(named[name])}
+        return Exchange(self.ranks, sharded).gather(list(sharded)) if sharded else {}
+
+    def metrics(self) -> list[RankMetrics]:
+        """The observations of each rank since the last call, in rank order."""
+        return self.ranks.everyone(self.take_metrics())
+
+    # -- training state --------------------------------------------------------------------------------------------
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """In rank 0: the optimizers' state with whole tensors, on the CPU where they are sharded."""
+        state = self._optimizers.local_state_dict()
+        sharded = {key: each for key, each in _state_tensors(state) if is_sharded(each)}
+        if not sharded:
+            return dict(state)
+        whole = Exchange(self.ranks, {_name(key): each for key, each in sharded.items()}).gather(
+            [_name(key) for key in sharded]
+        )
+        found: dict[str, Any] = _replaced(state, {key: whole.get(_name(key)) for key in sharded})
+        return found
+
+    def load_optimizer_state(self) -> None:
+        """Load rank 0's source, a result of `optimizer_state` by any number of ranks, into the optimizers of all."""
+        state, parameters = self._source, self._optimizers.numbered_parameters()
+        numbers = {}
+        if not self.ranks.rank:
+            for key, each in _state_tensors(state):
+                parameter = parameters.get(key[:2])
+                if parameter is not None and is_sharded(parameter) and parameter.shape == each.shape:
+                    numbers[key] = each
+        skeleton = _replaced(state, {key: _Piece(each.dtype) for key, each in numbers.items()}) if state else None
+        skeleton = self.ranks.shared(skeleton)
+        pieces = {
+            key: _piece_like(parameters[key[:2]], each.dtype)
+            for key, each in _state_tensors(skeleton)
+            if isinstance(each, _Piece)
+        }
+        if pieces:
+            named = {_name(key): each for key, each in pieces.items()}
+            flat = {_name(key): each.reshape(-1) for key, each in numbers.items()}
+            Exchange(self.ranks, named).scatter(list(named), lambda name, start, stop: flat[name][start:stop])
+        self._optimizers.load_local_state_dict(_replaced(skeleton, pieces))
+
+    def clear(self) -> None:
+        """Drop the optimizers' state."""
+        self._optimizers.clear_local()
+
+    def clear_not_finite(self) -> int:
+        """Drop the optimizers' state of each parameter for which it is not finite in any rank; returns their number."""
+        poisoned = set().union(*self.ranks.everyone(self._optimizers.not_finite()))
+        return self._optimizers.clear_numbers(poisoned)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for each in self._optimizers.all:
+            each.zero_grad()
+
+    def follow(self, small: str, large: Mapping[str, Any], epoch: int, batches: int) -> None:
+        """In the other ranks: take rank 0's stateful objects, learning rates, and position in the data.
+
+        `small`: as in a manifest. `large`: states of the other objects, by name. `epoch`, `batches`: where rank 0 goes
+        on; another rank goes to the same batch of its own data. A negative epoch: each goes on where it is.
+        """
+        if not self.ranks.rank:
+            return
+        SmallState(self._optimizers, self._stateful).load(small, "the call of rank 0")
+        for name, state in large.items():
+            if name in self._stateful:
+                self._stateful[name].load_state_dict(state)
+        if epoch >= 0:
+            self.seek(epoch, batches)
+
+    def opened(self, inner_steps: int) -> None:
+        """At the opening of a round: rank 0's buffers everywhere, and new random numbers in the other ranks.
+
+        Their generators are seeded from run, replica, the replica's inner steps so far, and the rank. So a restarted
+        replica draws the same numbers, though no record holds the generators of any rank but 0.
+        """
+        self._share_buffers()
+        self.reseed = lambda: self.seed(f"{self.replica}/step {inner_steps}")
+        self.reseed()
+
+    def seed(self, words: str) -> None:
+        """Seed the random generators of a rank other than 0 from `words` and its number."""
+        if self.ranks.rank:
+            digest = hashlib.sha256(f"{words}/rank {self.ranks.rank}".encode()).digest()
+            rng.seed_all(int.from_bytes(digest[:4], "little"))
+
+    def show(self, view: Any) -> None:
+        """Call the functions that the user gave to `on_round` in the other ranks. `view`: of the committed round."""
+        if self.ranks.rank:
+            self.show_round(view)
+
+
+class RankedOptimizers(InnerOptimizers):
+    """The optimizers of an island in rank 0: state is saved, loaded and dropped in all ranks together."""
+
+    island: Island  # set once it is made, of these optimizers
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.island.call("optimizer_state")
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.check_number(state)
+        self.island.call("load_optimizer_state", source=state)
+
+    def zero_grad(self) -> None:
+        self.island.call("zero_grad")
+
+    def clear(self) -> None:
+        self.island.call("clear")
+
+    def clear_not_finite(self) -> int:
+        cleared: int = self.island.call("clear_not_finite")
+        return cleared
+
+
+class IslandView:
+    """`FragmentView` of the parameters `names`, whose values are in the ranks of an island, perhaps sharded."""
+
+    def __init__(self, island: Island, names: Sequence[str]) -> None:
+        self._island = island
+        self._names = tuple(names)
+
+    def pseudo_gradient(self, base: Base) -> PseudoGradient:
+        return PseudoGradient(base, self._island.call("gather", self._names, True))
+
+    def handed_over(self, base: Base) -> Callable[[], PseudoGradient]:
+        """Gather copies of the values now. The returned function forms `base - local` from them, in any thread."""
+        copies = self.values()
+        return lambda: PseudoGradient(base, copies)
+
+    def stage(self, base: Base) -> None:
+        """Nothing: ranks take the base when it is installed, in the training thread."""
+
+    def install(self, base: Base, keep: float = 0.0) -> None:
+        """Set the parameters of all ranks to the base. Raises `ValueError` for `keep`."""
+        if keep:
+            raise ValueError("a share of sharded local values cannot be kept.")
+        self._island.call("install", self._names, source=base)
+
+    @contextmanager
+    def holding(self, base: Base) -> Iterator[None]:
+        """Context in which all ranks have the values of a base; restores their own."""
+        self._island.call("hold", self._names)
+        self.install(base)
+        try:
+            yield
+        finally:
+            self._island.call("release")
+
+    def values(self) -> dict[str, torch.Tensor]:
+        return {name: each.clone() for name, each in self._island.call("gather", self._names, True).items()}
+
+    def restore(self, values: Values) -> None:
+        self._island.call("restore", self._names, source=values)
+
+
+# -- optimizer states, as trees of dicts ------------------------------------------------------------------------------
+
+_Key = tuple[int, Any, str]  # number of the optimizer, number of the parameter, name of the value
+
+
+def _state_tensors(state: Any) -> list[tuple[_Key, Any]]:
+    """The values of each parameter in a result of `InnerOptimizers.local_state_dict`, by key, sorted."""
+    found = []
+    for number, each in enumerate(InnerOptimizers.states_in(state)):
+        of_parameters = each.get("state")
+        for index, values in of_parameters.items() if isinstance(of_parameters, Mapping) else ():
+            for name, value in values.items() if isinstance(values, Mapping) else ():
+                if isinstance(value, torch.Tensor | _Piece):
+                    found.append(((number, index, name), value))
+    return sorted(found, key=lambda pair: tuple(map(str, pair[0])))
+
+
+def _replaced(state: Any, values: Mapping[_Key, Any]) -> Any:
+    """A copy of an optimizer state, with other values at some keys. The state itself is unchanged."""
+    states = [
+        {
+            **each,
+            "state": {
+                index: {name: values.get((number, index, name), value) for name, value in of_parameter.items()}
+                for index, of_parameter in each["state"].items()
+            },
+        }
+        if any(key[0] == number for key in values)
+        else each
+        for number, each in enumerate(InnerOptimizers.states_in(state))
+    ]
+    return InnerOptimizers.joined_states(states)
+
+
+def _name(key: _Key) -> str:
+    return ".".join(map(str, key))
+
+
+def _piece_like(parameter: Any, dtype: torch.dtype) -> Any:
+    """A DTensor sharded as a parameter, with new memory for this rank's piece."""
+    from torch.distributed.tensor import DTensor  # imported late: only sharded models need it
+
+    local = torch.zeros_like(local_part(parameter), dtype=dtype)
+    where = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(local, *where, run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """A sum over the bits of a tensor, which differs for other values in all but a contrived case."""
+    flat = tensor.detach().reshape(-1)
+    bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    return int(bits.sum(dtype=torch.int64))
+
+
+def _words(found: tuple[tuple[int, ...], str] | None) -> str:
+    return "absent" if found is None else f"{found[1].removeprefix('torch.')}{list(found[0])}"

@@ -1,0 +1,201 @@
+"""Replicas of several ranks, with real processes over gloo: the same training as by one, deaths, and bad input."""
+
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_runs import FAST, digests, reader_of, wait_for
+
+from diloco_orchestrator import LocalProcessExecutor, Run, RunResult, launch
+from diloco_orchestrator.errors import RunFailed
+from diloco_orchestrator.inspection.verify import verify
+
+pytestmark = pytest.mark.slow
+
+NEAR = 1e-4  # nats per token: sums of gradients over ranks round otherwise than over the rows of one batch
+
+Start = Callable[..., tuple[Run, Path]]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+    def start(entrypoint: str = "train", **settings: Any) -> tuple[Run, Path]:
+        folder = tmp_path_factory.mktemp("island")
+        executor = LocalProcessExecutor(folder / "executor", grace_s=5.0)
+        settings = {**FAST, "replicas": 2, "rounds": 3, "sync_every": 4, "seed": 3, **settings}
+        store = str(folder / "bucket")
+        return launch(f"island_workloads:{entrypoint}", store=store, executor=executor, **settings), folder / "bucket"
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def alone(start: Start) -> tuple[RunResult, Path]:
+    """Two replicas of one process."""
+    run, bucket = start(args={"model": "plain"})
+    return run.wait(), bucket
+
+
+@pytest.fixture(scope="module")
+def islands(start: Start) -> tuple[RunResult, Path]:
+    """Two replicas of two ranks, sharded by `fully_shard`."""
+    run, bucket = start(args={"model": "fsdp"}, ranks_per_replica=2)
+    return run.wait(), bucket
+
+
+def _scores(result: RunResult) -> list[float | None]:
+    return [row.heldout for row in result.metrics]
+
+
+def _names(bucket: Path) -> set[str]:
+    """The names of a run's objects, without those that are drawn."""
+    names = (str(path.relative_to(bucket)) for path in bucket.rglob("*") if path.is_file())
+    return {name for name in names if "claim." not in name and "want/" not in name}
+
+
+# -- the same training ------------------------------------------------------------------------------------------------
+
+
+def test_sharded_islands_train_what_single_processes_do(alone, islands):
+    result, _ = islands
+    assert _scores(result) == pytest.approx(_scores(alone[0]), abs=NEAR)
+    assert [row.tokens for row in result.metrics] == [row.tokens for row in alone[0].metrics]
+    assert [row.contributors for row in result.metrics] == [[0, 1]] * 3 + [[]]
+
+
+def test_a_bucket_says_nothing_of_ranks_but_their_number_in_manifests(alone, islands):
+    assert _names(islands[1]) == _names(alone[1])
+    for bucket, ranks in ((alone[1], None), (islands[1], 2)):
+        manifests = [json.loads(path.read_text()) for path in sorted(bucket.glob("rounds/*/contributions/*.json"))]
+        assert {manifest.get("ranks") for manifest in manifests} == {ranks}
+    start_of = [json.loads((each[1] / "start.json").read_text()) for each in (alone, islands)]
+    assert start_of[0]["parameters"] == start_of[1]["parameters"]
+    assert start_of[0]["base_digest"] == start_of[1]["base_digest"]
+
+
+def test_the_run_of_islands_verifies(islands):
+    report = verify(str(islands[1]))
+    assert report.agrees, report
+
+
+@pytest.mark.parametrize("model", ["ddp", "plain"])
+def test_unequal_islands_train_together(start, alone, model):
+    run, bucket = start(args={"model": model}, ranks_per_replica=[2, 1])
+    assert _scores(run.wait()) == pytest.approx(_scores(alone[0]), abs=NEAR)
+    assert verify(str(bucket)).agrees
+
+
+def test_an_odd_number_of_ranks_with_mixed_precision_and_fragments_goes_on_where_it_was_killed(start, tmp_path):
+    settings = {"replicas": 1, "ranks_per_replica": 3, "fragments": 2}
+    args = {"model": "fsdp", "bf16": True}
+    run, bucket = start(args=args, **settings)
+    run.wait()
+    fault = {"what": "SIGKILL", "replica": 0, "rank": 2, "step": 5, "once": str(tmp_path / "once")}
+    again, killed = start(args={**args, "fault": fault}, **settings)
+    again.wait()
+    assert digests(killed) == digests(bucket) and verify(str(killed)).agrees
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(start, alone):
+    run, bucket = start(args={"model": "fsdp"}, rounds=2, ranks_per_replica=2)
+    run.wait()
+    result = run.resume(rounds=1, ranks_per_replica=[1, 3]).wait()
+    assert _scores(result)[-1] == pytest.approx(_scores(alone[0])[-1], abs=0.05)  # three ranks have 3, 3 and 2 rows
+    assert verify(str(bucket)).agrees
+    newest = sorted(bucket.glob("rounds/*/contributions/1.json"))[-1]
+    assert json.loads(newest.read_text())["ranks"] == 3
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "rank", "reason", "log"),
+    [
+        ("SIGKILL", 1, r"rank 1 of 2 was killed by signal 9 \(SIGKILL", "rank 0 ended too"),
+        ("SIGKILL", 0, r"rank 0 of 2 was killed by signal 9 \(SIGKILL", "rank 1 ended too"),
+        ("raise", 1, "rank 1 of 2: RuntimeError", "planted"),
+        ("SIGSTOP", 1, "rank 1 of 2 gave no sign of life for 10 s", "the stacks of rank 1"),
+        ("sleep", 1, "rank 1 of 2 did not come to a collective in which rank 0 waited for 10 s", "in _fault"),
+        ("supervisor", 1, "", ""),
+    ],
+)
+def test_an_island_that_loses_a_rank_is_named_relaunched_and_ends_with_the_same_bits(
+    start, islands, tmp_path, what, rank, reason, log
+):
+    fault = {"what": what, "replica": 1, "rank": rank, "step": 6, "once": str(tmp_path / "once")}
+    retry = {"backoff_s": 0.0, "hung_after_s": 10.0}
+    run, bucket = start(args={"model": "fsdp", "fault": fault}, ranks_per_replica=2, retry=retry)
+    result = run.wait()
+    assert digests(bucket) == digests(islands[1])
+    assert [row.contributors for row in result.metrics] == [[0, 1]] * 3 + [[]]  # the other island lost no round
+    if reason:
+        ended = reader_of(bucket).attempts.exit(1, 1)
+        assert ended is not None and ended.code == 1
+        assert re.search(reason, ended.reason), ended.reason
+        assert log in (bucket / "replicas/1/attempts/1/log.txt").read_text()
+    assert not _processes_of(bucket)
+
+
+def _processes_of(bucket: Path) -> list[int]:
+    """The living processes with this bucket on their command line, except this one."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            line = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
+        except OSError:
+            continue
+        if str(bucket).encode() in line and int(entry.name) != os.getpid():
+            found.append(int(entry.name))
+    return found
+
+
+def test_a_preempted_island_publishes_its_part_and_goes_on(start):
+    run, bucket = start(args={"model": "ddp"}, rounds=1, sync_every=10_000, quorum=1, ranks_per_replica=[2, 1])
+    waiting = threading.Thread(target=run.wait)
+    waiting.start()
+    attempts = reader_of(bucket).attempts
+
+    def is_training() -> bool:
+        beat = attempts.heartbeat(0, 1)
+        return beat is not None and beat.inner_step > 5
+
+    wait_for(is_training, "an inner step")
+    claim = attempts.claim(0, 1)
+    os.kill(claim.pid, signal.SIGTERM)
+    waiting.join()
+    ended = attempts.exit(0, 1)
+    assert (ended.code, ended.reason) == (75, "preempted")
+    manifest = json.loads((bucket / "rounds/00000001/contributions/0.json").read_text())
+    assert 5 < manifest["origins"][0]["steps"] < 10_000
+    assert attempts.exit(0, 2).code == 0
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "words"),
+    [
+        ("train_with_other_models", "rank 1 of this replica brings another model than rank 0: parameter 'bias'"),
+        ("train_attached_in_rank_0", "not every rank of this replica reached ctx.attach"),
+        ("train_without_ddp", "has other values in rank 1 than in rank 0"),
+        ("train_that_ends_early_in_rank_1", "rank 1 of 2: ended early"),
+        ("train_with_fsdp1", "fully_shard (FSDP2) instead"),
+    ],
+)
+def test_a_workload_that_ranks_cannot_train_is_refused_with_the_remedy(start, entrypoint, words):
+    retry = {"backoff_s": 0.0, "hung_after_s": 5.0}
+    settings = {"replicas": 1, "rounds": 1, "retry": retry, "guard": "off", "quorum": None}
+    run, bucket = start(entrypoint, ranks_per_replica=2, **settings)
+    with pytest.raises(RunFailed):
+        run.wait()
+    ended = reader_of(bucket).attempts.exit(0, 1)
+    assert ended is not None and ended.code == 78
+    assert words in f"{ended.reason} {ended.error}"

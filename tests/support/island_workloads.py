@@ -1,0 +1,155 @@
+"""Training functions for replicas of several ranks: one small model, plain, in DDP, or sharded by `fully_shard`."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+VOCABULARY, WIDTH, LENGTH, BATCH = 29, 18, 8, 8  # no dimension is a multiple of 4, so that pieces are uneven
+
+
+class TinyModel(torch.nn.Module):
+    """A language model whose head is tied to its embedding, with a normalisation that has buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
+        self.hidden = torch.nn.Sequential(torch.nn.Linear(WIDTH, 31), torch.nn.ReLU(), torch.nn.Linear(31, WIDTH))
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.register_buffer("seen", torch.zeros(()))
+        self.head = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.norm(self.hidden(self.embedding(tokens))))
+        return found
+
+
+def global_batch(seed: int, replica_id: int, step: int) -> torch.Tensor:
+    """The (BATCH, LENGTH + 1) tokens that one replica trains on in a step, however many ranks it has."""
+    generator = torch.Generator().manual_seed(1000 * seed + 100 * replica_id + step)
+    start = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
+    return (start + torch.arange(LENGTH + 1) * 3) % VOCABULARY
+
+
+def losses(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean nats per token of every row."""
+    logits = model(tokens[:, :-1])
+    found = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    return found.view(len(tokens), -1).mean(1)
+
+
+def heldout(model: torch.nn.Module, items: Any) -> list[float]:
+    found: list[float] = losses(model, torch.tensor([list(item) for item in items])).tolist()
+    return found
+
+
+HELDOUT = [[(3 * i + k * 3 + i // 29) % VOCABULARY for k in range(LENGTH + 1)] for i in range(14)]
+
+
+def train(ctx: Any) -> None:
+    """Trains `args["model"]`: plain (gradients averaged by the loop), ddp or fsdp; faults by `args["fault"]`."""
+    model: torch.nn.Module = TinyModel()
+    kind = ctx.args.get("model", "ddp")
+    _fault(ctx, -1)
+    if kind == "ddp" and ctx.ranks > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    elif kind == "fsdp" and ctx.ranks > 1:
+        shard(model, ctx.args.get("bf16", False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+    guard = {"heldout": heldout, "heldout_items": HELDOUT} if ctx.args.get("heldout", True) else {}
+    with ctx.attach(model, optimizer, stateful={"schedule": schedule}, **guard) as replica:
+        for step in replica.batches(range(1000)):
+            _fault(ctx, replica.step_count)
+            rows = global_batch(ctx.seed, ctx.replica_id, step)[ctx.rank :: ctx.ranks]
+            loss = losses(model, rows).mean()
+            loss.backward()
+            if kind == "plain" and ctx.ranks > 1:
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= ctx.ranks
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            replica.observe(loss=loss.item(), tokens=rows[:, 1:].numel())
+
+
+def shard(model: Any, bf16: bool) -> None:
+    """Shard a `TinyModel` over all ranks, its tied weights in one group."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if bf16 else {}
+    fully_shard(model.hidden, **policy)
+    fully_shard([model.embedding, model.norm, model.head], **policy)
+    fully_shard(model, **policy)
+
+
+def _fault(ctx: Any, step: int) -> None:
+    """Do what `args["fault"]` says, once: {"what", "replica", "rank", "step", "once": a path}."""
+    fault = ctx.args.get("fault")
+    if not fault or (fault["replica"], fault["rank"], fault["step"]) != (ctx.replica_id, ctx.rank, step):
+        return
+    try:
+        os.close(os.open(fault["once"], os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    match fault["what"]:
+        case "raise":
+            raise RuntimeError("planted")
+        case "sleep":
+            time.sleep(3600)
+        case "return":
+            sys.exit(0)
+        case "supervisor":
+            os.kill(os.getppid(), signal.SIGKILL)
+        case name:
+            Path(fault["once"]).write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.Signals[name])
+
+
+# -- functions that are refused ---------------------------------------------------------------------------------------
+
+
+def train_with_other_models(ctx: Any) -> None:
+    model = torch.nn.Linear(3, 4 + ctx.rank)
+    ctx.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def train_attached_in_rank_0(ctx: Any) -> None:
+    model = torch.nn.Linear(3, 4)
+    if ctx.rank == 0:
+        ctx.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    dist.barrier()
+
+
+def train_without_ddp(ctx: Any) -> None:
+    model = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ctx.attach(model, optimizer) as replica:
+        for _ in replica.batches(range(10)):
+            model(torch.randn(2, 3)).sum().backward()
+            optimizer.step()
+
+
+def train_that_ends_early_in_rank_1(ctx: Any) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ctx.attach(model, optimizer) as replica:
+        for step in range(3 if ctx.rank else 1000):
+            model(torch.full((2, 3), float(step))).sum().backward()
+            optimizer.step()
+            if not replica.step():
+                break
+
+
+def train_with_fsdp1(ctx: Any) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(torch.nn.Linear(3, 4), device_id=torch.device("cpu"))
+    ctx.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
