@@ -39,7 +39,18 @@ GUARD_RULES = {  # by name, our own: the settings that only this rule reads
 
 # Settings by how often they are needed: `run --help` lists FIRST, `--help-experts` LAST, `--help-settings` the others.
 FIRST = (
-    *("replicas", "max_replicas", "rounds", "sync_every", "seed", "quorum", "codec", "snapshot_every", "replica_state"),
+    *(
+        "replicas",
+        "max_replicas",
+        "ranks_per_replica",
+        "rounds",
+        "sync_every",
+        "seed",
+        "quorum",
+        "codec",
+        "snapshot_every",
+        "replica_state",
+    ),
     *("max_hours", "max_cost_usd", "track", "strict", "on_halt", "outer.lr", "outer.momentum", "guard.rule"),
 )
 LAST = (  # right as they are for nearly every run
@@ -84,7 +95,7 @@ class TimingConfig(Tree):
     heartbeat_s: float = Field(
         default=10.0,
         gt=0,
-        description="least s between heartbeats, each a PUT; one and a half rounds, at most hung_after_s / 3",
+        description="least s between heartbeats, each a PUT; two rounds, at most hung_after_s / 2.5",
     )
 
 

@@ -95,6 +95,7 @@ def pages_of(page: Path) -> set[Path]:
     return {found for path in paths if (found := (page.parent / path).resolve()).suffix == ".md"}
 
 
+@functools.cache
 def clicks() -> dict[Path, int]:
     """Pages that can be reached from the start page by links, with the least number of clicks."""
     found, edge = {START: 0}, [START]

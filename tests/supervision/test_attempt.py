@@ -89,6 +89,7 @@ def ended(outcome: Outcome, reason: str, at: float = NOW) -> Ended:
     return Ended(outcome, at, reason)
 
 
+QUEUED = replace(RUNNING, pending=True)
 REFUSED_POD = VendorSaid(ReplicaStatus(ReplicaState.PENDING, "refused", message="its pod is refused"))
 
 
@@ -197,10 +198,10 @@ ROWS = [
     (DENIED, Tick(), replace(LAUNCHING, refusal=DENIAL), CallLaunch()),
     (replace(DENIED, retry_at=1000.1), Tick(), replace(DENIED, retry_at=1000.1)),
     # launched
-    (RUNNING, said(ReplicaState.PENDING), RUNNING),
-    (RUNNING, REFUSED_POD, replace(RUNNING, waits_for="its pod is refused"), WriteWaiting("its pod is refused")),
-    (replace(RUNNING, waits_for="its pod is refused"), REFUSED_POD, replace(RUNNING, waits_for="its pod is refused")),
-    (replace(RUNNING, running_since=None), said(ReplicaState.PENDING), replace(RUNNING, running_since=None)),
+    (RUNNING, said(ReplicaState.PENDING), QUEUED),
+    (RUNNING, REFUSED_POD, replace(QUEUED, waits_for="its pod is refused"), WriteWaiting("its pod is refused")),
+    (replace(RUNNING, waits_for="its pod is refused"), REFUSED_POD, replace(QUEUED, waits_for="its pod is refused")),
+    (QUEUED, said(ReplicaState.RUNNING), RUNNING),
     (replace(RUNNING, running_since=None), said(ReplicaState.RUNNING), replace(RUNNING, running_since=NOW)),
     (replace(RUNNING, blind_since=5.0), said(ReplicaState.RUNNING), RUNNING),
     (RUNNING, said(ReplicaState.SUCCEEDED), ended(Outcome.DONE, "succeeded")),
