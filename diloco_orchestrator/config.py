@@ -95,7 +95,7 @@ class TimingConfig(Tree):
     heartbeat_s: float = Field(
         default=10.0,
         gt=0,
-        description="least s between heartbeats, each a PUT; one and a half rounds, at most hung_after_s / 3",
+        description="least s between heartbeats, each a PUT; two rounds, at most hung_after_s / 2.5",
     )
 
 

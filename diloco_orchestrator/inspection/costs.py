@@ -5,9 +5,12 @@ executors. Wall-clock times of records are compared here, because machines are p
 matter. `supervision` enforces cost limits.
 """
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, pairwise, takewhile
+from operator import gt
 from statistics import median
 from typing import Any
 
@@ -24,10 +27,12 @@ _USD_PER_GB_OUT = 0.09  # to the internet; free within a region
 _FORECAST_ROUNDS = 9  # the last ones, from which the rest is predicted
 _SILENT_S = 600.0  # an attempt without a heartbeat for this long is counted as ended
 
-# What `make requests-live` counts a round: how often a replica lists the manifests, whose times differ by some percent,
-# and objects of a snapshot and of the log's segments.
-_LISTINGS = 2.5
-_OBJECTS_OF_SNAPSHOT = 6
+# By how much replicas' rounds are assumed to differ: standard deviation as a share of the round. In the runs of `make
+# requests-live` they do: 25 inner steps, each up to a fifth shorter or longer.
+_DIFFERENCE = 0.2 / 3**0.5 / 25**0.5
+_MEASURED = 0.4  # of that: the median deviation that replicas measure in their first rounds, later 0.67
+_DRAWS = 100
+_OBJECTS_OF_SNAPSHOT = 6  # and of the log's segments, as `make requests-live` counts them
 
 
 @dataclass(frozen=True)
@@ -201,9 +206,10 @@ class RoundForecast:
 def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -> RoundForecast:
     """Predict requests and traffic of a round that takes `round_s` seconds.
 
-    Every replica writes its payload's shards and its manifest, reads those of the others, and lists the manifests while
-    it waits; one of them writes the commit, which the others and the coordinator read. Heartbeats and what a
-    coordinator and its display look for have the pauses of `protocol.pace`. A wait for a late replica adds to it.
+    Every replica writes its payload's shards and its manifest, reads those of the others, and polls while it waits for
+    the slowest; one of them writes the commit, which the others and the coordinator read. All pauses are those of
+    `protocol.pace`. Replicas' times are assumed to differ by 2.3 % (standard deviation); polls for a replica that is
+    later add to the forecast.
 
     `parameters`: number of trainable parameters; without it the result has requests only, as of one shard. Bytes are
     those of matrices: embeddings, norms and heads, which have more bits with some codecs, need the model's layout.
@@ -221,14 +227,22 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
     saved = states * (1 + shards * (codec.feedback > 0))  # with residuals
     beats, beats_read = pace.heartbeat_s(config, round_s), pace.heartbeats_read_s(config, round_s)
     seldom = round_s / pace.seldom_read_s(round_s)
-    commits_read = 2 + 0.9 * round_s / pace.commits_read_s(round_s, 0.0)  # with the polls around its end
+    listings, polls = _while_waiting(config, round_s)
     retention = 2.0 if config.retention.payloads == "needed" else 0.0  # payloads and states to delete
     requests = {
         "PUT": n * (shards + 1 + saved + round_s / beats) + 1 + _OBJECTS_OF_SNAPSHOT / config.snapshot_every,
-        # Payloads and manifests of the others; commit and request to halt; heartbeats; records that end attempts.
-        "GET": n * (n - 1) * (shards + 1) + n + 1 + commits_read + n * round_s / beats_read + (n + 1) * seldom,
-        # Manifests; requests for payloads; later attempts; and the listings of a display.
-        "LIST": n * _LISTINGS + 1 + n * seldom + 3 * seldom + 3 / config.snapshot_every + retention,
+        # Payloads and manifests of the others, and its own by who ends the round; commit and request to halt;
+        # heartbeats; records that end attempts.
+        "GET": n * (n - 1) * (shards + 1)
+        + 1
+        + n
+        + 1
+        + _commit_polls(round_s)
+        + polls
+        + n * round_s / beats_read
+        + (n + 1) * seldom,
+        # Manifests, and requests for payloads; replicas that are out, and later attempts; the listings of a display.
+        "LIST": listings + 1 + 2 * polls + n * seldom + 3 * seldom + 3 / config.snapshot_every + retention,
     }
     return RoundForecast(
         requests=requests,
@@ -238,3 +252,29 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
         traffic_usd=None if size is None else n * (n - 1) * size / 1e9 * _USD_PER_GB_OUT,
         at_least=bool(codec.fine),
     )
+
+
+def _while_waiting(config: RunConfig, round_s: float) -> tuple[float, float]:
+    """Requests of all replicas that wait for the slowest in a round of `round_s` seconds, mean of `_DRAWS` draws.
+
+    (listings of manifests, the one after a replica's own response included; polls for each of what hardly ever comes)
+    """
+    rng, deviation_s = random.Random(0), _DIFFERENCE * round_s
+    pauses = pace.waiting(config, round_s, _MEASURED * deviation_s)
+    listings = polls = 0.0
+    for _ in range(_DRAWS):
+        times = [rng.gauss(0.0, deviation_s) for _ in range(config.replicas)]
+        for wait_s in (max(times) - each for each in times):
+            polls += wait_s // pace.waits_long_s(round_s)
+            # Pause k ends with listing k + 1.
+            listings += 1 + sum(1 for _ in takewhile(partial(gt, wait_s), accumulate(pauses.pauses(), initial=0.0)))
+    return listings / _DRAWS, polls / _DRAWS
+
+
+def _commit_polls(round_s: float) -> float:
+    """GET requests of a coordinator for the commit of a round of `round_s` seconds, the one that finds it included."""
+    open_s = polls = 0.0
+    while open_s < round_s:
+        open_s += pace.commits_read_s(round_s, open_s)
+        polls += 1
+    return polls

@@ -37,6 +37,11 @@ _CHANNELS = (
         "Compare samples of the models before and after that round; check reward, data and learning rate.",
     ),
     (
+        "step down",
+        "The model became worse on held-out items at once and stays so, by more than the noise of the score explains.",
+        "Look at what changed then: data, reward, learning rate.",
+    ),
+    (
         "largest recent change",
         "The model broke within a round or two: a loss spike, bad data, or numbers that overflowed.",
         "Look at the data and the learning rate of that round.",
@@ -153,12 +158,16 @@ def explain(status: RunStatus, best: int | None = None, now: float | None = None
             "If its launcher still runs elsewhere and waits for machines, nothing has to be done: a wait leaves no "
             "trace in the bucket.",
         ]
-        return Explanation("nobody works on it", what, [*still, *scores, *_warning(status)], todo, statistics)
+        found, mended = _no_room(status)
+        return Explanation(
+            "nobody works on it", what, [*found, *still, *scores, *_warning(status)], [*mended, *todo], statistics
+        )
     if status.state in ("starting", "running"):
-        todo = ["Nothing has to be done."] if not _warning(status) else ["Mend what the warning names."]
+        waits, mended = _no_room(status)
+        todo = ["Mend what the warning names."] if _warning(status) else []
         outlook = [f"The guard {_sentence(status.outlook)}"] if status.outlook else []
-        found = [_sentence(status.reason), *scores, *_warning(status), *outlook]
-        return Explanation("going on", what, found, todo, statistics)
+        found = [*waits, _sentence(status.reason), *scores, *_warning(status), *outlook]
+        return Explanation("going on", what, found, [*mended, *todo] or ["Nothing has to be done."], statistics)
     if status.state == "completed":
         todo = [
             f"The model: `diloco pull {at} DESTINATION`.",
@@ -262,6 +271,17 @@ def _judged(rows: Sequence[RoundRow]) -> list[str]:
         f"{replicas(ids).capitalize()} did not count in full in {count} of {len(rows)} rounds; in round {round_}: "
         f"{_sentence(why)}"
         for ids, (count, round_, why) in grouped((i, (counts[i], *last[i])) for i in sorted(last))
+    ]
+
+
+def _no_room(status: RunStatus) -> tuple[list[str], list[str]]:
+    """Two lists of sentences: why the run's folder takes no objects, and what to do; both empty if it does."""
+    if not status.no_room:
+        return [], []
+    why, _, todo = status.no_room.partition(": ")
+    return [_sentence(f"Nobody can write: {why}")], [
+        _sentence(f"{todo[:1].upper()}{todo[1:]}"),
+        "Nothing else has to be done: replicas and coordinator wait for hours, and then go on where they were.",
     ]
 
 

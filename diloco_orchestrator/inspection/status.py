@@ -5,6 +5,7 @@ Reads incrementally through `run_log`, so that a live display costs few requests
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from diloco_orchestrator.guard.round_fold import outlook as guard_outlook
@@ -20,6 +21,7 @@ from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.default_base import default_base
 from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.local_files import why_no_room
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,9 @@ class RunStatus:
     unreadable: list[str] = field(default_factory=list)
     moved_at: float = 0.0  # newest stamp of the leg's records and heartbeats: seconds since 1970, on writers' clocks
     hung_after_s: float = 180.0  # without a heartbeat until a coordinator replaces a replica
+    no_room: str = (
+        ""  # why a folder's disk cannot take another round, with what to do; empty if it can or the run is over
+    )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -262,6 +267,7 @@ class RunReader:
             unreadable=self._unreadable(),
             moved_at=max([begin.at, *([last.at] if last else []), *(each.moved_at for each in replicas)]),
             hung_after_s=self.run.config.retry.hung_after_s,
+            no_room="" if result else why_no_room(Path(self.store.url), rows[-1].bytes_up if rows else 0),
         )
 
     def _unreadable(self) -> list[str]:

@@ -147,7 +147,7 @@ def _lines(console: Console, part: RenderableType) -> int:
 
 
 class PlainLines:
-    """Prints what the first round waits for, a line per round, and lines when attempts fail and when others begin.
+    """Prints a line per round, what the first one waits for, that the disk is full, and how attempts fail and begin.
 
     `with_attempts`: whether to print the latter two, each one line for all replicas with the same text.
     """
@@ -158,6 +158,7 @@ class PlainLines:
         self._rounds = 0
         self._attempts: dict[int, int] = {}
         self._failed: set[tuple[int, int]] = set()
+        self._no_room = False  # as of the newest status
         self._waits: set[str] = set()  # what the slowest waited for before the first round, as printed
 
     def __enter__(self) -> Self:
@@ -181,6 +182,9 @@ class PlainLines:
                 said.append((replica.replica_id, f", attempt {replica.attempt} {replica.state}"))
         for ids, words in grouped(said) if self._with_attempts else ():
             self._print(f"{replicas(ids)}{words}")
+        if status.no_room and not self._no_room:
+            self._print(f"nobody can write: {status.no_room}")
+        self._no_room = bool(status.no_room)
         for ids, words in _furthest_from_training(status):
             if words not in self._waits:
                 self._waits.add(words)
@@ -252,7 +256,8 @@ def _headline(status: RunStatus, still: Sequence[str] = ()) -> RenderableType:
     lines = [
         Text(words, style="dim", overflow="fold") for words in (about, *head, *_of_leg(status), *_passed_over(status))
     ]
-    return Group(grid, *lines, *(Text(words, overflow="fold") for words in still))
+    no_room = [Text(f"nobody can write: {status.no_room}", style="red", overflow="fold")] if status.no_room else []
+    return Group(grid, *lines, *no_room, *(Text(words, overflow="fold") for words in still))
 
 
 def _of_leg(status: RunStatus) -> list[str]:

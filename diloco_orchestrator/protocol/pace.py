@@ -4,27 +4,34 @@ Requests cost money by the thousand, and nobody needs to know of a round of half
 pauses are seconds on the clock of the process that waits.
 """
 
+import math
+
+from diloco_orchestrator.clock import Backoff
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol.records import Commit
 
+_SHORTEST_WAIT_S = 0.02
 _LONGEST_WAIT_S = 15.0  # what a round of any length may lose at its end: 1 % of half an hour
 
 
 def heartbeat_s(config: RunConfig, round_s: float) -> float:
-    """The pause between two heartbeats: one and a half rounds, within the limits of two settings.
+    """The pause between two heartbeats: two rounds of `round_s` seconds, within the limits of two settings.
 
-    It is at most a third of `retry.hung_after_s` and at least `timing.heartbeat_s`. In between, a replica's manifests
-    show that it is alive.
+    It is a multiple of `timing.heartbeat_s`, and at most `retry.hung_after_s / 2.5` where that is longer. In between, a
+    replica's manifests show that it is alive.
     """
-    return max(config.timing.heartbeat_s, min(1.5 * round_s, config.retry.hung_after_s / 3))
+    call_s = config.timing.heartbeat_s
+    most = math.floor(config.retry.hung_after_s / 2.5 / call_s)
+    return call_s * max(1, min(round(2 * round_s / call_s), most))
 
 
 def heartbeats_read_s(config: RunConfig, round_s: float) -> float:
-    """Seconds until a heartbeat whose counter has increased is read again: at most half of `retry.hung_after_s`.
+    """Seconds until a heartbeat whose counter has increased is read again: at most two thirds of `retry.hung_after_s`.
 
-    The other half is left to read again a heartbeat whose counter has not increased.
+    The last third is left to read again a heartbeat whose counter has not increased. Each GET may find a heartbeat that
+    was its attempt's last, so an attempt that hangs is found after this pause and `retry.hung_after_s` at the latest.
     """
-    return max(config.timing.heartbeat_s, min(2.0 * round_s, config.retry.hung_after_s / 2))
+    return max(config.timing.heartbeat_s, min(3.0 * round_s, config.retry.hung_after_s / 1.5))
 
 
 def longest_wait_s(config: RunConfig, round_s: float) -> float:
@@ -35,14 +42,29 @@ def longest_wait_s(config: RunConfig, round_s: float) -> float:
     return max(config.timing.poll_s, min(round_s / 50, _LONGEST_WAIT_S))
 
 
+def waiting(config: RunConfig, round_s: float, spread_s: float) -> Backoff:
+    """The growing pauses between two polls of a replica that waits for others' responses.
+
+    `round_s`: usual length of a round. `spread_s`: median deviation of a replica's train times, the first pause unless
+    a five-hundredth of `round_s` is longer.
+    """
+    longest_s = longest_wait_s(config, round_s)
+    return Backoff(min(max(_SHORTEST_WAIT_S, spread_s, round_s / 500), longest_s), longest_s, factor=1.5)
+
+
+def waits_long_s(round_s: float) -> float:
+    """Seconds between two polls of a waiting replica for what hardly ever comes: 10, in long rounds up to 60."""
+    return max(10.0, min(round_s / 20, 60.0))
+
+
 def commits_read_s(round_s: float, open_s: float) -> float:
     """Seconds until a coordinator or a display polls for the open round's commit again.
 
-    `round_s`: usual length of a round. `open_s`: seconds since the commit before was seen. A commit hardly ever exists
-    before nine tenths of `round_s`, so the first poll is then, or after 300 s if that is earlier.
+    `round_s`: usual length of a round. `open_s`: seconds since the commit before was seen. The first poll is once a
+    round has passed, or after 600 s if that is earlier; later polls are an eighth of a round apart, at most a minute.
     """
-    early_s = 0.9 * round_s - open_s
-    return max(1.0, min(early_s, 300.0) if early_s > 0 else min(round_s / 10, 45.0))
+    early_s = round_s - open_s
+    return max(1.0, min(early_s, 600.0) if early_s > 0 else min(round_s / 8, 60.0))
 
 
 def starts_read_s(open_s: float) -> float:
@@ -50,7 +72,7 @@ def starts_read_s(open_s: float) -> float:
 
     They are polls for what attempts write as they start or end, and a training replica's for the round's commit.
     """
-    return max(1.0, min(open_s / 10, 60.0))
+    return max(1.0, min(open_s / 5, 120.0))
 
 
 def seldom_read_s(round_s: float) -> float:

@@ -49,6 +49,9 @@ class SeenStore:
         if newest is not None and newest.commit.round != self._newest[0]:
             self._newest = newest.commit.round, self._clock.now()
             self._round_s = pace.round_s_of(newest.commit) or self._round_s
+            # The log asked for the next commit as it read this one, when this round seemed to be still open.
+            if (following := keys.commit(newest.commit.round + 1)) in self._absent:
+                self._absent[following] = self._clock.now() + self._pause_s(following)
 
     @property
     def round_s(self) -> float:

@@ -26,7 +26,7 @@ from diloco_orchestrator.errors import (
 )
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.s3 import is_anonymous, pays_for_requests, plain_endpoint
-from diloco_orchestrator.store.s3_errors import BY_CODE
+from diloco_orchestrator.store.s3_errors import BY_CODE, FOREIGN_404
 
 T = TypeVar("T")
 
@@ -171,6 +171,8 @@ class FsspecEngine:
         except FileExistsError as error:
             raise _Exists from error
         except FileNotFoundError as error:
+            if _is_foreign(error):
+                raise StoreUnavailable(f"cannot {verb} {key or 'the folder'} in {self.url}: {FOREIGN_404}") from error
             if _no_bucket(error):
                 raise StoreError(
                     f"cannot {verb} {key or 'the folder'} in {self.url}: there is no such bucket. "
@@ -209,12 +211,24 @@ def _server_code(error: BaseException | None) -> str:
     return ""
 
 
+def _is_foreign(error: BaseException | None) -> bool:
+    """Whether an error is a 404 with a body but without a code of S3's. The answer to HEAD never has a body."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            length = response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("content-length", "0")
+            is_head = str(getattr(error, "operation_name", "")).startswith("Head")
+            return _server_code(error) == "404" and length != "0" and not is_head
+        error = error.__cause__
+    return False
+
+
 class _Exists(StoreError):
     """The object to create exists already. Used only within this file."""
 
 
 def _no_bucket(error: FileNotFoundError) -> bool:
-    return "bucket does not exist" in str(error)
+    return _server_code(error) == "NoSuchBucket" or "bucket does not exist" in str(error)
 
 
 def _session(profile: str | None) -> Any:

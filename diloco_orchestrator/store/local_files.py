@@ -34,6 +34,26 @@ def is_on_local_disk(folder: Path, mounts: Path = _MOUNTS) -> bool:
     return next((kinds[each] in _LOCAL for each in (resolved, *resolved.parents) if each in kinds), False)
 
 
+def why_no_room(folder: Path, needed_bytes: int) -> str:
+    """The reason that the disk of `folder` cannot take `needed_bytes` bytes more, with what to do; empty if it can.
+
+    Also empty if `folder` does not exist. Quotas are not seen.
+    """
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return ""
+    if found.f_flag & os.ST_RDONLY:
+        return f"the disk of {folder} is read-only: see why (dmesg), and mount it for writing again"
+    left = found.f_bavail * found.f_frsize
+    if found.f_blocks and left < max(needed_bytes, 1):
+        sizes = f"{left / 1e6:.1f} MB left, a round writes {needed_bytes / 1e6:.1f} MB"
+        return f"the disk of {folder} has {sizes}: free some space there"
+    if found.f_files and not found.f_favail:
+        return f"the disk of {folder} takes no further files (no inodes left): delete some there"
+    return ""
+
+
 def _unescaped(text: str) -> str:
     """A path of the mount table, with octal escapes of spaces and backslashes decoded."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)

@@ -28,7 +28,7 @@ from diloco_orchestrator.errors import (
 )
 from diloco_orchestrator.store.base import OBJECT_LIMIT, ObjectInfo
 from diloco_orchestrator.store.local_files import is_on_local_disk, listed, open_regular
-from diloco_orchestrator.store.s3_errors import BY_CODE, NO_REASON
+from diloco_orchestrator.store.s3_errors import BY_CODE, FOREIGN_404, NO_REASON
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
@@ -51,6 +51,8 @@ _NO_RANGE = re.compile(r"\b416\b|range", re.IGNORECASE)
 
 # The error code in a server's reply: <Code>NoSuchBucket</Code> in its XML.
 _CODE = re.compile(r"(?:<Code>|\(code: )(\w+)")
+# S3, GCS and Azure, and servers like them, say by a code what a 404 is about. A page or a sentence is somebody else's.
+_FOREIGN = re.compile(r"404 Not Found: +(?!.*<Code>)\S", re.DOTALL)
 _NO_CREDENTIALS = (
     "There are no credentials in the environment, and this machine has none of its own: set "
     "GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_KEY; to read a public bucket, "
@@ -126,11 +128,7 @@ class ObstoreEngine:
         if end is not None and end <= start:
             return b""
         with self._translating("read", key):
-            if start == 0:
-                return self._from_start(key, end)
-            size = obstore.head(self._store, key)["size"]
-            stop = size if end is None else min(end, size)
-            return bytes(obstore.get_range(self._store, key, start=start, end=stop)) if start < stop else b""
+            return self._range(key, start, end)
 
     def open_file(self, key: str) -> IO[bytes] | None:
         """The object's file. None for a cloud store, and for a folder on a network file system."""
@@ -139,16 +137,19 @@ class ObstoreEngine:
         with self._translating("read", key):
             return open_regular(Path(self.url) / key)
 
-    def _from_start(self, key: str, end: int | None) -> bytes:
-        """The first `end` bytes of an object, or all, in one request."""
+    def _range(self, key: str, start: int, end: int | None) -> bytes:
+        """Bytes [start, end) of an object, fewer if it ends earlier, in one GET: HEAD gives no error code."""
         if isinstance(self._store, LocalStore) and _PLAIN.fullmatch(key):
             # Twice as fast as through obstore, which holds the file a second time while a thread copies it.
             with open_regular(Path(self.url) / key) as file:
-                return _read(file, end)
+                return _read(file, start, end)
+        wanted: Any = {"range": (start, end)} if end is not None else {"range": {"offset": start}} if start else {}
         try:
-            found = obstore.get(self._store, key, options={} if end is None else {"range": (0, end)})
-        except Exception as error:  # of any kind: servers and folders refuse every range of an empty object.
-            if end is None or not _NO_RANGE.search(str(error)) or obstore.head(self._store, key)["size"]:
+            found = obstore.get(self._store, key, options=wanted)
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # of any kind: servers and folders refuse a range that begins at an object's end.
+            if not wanted or not _NO_RANGE.search(str(error)) or obstore.head(self._store, key)["size"] > start:
                 raise
             return b""
         if found.meta["size"] < _STREAMED or isinstance(self._store, LocalStore):
@@ -213,6 +214,8 @@ class ObstoreEngine:
     def _translated(self, error: Exception, key: str, verb: str) -> StoreError:
         text = str(error).split("\n\nDebug source", 1)[0].strip()
         code = _CODE.search(text)
+        if _FOREIGN.search(text):
+            return StoreUnavailable(f"cannot {verb} {key or 'the folder'} in {self.url}: {FOREIGN_404}")
         if isinstance(error, FileNotFoundError) and not (code and code[1] in ("NoSuchBucket", "ContainerNotFound")):
             if verb not in ("create", "write"):
                 return ObjectMissing(f"{key} does not exist in {self.url}.")
@@ -233,10 +236,11 @@ class ObstoreEngine:
         return StoreError(what)
 
 
-def _read(file: IO[bytes], end: int | None) -> bytes:
-    """The first `end` bytes of a file, or all; fewer if the file is shorter."""
-    size = os.fstat(file.fileno()).st_size if end is None else min(end, os.fstat(file.fileno()).st_size)
-    return file.read(size)
+def _read(file: IO[bytes], start: int, end: int | None) -> bytes:
+    """Bytes [start, end) of a file; fewer if the file is shorter."""
+    size = os.fstat(file.fileno()).st_size
+    file.seek(start)
+    return file.read(max(0, (size if end is None else min(end, size)) - start))
 
 
 def _first_line(text: str) -> str:

@@ -51,16 +51,17 @@ class _Opened:
         self.store = store
         self.answered = False  # whether any call has had an answer
         self.allowed: set[str] = set()  # kinds of calls that have succeeded
+        self._failing: set[str] = set()  # kinds of calls of which a fault was logged, until one succeeds
         self._reopen = reopen
-        self._told_at: float | None = None
+        self._told_at = -math.inf
         self._lock = threading.Lock()
 
     def succeeded(self, kind: str) -> None:
         """Record that a call of this kind was allowed."""
         self.answered = True
         self.allowed.add(kind)
-        if self._told_at is not None:
-            self._told_at = None
+        if kind in self._failing:
+            self._failing.discard(kind)
             log.warning("%s answers again.", self.store.url)
 
     def open_anew(self, refused: Store) -> str:
@@ -76,11 +77,15 @@ class _Opened:
                     return f" The store could not be opened anew: {error}"
         return ""
 
-    def may_tell(self, now: float) -> bool:
-        """Whether the caller may log a fault now: one thread of the process may, every ten minutes."""
+    def may_tell(self, kind: str, now: float) -> bool:
+        """Whether the caller may log a fault of a kind of call now: one thread of the process may, every ten minutes.
+
+        Sooner after calls of all failing kinds have succeeded: it is another fault then.
+        """
         with self._lock:
-            if self._told_at is not None and now - self._told_at < _TOLD_EVERY_S:
+            if self._failing and now - self._told_at < _TOLD_EVERY_S:
                 return False
+            self._failing.add(kind)
             self._told_at = now
             return True
 
@@ -181,7 +186,7 @@ class RetryingStore:
                 if left_s <= 0.0:
                     words = f"{error}{why} Tried {tries} times in {now - failing_since:.0f} s."
                     raise type(error)(words) from error
-                self._tell(error, why, now - failing_since, left_s)
+                self._tell(kind, error, why, now - failing_since, left_s)
             self._clock.sleep(min(self._rng.uniform(0, next(bounds)), left_s))
 
     def _may_pass(self, error: StoreError, kind: str) -> bool:
@@ -193,11 +198,11 @@ class RetryingStore:
             return kind in self._opened.allowed
         return isinstance(error, StoreUnavailable) or (isinstance(error, StoreFull) and bool(self._opened.allowed))
 
-    def _tell(self, error: StoreError, why: str, spent_s: float, left_s: float) -> None:
+    def _tell(self, kind: str, error: StoreError, why: str, spent_s: float, left_s: float) -> None:
         """Log the fault being retried, since when, how much longer, and what a person can do; not at every try."""
         if isinstance(error, StoreUnavailable) and spent_s < _TOLD_AFTER_S:
             return
-        if self._opened.may_tell(self._clock.now()):
+        if self._opened.may_tell(kind, self._clock.now()):
             since = datetime.fromtimestamp(self._clock.wall_time() - spent_s, UTC)
             remedy = _RENEW if isinstance(error, StoreDenied) else ""
             log.warning(

@@ -9,6 +9,10 @@ _REGION = "The bucket lies in another region: set AWS_REGION to it."
 _EXPIRED = "The session token has expired: sign in again."
 NO_REASON = "The server gives no reason: the session token may have expired, or may not allow this here: sign in again."
 _TOO_LARGE = "The object is larger than this store takes in one request: keep this run in S3, GCS or a folder."
+FOREIGN_404 = (
+    "404 without an error code of the store. Something else answers there, such as a proxy whose server is away: check "
+    "the endpoint if this stays."
+)
 BY_CODE: dict[str, tuple[type[StoreError], str]] = {
     "NoSuchBucket": (StoreError, "Check the bucket's name and the endpoint; a run needs a bucket that exists."),
     "ContainerNotFound": (StoreError, "Check the container's name and the account; a run needs one that exists."),

@@ -334,17 +334,19 @@ def _status_seen(state: Running, event: VendorSaid, now: float, policy: AttemptP
         return _end_by_status(state, event.status, now)
     started = state.running_since is None and event.status.state is ReplicaState.RUNNING
     words = f"it runs image {event.status.image}" if started and event.status.image else ""
-    waits_for = event.status.message if event.status.state is ReplicaState.PENDING and event.status.reason else ""
+    pending = event.status.state is ReplicaState.PENDING
+    waits_for = event.status.message if pending and event.status.reason else ""
     effects: tuple[Effect, ...] = ()
     if waits_for and waits_for != state.waits_for:
         words, effects = f"it has not started yet: {waits_for}", (WriteWaiting(waits_for),)
     running_since = now if started else state.running_since
-    return Step(replace(state, running_since=running_since, blind_since=None, waits_for=waits_for), effects, words)
+    seen = replace(state, running_since=running_since, blind_since=None, pending=pending, waits_for=waits_for)
+    return Step(seen, effects, words)
 
 
 @on(Running, VendorBlind)
 def _status_unknown(state: Running, event: VendorBlind, now: float, policy: AttemptPolicy) -> Step:
-    return Step(state if state.blind_since is not None else replace(state, blind_since=now))
+    return Step(state if state.blind_since is not None else replace(state, blind_since=now, pending=False))
 
 
 def _end_by_status(state: Alive, status: ReplicaStatus, now: float) -> Step:

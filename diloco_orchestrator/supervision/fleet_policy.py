@@ -185,11 +185,14 @@ def _asked_seldom(replica: ReplicaView, action: GiveUp, now: float) -> Launch | 
 
 
 def _cancel_leftovers(view: FleetView, stopped_for_s: float, policy: AttemptPolicy) -> list[Action]:
-    """Actions that cancel attempts which have not ended by themselves `leftover_s` after the run's stop."""
-    if stopped_for_s < policy.leftover_s:
-        return []
-    alive = (r for r in view.replicas if isinstance(r.state, Alive) and not isinstance(r.state, Cancelling))
-    return [Cancel(*replica.who, "the run is over") for replica in alive]
+    """Actions after the run's stop: cancel attempts that wait for a machine, and after `leftover_s` all others.
+
+    Until then an attempt that runs may write the last snapshot, and ends by itself.
+    """
+    left = [each for each in view.replicas if isinstance(each.state, Alive) and not isinstance(each.state, Cancelling)]
+    late = stopped_for_s >= policy.leftover_s
+    due = (each for each in left if late or (isinstance(each.state, Running) and each.state.pending))
+    return [Cancel(*replica.who, "the run is over") for replica in due]
 
 
 def _for_replica(

@@ -60,7 +60,7 @@ class HeartbeatWriter:
         self._calls += 1
         self._skipped += 1
         every_s = heartbeat_s(self._config, self._pulse.round_s or self._calls * call_s)
-        if not self._counter or self._skipped >= round(every_s / call_s):
+        if not self._counter or self._skipped * call_s >= every_s:
             self._skipped = 0
             self.write()
 

@@ -37,8 +37,6 @@ from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 
 log = logging.getLogger(__name__)
 
-_POLL_SELDOM_S = 10.0  # between LIST requests for a later attempt of this replica, and for who is out of the leg
-
 
 class RoundCloser:
     """Ends each round: reads responses, commits or awaits the commit, applies it to the base. Not thread-safe."""
@@ -181,8 +179,8 @@ class RoundCloser:
 
     @property
     def _seldom_s(self) -> float:
-        """Pause of a waiting replica between two requests for what hardly ever comes: 10 s, in long rounds a minute."""
-        return max(_POLL_SELDOM_S, min(self._timing.usual_s / 20, 60.0))
+        """Pause of a waiting replica between two requests for what hardly ever comes (`pace.waits_long_s`)."""
+        return pace.waits_long_s(self._timing.usual_s)
 
     def _read_commit(self) -> CommitEntry | None:
         self._commit_asked_at = self._attempt.clock.now()

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from diloco_orchestrator.clock import Backoff
 from diloco_orchestrator.protocol import keys, pace, rounds
 from diloco_orchestrator.protocol.records import Answer, Contribution
 from diloco_orchestrator.protocol.straggler import RoundTimes, StragglerDeadline
@@ -21,7 +20,6 @@ T = TypeVar("T")
 
 _POLL_FROM = 0.9  # of the deadline; other replicas may have opened the round a little earlier
 _OUTAGE_S = 30.0  # a poll that takes longer counts as an outage of the store
-_SHORTEST_WAIT_S = 0.02
 _EXPECTED_S = 10.0  # the longest pause for those who are still expected: the leg may be stopped meanwhile
 _ROUNDS_READ = 3  # rounds that a restarted attempt reads to learn how long a round takes
 
@@ -120,14 +118,8 @@ class RoundTiming:
         return deadline.median_s if deadline is not None else 0.0
 
     def pauses(self) -> Iterator[float]:
-        """The growing pauses in seconds between two polls of a replica that waits for others' responses. Endless.
-
-        The first pause is two thirds of the median deviation of a replica's train times, or a five-hundredth of a round
-        if that is longer. Before a round has ended, the longest pause follows from the open round's length so far.
-        """
-        longest_s = self.longest_pause_s
-        shortest_s = min(max(_SHORTEST_WAIT_S, self._times.spread_s() / 1.5, self.usual_s / 500), longest_s)
-        return Backoff(shortest_s, longest_s, factor=1.5).pauses()
+        """The pauses of `pace.waiting` in seconds, without end. Before a round has ended the open one counts so far."""
+        return pace.waiting(self._attempt.config, self.usual_s or self.train_s, self._times.spread_s()).pauses()
 
     @property
     def longest_pause_s(self) -> float:

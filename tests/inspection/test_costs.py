@@ -56,19 +56,32 @@ def test_a_forecast_grows_with_what_it_should_grow_with():
     assert forecast(config(replicas=2), 60.0).bytes_up is None
     few = forecast(config(replicas=2, codec="2bit", quorum="all"), 60.0, 1_000_000)
     assert few.bytes_up == 2 * (32 + 250_000 + 8 * 3907) and few.at_least and not small.at_least
-    assert few.requests["PUT"] == forecast(config(replicas=2, quorum="all"), 60.0, 1_000_000).requests["PUT"] + 2
+    assert few.requests["PUT"] == pytest.approx(
+        forecast(config(replicas=2, quorum="all"), 60.0, 1_000_000).requests["PUT"] + 2.0, rel=1e-9
+    )
     assert forecast(config(replicas=40), 60.0).requests["GET"] > 20 * small.requests["GET"]  # each reads from each
     assert forecast(config(replicas=2), 600.0).requests["GET"] > small.requests["GET"]
     assert forecast(config(replicas=2), 60.0, 100_000_000).requests["PUT"] > small.requests["PUT"]  # more shards
 
 
-def test_a_forecast_of_requests_is_within_a_tenth_of_what_a_server_counted():
-    """`make requests-live`: four replicas, launcher and screen. The counts stand in docs/inside/requests.md."""
-    told = forecast(config(replicas=4), 26.5, 8000).requests
-    counted = {"PUT": 12.5, "GET": 35.0, "LIST": 12.1}
-    for kind, count in counted.items():
-        assert told[kind] == pytest.approx(count, rel=0.1)
+# Counted by `make requests-live`, launcher and screen included: replicas, seconds of a round, requests of one.
+COUNTED = [
+    (2, 25.4, {"PUT": 6.7, "GET": 10.6, "LIST": 5.2}),
+    (4, 25.9, {"PUT": 11.9, "GET": 34.0, "LIST": 13.5}),
+    (7, 26.2, {"PUT": 19.7, "GET": 97.9, "LIST": 27.9}),
+    (2, 1837.0, {"PUT": 57.8, "GET": 47.2, "LIST": 11.2}),
+    (4, 1879.4, {"PUT": 117.0, "GET": 107.0, "LIST": 35.5}),
+    (7, 1878.0, {"PUT": 204.0, "GET": 223.5, "LIST": 74.0}),
+]
+
+
+@pytest.mark.parametrize(("replicas", "round_s", "counted"), COUNTED)
+def test_a_forecast_of_requests_is_within_a_tenth_of_what_a_server_counted(replicas, round_s, counted):
+    told = forecast(config(replicas=replicas), round_s, 8000).requests
     assert sum(told.values()) == pytest.approx(sum(counted.values()), rel=0.1)
+    price = {"PUT": 0.005, "GET": 0.0004, "LIST": 0.005}
+    cost = [sum(price[kind] * each[kind] for kind in price) for each in (told, counted)]
+    assert cost[0] == pytest.approx(cost[1], rel=0.1)
 
 
 def test_an_hour_of_rounds_of_half_an_hour_costs_no_more_than_600_requests():

@@ -158,6 +158,45 @@ def test_an_attempt_that_is_cut_in_a_round_to_which_it_has_nothing_to_add_goes_o
     assert seen[2][:2] == [0, 20]
 
 
+def test_a_state_newer_than_the_cursor_leaves_no_trace_in_the_run(caplog: pytest.LogCaptureFixture):
+    """Attempt 2 stands still in round 1 until attempt 1 has contributed to rounds 1 and 2, and then it dies.
+
+    Behind round 1 attempt 2 reads the state of round 2, the newest there is, with the cursor of round 1. What it trains
+    from there is the loser of round 2, which has a contribution; behind that round both are those of round 2.
+    """
+
+    def played(*, twice: bool) -> tuple[list[Any], list[int]]:
+        fleet, time = fleet_of(1, rounds=4, quorum="all", replica_state="round"), VirtualTime()
+        seen: list[int] = []
+
+        def attempt(clock: VirtualClock, batches: list[int]) -> None:
+            model = tiny_model()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            with context_of(fleet, 0, clock).attach(model, optimizer) as session:
+                for batch in session.batches(Counted()):
+                    batches.append(batch)
+                    clock.sleep(STEP_S)
+                    for parameter in model.parameters():
+                        parameter.grad = torch.full_like(parameter, 1.0 + batch)
+                    optimizer.step()
+
+        first = time.spawn("attempt 1", lambda clock: attempt(clock, []))
+        if twice:
+            second = time.spawn("attempt 2", lambda clock: attempt(clock, seen), at=5.0)
+            time.at(6.0, lambda: time.stop(second, 2 * STEPS * STEP_S))
+            time.at(2 * STEPS * STEP_S + 3.0, lambda: time.kill(first))
+        time.run()
+        commits = [commit for commit in fleet.commits() if commit.applied]
+        return [(commit.outer_step, commit.answers[0].payload) for commit in commits], seen
+
+    caplog.set_level("INFO")
+    (alone, _), (disturbed, seen) = played(twice=False), played(twice=True)
+    loaded = [record.args for record in caplog.records if record.msg.startswith("the state that attempt")]
+    assert loaded == [(1, 2), (1, 2)]  # of attempt 1 and round 2: behind round 1, and behind round 2
+    assert seen == [*range(10), *range(10, 20), *range(20, 40)]
+    assert disturbed == alone
+
+
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_a_payload_holds_every_step_since_its_fragment_moved_last_though_its_author_was_away(fragments: int):
     """Replica 2 stands still for 75 s in mid-round, and the others go on; what it had trained is late, not lost."""

@@ -359,6 +359,29 @@ def test_a_disk_that_is_full_is_waited_for_as_an_outage_and_told_every_ten_minut
     assert MemoryStore.get(store, "key") == b"z"
 
 
+def test_a_full_disk_that_can_be_read_is_told_once_and_not_called_mended(caplog: pytest.LogCaptureFixture):
+    class Full(MemoryStore):
+        refusals = 5
+
+        def put(self, key: str, data: bytes) -> None:
+            self.refusals -= 1
+            if self.refusals >= 0:
+                raise StoreFull("No space left on device.")
+            super().put(key, data)
+
+    class ReadMeanwhile(ManualClock):
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            assert found.get("key") == b"x"
+
+    store, clock = Full(), ReadMeanwhile()
+    store.create("key", b"x")
+    found = RetryingStore(store, clock, random.Random(1))
+    found.get("key")
+    found.put("other", b"y")
+    assert [message[:23] for message in caplog.messages] == ["No space left on device", "memory:// answers again"]
+
+
 def test_an_outage_is_told_after_a_while_and_then_every_ten_minutes(caplog: pytest.LogCaptureFixture):
     store, clock = FaultyStore(*hiccups(10_000)), ManualClock()
     with pytest.raises(StoreUnavailable):

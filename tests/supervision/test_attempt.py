@@ -89,6 +89,7 @@ def ended(outcome: Outcome, reason: str, at: float = NOW) -> Ended:
     return Ended(outcome, at, reason)
 
 
+QUEUED = replace(RUNNING, pending=True)
 REFUSED_POD = VendorSaid(ReplicaStatus(ReplicaState.PENDING, "refused", message="its pod is refused"))
 
 
@@ -197,10 +198,10 @@ ROWS = [
     (DENIED, Tick(), replace(LAUNCHING, refusal=DENIAL), CallLaunch()),
     (replace(DENIED, retry_at=1000.1), Tick(), replace(DENIED, retry_at=1000.1)),
     # launched
-    (RUNNING, said(ReplicaState.PENDING), RUNNING),
-    (RUNNING, REFUSED_POD, replace(RUNNING, waits_for="its pod is refused"), WriteWaiting("its pod is refused")),
-    (replace(RUNNING, waits_for="its pod is refused"), REFUSED_POD, replace(RUNNING, waits_for="its pod is refused")),
-    (replace(RUNNING, running_since=None), said(ReplicaState.PENDING), replace(RUNNING, running_since=None)),
+    (RUNNING, said(ReplicaState.PENDING), QUEUED),
+    (RUNNING, REFUSED_POD, replace(QUEUED, waits_for="its pod is refused"), WriteWaiting("its pod is refused")),
+    (replace(RUNNING, waits_for="its pod is refused"), REFUSED_POD, replace(QUEUED, waits_for="its pod is refused")),
+    (QUEUED, said(ReplicaState.RUNNING), RUNNING),
     (replace(RUNNING, running_since=None), said(ReplicaState.RUNNING), replace(RUNNING, running_since=NOW)),
     (replace(RUNNING, blind_since=5.0), said(ReplicaState.RUNNING), RUNNING),
     (RUNNING, said(ReplicaState.SUCCEEDED), ended(Outcome.DONE, "succeeded")),
@@ -360,3 +361,14 @@ def test_they_are_spread_over_their_second_half_so_that_not_all_return_at_once()
 def test_a_provider_is_not_asked_before_it_wants_to_be_and_after_an_hour_at_the_latest():
     assert pause_s(1, 0.0, retry_after_s=600.0) == 600.0 and pause_s(7, 0.0, retry_after_s=5.0) == 60.0
     assert pause_s(1, 0.0, retry_after_s=86400.0) == 3600.0
+
+
+def test_an_attempt_whose_id_is_vacated_may_leave_by_itself_before_its_provider_is_asked_to_end_it():
+    """Providers that end a process at once would lose what it has trained of the open round."""
+    why = "vacated: 3 replicas are wanted"
+    asked = advance(RUNNING, CancelAsked(why), NOW, POLICY)
+    assert asked.effects == (WriteCancel(why),)
+    assert advance(asked.state, Tick(), NOW + POLICY.vacate_s - 1.0, POLICY).effects == ()
+    assert advance(asked.state, Tick(), NOW + POLICY.vacate_s, POLICY).effects == (CallCancel(HANDLE),)
+    left = advance(asked.state, ExitSeen(75, "vacated"), NOW + 1.0, POLICY).state
+    assert isinstance(left, Ended) and left.outcome is Outcome.VACATED

@@ -362,6 +362,19 @@ def test_leftovers_of_a_finished_run_are_cancelled_and_then_it_is_over():
     assert scene.steps(coordinator, 1)
 
 
+def test_an_offer_that_no_machine_took_does_not_hold_the_end_of_a_run():
+    scene = Scene()
+    scene.executor.states[1, 1] = ReplicaStatus(ReplicaState.PENDING, native_state="offered")
+    coordinator = scene.coordinator()
+    scene.steps(coordinator, 2)
+    scene.complete()
+    scene.ends(0, 1, ReplicaState.SUCCEEDED)
+    scene.steps(coordinator, 1)
+    assert scene.executor.cancelled == [(1, 1)]
+    scene.ends(1, 1, ReplicaState.CANCELLED)
+    assert scene.steps(coordinator, 1)
+
+
 def test_a_coordinator_elsewhere_sees_a_finished_run_end_by_its_records():
     scene = Scene()
     scene.coordinator().step()
@@ -520,12 +533,12 @@ def calls_of(scene: Scene, coordinator: Coordinator, seconds: int) -> dict[str, 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        # before the first commit: at most every ten seconds the open round's commit, the leg's result, two heartbeats
-        ({}, {"GET": 60}),
+        # before the first commit: every twenty seconds at most the open commit, the result of the leg, two heartbeats
+        ({}, {"GET": 46}),
         # retention asks for the same commit
-        ({"retention": {"payloads": "needed"}}, {"GET": 60}),
+        ({"retention": {"payloads": "needed"}}, {"GET": 46}),
         # so do the costs, which need a LIST and exit records too
-        ({"max_hours": 9.0}, {"GET": 88, "LIST": 14}),
+        ({"max_hours": 9.0}, {"GET": 66, "LIST": 10}),
     ],
 )
 def test_a_quiet_step_asks_little_of_the_bucket(settings, expected):

@@ -350,6 +350,14 @@ def test_after_a_stop_nobody_is_relaunched_and_leftovers_are_cancelled_in_time()
     assert actions(*fleet, now=1000 + POLICY.leftover_s, stopped_at=1000.0) == [Cancel(1, 1, "the run is over")]
 
 
+def test_after_a_stop_an_attempt_that_waits_for_a_machine_is_cancelled_at_once():
+    """An offer that no machine has taken, a pod or a job in a queue: it has nothing to finish."""
+    waiting = Running(0.0, None, HANDLE, pending=True)
+    states = [waiting, replace(waiting, pending=False), RUNNING]  # nobody has asked yet whether the second runs
+    fleet = [replica(state, i) for i, state in enumerate(states)]
+    assert actions(*fleet, now=1000.0, stopped_at=1000.0) == [Cancel(0, 1, "the run is over")]
+
+
 def test_an_attempt_that_does_not_start_is_stuck_for_the_reason_that_its_provider_gives():
     waiting = Running(0.0, None, HANDLE, waits_for="its pod is refused: exceeded quota")
     assert "no heartbeat at all" in stuck_reason(waiting, 1e6, POLICY)

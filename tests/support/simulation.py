@@ -377,7 +377,7 @@ class Simulation:
             session = replica._training
             self.sessions[replica_id, ctx._attempt.number] = session
             for batch in replica.batches(Batches()):
-                clock.sleep(plan.paces[replica_id])
+                clock.sleep(self.step_s(replica_id))
                 value = gradient(replica_id, batch)
                 if (batch, replica_id) in plan.nan:
                     value = float("nan")
@@ -392,6 +392,10 @@ class Simulation:
                 replica.observe(loss=1.0 - (0.7 if falling else 0.001) * session.round, tokens=tokens)
         if session.stopped:
             self.last_digests[replica_id] = session._rounds._claims.hash()
+
+    def step_s(self, replica_id: int) -> float:
+        """Seconds of a replica's next inner step."""
+        return self.plan.paces[replica_id]
 
     def _score(self, model: torch.nn.Module, items: Sequence[Any]) -> list[float]:
         return [1.0 + 0.001 * float(item) for item in items]

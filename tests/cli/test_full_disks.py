@@ -1,0 +1,62 @@
+"""A run whose folder's disk is full or read-only: screen, `status` and `explain` name the cause while it is so."""
+
+import json
+import subprocess
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from cli_support import diloco_here
+from in_one_process import SmallRun
+
+from diloco_orchestrator.inspection.explain import explain
+from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.inspection.terminal import Console, PlainLines, fitted, overview
+from diloco_orchestrator.store.local_files import why_no_room
+from diloco_orchestrator.store.open_store import open_store
+
+
+def fill(disk: Path) -> None:
+    with pytest.raises(OSError, match="No space left"), (disk / "others").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def make_read_only(disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("harm", "cause", "remedy"),
+    [
+        (fill, "0.0 MB left", "Free some space there."),
+        (make_read_only, "is read-only", "See why (dmesg), and mount it for writing again."),
+    ],
+)
+def test_screen_status_and_explain_name_a_disk_that_nobody_can_write_to(small_disk: Path, harm, cause, remedy):
+    url, folder = str(small_disk / "run"), small_disk.parent
+    SmallRun(replicas=2, store=open_store(url))
+    reader, out = RunReader(open_store(url)), StringIO()
+    lines = PlainLines(Console(file=out, width=300))
+    assert explain(reader.status()).todo == ["Nothing has to be done."]
+    lines.update(reader.status())
+    assert out.getvalue() == ""
+    harm(small_disk)
+    for _ in range(2):
+        lines.update(reader.status())
+    assert out.getvalue().count("nobody can write: ") == 1 and cause in out.getvalue()
+    for panel in (overview(reader.status(), 5), fitted(reader.status(), Console(file=StringIO(), width=300), 24)):
+        shown = Console(file=(drawn := StringIO()), width=300)
+        shown.print(panel)
+        assert cause in drawn.getvalue()
+    assert explain(reader.status()).todo[0] == remedy
+    explained = diloco_here("explain", url, cwd=folder).stdout
+    assert f"Nobody can write: the disk of {url}" in explained and cause in explained and remedy in explained
+    assert cause in json.loads(diloco_here("status", url, "--json", cwd=folder).stdout)["no_room"]
+
+
+def test_a_disk_with_less_room_than_a_round_needs_is_told_before_the_round(small_disk: Path):
+    run = SmallRun(store=open_store(str(small_disk / "run")))
+    assert RunReader(run.store).status().no_room == ""
+    assert why_no_room(small_disk, 100_000) == "" and why_no_room(small_disk / "nowhere", 1) == ""
+    assert "0.3 MB left, a round writes 1.0 MB" in why_no_room(small_disk, 1_000_000)
