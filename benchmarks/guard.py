@@ -577,7 +577,7 @@ def _callbacks(samples: Sequence[Sample]) -> str:
 
 
 def _public_cases(samples: Sequence[Sample]) -> str:
-    """Each rule on curves of published formulas: stopped before the peak, rounds since it, gold score at the stop."""
+    """Curves of published formulas, a column for each rule: stopped before the peak / rounds after it / score then."""
     names = {
         "SequentialGuard": "SequentialGuard",
         "now": "the rule before",
@@ -590,23 +590,14 @@ def _public_cases(samples: Sequence[Sample]) -> str:
     for form in OVER_OPTIMISED:
         for peak in PEAKS:
             for sd in (0.02, 0.05):
-                for rule, name in names.items():
+                rows.append([f"{form}, round {peak}, sd {sd:g}"])
+                for rule in names:
                     (s,) = pick(samples, group="public", case=form, fault=f"{peak}", sd=sd, rule=rule)
-                    early = f"{100 * s['early'] / s['runs']:.0f} %"
-                    late = "" if s["delay"] is None else f"{s['delay']:.0f}"
+                    late = "-" if s["delay"] is None else f"{s['delay']:.0f}"
                     missed = s["runs"] - s["early"] - len(s["delays"])
-                    rows.append(
-                        [f"{form}, round {peak}, sd {sd:g}", name, early, late, f"{missed}", f"{s['kept']:.0%}"]
-                    )
-    head = [
-        "curve, peak, noise",
-        "rule",
-        "stopped before the peak",
-        "rounds after it",
-        "not stopped",
-        "gold score kept",
-    ]
-    return markdown(head, rows)
+                    words = f"{100 * s['early'] / s['runs']:.0f} % / {late} / {s['kept']:.0%}"
+                    rows[-1].append(words + (f", {missed} not stopped" if missed else ""))
+    return markdown(["curve, peak, noise", *names.values()], rows)
 
 
 def _fleets(samples: Sequence[Sample]) -> str:
@@ -634,7 +625,8 @@ def table(samples: Sequence[Sample]) -> str:
         ),
         "Held back: nine lasting falls, rounds of delay": fall_words(held),
         "Beside single-process callbacks with patience": _callbacks(samples),
-        "Gao et al.'s formulas, AR(1) .5; noise in units of the peak": _public_cases(samples),
+        "Gao et al.'s formulas, AR(1) .5, noise in units of the peak: stopped before the peak / rounds after it / "
+        "gold score kept": _public_cases(samples),
         "Healthy families: false halts per 1000 rounds": _by_noise(samples, "healthy", lambda s: f"{rate(s):.2f}"),
         "Faults after 100 rounds of a plateau: rounds of delay": _by_noise(samples, "fault", delay_words),
         "Lasting falls after a curve: rounds of delay, from 3 sd below the best score without noise": _falls(samples),

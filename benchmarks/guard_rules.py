@@ -15,10 +15,10 @@ from diloco_orchestrator.guard import (
     HeldOutGuard,
     SequentialGuard,
 )
-from diloco_orchestrator.guard.channels import early, falls, hacking_gap, noise, outliers
+from diloco_orchestrator.guard.channels import early, falls, hacking_gap, noise, outliers, step_down
 
 Rounds = NDArray[np.int64]  # the round of a halt by run, 0 if there was none
-CHANNELS = ("", "sudden", "fall", "gap", "early collapse", "new low")
+CHANNELS = ("", "step down", "fall", "gap", "early collapse", "new low")
 
 
 def heldout_guard(heldout: Array, in_loop: Array, patience: int = 3, gap: float = 0.10) -> Rounds:
@@ -255,6 +255,7 @@ class _Falls:
     def __init__(self, runs: int, threshold: float) -> None:
         self.sums = [np.zeros(runs) for _ in falls.CUSUMS]
         self.limits = [threshold / falls._DEFAULT * limit for _, _, limit in falls.CUSUMS]
+        self.recovers = np.zeros(runs, bool)
 
     def judge(
         self, value: Array, noise: _Noise, best: _Level, weight: Array | float, lost: Array | float
@@ -270,6 +271,7 @@ class _Falls:
             now - lowest > falls._SHARE * np.maximum(level - now, 0.0) + falls._HEALS * unit
         )
         recovers &= value > -falls._LOST * unit
+        self.recovers = known & recovers
         halts = np.zeros(value.shape, bool)
         for index, (slack, most, _) in enumerate(falls.CUSUMS):
             limit = self.limits[index]
@@ -280,6 +282,51 @@ class _Falls:
             self.sums[index] = np.where(known, total, self.sums[index])
             halts |= known & (self.sums[index] > limit)
         return halts
+
+
+def _changed(scores: list[Array]) -> tuple[Array, NDArray[np.int64]]:
+    """The values of each run that differ from the one before, the newest last, and their number: (rounds, runs)."""
+    values = np.array(scores)
+    new = np.vstack([np.ones((1, values.shape[1]), bool), values[1:] != values[:-1]])
+    order = np.argsort(new, axis=0, kind="stable")
+    return np.take_along_axis(values, order, axis=0), new.sum(axis=0)
+
+
+def _stepped_down(scores: list[Array], coarse: Array, lost: Array | float) -> Array:
+    """Twin of `guard.channels.step_down.StepDown`: the largest log-likelihood ratio of a step down to none."""
+    found, (changed, numbers) = np.zeros(coarse.shape), _changed(scores)
+    for number in np.unique(numbers):
+        runs = np.flatnonzero(numbers == number)
+        of_lost = lost if isinstance(lost, float) else lost[runs]
+        found[runs] = _best_step(changed[len(changed) - number :, runs], coarse[runs], of_lost)
+    return found
+
+
+def _best_step(scores: Array, coarse: Array, lost: Array | float) -> Array:
+    found = np.zeros(coarse.shape)
+    for since in step_down.SINCE:
+        before = min(step_down.BEFORE[1], len(scores) - since)
+        if before < step_down.BEFORE[0]:
+            break
+        values = np.vstack([scores[-before - since : -since], scores[-since:] + lost])
+        count, left = len(values), values - values.mean(axis=0)
+        level, step, size = np.full(coarse.shape, np.inf), np.full(coarse.shape, np.inf), np.zeros(coarse.shape)
+        for rho, constant in step_down._noises():
+            basis = step_down._basis(before, since, rho)
+            white = np.vstack([np.sqrt(1 - rho * rho) * left[:1], left[1:] - rho * left[:-1]])
+            parts = np.array([basis.level, basis.step, basis.climb, *basis.stopped]) @ white
+            total = (white * white).sum(axis=0)
+            least = step_down._EXACT * total + count * step_down.COARSE * (coarse * (1 - rho)) ** 2
+            rest, climb = total - parts[0] ** 2, np.maximum(parts[2], 0.0)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                stopped = np.maximum(parts[3:].max(axis=0), 0.0)
+                level = np.minimum(level, count * np.log(np.maximum(rest - stopped**2, 0) + least) + constant)
+                of_step = count * np.log(np.maximum(rest - parts[1] ** 2 - climb**2, 0) + least) + constant
+            size = np.where(of_step < step, (basis.step_of_climb * climb - parts[1]) / basis.length, size)
+            step = np.minimum(step, of_step)
+        known = (size > 0) & (total > 0)
+        found = np.maximum(found, np.where(known, np.where(known, level, 0.0) - np.where(known, step, 0.0), 0.0) / 2)
+    return found
 
 
 class _Shares:
@@ -385,6 +432,9 @@ def sequential(
             halts.at(t + 1, collapsed(heldout[: t + 1] - heldout[0], in_loop[: t + 1] - first), 4)  # type: ignore[index]
         halts.at(t + 1, lows.halts(t, np.zeros(runs) if trained is None else trained), 5)
         own.add(held)
+        coarse = np.where(np.isfinite(own.step), own.step, 0.0)
+        evidence = np.where(sums.recovers, 0.0, _stepped_down(own.last, coarse, lost))
+        halts.at(t + 1, evidence > step_down.LIMIT * guard.threshold, 1)
         best.learn(own)
         if trained is not None and guard.gap_sigmas is not None:
             apart.add(trained - held)

@@ -3,7 +3,8 @@
     PYTHONPATH=. .venv/bin/python benchmarks/per_replica_guard.py --runs 200 --seed 1
 
 A gain is a level of its replica's (harder data: three times the noise), a common trend, and noise; from round 40 on the
-faulty replica gains less by the given number of the noise's standard deviations.
+faulty replica gains less by the given number of the noise's standard deviations. In the last table the gains of honest
+replicas differ by factors, as where data or learning rates differ.
 """
 
 import argparse
@@ -18,6 +19,20 @@ ROUNDS, SINCE, UNTIL = 300, 40, 140
 FLEETS = (4, 8, 16)
 NOISES = (("white", 0.0, 0.0), ("AR(1) 0.5", 0.5, 0.0), ("2 % of 4 times the size", 0.0, 0.02), ("both", 0.5, 0.02))
 FALLS = (2.0, 3.0, 5.0, 20.0)
+FACTORS = {  # of the gains of each of so many replicas
+    "one twice": lambda n: [2.0] + [1.0] * (n - 1),
+    "one five times": lambda n: [5.0] + [1.0] * (n - 1),
+    "one a fifth": lambda n: [0.2] + [1.0] * (n - 1),
+    "half of them half": lambda n: [0.5] * (n // 2) + [1.0] * (n - n // 2),
+    "from once to five times": lambda n: [1 + 4 * i / (n - 1) for i in range(n)],
+}
+LEVELS = {  # of gains by the round, in standard deviations of the noise
+    "50 / round": lambda t: 50 / t,
+    "20 exp(-round / 40)": lambda t: 20 * math.exp(-t / 40),
+    "10, from round 100 on 3": lambda t: 10.0 if t <= 100 else 3.0,
+    "4, from round 100 on 12": lambda t: 4.0 if t <= 100 else 12.0,
+    "restarts every 50 rounds": lambda t: 3 + 10 * math.exp(-(t % 50) / 10),
+}
 
 
 def fleet(
@@ -65,6 +80,26 @@ def faulty_row(replicas: int, runs: int, seed: int) -> str:
     return f"| {replicas} | {' | '.join(cells)} |"
 
 
+def factor_row(name: str, runs: int, seed: int) -> str:
+    """The share of honest contributions that are left out, worst of 4 and 8 replicas, noise alike or by the factor."""
+    cells = []
+    for level in LEVELS.values():
+        shares = []
+        for replicas, scaled in ((4, False), (4, True), (8, False), (8, True)):
+            draw, left = random.Random(f"{seed} {name} {replicas} {scaled}"), 0
+            factors = FACTORS[name](replicas)
+            for _ in range(runs):
+                state: dict[str, Any] | None = None
+                for t in range(1, 201):
+                    noise = [draw.gauss(0, factor if scaled else 1.0) for factor in factors]
+                    gains = [LocalGain(i, factors[i] * level(t) + noise[i]) for i in range(replicas)]
+                    state, quarantined = fold_local(state, gains)
+                    left += len(quarantined)
+            shares.append(100 * left / (runs * 200 * replicas))
+        cells.append(f"{max(shares):.2f} %")
+    return f"| {name} | {' | '.join(cells)} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=200)
@@ -78,6 +113,10 @@ def main() -> None:
     print(f"| replicas | {' | '.join(f'{fall:g} sigmas' for fall in FALLS)} |\n|---|{'---|' * len(FALLS)}")
     for replicas in FLEETS:
         print(faulty_row(replicas, args.runs, args.seed), flush=True)
+    print("\nHonest contributions left out, where gains differ by factors\n")
+    print(f"| gains | {' | '.join(LEVELS)} |\n|---|{'---|' * len(LEVELS)}")
+    for name in FACTORS:
+        print(factor_row(name, max(args.runs // 20, 1), args.seed), flush=True)
 
 
 if __name__ == "__main__":

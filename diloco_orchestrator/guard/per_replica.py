@@ -6,7 +6,7 @@ faults (a corrupt data shard, a broken machine, a hack in one environment), not 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from diloco_orchestrator.guard.robust import median, weighted_mean
@@ -21,8 +21,11 @@ _LEARN = 0.01  # weight of a new round in the usual gain: a fall must not become
 _SPREAD = 0.04  # weight of a new round in the spread
 _TRUSTED = 2.0  # sigmas of a round that may move the usual gain
 _TRUSTED_EARLY = 10.0  # the same while it is learnt
+_NEW = 2.0  # spreads of the levels seen so far, with sigma added, from which on another one is new
+_RIDGE = 0.25  # of the noise's variance: levels that differ by less say little of what differences depend on
 _SIGMA = 1.4826  # standard deviation of normal numbers over their median absolute deviation
-# The same for few numbers, whose median is one of them: Croux and Rousseeuw, "Time-efficient algorithms" (1992), b_n.
+_MEAN_ABS = 1.2533  # standard deviation of normal numbers over their mean distance from the mean
+# `_SIGMA` for few numbers, whose median is one: Croux and Rousseeuw, "Time-efficient algorithms" (1992), b_n.
 _FEW = {4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 1.107}
 
 
@@ -66,10 +69,11 @@ def fold_local(
 ) -> tuple[dict[str, Any], tuple[Quarantine, ...]]:
     """The guard's state after one more round, and the contributions to quarantine with reasons, in replica order.
 
-    A replica's gain is compared with the other replicas' in the round, and with its usual difference from them, so that
-    replicas with harder data are not suspected. Its statistic sums up the sigmas by which it falls short. It is
-    quarantined from the round in which the statistic passes the threshold until it has fallen to half of it; at most a
-    quarter of the judged replicas at once. `state`: JSON, of the round before; None at the start.
+    A replica's gain is compared with the other replicas' in the round, and with its usual difference from them at such
+    gains, so that replicas with harder data or larger steps are not suspected. Its statistic sums up the sigmas by
+    which it falls short. It is quarantined from the round in which the statistic passes the threshold until it has
+    fallen to half of it; at most a quarter of the judged replicas at once. `state`: JSON, of the round before; None at
+    the start.
     """
     run = _Run(state or {})
     finite = [each for each in gains if math.isfinite(each.gain)]
@@ -88,11 +92,54 @@ def fold_local(
     return run.to_json(), tuple(Quarantine(replica_id=i, reason=why[i]) for i in chosen)
 
 
+@dataclass
+class _Usual:
+    """The usual difference of one replica's gain from the others', learnt from its rounds so far.
+
+    The difference is a line over the round's level, the median gain of the fleet, by least squares with weights that
+    fade: where data or learning rates differ, gains differ by a factor, and so by less and less as all of them shrink.
+    """
+
+    count: int = 0  # rounds learnt
+    difference: float = 0.0  # mean of it
+    level: float = 0.0  # mean of it
+    variance: float = 0.0  # of the level
+    covariance: float = 0.0  # of level and difference
+    distance: float = 0.0  # mean distance of the difference from the line
+
+    def at(self, level: float, sigma: float) -> float:
+        """The usual difference in a round of this level. `sigma`: the fleet's noise; levels closer count less."""
+        apart = self.variance + _RIDGE * sigma * sigma
+        return self.difference + (self.covariance / apart * (level - self.level) if apart else 0.0)
+
+    def is_new(self, level: float, sigma: float) -> bool:
+        """Whether no round before had such a level, as for some 15 rounds after a change of the learning rate."""
+        return abs(level - self.level) > _NEW * (math.sqrt(self.variance) + sigma)
+
+    def sigma(self, fleet: float) -> float:
+        """Standard deviation of the difference: that of the fleet, or its own if it is larger."""
+        return max(fleet, _MEAN_ABS * self.distance if self.count >= WARM_UP else 0.0)
+
+    def learn(self, level: float, usual: float, off: float, suspect: bool) -> None:
+        """Add a round in which the difference was `usual` by this line, and `off` more, as far as it is trusted.
+
+        `suspect`: whether the replica falls short at present, so that `off` says nothing of its noise.
+        """
+        weight = max(1 / (self.count + 1), _LEARN)
+        apart, moved = level - self.level, usual + off - self.difference
+        self.variance = (1 - weight) * (self.variance + weight * apart * apart)
+        self.covariance = (1 - weight) * (self.covariance + weight * apart * moved)
+        if not suspect:
+            self.distance += max(weight, _SPREAD) * (abs(off) - self.distance)
+        self.level, self.difference = self.level + weight * apart, self.difference + weight * moved
+        self.count += 1
+
+
 class _Run:
     """The mutable state of the per-replica guard while it is updated. Replicas are named by their ids as text."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        self.usual: dict[str, list[Any]] = {name: list(each) for name, each in state.get("usual", {}).items()}
+        self.usual = {name: _Usual(*each) for name, each in state.get("usual", {}).items()}
         self.sums: dict[str, float] = dict(state.get("sums", {}))
         self.out: set[str] = set(state.get("out", ()))
         self._spread: float | None = state.get("spread")  # median absolute deviation of one replica from its usual gain
@@ -100,7 +147,7 @@ class _Run:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "usual": self.usual,
+            "usual": {name: list(astuple(each)) for name, each in self.usual.items()},
             "sums": {name: value for name, value in self.sums.items() if value},
             "out": sorted(self.out),
             "spread": self._spread,
@@ -109,29 +156,28 @@ class _Run:
 
     def add(self, gains: Sequence[LocalGain]) -> dict[int, float]:
         """Add the finite gains of a round. Returns by how many sigmas each replica fell short of its usual gain."""
-        level = median([each.gain - self._usual(each)[1] for each in gains])
-        sigma, limit = _SIGMA * (self._spread or 0.0), threshold(len(gains))
+        fleet, limit = _SIGMA * (self._spread or 0.0), threshold(len(gains))
+        names = [str(each.replica_id) for each in gains]
+        level = median([each.gain for each in gains])
+        known = [self.usual.setdefault(name, _Usual()) for name in names]
+        expected = [usual.at(level, fleet) for usual in known]
+        middle = median([each.gain - usually for each, usually in zip(gains, expected, strict=True)])
         fallen, deviations = {}, []
-        for each in gains:
-            name, value = str(each.replica_id), each.gain - level
-            count, mean = self._usual(each)
-            fallen[each.replica_id] = (mean - value) / sigma if sigma else 0.0
-            if count:
-                deviations.append(abs(value - mean))
-            if count >= WARM_UP:
+        for name, each, usual, usually in zip(names, gains, known, expected, strict=True):
+            off, sigma = each.gain - middle - usually, usual.sigma(fleet)
+            fallen[each.replica_id] = -off / sigma if sigma else 0.0
+            if usual.count:
+                deviations.append(abs(off))
+            new = usual.count >= WARM_UP and usual.is_new(level, fleet)
+            if usual.count >= WARM_UP and not new:
                 self._judge(name, fallen[each.replica_id], limit)
             if name not in self.out:
-                most = (_TRUSTED if count >= WARM_UP else _TRUSTED_EARLY) * sigma or math.inf
-                moved = max(min(value - mean, most), -most)
-                self.usual[name] = [count + 1, mean + max(1 / (count + 1), _LEARN) * moved]
+                trusted = math.inf if new else _TRUSTED if usual.count >= WARM_UP else _TRUSTED_EARLY
+                most = trusted * sigma if sigma else math.inf
+                usual.learn(level, usually, max(min(off, most), -most), suspect=self.sums.get(name, 0.0) > 0)
         if len(deviations) >= _FEWEST:
             self._widen(deviations)
         return fallen
-
-    def _usual(self, each: LocalGain) -> tuple[int, float]:
-        """(number of rounds learnt, usual gain of a replica beyond the round's median); (0, 0.0) before the first."""
-        count, mean = self.usual.get(str(each.replica_id), (0, 0.0))
-        return count, mean
 
     def _judge(self, name: str, fallen: float, limit: float) -> None:
         added = fallen - _SLACK if fallen > _SUDDEN else min(fallen - _SLACK, _LARGEST)

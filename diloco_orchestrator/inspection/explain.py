@@ -37,6 +37,11 @@ _CHANNELS = (
         "Compare samples of the models before and after that round; check reward, data and learning rate.",
     ),
     (
+        "step down",
+        "The model became worse on held-out items at once and stays so, by more than the noise of the score explains.",
+        "Look at what changed then: data, reward, learning rate.",
+    ),
+    (
         "largest recent change",
         "The model broke within a round or two: a loss spike, bad data, or numbers that overflowed.",
         "Look at the data and the learning rate of that round.",

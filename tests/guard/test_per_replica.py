@@ -72,6 +72,22 @@ def test_a_replica_that_is_well_again_takes_part_again():
     assert ids[29] == [1] and ids[-1] == []
 
 
+@pytest.mark.parametrize("factor", [0.2, 2.0, 5.0])
+@pytest.mark.parametrize("level", [lambda t: 0.5 / t, lambda t: 0.1 if t <= 60 else 0.03], ids=["fades", "drops"])
+def test_a_replica_whose_gains_differ_by_a_factor_is_not_left_out_as_all_gains_shrink(factor, level):
+    """Larger steps or easier data: what it gains beyond the others shrinks with what they gain."""
+    draw, state, shrunk = random.Random(f"factor {factor}"), None, 0
+    for t in range(1, 121):
+        gains = [LocalGain(i, level(t) * (factor if i == 0 else 1.0) + draw.gauss(0, NOISE)) for i in range(8)]
+        state, quarantined = fold_local(state, gains)
+        assert quarantined == (), t
+    for t in range(121, 131):
+        gains = [LocalGain(i, level(t) - 0.2 * (i == 0) + draw.gauss(0, NOISE)) for i in range(8)]
+        state, quarantined = fold_local(state, gains)
+        shrunk += [each.replica_id for each in quarantined] == [0]
+    assert shrunk >= 5  # it is judged still
+
+
 def test_no_more_than_a_quarter_is_left_out_and_the_worst_first():
     found = left_out(8, 40, 3, {0: 8.0, 1: 9.0, 2: 40.0}, since=20)
     assert max(map(len, found)) == 2 and all(2 in ids for ids in found if ids)

@@ -292,7 +292,7 @@ def test_the_state_stays_small(rounds):
     run = Run()
     run.noisy(rounds, sd=0.0123456789, kl_to_init=0.0123456789)
     run.next(kl_to_init=9.0)
-    assert len(canonical_json(run.state or {})) < 3400
+    assert len(canonical_json(run.state or {})) < 3420
 
 
 def test_a_state_of_another_rule_or_other_settings_is_refused():
@@ -344,7 +344,7 @@ def test_the_fold_gives_the_same_bits_on_every_machine_and_python():
     assert verdict.fire and hashlib.sha256(canonical_json(state or {})).hexdigest() == GOLDEN
 
 
-GOLDEN = "e74023e9b7ad6818a817177c1a4b70e86540aa5d4954eac5039a9d03a46d8444"
+GOLDEN = "7d869270b2da1a41d8461918221f53c6c1f53307c549fb041debc851fa537b90"
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

@@ -119,6 +119,7 @@ class Falls(Remembered):
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
     zero: list[int] = field(default_factory=lambda: [0, 0])  # the last models at which they were zero
     top: list[Any] | None = None  # highest score, and its model
+    recovers: bool = field(default=False, init=False)  # whether the last judged score was on its way back up
 
     def begin(self, model: int) -> None:
         """Set both sums to zero, so that they add up from this base on."""
@@ -153,11 +154,11 @@ class Falls(Remembered):
             return []
         below = (level.bound - scores[-1] - lost) / sigma
         rise = (_mean(scores, 2) - _mean(scores[:-2], 2)) / sigma
-        recovers = scores[-1] > -_LOST * sigma and (rise > _RISES or _heals(scores, level.bound, sigma))
+        self.recovers = scores[-1] > -_LOST * sigma and (rise > _RISES or _heals(scores, level.bound, sigma))
         for index, (slack, most, at_default) in enumerate(CUSUMS):
             limit = threshold / _DEFAULT * at_default
             total = max(0.0, self.sums[index] + weight * (min(max(below, -most), most) - slack))
-            if recovers:
+            if self.recovers:
                 total = min(total, _CUT * limit)
             if index == 1 and rise > -_SINKS:
                 total = min(total, limit)

@@ -16,6 +16,7 @@ from diloco_orchestrator.guard.channels.hacking_gap import HackingGap
 from diloco_orchestrator.guard.channels.noise import Noise
 from diloco_orchestrator.guard.channels.outliers import FallingShares
 from diloco_orchestrator.guard.channels.remembered import Remembered
+from diloco_orchestrator.guard.channels.step_down import StepDown
 
 
 @dataclass
@@ -32,6 +33,7 @@ class MetricChannels:
     gap: HackingGap = field(default_factory=HackingGap)
     early: EarlyCollapse = field(default_factory=EarlyCollapse)
     new_low: NewLow = field(default_factory=NewLow)
+    step_down: StepDown = field(default_factory=StepDown)
     shares: FallingShares = field(default_factory=FallingShares)
     apart: Apart = field(default_factory=Apart)
     narrow: str = field(default="", init=False)  # shares whose fall does not count in this round
@@ -70,6 +72,8 @@ class MetricChannels:
         if self.count >= FIRST_GAP and trained is not None and tolerance is not None:
             slow = self.gap.judge(model, held, trained, heldout, self.gap_noise, tolerance, threshold)
         self._learn(model, held, trained)
+        known = self.noise.step or 0.0, lost, self.falls.recovers
+        at_once += self.step_down.judge(model, self.noise.last, *known, threshold, heldout - held)
         at_once += self.early.alarms(self.noise.last)
         return at_once + self.new_low.alarms(self.noise.last, trained or 0.0), slow
 
@@ -87,7 +91,7 @@ class MetricChannels:
         self.falls.begin(model)
         self.gap.begin(model)
         self.early.stop()
-        self.new_low = NewLow()
+        self.new_low, self.step_down = NewLow(), StepDown()
 
     def _since_the_first(self, which: int, value: float) -> float:
         first = self.origin[which]
@@ -117,6 +121,7 @@ class MetricChannels:
         low = self.new_low.fall(self.noise.last, self.trained or 0.0)
         return [
             *self.falls.statistics(threshold),
+            *self.step_down.statistics(threshold),
             ("Hacking Gap", self.gap.total, threshold),
             ("early collapse", early.share if early else 0.0, 1.0),
             ("new low", low.share if low else 0.0, 1.0),

@@ -1,0 +1,108 @@
+"""A step down: found while the noise is hardly known; a climb that stops and a bump that heals are none."""
+
+import random
+import re
+
+import pytest
+
+from diloco_orchestrator.guard import Evidence, SequentialGuard, Verdict
+from diloco_orchestrator.guard.channels.metrics import MetricChannels
+from diloco_orchestrator.guard.channels.step_down import StepDown
+
+
+def folded(held: list[float]) -> tuple[int, Verdict]:
+    """The round of the halt and its verdict; (0, the last verdict) without one."""
+    guard, state = SequentialGuard(), None
+    for t, score in enumerate(held):
+        state, verdict = guard.fold(state, Evidence(round=t + 1, heldout=score))
+        if verdict.fire:
+            return t + 1, verdict
+    return 0, verdict
+
+
+def stepped(seed: int, climb: float, onset: int, size: float, rounds: int = 80) -> list[float]:
+    rng = random.Random(f"step {seed}")
+    return [rng.gauss(0.5 + climb * min(t, onset) - size * (t > onset), 0.01) for t in range(rounds)]
+
+
+@pytest.mark.parametrize(("climb", "onset"), [(0.0, 11), (0.005, 14), (0.02, 20)])
+def test_a_small_step_after_a_short_climb_halts_while_the_noise_is_hardly_known(climb, onset):
+    """Seven standard deviations, after 12 to 21 rounds: most halt within 12 rounds, and many of those by the step."""
+    found = [folded(stepped(seed, climb, onset, 0.07)) for seed in range(12)]
+    in_time = [verdict.reason for at, verdict in found if onset < at <= onset + 13]
+    assert len(in_time) >= 8
+    assert sum(reason.startswith("step down") for reason in in_time) >= 4
+
+
+def test_scores_of_few_items_that_lose_one_for_good_do_not_step_down():
+    """Without noise, a change of one item is all that was ever seen: it says nothing of how scores vary."""
+    for scores in ([0.75] * 20 + [0.6875] * 20, [0.75, 0.6875] * 10 + [0.6875] * 20):
+        channel = StepDown()
+        for t in range(1, len(scores) + 1):
+            assert not channel.judge(t, scores[max(0, t - 32) : t], 0.0625, 0.0, False, 10.0, 0.0)
+    several = [0.75, 0.6875] * 10 + [0.25, 0.1875] * 10
+    channel = StepDown()
+    judged = [channel.judge(t, several[max(0, t - 32) : t], 0.0625, 0.0, False, 10.0, 0.0) for t in range(1, 41)]
+    assert any(judged[20:30])
+
+
+def test_a_climb_that_stops_or_a_bump_that_heals_is_no_step_down():
+    rng = random.Random("stops")
+    for slope in (0.02, 0.1):
+        stops = [rng.gauss(slope * min(t, 20), 0.01) for t in range(70)]
+        bump = [rng.gauss(1 - 10 * slope * 0.8 ** max(t - 40, 0) * (t >= 40), 0.01) for t in range(70)]
+        assert not any(folded(each)[1].reason.startswith("step down") for each in (stops, bump))
+
+
+def test_every_number_of_the_sentence_follows_from_the_scores():
+    words = re.compile(
+        r"step down: the last (\d+) held-out scores that differ, (\S+) in the mean, lie (\S+) below where the scores "
+        r"before lead\. A step explains them better than noise does, by a log-likelihood ratio of (\S+) \(halts "
+        r"above (\S+)\)\. Roll back to round (\d+) and"
+    )
+    rng, seen = random.Random("words"), 0
+    for seed in range(30):
+        onset, size = rng.randrange(8, 40), rng.uniform(0.05, 0.3)
+        held = stepped(seed, 0.0, onset, size)
+        round_, verdict = folded(held)
+        said = words.match(verdict.reason)
+        if said is None:
+            continue
+        seen += 1
+        since, back = int(said[1]), int(said[6])
+        before, later = held[:round_][-since - 12 : round_ - since], held[round_ - since : round_]
+        assert float(said[2]) == pytest.approx(sum(later) / since, rel=1e-3)
+        # No climb goes before: what the scores before lead to is no lower than their mean, and not far above it.
+        assert sum(before) / len(before) - float(said[2]) - 0.01 < float(said[3]) < 1.5 * size + 0.02
+        assert float(said[4]) > float(said[5]) == 12.0
+        assert held[back] == max(held[:round_]) and back == verdict.rollback_to
+    assert seen >= 8
+
+
+@pytest.mark.parametrize("times", [4, 8])
+def test_scores_that_are_given_again_are_counted_once(times):
+    """An evaluation every few rounds: equal scores are no proof of a level."""
+    rng = random.Random("again")
+    for _ in range(4):
+        scores = [each for _ in range(200 // times) for each in [rng.gauss(0.5, 0.01)] * times]
+        assert not folded(scores)[1].reason.startswith("step down")
+
+
+def test_a_step_that_was_dismissed_is_not_raised_again():
+    channels, alarms = MetricChannels(), 0
+    for t, score in enumerate(stepped(1, 0.0, 20, 0.1, rounds=60)):
+        sudden, _ = channels.judge(t, score, None, 1.0, 10.0, None, {})
+        raised = [alarm for alarm in sudden if alarm.what.startswith("step down")]
+        alarms += len(raised)
+        if raised:
+            channels.dismiss(t)
+    assert alarms == 1
+
+
+@pytest.mark.parametrize("size", [1e18, 1e200, 1.7e308])
+def test_scores_without_bounds_are_judged_without_an_error(size):
+    channel = StepDown()
+    scores = [0.0, 1.0] * 10 + [-size, size, -size, -size, -size, -size]
+    for t in range(1, len(scores) + 1):
+        channel.judge(t, scores[:t], 1.0, 0.0, False, 10.0, 0.0)
+    assert channel.seen == len(scores)
