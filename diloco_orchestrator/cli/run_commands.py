@@ -1,7 +1,6 @@
 """Commands that start, supervise, stop or tidy up a run: run, plan, demo, attach, resume, halt, scale, gc."""
 
 import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -227,11 +226,15 @@ def resume(
     guard, means = cast("GuardSettings", take_part("guard", given)), _means(given)
 
     def begin() -> "Run":
-        numbers = None if ranks is None else [int(each) for each in re.findall(r"\d+", ranks)]
-        of_ranks = {"ranks_per_replica": numbers[0] if len(numbers) == 1 else numbers} if numbers else {}
         run = attach(url, **means)
         return run.resume(
-            rounds, from_round, why, override_guard=override_guard, guard=guard, replicas=replicas, **of_ranks
+            rounds,
+            from_round,
+            why,
+            override_guard=override_guard,
+            guard=guard,
+            replicas=replicas,
+            ranks_per_replica=cast("int | None", ranks),  # text, which the configuration reads and validates
         )
 
     return follow(begin, as_json=as_json)

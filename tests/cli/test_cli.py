@@ -64,7 +64,10 @@ def test_run_help_shows_settings_in_three_tiers_each_by_itself(tmp_path):
         assert text.count("\nSettings") + text.startswith("Settings") == 1
         return set(re.findall(r"^  (--[\w-]+)", text.partition(f"{section}:\n")[2], flags=re.MULTILINE))
 
-    flags = [{f"--{name.replace('.', '-').replace('_', '-')}" for name in names} for names in (FIRST, LAST)]
+    short = {"ranks_per_replica": "ranks"}
+    flags = [
+        {f"--{short.get(name, name).replace('.', '-').replace('_', '-')}" for name in names} for names in (FIRST, LAST)
+    ]
     assert listed("--help", SECTIONS[0]) == flags[0] and listed("--help-experts", SECTIONS[2]) == flags[1]
     assert listed("--help-settings", SECTIONS[1]) == {each.opts[0] for each in setting_options()} - flags[0] - flags[1]
 

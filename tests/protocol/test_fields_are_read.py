@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[2]
 SCHEMAS = (records, attempt_records)
 _WHO = "people who ask who wrote it; nothing shows a program that it is true"
 FOR_READERS = {  # by class and field: for whom it is, beside our code
-    "Consumed.digest": "whoever repeats the data order of a replica and compares",
     "Contribution.snapshot_round": "people who look for the machine that rebuilt a base wrongly",
     "Exit.round": "people who read the record of an attempt alone",
     "Halt.by": _WHO,

@@ -189,7 +189,8 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "data_sets": ({"data": CORPUS}, "fsspec"),
     "diloco_orchestrator.demo.workload": ({}, "torch"),
 }
-ELSEWHERE = {"composer.monarch_replica"}  # needs a mesh of Monarch, and has tests of its own
+# Those with tests of their own, because they need more than one process: a mesh of Monarch, ranks.
+ELSEWHERE = {"composer.monarch_replica", "island_fsdp"}
 
 
 def corpus(folder: Path) -> str:
