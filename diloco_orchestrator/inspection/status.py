@@ -35,7 +35,7 @@ class RoundRow:
     by: str
     reason: str
     contributors: list[int]
-    without: list[int]  # replicas that an applied round did not average
+    without: list[int]  # replicas that should have contributed, and that an applied round did not average
     late_steps: int  # inner steps of earlier rounds that its contributions carry
     dropped_steps: int  # inner steps of earlier rounds that its contributions list as dropped
     loss: float | None  # mean of what was passed to `observe(loss=...)`, over all responses
@@ -363,6 +363,7 @@ class NewRows:
     def __init__(self, run_log: RunLog) -> None:
         self._log = run_log
         self._position: Position | None = None
+        self._roster: dict[int, tuple[int, ...]] = {}  # whom the next round waits for, by leg
 
     def read(self) -> Iterator[RoundRow]:
         """The rows of the commits not read yet. Raises `RecordInvalid` where the hash chain breaks."""
@@ -376,10 +377,15 @@ class NewRows:
             return
         for entry in self._log.settled(self._position or Position.at_start(start.sha256)):
             self._position = entry.position
-            yield entry.commit, _row(self._log.run.config.most_replicas, start.record.heldout, entry.commit)
+            leg = entry.commit.leg
+            # Of a run that is scaled, vacant ids are missed by nobody.
+            expected = {*range(self._log.configs.of(leg).replicas), *self._roster.get(leg, ())}
+            self._roster[leg] = entry.commit.roster
+            yield entry.commit, _row(expected, start.record.heldout, entry.commit)
 
 
-def _row(replicas: int, scored: HeldoutSet | None, commit: Commit) -> RoundRow:
+def _row(expected: set[int], scored: HeldoutSet | None, commit: Commit) -> RoundRow:
+    """The row of a commit. `expected`: ids of the replicas that should contribute to its round."""
     averaged = [answer for answer in commit.answers if answer.averaged]
     contributors = [answer.replica_id for answer in averaged]
     figures = commit.figures or RoundMetrics()
@@ -393,7 +399,7 @@ def _row(replicas: int, scored: HeldoutSet | None, commit: Commit) -> RoundRow:
         by=str(commit.by),
         reason=commit.reason,
         contributors=contributors,
-        without=sorted(set(range(replicas)) - set(contributors)) if commit.applied else [],
+        without=sorted(expected - set(contributors)) if commit.applied else [],
         late_steps=sum(o.steps for answer in averaged for o in answer.origins if o.round != commit.round),
         dropped_steps=figures.dropped_steps,
         loss=figures.loss,
@@ -402,7 +408,7 @@ def _row(replicas: int, scored: HeldoutSet | None, commit: Commit) -> RoundRow:
         proxy_real_gap=verdict.proxy_real_gap if verdict else None,
         tokens=figures.tokens,
         bytes_up=figures.payload_bytes,
-        bytes_down=figures.payload_bytes * (replicas - 1),
+        bytes_down=figures.payload_bytes * (len(expected) - 1),
         train_s=max((answer.train_s for answer in commit.answers), default=0.0),
         warning="; ".join([*([verdict.warning] if verdict and verdict.warning else []), *_of_metrics(scored, commit)]),
         statistics=verdict.statistics if verdict else (),

@@ -54,12 +54,13 @@ class HeartbeatWriter:
     def beat(self) -> None:
         """Write a heartbeat if one is due. Called every `timing.heartbeat_s`.
 
-        While the length of a round is not known, the time since the first call is used instead.
+        While the length of a round is not known, heartbeats are a quarter of the time since the first call apart, so
+        that the start and the first steps are seen as they come.
         """
         call_s = self._config.timing.heartbeat_s
         self._calls += 1
         self._skipped += 1
-        every_s = heartbeat_s(self._config, self._pulse.round_s or self._calls * call_s)
+        every_s = heartbeat_s(self._config, self._pulse.round_s or self._calls * call_s / 8)
         if not self._counter or self._skipped * call_s >= every_s:
             self._skipped = 0
             self.write()

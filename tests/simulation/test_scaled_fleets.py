@@ -8,6 +8,7 @@ import pytest
 from simulation import Simulation, simulate_scaled
 from simulation_plan import NextLeg, calm, scaled_plan_of
 
+from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Commit
 from diloco_orchestrator.run_log.attempts import AttemptRecords
@@ -70,6 +71,12 @@ def test_a_replica_that_is_added_is_averaged_in_the_next_round_or_the_one_after(
         open_then = 1 + sum(written[keys.commit(commit.round)] < claimed for commit in commits)
         first = next(commit.round for commit in commits if replica_id in averaged(commit))
         assert first <= open_then + 2, f"replica {replica_id} came in round {open_then}"
+
+
+def test_a_round_is_without_those_that_it_waited_for_and_not_without_vacant_ids(grown):
+    missed = [row.without for row in RunReader(grown.bucket).rows() if row.applied]
+    assert missed[0] == [] and {replica_id for row in missed for replica_id in row} == {3, 4}  # as they leave
+    assert sum(map(bool, missed)) <= 2
 
 
 def test_a_replica_that_leaves_publishes_what_it_has_trained_and_stops_nobody_for_long(grown):
