@@ -378,7 +378,7 @@ class NewRows:
         for entry in self._log.settled(self._position or Position.at_start(start.sha256)):
             self._position = entry.position
             leg = entry.commit.leg
-            # Of a run that is scaled, vacant ids are missed by nobody.
+            # Vacant ids of a run that is scaled are not expected.
             expected = {*range(self._log.configs.of(leg).replicas), *self._roster.get(leg, ())}
             self._roster[leg] = entry.commit.roster
             yield entry.commit, _row(expected, start.record.heldout, entry.commit)
