@@ -108,10 +108,11 @@ class _Killer:
         """Kill a training replica once `KILL_AT_ROUND` commits exist, unless one was killed already."""
         if self.victim is not None or status.round < KILL_AT_ROUND or status.state != "running":
             return
-        training = [r for r in status.replicas if r.state == "training" and r.round == status.round + 1]
-        if not training or self.reader is None:
+        # Heartbeats are rounds apart: whoever has begun and not ended trains the round after the newest commit.
+        alive = [r for r in status.replicas if not r.state.startswith(("launching", "ended"))]
+        if not alive or self.reader is None:
             return
-        victim = training[-1]
+        victim = alive[-1]
         claim = self.reader.attempts.claim(victim.replica_id, victim.attempt)
         if claim is not None and claim.host == platform.node():
             os.kill(claim.pid, signal.SIGKILL)
