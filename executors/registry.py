@@ -107,7 +107,7 @@ def spec_of(executor: ServerlessExecutor) -> dict[str, Any] | None:
     if isinstance(executor, Places):
         places = {name: spec_of(each) for name, each in executor.places.items()}
         known = all(spec is not None for spec in places.values())
-        # As pairs: a record's names are sorted, and the first place is the one that `part` falls back on.
+        # Pairs keep their order, the names of a record do not: `part` falls back on the first place.
         return {"places": list(map(list, places.items())), "usd_per_hour": executor.usd_per_hour} if known else None
     if isinstance(executor, MixedExecutor):
         shares = [{"executor": spec_of(each), "replicas": count} for each, count in executor.shares]

@@ -43,7 +43,7 @@ _REFUSALS = (Outcome.NO_CAPACITY, Outcome.ERROR, Outcome.PREEMPTED, Outcome.TIME
 
 @dataclass
 class _Seen:
-    """What a place has answered."""
+    """Answers of a place so far."""
 
     rests_until: float = -math.inf
     times: int = 0  # refusals in a row, those that came while it rested not counted
@@ -209,7 +209,7 @@ def place_views(
 
 
 def first_launches(places: Places, config: RunConfig) -> list[placing.Open]:
-    """What a coordinator would open at once in a new run, at the prices that are known now. Launches nothing."""
+    """The decisions of a coordinator at the start of a new run, at today's prices. Launches nothing."""
     seats = [placing.SeatView(replica_id, free=True) for replica_id in range(config.most_replicas)]
     view = placing.PlacesView(place_views(places, prices_of(places), {}), seats, left_usd=config.max_cost_usd)
     limits, found = limits_of(config, places.usd_per_hour), list[placing.Open]()

@@ -21,7 +21,7 @@ _CENT = 0.01
 
 @dataclass(frozen=True)
 class PlaceView:
-    """What is known of a place: its price, its speed, and whether it has refused attempts."""
+    """A place as a coordinator knows it: its price, its speed, and whether it has refused attempts."""
 
     name: str
     hourly_usd: float | None  # of one replica's machine now; None: not known, so that nothing is opened there
@@ -133,7 +133,7 @@ class PlacesView:
         return self.by_name[seat.place].usd_per_token if seat.place in self.by_name else 0.0
 
     def hourly_usd(self, seat: SeatView) -> float:
-        """What an id's attempt costs an hour: 0 for an offer that nobody has taken, and for a place that is unknown."""
+        """US dollars an hour of an id's attempt; 0 for an offer that nobody has taken, and for an unknown place."""
         if seat.place not in self.by_name or (self.is_offer(seat) and not seat.trains):
             return 0.0
         return self.by_name[seat.place].hourly_usd or 0.0
@@ -345,7 +345,7 @@ def _why_not(place: PlaceView) -> str:
 
 
 def _why_nowhere(view: PlacesView, usable: Sequence[PlaceView], limits: Limits, missing: int) -> str:
-    """Why no id is opened though more replicas may train; empty where it is as the user wants it."""
+    """Reason why no id is opened though more replicas may train; empty if no place has refused any."""
     wanting = f"{missing} more replicas are wanted: " if missing else ""
     if not usable:
         resting = [each for each in sorted(view.places, key=_cost) if each.refused_since is not None]
