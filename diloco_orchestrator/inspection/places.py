@@ -1,4 +1,4 @@
-"""Figures and decisions about the places of a run: tokens per second of a replica there, dollars, and why replicas are there.
+"""Figures and decisions about a run's places: tokens per second of a replica there, dollars, and why it is there.
 
 A place is where an attempt's intent says that it was launched: one of several that supervision chooses from, or the
 run's only executor.
