@@ -33,8 +33,9 @@ from diloco_orchestrator.supervision.record_events import Who
 
 log = logging.getLogger(__name__)
 
-_PRICES_S = 300.0  # between two questions about prices
-_REST_S = (60.0, 3600.0)  # the first and the longest rest of a place that has no machine
+_PRICES_S = 60.0  # between two questions about prices; executors remember what they asked a provider
+_REST_S = (60.0, 600.0)  # the first and the longest rest of a place that has no machine
+_LONG_REST_S = 3600.0  # the longest one of a place whose machines cost time, or money, and never train
 _PATIENCE_S = 600.0  # of an attempt that a provider keeps waiting for a machine
 _REFUSED_S = 60.0  # of one whose launch the provider refuses or cannot answer
 # How an attempt that never trained ends where its place has no machine for it, or a bad one.
@@ -50,20 +51,24 @@ class _Seen:
     since: float | None = None
     at: float = -math.inf
     words: str = ""
+    wastes: bool = False  # whether the newest refusal cost time
 
     def refuse(self, words: str, launched_at: float, now: float) -> None:
         """Note that an attempt launched at `launched_at` got no machine there, or one that never answered."""
         if launched_at >= self.at:  # otherwise it was asked for before the refusal that is known
             self.times += 1
-            wasted_s = max(_REST_S[0], now - launched_at)
-            self.rests_until = now + min(wasted_s * 2.0 ** (self.times - 1), _REST_S[1])
+            first_s, longest_s = _REST_S
+            if now - launched_at > first_s:
+                first_s, longest_s = now - launched_at, _LONG_REST_S
+            self.rests_until = now + min(first_s * 2.0 ** (self.times - 1), longest_s)
+            self.wastes = now - launched_at > _REST_S[0]
         self.since = now if self.since is None else self.since
         self.at, self.words = now, words
 
     def give(self, launched_at: float) -> None:
         """Note that an attempt launched at `launched_at` trains there."""
         if launched_at >= self.at:
-            self.times, self.since, self.words = 0, None, ""
+            self.times, self.since, self.words, self.wastes = 0, None, "", False
 
 
 class PlaceBook:
@@ -92,6 +97,7 @@ class PlaceBook:
         self._without_beat: dict[Who, tuple[str, float]] = {}  # place and launch of attempts that have not trained yet
         self._round = self._moved_round = round_
         self._round_ended = False
+        self._heading = ""
         self._said = ""
 
     def read(self, commits: Iterator[Commit]) -> None:
@@ -125,7 +131,7 @@ class PlaceBook:
         view = placing.PlacesView(
             self._place_views(now),
             [_seat_of(each, launches, cancelled) for each in views],
-            *(self._round, self._round_ended, self._moved_round, asked, left_usd),
+            *(self._round, self._round_ended, self._moved_round, asked, left_usd, self._heading),
         )
         numbers = {each.replica_id: each.attempt for each in views}
         while not isinstance(decision := placing.place(view, now, self.limits), placing.Wait):
@@ -142,7 +148,7 @@ class PlaceBook:
                     self._refused(who, waited.refusal or "it keeps replicas waiting", now)
                 found.append(Cancel(*who, f"{VACATED}: {decision.why}"))
             view = view.after(decision)
-        self._moved_round, self._round_ended = view.moved_round, False
+        self._moved_round, self._round_ended, self._heading = view.moved_round, False, view.heading
         if decision.why and decision.why != self._said:
             log.info("no further machine: %s", decision.why)
         self._said = decision.why
@@ -203,6 +209,7 @@ def place_views(
                 refused_since=answered.since,
                 refused_at=answered.at,
                 refusal=answered.words,
+                wastes=answered.wastes,
             )
         )
     return found

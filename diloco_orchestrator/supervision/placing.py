@@ -14,7 +14,9 @@ from statistics import median
 LESS = 0.8  # times the cost per token: a replica moves to a place that costs at most so much
 ROUNDS_BETWEEN_MOVES = 3
 QUIET_S = 7200.0  # since its last refusal, before a replica is ended for the sake of a place; its machine is sure
-_MISSED_S = 3600.0  # how long a place that refuses still counts as the one to compare others with
+HOPED = 4.0  # times its expected speed: so fast a place may be where nobody has trained, and worth one try
+# How long others are still compared with a place that refuses: where replicas have trained, and elsewhere.
+_MISSED_S, _NEVER_SEEN_S = 86400.0, 3600.0
 WORTH_S = 600.0  # of what is left of `max_cost_usd`; a machine that trains for less is not worth its start
 _CENT = 0.01
 
@@ -32,6 +34,7 @@ class PlaceView:
     refused_since: float | None = None  # the first refusal since an attempt last trained there; None: it refuses nobody
     refused_at: float = -math.inf  # the newest one
     refusal: str = ""  # the provider's words
+    wastes: bool = False  # the newest refusal was that of a machine that cost time and never trained
 
     @property
     def usd_per_token(self) -> float:
@@ -87,6 +90,7 @@ class Vacate:
     replica_id: int
     why: str
     moves: bool = False
+    to: str = ""  # the place that its id is to be opened at
     without: str = ""  # the place that gave the attempt no machine, where that is the reason
 
 
@@ -111,6 +115,7 @@ class PlacesView:
     moved_round: int = 0  # `round_` at the last move
     asked: int | None = None  # replicas that a user asked for (`diloco scale`); None: nobody did
     left_usd: float | None = None  # of `max_cost_usd`; None: no limit
+    heading: str = ""  # the place for the sake of which a replica has left
 
     @cached_property
     def by_name(self) -> Mapping[str, PlaceView]:
@@ -131,6 +136,11 @@ class PlacesView:
 
     def usd_per_token(self, seat: SeatView) -> float:
         return self.by_name[seat.place].usd_per_token if seat.place in self.by_name else 0.0
+
+    def is_comparable(self, seat: SeatView) -> bool:
+        """Whether the cost per token at an id's place is measured; True for all while none is."""
+        known = {each.name for each in self.places if each.known_by == "measured"}
+        return not known or seat.place in known
 
     def hourly_usd(self, seat: SeatView) -> float:
         """US dollars an hour of an id's attempt; 0 for an offer that nobody has taken, and for an unknown place."""
@@ -158,7 +168,8 @@ class PlacesView:
         ordered = sorted([*seats, seat], key=lambda each: each.replica_id)
         refusing = decision.without if isinstance(decision, Vacate) else ""
         places = [replace(each, rests_until=math.inf) if each.name == refusing else each for each in self.places]
-        return replace(self, places=places, seats=ordered, moved_round=moved)
+        heading = decision.to or self.heading if isinstance(decision, Vacate) else ""
+        return replace(self, places=places, seats=ordered, moved_round=moved, heading=heading)
 
 
 def place(view: PlacesView, now: float, limits: Limits) -> Decision:
@@ -170,7 +181,7 @@ def place(view: PlacesView, now: float, limits: Limits) -> Decision:
     for `ROUNDS_BETWEEN_MOVES` rounds since the last one.
     """
     why = ""
-    for rule in (_too_dear, _too_many, _missing, _waits_too_long, _move, _offer):
+    for rule in (_too_dear, _too_many, _missing, _waits_too_long, _move, _needless, _offer):
         decision = rule(view, now, limits)
         if not isinstance(decision, Wait):
             return decision
@@ -200,7 +211,7 @@ def _too_many(view: PlacesView, now: float, limits: Limits) -> Decision:
             return Wait("")
         offers = [each for each in view.kept if each not in view.counted]
         return Vacate(view.dearest(offers or view.counted).replica_id, f"{view.asked} replicas are wanted")
-    paid = [each for each in view.counted if view.hourly_usd(each)]
+    paid = [each for each in view.counted if view.hourly_usd(each) and view.is_comparable(each)]
     training = sum(each.trains for each in view.counted)
     if limits.usd_per_hour is not None or training < limits.least or len(view.counted) <= limits.least or not paid:
         return Wait("")
@@ -209,6 +220,21 @@ def _too_many(view: PlacesView, now: float, limits: Limits) -> Decision:
     if not dearest.trains:
         return Vacate(dearest.replica_id, why)
     return Vacate(dearest.replica_id, why, moves=True) if training > limits.least and _may_move(view) else Wait("")
+
+
+def _needless(view: PlacesView, now: float, limits: Limits) -> Decision:
+    """End the dearest of more than `least` machines, if its tokens cost half as much again as at the cheapest place."""
+    training = [each for each in view.counted if each.trains]
+    if not limits.scales or view.asked is not None or not view.round_ended or len(training) <= limits.least:
+        return Wait("")
+    known = [each for each in training if view.is_comparable(each) and view.hourly_usd(each)]
+    if not known:
+        return Wait("")
+    dearest = view.dearest(known)
+    if LESS * LESS * view.usd_per_token(dearest) <= _cheapest(view, now):
+        return Wait("")
+    why = f"{view.by_name[dearest.place].words()} costs too much for more than {limits.least} replicas"
+    return Vacate(dearest.replica_id, why)
 
 
 def _waits_too_long(view: PlacesView, now: float, limits: Limits) -> Decision:
@@ -224,7 +250,10 @@ def _waits_too_long(view: PlacesView, now: float, limits: Limits) -> Decision:
 
 
 def _move(view: PlacesView, now: float, limits: Limits) -> Decision:
-    """Replace the machine that costs the most per token by one of a place that costs a fifth less, or less still."""
+    """Replace the machine that costs the most per token by one of a place that costs a fifth less, or less still.
+
+    A place where nobody has trained is tried with one machine if that would be so at `HOPED` times its expected speed.
+    """
     settled = not any(each.leaving or (each.waits and not view.is_offer(each)) for each in view.seats)
     training = [each for each in view.counted if each.trains and view.hourly_usd(each)]
     if not limits.scales or not settled or not training or not _may_move(view) or _spent(view, 0.0):
@@ -232,15 +261,22 @@ def _move(view: PlacesView, now: float, limits: Limits) -> Decision:
     dearest = view.dearest(training)
     least = LESS * view.usd_per_token(dearest)
     sure = [each for each in _usable(view, now) if each.refused_since is None or now - each.refused_at > QUIET_S]
-    cheaper = [each for each in sure if each.usd_per_token <= least and each.name != dearest.place]
+    cheaper = [each for each in sure if _hoped_cost(view, each) <= least and each.name != dearest.place]
     for to in sorted(cheaper, key=_cost):
         why = f"moves from {view.by_name[dearest.place].words()} to {to.words()}"
         free = next((each for each in view.seats if each.free), None)
         if free is not None and view.asked is None and _affordable(view, to, limits):
             return Open(free.replica_id, to.name, f"replica {dearest.replica_id} {why}", moves=True)
         if _affordable(view, to, limits, instead_of=dearest):
-            return Vacate(dearest.replica_id, why, moves=True)
+            return Vacate(dearest.replica_id, why, moves=True, to=to.name)
     return Wait("")
+
+
+def _hoped_cost(view: PlacesView, place: PlaceView) -> float:
+    """US dollars per token, for a place where nobody has trained at `HOPED` times its expected speed."""
+    tried = any(each.place == place.name for each in view.seats)
+    measured = any(each.known_by == "measured" for each in view.places)
+    return place.usd_per_token / (1.0 if place.known_by == "measured" or tried or not measured else HOPED)
 
 
 def _may_move(view: PlacesView) -> bool:
@@ -259,17 +295,18 @@ def _missing(view: PlacesView, now: float, limits: Limits) -> Decision:
     priced = [each for each in view.places if not each.offers and each.hourly_usd is not None]
     missing = max(0, least - len(view.counted))
     usable = _usable(view, now)
-    if not missing:
-        tempting = [each for each in priced if each.refused_since is None or now - each.refused_since < _MISSED_S]
-        cheapest = min((each.usd_per_token for each in tempting), default=math.inf)
-        usable = [each for each in usable if LESS * each.usd_per_token <= cheapest]
+    if view.heading in {each.name for each in usable}:
+        usable = [view.by_name[view.heading]]
+    elif not missing:
+        usable = [each for each in usable if LESS * each.usd_per_token <= _cheapest(view, now)]
     # What the others of `least` will cost at the least is kept for them.
     kept_usd = max(0, missing - 1) * min(map(_hourly_usd, priced), default=0.0)
     chosen = min((each for each in usable if _affordable(view, each, limits, kept_usd)), key=_cost, default=None)
     if chosen is None and missing:
         chosen = min((each for each in usable if _affordable(view, each, limits)), key=_hourly_usd, default=None)
     if chosen is None:
-        return Wait(_why_nowhere(view, usable, limits, missing))
+        instead = _instead(view, usable, limits) if missing else Wait("")
+        return instead if isinstance(instead, Vacate) else Wait(_why_nowhere(view, usable, limits, missing))
     free = next((each for each in view.seats if each.free), None)
     if free is not None:
         return Open(free.replica_id, chosen.name, _why_there(view, chosen))
@@ -278,6 +315,20 @@ def _missing(view: PlacesView, now: float, limits: Limits) -> Decision:
     offers = [each for each in view.kept if each not in view.counted]
     if offers and limits.scales:
         return Vacate(offers[-1].replica_id, f"no machine has joined for it, and {chosen.words()} has one")
+    return Wait("")
+
+
+def _instead(view: PlacesView, usable: Sequence[PlaceView], limits: Limits) -> Decision:
+    """End a machine that keeps `least` from being paid for, where two of another place cost less than it does."""
+    training = [each for each in view.counted if each.trains]
+    if not training or not limits.scales or any(each.leaving for each in view.seats):
+        return Wait("")
+    dearest = view.dearest(training)
+    for to in sorted(usable, key=_cost):
+        cheaper = to.usd_per_token <= LESS * view.usd_per_token(dearest)
+        if cheaper and _affordable(view, to, limits, kept_usd=_hourly_usd(to), instead_of=dearest):
+            why = f"{to.words()} has two machines for what it costs at {view.by_name[dearest.place].words()}"
+            return Vacate(dearest.replica_id, why, to=to.name)
     return Wait("")
 
 
@@ -291,9 +342,25 @@ def _offer(view: PlacesView, now: float, limits: Limits) -> Decision:
     return Open(free.replica_id, offering.name, "for a machine that joins")
 
 
+def _cheapest(view: PlacesView, now: float) -> float:
+    """US dollars per token at the cheapest place that has machines, or may be expected to have some again."""
+    used = {each.place for each in view.counted if each.trains}
+    found = math.inf
+    for each in view.places:
+        memory_s = _MISSED_S if each.known_by == "measured" else _NEVER_SEEN_S
+        expected = each.refused_since is None or each.name in used or now - each.refused_since < memory_s
+        if expected and not each.offers:
+            found = min(found, each.usd_per_token)
+    return found
+
+
 def _usable(view: PlacesView, now: float) -> list[PlaceView]:
-    """The places that may have a machine now. One that has refused is tried with one attempt at a time."""
-    tried = {each.place for each in view.seats if each.place and not each.trains}
+    """The places that may have a machine now. One that has refused is tried with one attempt, until it has a machine.
+
+    Where machines cost time and never trained, that attempt has to train first.
+    """
+    wasting = {each.name for each in view.places if each.wastes}
+    tried = {each.place for each in view.seats if each.waits or (not each.trains and each.place in wasting)}
     return [
         each
         for each in view.places

@@ -97,13 +97,55 @@ def test_a_place_that_rests_is_not_asked_and_further_replicas_do_not_go_where_to
     seen, limits = view(*free(0, 1, 2, 3), places=(A, resting(B))), replace(LIMITS, usd_per_hour=100.0)
     assert short(all_decisions(seen, limits)) == [(0, "a"), (1, "a")]
     assert "b has no machine (no quota)" in all_decisions(seen, limits)[0].why
-    after_an_hour = view(*free(0, 1, 2, 3), places=(A, resting(B, since_s=3601.0)))
-    assert short(all_decisions(after_an_hour, limits)) == [(each, "a") for each in range(4)]
+    after_a_day = view(*free(0, 1, 2, 3), places=(A, resting(B, since_s=86_401.0)))
+    assert short(all_decisions(after_a_day, limits)) == [(each, "a") for each in range(4)]
+    never_seen = view(*free(0, 1, 2, 3), places=(A, replace(resting(B, since_s=3601.0), known_by="expected")))
+    assert short(all_decisions(never_seen, limits)) == [(each, "a") for each in range(4)], "nobody ever trained at b"
+
+
+def test_machines_beyond_the_least_leave_where_their_tokens_cost_half_as_much_again_as_at_the_cheapest_place():
+    """As after a spot place has its machines back: the dear ones were wanted, and are not any more."""
+    limits = replace(LIMITS, usd_per_hour=100.0)
+    back = view(*training("a", 0, 1), *training("b", 2, 3))
+    assert short(all_decisions(back, limits)) == [(1, "leaves"), (0, "leaves")]
+    assert all_decisions(view(*training("a", 0, 1), *training("b", 2, 3), round_ended=False), limits) == []
+    near = view(*training("a", 0, 1), *training("b", 2, 3), places=(A, replace(B, hourly_usd=2.6)), moved_round=10)
+    assert all_decisions(near, limits) == [], "a token costs 1.54 times as much"
+
+
+def test_a_place_where_nobody_has_trained_is_tried_once_with_one_machine_if_it_may_be_cheaper():
+    unknown = PlaceView(
+        "c", 4.0, 200.0, "expected"
+    )  # twice the price of a token at a; half of it at four times the speed
+    seen = view(*training("a", 0, 1), *free(2, 3), places=(A, unknown))
+    assert short(all_decisions(seen)) == [(2, "c")]
+    assert all_decisions(view(*training("a", 0, 1), *free(2, 3), places=(A, replace(unknown, hourly_usd=7.0)))) == []
+    assert short(all_decisions(view(*training("a", 0, 1), places=(A, unknown)), Limits(2, 2))) == [(1, "leaves")]
+    left = view(*training("a", 0), *free(1), places=(A, unknown), moved_round=10, heading="c")
+    assert short(all_decisions(left, Limits(2, 2))) == [(1, "c")], "and not where it came from"
+    known = replace(unknown, known_by="measured")
+    assert all_decisions(view(*training("a", 0, 1), *free(2, 3), places=(A, known))) == []
+
+
+def test_machines_that_have_become_dear_make_room_for_two_that_are_wanted():
+    """Prices rose tenfold: of four machines two are left within the limit, which pays for four elsewhere."""
+    limits = Limits(4, 8, usd_per_hour=20.0)
+    risen = view(*training("b", 0, 1), *free(2, 3), places=(A, replace(B, hourly_usd=9.9)), round_ended=False)
+    decisions = all_decisions(risen, limits)
+    assert short(decisions) == [(1, "leaves")] and "has two machines for what it costs at b" in decisions[0].why
+    gone = view(*training("b", 0), *free(1, 2, 3), places=(A, replace(B, hourly_usd=9.9)), heading="a")
+    assert short(all_decisions(gone, limits)) == [(each, "a") for each in (1, 2, 3)]
 
 
 def test_a_place_that_has_refused_is_tried_with_one_attempt_at_a_time():
     rested = resting(B, for_s=-1.0)
     assert short(all_decisions(view(*free(0, 1), places=(A, rested)))) == [(0, "b"), (1, "a")]
+    has_a_machine = SeatView(0, "b")
+    assert short(all_decisions(view(has_a_machine, *free(1), places=(A, rested)))) == [(1, "b")]
+    wasting = replace(rested, wastes=True)
+    assert short(all_decisions(view(has_a_machine, *free(1), places=(A, wasting)))) == [(1, "a")], (
+        "it has to train first"
+    )
 
 
 def test_nothing_is_opened_where_no_price_is_known():

@@ -1,0 +1,217 @@
+"""Markets for `fleet`: prices, capacity and speeds of places over time, drawn from a seed. All of them are synthetic.
+
+`TUNED` are those that the policy was written with, `OTHERS` came afterwards and changed nothing in it. What is
+published has the shape of "flicker": in the traces of github.com/skypilot-org/spot-traces (AWS, V100, 16 machines,
+August 2023, every five minutes; Wu et al., NSDI 2024) a zone has all 16 machines or none at nearly every look, for five
+minutes or days. Spot prices at a third of on demand: "roughly 66 %" less, spell.ml's deep dive into 12,000 spot runs.
+"""
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+TICK_S = 60.0
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place: what one machine does, costs in each tick, and how many there are in each tick."""
+
+    name: str
+    tokens_per_s: float
+    tflops: float | None  # as a list says, which is not what it does
+    usd: Sequence[float]  # an hour, by tick
+    machines: Sequence[int]  # by tick
+
+
+@dataclass(frozen=True)
+class Market:
+    """The places of one run. `usd_per_hour`, `least`, `most`: its limits. `fixed_prices`: whether none changes."""
+
+    sites: Sequence[Site]
+    least: int = 4
+    most: int = 16
+    usd_per_hour: float = 20.0
+
+    @property
+    def fixed_prices(self) -> bool:
+        return all(len(set(site.usd)) == 1 for site in self.sites)
+
+
+# On demand: price, list figure. What a machine really does is the figure times what `_speed` draws.
+_KINDS: Mapping[str, tuple[float, float]] = {
+    "t4": (0.59, 65.0),
+    "l4": (0.80, 121.0),
+    "a10g": (1.10, 70.0),
+    "a100": (2.50, 312.0),
+    "h100": (3.95, 989.0),
+}
+_PLENTY = 1000
+
+
+def _site(draw: random.Random, kind: str, usd: Sequence[float], machines: Sequence[int], name: str = "") -> Site:
+    figure = _KINDS[kind][1]
+    return Site(name or kind, 100 * figure * draw.uniform(0.5, 1.1), figure, usd, machines)
+
+
+def _on_demand(draw: random.Random, kind: str, ticks: int) -> Site:
+    return _site(draw, kind, [_KINDS[kind][0]] * ticks, [_PLENTY] * ticks)
+
+
+def _runs(draw: random.Random, ticks: int, shortest_s: float, longest_s: float, up: int) -> list[int]:
+    """All machines or none, in turn, each for a time that is log-uniform between two durations."""
+    found: list[int] = []
+    there = draw.random() < 0.5
+    while len(found) < ticks:
+        seconds = math.exp(draw.uniform(math.log(shortest_s), math.log(longest_s)))
+        found += [up if there else 0] * max(1, round(seconds / TICK_S))
+        there = not there
+    return found[:ticks]
+
+
+def calm(draw: random.Random, ticks: int) -> Market:
+    """Fixed prices, machines for everybody."""
+    return Market([_on_demand(draw, kind, ticks) for kind in _KINDS])
+
+
+def flicker(draw: random.Random, ticks: int) -> Market:
+    """Two kinds of spot machines in two zones each at a third of the price, there and gone; on demand beside them."""
+    sites = [_on_demand(draw, "a100", ticks), _on_demand(draw, "l4", ticks)]
+    for kind, zone in (("a100", "a"), ("a100", "b"), ("l4", "a"), ("l4", "b")):
+        usd = [round(_KINDS[kind][0] / 3, 3)] * ticks
+        sites.append(_site(draw, kind, usd, _runs(draw, ticks, 300.0, 86400.0, 16), f"{kind} spot {zone}"))
+    return Market(sites)
+
+
+def walk(draw: random.Random, ticks: int) -> Market:
+    """Spot prices that wander by half around a third of on demand, within hours; some machines at each."""
+    sites = [_on_demand(draw, "a100", ticks), _on_demand(draw, "h100", ticks)]
+    for kind in ("l4", "a100", "h100"):
+        level, logs = math.log(_KINDS[kind][0] / 3), [0.0]
+        for _ in range(ticks - 1):
+            logs.append(0.998 * logs[-1] + draw.gauss(0.0, 0.025))
+        usd = [round(math.exp(level + logs[tick // 60 * 60]), 3) for tick in range(ticks)]  # changes every hour
+        sites.append(_site(draw, kind, usd, [draw.choice([4, 8, 16])] * ticks, f"{kind} spot"))
+    return Market(sites)
+
+
+def wrong_lists(draw: random.Random, ticks: int) -> Market:
+    """Lists that are wrong by up to two times, and say nothing of one kind."""
+    sites = [_on_demand(draw, kind, ticks) for kind in _KINDS]
+    figures = [(site.tflops or 1.0) * math.exp(draw.uniform(-1, 1) * math.log(2)) for site in sites]
+    listed: list[float | None] = [*figures]
+    listed[draw.randrange(len(listed))] = None
+    return Market([Site(s.name, s.tokens_per_s, f, s.usd, s.machines) for s, f in zip(sites, listed, strict=True)])
+
+
+def daily(draw: random.Random, ticks: int) -> Market:
+    """Spot machines by night: at noon nearly none, and the price doubles."""
+    sites = [_on_demand(draw, "a100", ticks)]
+    for kind, shift in (("a100", 0), ("l4", 8), ("h100", 16)):  # hours: three continents
+        night = [0.5 + 0.5 * math.cos(2 * math.pi * (tick * TICK_S / 3600 + shift) / 24) for tick in range(ticks)]
+        usd = [round(_KINDS[kind][0] / 3 * (2 - night[tick // 15 * 15]), 3) for tick in range(ticks)]
+        sites.append(_site(draw, kind, usd, [round(12 * n) for n in night], f"{kind} spot {shift}"))
+    return Market(sites)
+
+
+def spikes(draw: random.Random, ticks: int) -> Market:
+    """Auctions: cheap for hours, then ten times as dear for one."""
+    sites = [_on_demand(draw, "l4", ticks), _on_demand(draw, "a100", ticks)]
+    for kind in ("l4", "a100", "h100"):
+        usd: list[float] = []
+        while len(usd) < ticks:
+            usd += [round(_KINDS[kind][0] / 4, 3)] * round(draw.expovariate(1 / 600) + 30)
+            usd += [round(_KINDS[kind][0] * 2.5, 3)] * round(draw.expovariate(1 / 60) + 10)
+        sites.append(_site(draw, kind, usd[:ticks], [16] * ticks, f"{kind} auction"))
+    return Market(sites)
+
+
+def crowd(draw: random.Random, ticks: int) -> Market:
+    """A few machines at each of five places, each of which comes and goes on its own, every three hours."""
+    sites = [_on_demand(draw, "h100", ticks)]
+    for number in range(5):
+        kind = draw.choice(["t4", "l4", "a10g", "a100"])
+        usd = [round(_KINDS[kind][0] * draw.uniform(0.2, 0.6), 3)] * ticks
+        there, machines = 3, []
+        for _ in range(ticks):
+            there += (draw.random() < (6 - there) / 180) - (draw.random() < there / 180)
+            machines.append(there)
+        sites.append(_site(draw, kind, usd, machines, f"{kind} host {number}"))
+    return Market(sites)
+
+
+def together(draw: random.Random, ticks: int) -> Market:
+    """All spot places lose their machines at the same hours."""
+    up = _runs(draw, ticks, 1800.0, 43200.0, 1)
+    sites = [_on_demand(draw, "a100", ticks), _on_demand(draw, "h100", ticks)]
+    for kind in ("a10g", "a100", "h100"):
+        usd = [round(_KINDS[kind][0] * draw.uniform(0.25, 0.5), 3)] * ticks
+        sites.append(_site(draw, kind, usd, [16 * each for each in up], f"{kind} spot"))
+    return Market(sites)
+
+
+def scarce(draw: random.Random, ticks: int) -> Market:
+    """Little money and little choice: two machines at the least, $6 an hour, two spot places that flicker."""
+    sites = [_on_demand(draw, "a10g", ticks)]
+    for kind in ("l4", "t4"):
+        usd = [round(_KINDS[kind][0] / 2, 3)] * ticks
+        sites.append(_site(draw, kind, usd, _runs(draw, ticks, 600.0, 14400.0, 4), f"{kind} spot"))
+    return Market(sites, least=2, most=8, usd_per_hour=6.0)
+
+
+Generator = Callable[[random.Random, int], Market]
+TUNED: Mapping[str, Generator] = {
+    "calm": calm,
+    "flicker": flicker,
+    "walk": walk,
+    "wrong lists": wrong_lists,
+    "daily": daily,
+    "spikes": spikes,
+    "crowd": crowd,
+    "together": together,
+    "scarce": scarce,
+}
+
+
+# -- written once the policy was done, and run once -------------------------------------------------------------------
+
+
+def drift(draw: random.Random, ticks: int) -> Market:
+    """Prices that rise or fall for days, and cross; machines for everybody."""
+    sites = []
+    for kind, (usd, _) in _KINDS.items():
+        begin, end = usd * draw.uniform(0.3, 1.0), usd * draw.uniform(0.3, 1.0)
+        path = [round(begin + (end - begin) * (tick // 60 * 60) / ticks, 3) for tick in range(ticks)]
+        sites.append(_site(draw, kind, path, [_PLENTY] * ticks))
+    return Market(sites)
+
+
+def own_nights(draw: random.Random, ticks: int) -> Market:
+    """Eight machines of one's own that cost nothing and are free by night, beside on demand and flickering spot."""
+    night = [8 if math.cos(2 * math.pi * tick * TICK_S / 86400) > 0.2 else 0 for tick in range(ticks)]
+    sites = [_on_demand(draw, "a100", ticks), _site(draw, "a10g", [0.0] * ticks, night, "own")]
+    usd = [round(_KINDS["l4"][0] / 3, 3)] * ticks
+    sites.append(_site(draw, "l4", usd, _runs(draw, ticks, 900.0, 28800.0, 16), "l4 spot"))
+    return Market(sites)
+
+
+def jumps(draw: random.Random, ticks: int) -> Market:
+    """Three spot places at each of which the number of machines is drawn anew every twenty minutes, 0 to 8."""
+    sites = [_on_demand(draw, "l4", ticks)]
+    for kind in ("l4", "a10g", "a100"):
+        machines = [each for _ in range(ticks // 20 + 1) for each in [draw.randint(0, 8)] * 20][:ticks]
+        usd = [round(_KINDS[kind][0] * draw.uniform(0.25, 0.6), 3)] * ticks
+        sites.append(_site(draw, kind, usd, machines, f"{kind} spot"))
+    return Market(sites)
+
+
+def lone(draw: random.Random, ticks: int) -> Market:
+    """One machine at the least and three at the most, for $5 an hour; a spot place that comes for hours."""
+    sites = [_on_demand(draw, "h100", ticks), _on_demand(draw, "t4", ticks)]
+    usd = [round(_KINDS["h100"][0] / 3, 3)] * ticks
+    sites.append(_site(draw, "h100", usd, _runs(draw, ticks, 3600.0, 43200.0, 2), "h100 spot"))
+    return Market(sites, least=1, most=3, usd_per_hour=5.0)
+
+
+OTHERS: Mapping[str, Generator] = {"drift": drift, "own nights": own_nights, "jumps": jumps, "lone": lone}
