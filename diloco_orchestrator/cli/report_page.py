@@ -76,6 +76,7 @@ def _summary(report: Report) -> str:
         "held-out": f"{scored[0]:.4f} → {scored[-1]:.4f}" if scored else "not scored",
         "tokens": f"{sum(row.tokens for row in status.rounds):,}{speed}",
         "cost": _cost(facts),
+        "places": "; ".join(status.place_words()),
         "payload moved": f"{moved / 1e6:,.1f} MB",
         "snapshots": ", ".join(map(str, status.snapshots)) or "none",
         "verdict": _verdict(status),
