@@ -28,7 +28,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
     def start(entrypoint: str = "train", **settings: Any) -> tuple[Run, Path]:
         folder = tmp_path_factory.mktemp("island")
         executor = LocalProcessExecutor(folder / "executor", grace_s=5.0)
-        settings = {**FAST, "replicas": 2, "rounds": 3, "sync_every": 4, "seed": 3, **settings}
+        settings = {**FAST, "replicas": 2, "rounds": 3, "sync_every": 4, "seed": 3, "shard_mib": 1, **settings}
         store = str(folder / "bucket")
         return launch(f"island_workloads:{entrypoint}", store=store, executor=executor, **settings), folder / "bucket"
 

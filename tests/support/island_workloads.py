@@ -11,15 +11,17 @@ import torch
 import torch.distributed as dist
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 29, 18, 8, 8  # no dimension is a multiple of 4, so that pieces are uneven
+HIDDEN = 20_011  # 741 k parameters: three shards of 1 MiB, the last one shorter
 
 
 class TinyModel(torch.nn.Module):
     """A language model whose head is tied to its embedding, with a normalisation that has buffers."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = HIDDEN) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
-        self.hidden = torch.nn.Sequential(torch.nn.Linear(WIDTH, 31), torch.nn.ReLU(), torch.nn.Linear(31, WIDTH))
+        inwards, outwards = torch.nn.Linear(WIDTH, hidden), torch.nn.Linear(hidden, WIDTH)
+        self.hidden = torch.nn.Sequential(inwards, torch.nn.ReLU(), outwards)
         self.norm = torch.nn.LayerNorm(WIDTH)
         self.register_buffer("seen", torch.zeros(()))
         self.head = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
@@ -54,7 +56,7 @@ HELDOUT = [[(3 * i + k * 3 + i // 29) % VOCABULARY for k in range(LENGTH + 1)] f
 
 def train(ctx: Any) -> None:
     """Trains `args["model"]`: plain (gradients averaged by the loop), ddp or fsdp; faults by `args["fault"]`."""
-    model: torch.nn.Module = TinyModel()
+    model: torch.nn.Module = TinyModel(ctx.args.get("hidden", HIDDEN))
     kind = ctx.args.get("model", "ddp")
     _fault(ctx, -1)
     if kind == "ddp" and ctx.ranks > 1:
