@@ -1,14 +1,11 @@
-"""One self-contained HTML page about a run: curves, guard, participation, attempts, why it stopped.
-
-Pure: renders a `Report` as one string. No script and no external resource, so that the page can be mailed; readable on
-a phone.
-"""
+"""The HTML page about a run: curves, guard, participation, attempts, why it stopped. Pure: renders a `Report`."""
 
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from html import escape
 from statistics import fmean
 
+from diloco_orchestrator.cli.html_page import document, section, table
 from diloco_orchestrator.inspection.charts import Line, chart
 from diloco_orchestrator.inspection.report import Influence, InfluenceRow, Report, RunFacts
 from diloco_orchestrator.inspection.status import AttemptRow, RoundRow
@@ -21,29 +18,28 @@ def page(report: Report) -> str:
     trained = [row for row in rows if row.stop != "completed"]  # the final evaluation round only carries scores
     sections = [
         _summary(report),
-        _section("Loss", _losses(rows), "training metric of each round, and the held-out score of its base"),
-        _section("Replicas", _by_replica(report), "training metric of each round, as each replica observed it"),
-        _section(
+        section("Loss", _losses(rows), "training metric of each round, and the held-out score of its base"),
+        section("Replicas", _by_replica(report), "training metric of each round, as each replica observed it"),
+        section(
             "Guard",
             _guard(rows),
             "each statistic as a share of its threshold; one above the line stops the run"
             + (f". By round {status.round} the guard {status.outlook}" if status.outlook else ""),
         ),
-        _section("Metrics", _extra(rows), "what the training function observed beside them, mean over the replicas"),
-        _section("Bytes", _bytes(trained), "payload of each round, in MB (10^6 bytes), all replicas together"),
-        _section("Seconds", _seconds(trained), "slowest contributor, from the round's opening to its answer"),
-        _section(
+        section("Metrics", _extra(rows), "what the training function observed beside them, mean over the replicas"),
+        section("Bytes", _bytes(trained), "payload of each round, in MB (10^6 bytes), all replicas together"),
+        section("Seconds", _seconds(trained), "slowest contributor, from the round's opening to its answer"),
+        section(
             "Participation", _participation(trained, report.config.most_replicas), "who was averaged in each round"
         ),
-        _section(
+        section(
             "Influence", _influence(report.influence), "each round's outer step taken again without one contribution"
         ),
-        _section("Judged", _judged(rows), "contributions that count less than their share, or not at all, and why"),
-        _section("Attempts", _attempts(report.attempts), "every process that was launched"),
-        _section("Rounds", _rounds(rows), "rounds that are not as most are; in all others everybody was averaged"),
+        section("Judged", _judged(rows), "contributions that count less than their share, or not at all, and why"),
+        section("Attempts", _attempts(report.attempts), "every process that was launched"),
+        section("Rounds", _rounds(rows), "rounds that are not as most are; in all others everybody was averaged"),
     ]
-    title = f"{escape(status.run_id)}: {escape(status.state)}"
-    return _PAGE.format(title=title, body="\n".join(section for section in sections if section))
+    return document(f"{status.run_id}: {status.state}", sections)
 
 
 def _summary(report: Report) -> str:
@@ -94,12 +90,6 @@ def duration(seconds: float) -> str:
         if whole >= size:
             return f"{whole // size} {unit} {whole % size // next_size} {next_unit}"
     return f"{whole} s"
-
-
-def _section(name: str, content: str, words: str) -> str:
-    if not content:
-        return ""
-    return f'<section id="{name.lower()}"><h2>{name}</h2><p>{escape(words)}</p>{content}</section>'
 
 
 # -- curves -----------------------------------------------------------------------------------------------------------
@@ -202,7 +192,7 @@ def _influence(influence: Influence | None) -> str:
             for line, cell in zip(lines, cells, strict=True):
                 cell.append(f"{fmean(y for _, y in line.points):.4g}" if line.points else "-")
     gone = f"<p>{escape(influence.gone_words())}</p>" if influence.gone else ""
-    return f"{gone}{charts}{_table(head, cells)}" or "<p>No round has an outer step.</p>"
+    return f"{gone}{charts}{table(head, cells)}" or "<p>No round has an outer step.</p>"
 
 
 def _attempts(attempts: Sequence[AttemptRow]) -> str:
@@ -210,7 +200,7 @@ def _attempts(attempts: Sequence[AttemptRow]) -> str:
         (f"{a.replica_id}", f"{a.attempt}", a.host or "-", a.why, a.ended or "running or lost", _lived(a))
         for a in attempts
     ]
-    return _table(("replica", "attempt", "host", "why", "ended", "took"), cells)
+    return table(("replica", "attempt", "host", "why", "ended", "took"), cells)
 
 
 def _lived(attempt: AttemptRow) -> str:
@@ -226,65 +216,11 @@ def _rounds(rows: Sequence[RoundRow]) -> str:
         for row in rows
         if row.remark()
     ]
-    return _table(("round", "outer step", "applied", "by", "why"), cells)
+    return table(("round", "outer step", "applied", "by", "why"), cells)
 
 
 def _judged(rows: Sequence[RoundRow]) -> str:
     cells = [
         (f"{row.round}", f"{replica_id}", why) for row in rows for replica_id, why in sorted(row.judgements.items())
     ]
-    return _table(("round", "replica", "why"), cells)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return ""
-    top = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    return f'<div class="wide"><table><tr>{top}</tr>{body}</table></div>'
-
-
-def _cell(text: str) -> str:
-    """A table cell; one with a sentence gets a width readable on a phone."""
-    return f"<td{' class=words' if len(text) > _LONG_CELL else ''}>{escape(text)}</td>"
-
-
-_LONG_CELL = 10  # characters
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-body {{ font: 15px/1.45 system-ui, sans-serif; color: #1c1e21; background: #fff; margin: 0 auto; max-width: 720px;
-       padding: 16px; }}
-h1 {{ font-size: 1.3rem; overflow-wrap: anywhere; }} h2 {{ font-size: 1.05rem; margin: 1.6em 0 0; }}
-p {{ color: #5c6470; margin: 0 0 .4em; }}
-dl {{ display: grid; grid-template-columns: max-content 1fr; gap: 2px 14px; border-left: 4px solid #8b95a1;
-     padding-left: 12px; }}
-dl.completed {{ border-color: #3f7d3a; }} dl.halted {{ border-color: #d08700; }} dl.failed {{ border-color: #b91c1c; }}
-dt {{ color: #5c6470; }} dd {{ margin: 0; overflow-wrap: anywhere; }}
-svg {{ width: 100%; height: auto; }} svg text {{ font-size: 12px; fill: #5c6470; }} .grid {{ stroke: #e6e8eb; }}
-.legend span {{ margin-right: 1em; white-space: nowrap; }}
-.legend i {{ display: inline-block; width: 12px; height: 12px; margin-right: 5px; }}
-.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; }}
-th, td {{ text-align: left; padding: 2px 10px 2px 0; vertical-align: top; }} th {{ font-weight: 600; }}
-.words {{ min-width: 13em; overflow-wrap: anywhere; }}
-.strip {{ display: flex; flex-wrap: wrap; }} .strip b {{ width: 9px; height: 14px; margin: 1px; }}
-.in {{ background: #2563a8; }} .out {{ background: #e1e4e8; }}
-@media (max-width: 520px) {{
-svg text {{ font-size: 20px; }} th, td {{ font-size: 14px; }}
-dl {{ grid-template-columns: 1fr; }} dt {{ margin-top: .4em; }} }}
-@media (prefers-color-scheme: dark) {{
-body {{ color: #e4e6ea; background: #16181c; }} .grid {{ stroke: #2c3036; }} .out {{ background: #33383f; }}
-p, dt, svg text {{ color: #9aa3ae; fill: #9aa3ae; }} }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-{body}
-</body>
-</html>
-"""
+    return table(("round", "replica", "why"), cells)

@@ -1,9 +1,10 @@
-"""Curves over rounds as SVG, for the report page and for files beside a model card. Pure: numbers to text."""
+"""Curves over rounds, tokens or dollars as SVG, for pages and for files beside a model card. Pure: numbers to text."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import count, cycle
+from math import ceil, floor
 
 _WIDTH, _HEIGHT = 640, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 16, 14, 34  # room for texts of 20 units, as a page on a phone has them
@@ -13,13 +14,33 @@ _COLOURS = ("#2563a8", "#c2410c", "#3f7d3a", "#7a4fa0", "#8a6d1a", "#0f766e", "#
 
 @dataclass(frozen=True)
 class Line:
-    """A named curve of a chart: (round, value) for each round that has a value."""
+    """A named curve of a chart: (x, value) for each round that has a value; x is the round unless an axis is given."""
 
     name: str
     points: Sequence[tuple[float, float]]
 
 
-def chart(lines: Sequence[Line], limit: float | None = None) -> str:
+@dataclass(frozen=True)
+class Axis:
+    """The horizontal axis of a chart."""
+
+    name: str  # with its unit
+    least: float = 1.0  # the smallest distance of two marks
+
+    def words(self, x: float) -> str:
+        """A value on the axis as text: a round in full, anything else in at most seven characters."""
+        return f"{x:.0f}" if self is ROUNDS else short(x)
+
+    def ticks(self, first: float, last: float) -> list[float]:
+        """At most six values within [first, last] to mark."""
+        marks = round_ticks(ceil(first / self.least), floor(last / self.least))
+        return [mark * self.least for mark in marks]
+
+
+ROUNDS, TOKENS, DOLLARS = Axis("round"), Axis("tokens"), Axis("dollars", 1e-4)
+
+
+def chart(lines: Sequence[Line], limit: float | None = None, axis: Axis = ROUNDS) -> str:
     """HTML with a legend and an SVG of the lines, and a dashed horizontal `limit`; empty if there is no point."""
     lines = [line for line in lines if line.points]
     if not lines:
@@ -30,7 +51,8 @@ def chart(lines: Sequence[Line], limit: float | None = None) -> str:
     )
     what = escape(", ".join(line.name for line in lines))
     drawing = (
-        f'<svg aria-label="{what} by round" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{_drawn(lines, limit)}</svg>'
+        f'<svg aria-label="{what} by {axis.name}" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">'
+        f"{_drawn(lines, limit, axis)}</svg>"
     )
     return f'<div class="legend">{legend}</div>{drawing}'
 
@@ -52,18 +74,18 @@ def svg_file(lines: Sequence[Line]) -> str:
     )
 
 
-def _drawn(lines: Sequence[Line], limit: float | None = None) -> str:
+def _drawn(lines: Sequence[Line], limit: float | None = None, axis: Axis = ROUNDS) -> str:
     points = [point for line in lines for point in line.points]
     values = [value for _, value in points] + ([limit] if limit is not None else [])
     x_of = _scale(min(x for x, _ in points), max(x for x, _ in points), _LEFT, _WIDTH - _RIGHT)
     y_of = _scale(min(values), max(values), _HEIGHT - _BOTTOM, _TOP)
-    parts = [_axes(x_of, y_of, points, values)]
+    parts = [_axes(axis, x_of, y_of, points, values)]
     for line, colour in zip(lines, cycle(_COLOURS), strict=False):
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in line.points)
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{path}"/>')
         parts += [
             f'<circle cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="2.5" fill="{colour}">'
-            f"<title>{escape(line.name)}, round {x:g}: {y:.4g}</title></circle>"
+            f"<title>{escape(line.name)}, {axis.name} {axis.words(x)}: {y:.4g}</title></circle>"
             for x, y in line.points
         ]
     if limit is not None:
@@ -80,6 +102,7 @@ def _scale(low: float, high: float, start: float, end: float) -> Callable[[float
 
 
 def _axes(
+    axis: Axis,
     x_of: Callable[[float], float],
     y_of: Callable[[float], float],
     points: Sequence[tuple[float, float]],
@@ -92,19 +115,18 @@ def _axes(
         f'<text x="{_LEFT - 6}" y="{y_of(v) + 4:.1f}" text-anchor="end">{short(v)}</text>'
         for v in ticks
     )
-    rounds = round_ticks(int(min(x for x, _ in points)), int(max(x for x, _ in points)))
     foot = _HEIGHT - _BOTTOM
     marks = "".join(
         f'<line x1="{x_of(x):.1f}" x2="{x_of(x):.1f}" y1="{foot}" y2="{foot + 4}" class="grid"/>'
-        f'<text x="{x_of(x):.1f}" y="{_HEIGHT - 10}" text-anchor="middle">{x}</text>'
-        for x in rounds
+        f'<text x="{x_of(x):.1f}" y="{_HEIGHT - 10}" text-anchor="middle">{axis.words(x)}</text>'
+        for x in axis.ticks(min(x for x, _ in points), max(x for x, _ in points))
     )
-    name = f'<text x="{_LEFT - 6}" y="{_HEIGHT - 10}" text-anchor="end">round</text>'
+    name = f'<text x="{_LEFT - 6}" y="{_HEIGHT - 10}" text-anchor="end">{axis.name}</text>'
     return grid + marks + name
 
 
 def round_ticks(first: int, last: int) -> list[int]:
-    """At most six rounds of [first, last] to mark on a chart's axis: multiples of 1, 2 or 5 times a power of ten."""
+    """At most six numbers of [first, last] to mark on a chart's axis: multiples of 1, 2 or 5 times a power of ten."""
     step = next(step for step in _steps() if last // step - (first - 1) // step <= _MOST_TICKS)
     return list(range(-(-first // step) * step, last + 1, step))
 

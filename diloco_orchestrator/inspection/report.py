@@ -126,7 +126,9 @@ def facts_of(reader: RunReader, status: RunStatus) -> RunFacts:
 
 def settings_of(config: RunConfig) -> dict[str, str]:
     """The settings that differ from the default, by dotted name, except those shown elsewhere on the page."""
-    found = {name: text for name, text in _changed(config, "").items() if name not in _SHOWN_APART}
+    found = {
+        name: str(value) for name, value, default in leaves(config) if value != default and name not in _SHOWN_APART
+    }
     if "heldout_items" in found:
         found["heldout_items"] = f"{len(config.heldout_items)} items"
     return found
@@ -135,15 +137,14 @@ def settings_of(config: RunConfig) -> dict[str, str]:
 _SHOWN_APART = ("entrypoint", "replicas", "rounds", "sync_every")
 
 
-def _changed(node: BaseModel, prefix: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+def leaves(node: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The settings below `node`, in alphabetical order: dotted name, value, default."""
     for name in sorted(type(node).model_fields):
         value, default = getattr(node, name), type(node).model_fields[name].get_default(call_default_factory=True)
         if isinstance(value, BaseModel) and type(value) is type(default):
-            found |= _changed(value, f"{prefix}{name}.")
-        elif value != default:
-            found[f"{prefix}{name}"] = str(value)
-    return found
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value, default
 
 
 def _machine_of(claim: Claim) -> str:

@@ -270,6 +270,13 @@ class RunReader:
             no_room="" if result else why_no_room(Path(self.store.url), rows[-1].bytes_up if rows else 0),
         )
 
+    def has_stopped(self) -> bool:
+        """Whether the run has stopped since its last start or resume: by a stop commit, or by a result record."""
+        leg = self.log.begins()[-1]
+        newest = self.log.newest(leg)
+        stopped = newest is not None and newest.commit.leg == leg.leg and newest.commit.stop != "none"
+        return stopped or self.log.result(leg.leg) is not None
+
     def _unreadable(self) -> list[str]:
         """The objects that this reader has ignored so far, with the reasons."""
         found = self.log.passed_over() | self.attempts.unreadable
