@@ -62,8 +62,8 @@ class RankOwners(Owners):
         number = self.new_number()
         try:
             made = self._call(number, task, args)[0]
-        except BaseException:
-            self._dropped.append(number)  # some ranks may have made theirs
+        except BaseException:  # whatever ended it: some ranks may have made theirs
+            self._dropped.append(number)
             raise
         self.keep(number, made)
         return made
