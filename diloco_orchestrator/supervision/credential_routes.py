@@ -59,7 +59,7 @@ def check_route(
         executor: of the run; of a mixed one the part that launches this replica.
     """
     scheme = _SCHEMES.get(url.removeprefix("fsspec+").partition("://")[0].lower()) if "://" in url else None
-    launching = part_of(executor, request.replica_id)
+    launching = part_of(executor, request)
     if scheme is None or launching.shares_machine:
         return
     known = launching.identity() if isinstance(launching, IdentifiesReplicas) else None

@@ -3,6 +3,7 @@
 What the process does is decided by `run_attempt`.
 """
 
+import functools
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -58,7 +59,7 @@ class Attempt:
         """The writer for records of this attempt."""
         return Writer.of_attempt(self.store, self.replica_id, self.number)
 
-    @property
+    @functools.cached_property
     def config(self) -> RunConfig:
         """The configuration of the leg."""
         return self.log.configs.of(self.begin.leg)

@@ -48,14 +48,14 @@ class HeldTip:
 
     def __init__(self, attempt: Attempt, tip: Tip, fragments: Sequence[tuple[str, ...]]) -> None:
         start = attempt.log.start()
-        self.value = tip
         self.fragments = start.record.synced_fragments if start else fragments
         self.heldout: HeldoutSet | None = start.record.heldout if start else None  # None: nothing is scored
         self.disagreeing: tuple[Disagreeing, ...] = ()  # whom the last round's step left out; empty if it was none
         self._attempt = attempt
         self._adapters = start.record.adapters if start else ()
         self._scatters = scatters(attempt.config, start.record.fragment_numels) if start else False
-        self._version = 0
+        self.value = tip
+        self.open = self._opened(version=0)  # the open round
 
     @property
     def base(self) -> Base:
@@ -70,9 +70,8 @@ class HeldTip:
         """The last commit since the start or resume that was applied or skipped; None before the first."""
         return self.value.last.commit if self.value.last else None
 
-    @property
-    def open(self) -> OpenRound:
-        """The open round."""
+    def _opened(self, version: int) -> OpenRound:
+        """The round that is open after `value`'s last commit. `version`: of the base."""
         position, last, begin = self.value.position, self.last, self._attempt.begin
         fragment = position.outer_step % len(self.fragments)
         return OpenRound(
@@ -83,7 +82,7 @@ class HeldTip:
             roster=last.roster if last else tuple(range(self._attempt.config.replicas)),
             final_evaluation=rounds.is_final_evaluation(position, self._attempt.outer_steps),
             stopped=position.stop != "none",
-            version=self._version,
+            version=version,
             guard=last.guard if last else begin.guard,
         )
 
@@ -152,13 +151,14 @@ class HeldTip:
     def skip(self, entry: CommitEntry) -> None:
         """Advance the position in the commit log past `entry`, whose average is not applied: the base is unchanged."""
         self.value = replace(self.value, position=entry.position, last=entry)
+        self.open = self._opened(self.open.version)
         self.disagreeing = ()
 
     def hold(self, tip: Tip) -> None:
         """Replace the held base and its position in the log; also called after values of that base have changed."""
         self.value = tip
+        self.open = self._opened(self.open.version + 1)
         self.disagreeing = ()
-        self._version += 1
 
 
 def _stepped(
