@@ -47,8 +47,8 @@ class Owners:
     def make(self, task: Callable[..., T], *args: Any) -> T:
         """Call `task(*args)` in every rank, where the result stays; returns rank 0's own.
 
-        As an argument of later calls it stands for each rank's. The others drop theirs once rank 0's is deleted. Raises
-        as `each` does.
+        In the arguments of later calls that object stands for each rank's. Other ranks delete theirs once rank 0's is
+        deleted. Raises as `each` does.
         """
         return task(*args)
 

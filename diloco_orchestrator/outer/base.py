@@ -295,7 +295,7 @@ class Base:
 
     @property
     def momenta(self) -> Mapping[str, torch.Tensor]:
-        """The outer momentum of every parameter, by name; empty if the optimizer has none. As `parameters`."""
+        """The outer momentum of every parameter, by name, read as `parameters`; empty if the optimizer has none."""
         return _ByName(self, "momenta", self._momenta)
 
     def shapes(self, names: Sequence[str]) -> dict[str, torch.Size]:

@@ -65,8 +65,8 @@ def average_and_step(
 ) -> Mapping[str, torch.Tensor]:
     """Average the contributions to a fragment and step `base` by the average in place, shard by shard.
 
-    Of a base in several ranks this steps the shards of this process, so that every rank calls it. Only a block of the
-    average exists at a time, except with `adapters` (averaged exactly, all in this fragment), where the average and all
+    This steps the shards of this process; of a base in several ranks every rank calls it. Only a block of the average
+    exists at a time, except with `adapters` (averaged exactly, all in this fragment), where the average and all
     contributions are in memory. Returns the averaged pseudo-gradient by parameter name if `keep_average`, for which the
     base must be whole in this process, else nothing. Raises `PayloadCorrupt` for a contribution to another fragment,
     with the base unchanged, and the errors of `read`, with the first shards stepped.

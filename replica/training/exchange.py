@@ -96,8 +96,8 @@ def owned_by_shard(layout: BaseLayout, ranks: int) -> Owned:
 def exchange_plan(pieces: Sequence[Pieces], owned: Owned) -> ExchangePlan:
     """The plan for tensors of which rank r holds `pieces[r]`, and whose ranges have the owners `owned`.
 
-    Of an element that several ranks hold its owner takes its own, or else that of the lowest of them. Tensors are in
-    the order of `owned`. Raises `ConfigError`, naming the tensor, if an element is held by no rank.
+    An owner takes elements that it holds from itself, others from the lowest rank that holds them. Tensors are in the
+    order of `owned`. Raises `ConfigError`, naming the tensor, if an element is held by no rank.
     """
     gathered: list[Move] = []
     scattered: list[Move] = []

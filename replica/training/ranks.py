@@ -297,5 +297,5 @@ class Exchange:
 
 
 def pieces_in(ranks: Ranks, tensors: Mapping[str, torch.Tensor]) -> list[Pieces]:
-    """What each rank holds of tensors of the same names. Every rank calls it at the same time."""
+    """The ranges that each rank holds of tensors of the same names. Every rank calls it at the same time."""
     return ranks.everyone({name: ranges_in(tensor, name) for name, tensor in tensors.items()})
