@@ -33,7 +33,7 @@ class BaseClaims:
 
     def __init__(self, attempt: Attempt, tip: HeldTip, requests: ReuploadRequests) -> None:
         self.rebuilt_after = tip.position.round  # the commit up to which the base was last rebuilt
-        self.verified_after = 0  # the commit up to which the held base was last compared with a rebuild of it
+        self._verified: str | None = None  # digest of the last base that was compared with a rebuild of it
         self._attempt = attempt
         self._tip = tip
         self._requests = requests
@@ -69,6 +69,11 @@ class BaseClaims:
     def is_rebuilt(self) -> bool:
         """Whether the base was rebuilt from the bucket in the open round."""
         return self.rebuilt_after == self._tip.position.round
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether this base, with these bits, was compared with a rebuild of it; False if a bit has flipped since."""
+        return self._verified == self.digest
 
     # -- claims about closed rounds ------------------------------------------------------------------------------
 
@@ -114,10 +119,11 @@ class BaseClaims:
 
         Two snapshots need one: that of the last base, and a due one of a base made of several contributions, because
         its writer does not rebuild it. Otherwise a commit of the open round would confirm the base by the memory that
-        it came from. The rebuild with which an attempt begins is compared with nothing, so it is none.
+        it came from. The rebuild with which an attempt begins is compared with nothing, so it is none. The first base
+        of the run is the start record's.
         """
         made_in = self._tip.value.base_round
-        if self.verified_after >= made_in or self._not_rebuilt_in == self._round:
+        if made_in == 0 or self.is_verified or self._not_rebuilt_in == self._round:
             return False
         if {claim.replica_id for claim in claims if claim.digest == self.digest} != {self._attempt.replica_id}:
             return False
@@ -166,7 +172,7 @@ class BaseClaims:
                 break
         rebuilt.correct(tip.base)
         corrected = replace(tip.value, snapshot_round=rebuilt.snapshot_round)
-        self.verified_after = tip.position.round
+        self._verified = rebuilt.digest
         if rebuilt.digest == before:
             tip.value, self.rebuilt_after = corrected, tip.position.round
             return False
