@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from diloco_orchestrator.allreduce.owners import ALONE, Owners
 from diloco_orchestrator.clock import Background, Clock, NoBackground
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, FirstBaseOutvoted, Superseded
@@ -47,6 +48,7 @@ class Attempt:
     background: Background = field(default_factory=NoBackground)
     pulse: Pulse = field(default_factory=Pulse)
     object_limit: int = OBJECT_LIMIT  # bytes; of snapshot files and of pieces of a saved state
+    owners: Owners = ALONE  # the ranks of the replica, which hold the shards of its base
 
     @property
     def store(self) -> Store:

@@ -97,7 +97,9 @@ class BaseClaims:
         leg = begin if made_in is not None else leg_of_base(self._attempt.log.begins()[: begin.leg - 1], manifest.round)
         try:
             assert leg is not None, "this leg began from that round's base"
-            before = rebuild_beside(self._attempt.log, leg, until=manifest.round - 1).digest
+            before = rebuild_beside(
+                *(self._attempt.log, leg), until=manifest.round - 1, owners=self._attempt.owners
+            ).digest
         except (PayloadCorrupt, RecordInvalid) as error:
             log.warning("the base before round %d cannot be rebuilt any more: %s", manifest.round, error)
             return manifest.base_digest == commit.base_digest
@@ -213,7 +215,8 @@ class BaseClaims:
         begin, made_in = self._attempt.begin, self._tip.value.base_round
         below = made_in if made_in != begin.from_round else None
         try:
-            return rebuild_beside(self._attempt.log, begin, until=self._tip.position.round, below=below).digest
+            until, owners = self._tip.position.round, self._attempt.owners
+            return rebuild_beside(self._attempt.log, begin, until=until, below=below, owners=owners).digest
         except (PayloadCorrupt, RecordInvalid) as error:
             log.warning("the base of round %d cannot be rebuilt from an older snapshot: %s", self._round, error)
             return None

@@ -114,10 +114,10 @@ def test_uplot_is_the_file_that_npm_has():
 
 def test_a_long_run_of_many_metrics_fits_into_two_megabytes():
     read = Report.read(RunReader(fleet_of_losses(2).store), NoBackground())
-    extra = {f"metric {number}": 0.123456789 * number for number in range(20)}
+    extra = {f"metric {number}": 0.123456789 * number for number in range(45)}
     rows = [
         replace(
-            read.status.rounds[0], round=r + 1, loss=1.0 / (r + 1), extra=extra, judgements={0: "clipped: its norm"}
+            read.status.rounds[0], round=r + 1, loss=1.0 / (r + 1), extra=extra, judgements={0: "clipped: " + 300 * "x"}
         )
         for r in range(5_000)
     ]
@@ -126,6 +126,7 @@ def test_a_long_run_of_many_metrics_fits_into_two_megabytes():
     long = replace(read, status=replace(read.status, rounds=rows), losses=dict.fromkeys(range(8), curve), times=times)
     html = page(long)
     assert len(html.encode()) <= 2_000_000
+    assert "Not drawn, by name: metric " in html
     first = curves_of(html)[0]["lines"][0]
     assert (first["x"][0], first["y"][0]) == (1, 1.0) and first["x"][-1] == 5_000  # both ends are kept
     assert "before them are in diloco status --json" in html
