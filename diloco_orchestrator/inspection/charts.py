@@ -1,10 +1,11 @@
 """Curves over rounds, tokens or dollars as SVG, for pages and for files beside a model card. Pure: numbers to text."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import count, cycle
-from math import ceil, floor
+from math import ceil, floor, isfinite
 
 _WIDTH, _HEIGHT = 640, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 16, 14, 34  # room for texts of 20 units, as a page on a phone has them
@@ -40,9 +41,13 @@ class Axis:
 ROUNDS, TOKENS, DOLLARS = Axis("round"), Axis("tokens"), Axis("dollars", 1e-4)
 
 
-def chart(lines: Sequence[Line], limit: float | None = None, axis: Axis = ROUNDS) -> str:
-    """HTML with a legend and an SVG of the lines, and a dashed horizontal `limit`; empty if there is no point."""
-    lines = [line for line in lines if line.points]
+def chart(lines: Sequence[Line], limit: float | None = None, axis: Axis = ROUNDS, points: int = 3000) -> str:
+    """A figure with a legend and an SVG of the lines, and a dashed horizontal `limit`; empty if there is no point.
+
+    Its `data-curves` has the same as JSON, for the page's script. `points`: how many of all lines are in it at the
+    most; longer lines keep the lowest and the highest of each stretch. Values that are not finite are left out.
+    """
+    lines = _drawable(lines, points)
     if not lines:
         return ""
     legend = "".join(
@@ -52,14 +57,97 @@ def chart(lines: Sequence[Line], limit: float | None = None, axis: Axis = ROUNDS
     what = escape(", ".join(line.name for line in lines))
     drawing = (
         f'<svg aria-label="{what} by {axis.name}" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">'
-        f"{_drawn(lines, limit, axis)}</svg>"
+        f"{_drawn(_drawable(lines, _IN_SVG), limit, axis)}</svg>"
     )
-    return f'<div class="legend">{legend}</div>{drawing}'
+    told = {
+        "what": f"{', '.join(line.name for line in lines)} by {axis.name}",
+        "axis": axis.name,
+        "whole": axis.least >= 1,  # whether marks are at whole numbers
+        "limit": limit,
+        "lines": [
+            {"name": line.name, "colour": colour, "x": [_brief(x) for x, _ in line.points],
+             "y": [_brief(y) for _, y in line.points]}
+            for line, colour in zip(lines, cycle(_COLOURS), strict=False)
+        ],
+    }  # fmt: skip
+    data = escape(json.dumps(told, separators=(",", ":"), allow_nan=False))
+    return f'<figure data-curves="{data}"><div class="legend">{legend}</div>{drawing}</figure>'
+
+
+def _brief(value: float) -> float:
+    """The value in six digits, as an int where it is whole, so that its JSON is short."""
+    brief = float(f"{value:.6g}")
+    return int(brief) if brief.is_integer() and abs(brief) < 1e15 else brief
+
+
+def _drawable(lines: Sequence[Line], most: int) -> list[Line]:
+    """The lines with their finite points, `most` in all; lines without any are left out."""
+    finite = [Line(line.name, [(x, y) for x, y in line.points if isfinite(x) and isfinite(y)]) for line in lines]
+    kept = [line for line in finite if line.points]
+    each = max(4, most // max(1, len(kept)))
+    return [Line(line.name, _thinned(line.points, each)) for line in kept]
+
+
+def _thinned(points: Sequence[tuple[float, float]], most: int) -> Sequence[tuple[float, float]]:
+    """At most `most` of the points, in their order: of each of equal stretches the lowest and the highest."""
+    if len(points) <= most:
+        return points
+    stretches = most // 2
+    kept: list[int] = []
+    for number in range(stretches):
+        stretch = range(len(points) * number // stretches, len(points) * (number + 1) // stretches)
+        ends = (min(stretch, key=lambda i: points[i][1]), max(stretch, key=lambda i: points[i][1]))
+        kept += sorted(set(ends))
+    return [points[i] for i in kept]
+
+
+_IN_SVG, _WITH_DOTS = 1200, 150  # points that an SVG has at the most, and up to which each has a dot with its value
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A stretch of time in a row of a timeline."""
+
+    row: str
+    name: str
+    begin_s: float  # seconds since the beginning of the timeline
+    end_s: float
+    kind: str  # its class in the page's style: "ended", "failed" or "running"
+
+
+def timeline(bars: Sequence[Bar]) -> str:
+    """An SVG with one row of bars for each name of a row, over minutes or hours; empty if there is no bar."""
+    if not bars:
+        return ""
+    rows = list(dict.fromkeys(bar.row for bar in bars))
+    last = max(bar.end_s for bar in bars) or 1.0
+    name, unit = ("hours", 3600.0) if last > 7200 else ("minutes", 60.0) if last > 120 else ("seconds", 1.0)
+    x_of = _scale(0.0, last / unit, _LEFT, _WIDTH - _RIGHT)
+    foot, parts = 18 * len(rows) + 4, list[str]()
+    for bar in bars:
+        left, right = x_of(bar.begin_s / unit), x_of(bar.end_s / unit)
+        parts.append(
+            f'<rect class="bar {bar.kind}" x="{left:.1f}" y="{18 * rows.index(bar.row) + 3}" height="13" rx="2" '
+            f'width="{max(2.0, right - left - 1):.1f}"><title>{escape(bar.name)}</title></rect>'
+        )
+    parts += [
+        f'<text x="{_LEFT - 6}" y="{18 * number + 14}" text-anchor="end">{escape(row)}</text>'
+        for number, row in enumerate(rows)
+    ]
+    parts += [
+        f'<text x="{x_of(x):.1f}" y="{foot + 16}" text-anchor="middle">{x:g}</text>'
+        for x in Axis(name, 0.1).ticks(0.0, last / unit)
+    ]
+    parts.append(f'<text x="{_LEFT - 6}" y="{foot + 16}" text-anchor="end">{name}</text>')
+    return (
+        f'<figure><svg aria-label="attempts by {name}" viewBox="0 0 {_WIDTH} {foot + 24}" role="img">'
+        f"{''.join(parts)}</svg></figure>"
+    )
 
 
 def svg_file(lines: Sequence[Line]) -> str:
     """A stand-alone SVG file of the lines, with their names in the picture; empty if there is no point."""
-    lines = [line for line in lines if line.points]
+    lines = _drawable(lines, _IN_SVG)
     if not lines:
         return ""
     names = "".join(
@@ -83,11 +171,15 @@ def _drawn(lines: Sequence[Line], limit: float | None = None, axis: Axis = ROUND
     for line, colour in zip(lines, cycle(_COLOURS), strict=False):
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in line.points)
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{path}"/>')
-        parts += [
-            f'<circle cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="2.5" fill="{colour}">'
-            f"<title>{escape(line.name)}, {axis.name} {axis.words(x)}: {y:.4g}</title></circle>"
-            for x, y in line.points
-        ]
+        parts += (
+            []
+            if len(points) > _WITH_DOTS
+            else [
+                f'<circle cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="2.5" fill="{colour}">'
+                f"<title>{escape(line.name)}, {axis.name} {axis.words(x)}: {y:.4g}</title></circle>"
+                for x, y in line.points
+            ]
+        )
     if limit is not None:
         parts.append(
             f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y_of(limit):.1f}" y2="{y_of(limit):.1f}" '

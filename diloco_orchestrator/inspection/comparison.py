@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from diloco_orchestrator.errors import DilocoError
-from diloco_orchestrator.inspection.costs import LegCost
 from diloco_orchestrator.inspection.report import RunFacts, facts_of, leaves
 from diloco_orchestrator.inspection.status import RoundRow, RunReader, RunStatus
 from diloco_orchestrator.protocol.records import HeldoutSet
@@ -150,9 +149,8 @@ def _settings(reader: RunReader, status: RunStatus, facts: RunFacts, heldout: He
 
 def _curves(reader: RunReader) -> tuple[list[Point], dict[str, list[Point]]]:
     """The held-out points of a run, and those of its training metrics by name."""
-    begins = reader.log.begins()
-    spent = Spent({begin.leg: begin.at for begin in begins}, {begin.leg: reader.spent(begin) for begin in begins})
-    tokens, usd = 0, spent.by(1, begins[0].at)
+    spent = reader.spent_over_time()
+    tokens, usd = 0, spent.by(1, 0.0)
     heldout, training = list[Point](), dict[str, list[Point]]()
     for commit, row in reader.new_rows().with_commits():
         if row.heldout is not None:
@@ -167,21 +165,3 @@ def _trained(row: RoundRow) -> Iterator[tuple[str, float]]:
     for metric, value in (("loss", row.loss), ("reward", row.reward)):
         if value is not None:
             yield metric, value
-
-
-class Spent:
-    """Dollars that the machines of a run had cost by a time. A leg's cost is spread evenly over its hours."""
-
-    def __init__(self, began: Mapping[int, float], legs: Mapping[int, LegCost]) -> None:
-        """`began`: when each leg began, in seconds since 1970. `legs`: the cost of each. Both by number of the leg."""
-        self._began = began
-        self._legs = legs
-
-    def by(self, leg: int, at: float) -> float | None:
-        """Dollars until `at`, seconds since 1970, in a leg; None if no price of that leg or one before is known."""
-        known = [self._legs[number].usd for number in sorted(self._legs) if number <= leg]
-        if None in known:
-            return None
-        before, own = sum(usd or 0.0 for usd in known[:-1]), known[-1] or 0.0
-        hours = self._legs[leg].hours
-        return before + own * (min(1.0, max(0.0, (at - self._began[leg]) / 3600 / hours)) if hours else 0.0)

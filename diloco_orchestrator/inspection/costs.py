@@ -80,6 +80,24 @@ def leg_cost(attempts: Sequence[AttemptCost], began: float, now: float) -> LegCo
     return LegCost(hours, sum(priced) if priced else None, len(attempts) - len(priced), rate)
 
 
+class Spent:
+    """Dollars that the machines of a run had cost by a time. A leg's cost is spread evenly over its hours."""
+
+    def __init__(self, began: Mapping[int, float], legs: Mapping[int, LegCost]) -> None:
+        """`began`: when each leg began, in seconds since 1970. `legs`: the cost of each. Both by number of the leg."""
+        self._began = began
+        self._legs = legs
+
+    def by(self, leg: int, at: float) -> float | None:
+        """Dollars until `at`, seconds since 1970, in a leg; None if no price of that leg or one before is known."""
+        known = [self._legs[number].usd for number in sorted(self._legs) if number <= leg]
+        if None in known:
+            return None
+        before, own = sum(usd or 0.0 for usd in known[:-1]), known[-1] or 0.0
+        hours = self._legs[leg].hours
+        return before + own * (min(1.0, max(0.0, (at - self._began[leg]) / _HOUR_S / hours)) if hours else 0.0)
+
+
 @dataclass(frozen=True)
 class EndForecast:
     """Hours and dollars until the run's planned stop, if its rounds go on as the last ones did."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_orchestrator.guard.round_fold import outlook as guard_outlook
-from diloco_orchestrator.inspection.costs import CostReader, EndForecast, LegCost, end_forecast, leg_cost
+from diloco_orchestrator.inspection.costs import CostReader, EndForecast, LegCost, Spent, end_forecast, leg_cost
 from diloco_orchestrator.inspection.places import PlaceRow, PlaceSpeeds, newest_decision, place_reader, place_rows
 from diloco_orchestrator.protocol.attempt_records import Heartbeat, reason_of
 from diloco_orchestrator.protocol.head import Head
@@ -304,6 +304,11 @@ class RunReader:
         newest = self.log.newest(begin)
         costs, at = self._costs.of_leg(numbers, beats, begin, newest.commit if newest else None, now)
         return leg_cost(list(costs.values()), begin.at, at)
+
+    def spent_over_time(self) -> Spent:
+        """The machine cost of the run by a time, from the costs of its legs."""
+        begins = self.log.begins()
+        return Spent({begin.leg: begin.at for begin in begins}, {begin.leg: self.spent(begin) for begin in begins})
 
     def replicas(self) -> list[ReplicaRow]:
         """One row of facts for the newest attempt of every replica."""

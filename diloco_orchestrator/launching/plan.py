@@ -218,6 +218,16 @@ class LaunchPlan:
             f"data:      dealt over {self.most_replicas}: while {self.replicas} train, nobody reads the others' parts",
         ]
 
+    def _requests_at_hugging_face(self) -> list[str]:
+        """A line with the requests in five minutes, which Hugging Face limits; empty for another store."""
+        if not self.url.startswith("hf://"):
+            return []
+        window = sum(self.round.requests.values()) * 300 / self.round_s
+        return [
+            f"quota:     about {window:.0f} requests in five minutes; the Hub allows 1,000 (free), 2,500 (PRO), 3,000 "
+            "(Team) or 6,000 (Enterprise), and states no other limit for its buckets"
+        ]
+
     def lines(self) -> list[str]:
         """The requests and prices of the launch as lines of text."""
         each, rounds_an_hour = self.round, 3600 / self.round_s
@@ -237,6 +247,7 @@ class LaunchPlan:
             *([f"images:    {images_words(self.images)}"] if self.images else []),
             f"machines:  {price}",
             f"requests:  {counts} a round of {self.round_s:g} s, {fees}",
+            *self._requests_at_hugging_face(),
             f"traffic:   {_traffic(each, rounds_an_hour)}",
             *([f"one round: {_dollars(self.round_usd)}, the run's {self.rounds}: {_dollars(self.run_usd)}"]),
             f"limits:    {' or '.join(limits) if limits else 'none (--max-hours, --max-cost-usd)'}",

@@ -192,7 +192,7 @@ class FsspecEngine:
             return StoreUnavailable(f"{what} {FOREIGN_404}")
         code = _server_code(error)
         text = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-        # Of a reply without S3's XML botocore makes "An error occurred ()".
+        # botocore's words for a reply without S3's XML are "An error occurred ()".
         what = f"{what} {f'HTTP {code}' if code.isdecimal() else text}."
         if {kind.__name__ for kind in type(error).__mro__} & _TRANSIENT:
             return StoreUnavailable(what)

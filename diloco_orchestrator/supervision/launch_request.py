@@ -66,7 +66,7 @@ def archive_for(
 
 def extras_for(url: str) -> list[str]:
     """The extras of our package that replicas need to reach the store at `url`."""
-    return ["s3"] if url.startswith(("s3://", "s3a://", "fsspec+s3")) else []
+    return ["s3"] if url.startswith(("s3://", "s3a://", "fsspec+s3", "hf://buckets/")) else []
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,8 @@ class Vendor:
         """The event for a status: `VendorBlind` if UNKNOWN, else `VendorSaid` with our credentials redacted."""
         if status.state is ReplicaState.UNKNOWN:
             return VendorBlind()
-        return VendorSaid(replace(status, message=self._requests.without_secrets(status.message)))
+        message = self._requests.without_secrets(status.message) if status.message else ""
+        return VendorSaid(replace(status, message=message))
 
     def with_last_words(self, events: Iterable[Addressed]) -> Iterator[Addressed]:
         """The events, in which a failure without exit record has the error from the line that the process printed last.

@@ -14,8 +14,8 @@ from protocol_fleet import Fleet, play, report
 
 from diloco_orchestrator import open_store
 from diloco_orchestrator.cli.compare_command import html_of
-from diloco_orchestrator.inspection.comparison import Comparison, Spent, compare
-from diloco_orchestrator.inspection.costs import LegCost
+from diloco_orchestrator.inspection.comparison import Comparison, compare
+from diloco_orchestrator.inspection.costs import LegCost, Spent
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol.records import Metric
 
@@ -74,7 +74,7 @@ def test_a_run_that_cannot_be_read_is_named_and_the_others_are_shown(runs, tmp_p
 
 def test_runs_of_different_metrics_are_not_drawn_on_one_axis(runs):
     page = html_of(read(runs / "voted", runs / "rewarded", runs / "joined"))
-    sections = dict(re.findall(r'<section id="([\w-]+)">(.*?)</section>', page, re.DOTALL))
+    sections = dict(re.findall(r'<section id="([\w-]+)"[^>]*>(.*?)</section>', page, re.DOTALL))
     for metric, theirs in (("loss", {"voted", "joined"}), ("reward", {"rewarded"})):
         legends = re.findall(r'<div class="legend">(.*?)</div>', sections[f"held-out-{metric}"])
         assert legends and all(set(re.findall("</i>([^<]+)", legend)) == theirs for legend in legends)
