@@ -1,7 +1,7 @@
 # Targets of the benchmarks; the Makefile above includes it, so all are called from there: `make bench-sync`, `make chaos`.
 
 .PHONY: chaos chaos-table soak soak-table transfer large-model requests requests-live bench-allreduce bench bench-sync bench-link bench-overlap bench-latency bench-memory \
-	bench-busy bench-history bench-startup bench-heldout_split bench-heldout_leaks bench-guard bench-guard-runs bench-gpu bench-quality bench-unequal
+	bench-busy bench-history bench-startup bench-heldout_split bench-heldout_leaks bench-guard bench-guard-runs bench-gpu bench-quality bench-unequal bench-fleet
 
 # What faults cost: `make chaos MINUTES=10 RATE=15` as often as wished (RATE=0 for the undisturbed twin), then the table.
 MINUTES := 10
@@ -57,6 +57,10 @@ bench-guard: venv
 # The same rule over 20 real healthy runs and 9 others: the second table there, about eight minutes on 2 cores.
 bench-guard-runs: venv
 	PYTHONPATH=. $(BIN)/python benchmarks/guard_runs.py --docs $(OPTIONS)
+
+# Tokens per dollar of the choice of places, on virtual time: docs/inside/performance.md, four minutes.
+bench-fleet: venv
+	PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/fleet.py --days 4 --repetitions 4 --docs
 
 # What a slower machine costs the others, with steps="equal" and "equal_time": docs/inside/performance.md, four minutes.
 bench-unequal: venv
