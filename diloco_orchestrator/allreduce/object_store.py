@@ -123,7 +123,7 @@ class ObjectStoreAllReduce:
             *(self._store, self._clock, ThreadBackground(), self._stamp, round_id, self.rank, pairs),
             write=lambda record: self._store.create(key, record.to_bytes()),
         )
-        reducing.average_into(shards, parts)
+        reducing.average_into(FlatTensors(shards), parts)
         for (index, _), wrong in sorted(reducing.false.items()):
             if len(wrong) < 2:
                 continue  # used by nobody

@@ -83,7 +83,7 @@ def why_answers_differ(commit: Commit, manifests: Mapping[int, Contribution]) ->
 
 
 def why_barred_differ(commit: Commit, before: Before, checks: Iterable[Checked]) -> str:
-    """Reason why those whom a commit bars from dealing do not follow from `checks`, the records that it names; or ""."""
+    """Reason why those whom a commit bars from dealing do not follow from `checks`, which it names; or empty."""
     return _differs("list of who is barred", commit.barred or (), barred_after(before.barred, before.roster, checks))
 
 

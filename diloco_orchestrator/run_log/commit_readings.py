@@ -23,9 +23,9 @@ from diloco_orchestrator.protocol.void_commits import (
     read_as_void,
     read_without_weights,
     why_answers_differ,
+    why_barred_differ,
     why_not_concluded,
     why_unlinked,
-    why_barred_differ,
     why_unread,
 )
 from diloco_orchestrator.protocol.weights import norms_after

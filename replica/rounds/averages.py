@@ -7,15 +7,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from diloco_orchestrator.allreduce.aggregate import aggregate_of
 from diloco_orchestrator.allreduce.dealing import REDUCED_CODEC, Dealing
 from diloco_orchestrator.allreduce.mean import write_blocks
 from diloco_orchestrator.allreduce.scatter_reduce import ScatterReduce
 from diloco_orchestrator.allreduce.spool import held
+from diloco_orchestrator.allreduce.vectors import FlatTensors, room
 from diloco_orchestrator.codecs.table import encode
 from diloco_orchestrator.outer.arithmetic import denormals_kept
+from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.outer_step import ReadShard, part_of
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.allreduce_records import Reduced
@@ -31,7 +31,7 @@ _PATIENCE_S = 5.0  # in which the others read the commit, beside their longest p
 class Averages:
     """The averages of a round's shards, and what this replica found about those that others published."""
 
-    shards: Sequence[torch.Tensor]  # flat float32, one for each payload shard
+    shards: FlatTensors  # float32, one tensor for each payload shard
     borrowed: bool  # whether others have made some of them
     false: Mapping[tuple[int, BulkDigest], tuple[int, ...]]  # (shard, digest) -> replicas that published it, ascending
 
@@ -40,7 +40,8 @@ def averages_of(
     attempt: Attempt,
     dealing: Dealing,
     named: Sequence[tuple[Contribution, int]],
-    lengths: Sequence[int],
+    base: Base,
+    fragment: int,
     read: ReadShard,
     pause_s: float,
     distrusted: Collection[int],
@@ -52,13 +53,15 @@ def averages_of(
 
     Args:
         named: (manifest, weight) of the contributions that the commit averages.
-        lengths: elements of each shard.
+        base: has the shards of the averages, and their owners.
+        fragment: index of the one that is averaged.
         read: (manifest, shard index) -> verified bytes.
         pause_s: the longest pause of a waiting replica, after which every one has read the commit.
         distrusted: replicas of which no average is used.
     """
-    averages = [held(length, "the average") for length in lengths]
-    pairs = [dealing.averagers(index) for index in range(len(lengths))]
+    owners, numel = base.owners, base.numel(base.fragments[fragment])
+    averages = owners.make(room, numel, base.shard_numel, "the average", owners, fragment)
+    pairs = [dealing.averagers(index) for index in range(len(base.shards(fragment)))]
     key = keys.reduced(dealing.round, attempt.replica_id)
     reducing = ScatterReduce(
         *(attempt.store, attempt.clock, attempt.background, attempt.stamp, dealing.round, attempt.replica_id, pairs),
@@ -66,6 +69,8 @@ def averages_of(
         aggregate=attempt.config.aggregate,
         patience_s=_PATIENCE_S + pause_s,
         distrusted=set(distrusted),
+        owners=owners,
+        fragment=fragment,
     )
     with denormals_kept():
         reducing.average_into(averages, [part_of(manifest, weight, read) for manifest, weight in named])

@@ -58,7 +58,8 @@ class RoundCloser:
         self._contributor = contributor
         self._checks = Checks(attempt, tip)
         self._received = ReceivedResponses(
-            attempt.store, attempt.background, requests.payloads, attempt.authors, self._checks.dealt
+            *(attempt.store, attempt.background, requests.payloads, attempt.authors, self._checks.dealt),
+            attempt.owners,
         )
         self._late: set[int] = set()  # replicas whose manifest of the last closed round is not in its commit
         self._halt: Halt | None = None  # the request to halt the leg, as of when a decision was near
@@ -423,8 +424,9 @@ class RoundCloser:
         if dealing is None:
             self._claims.note()
             return self._tip.step(entry, contributions, read, keep_average=keep_average)
-        lengths, false = [len(shard.parameters) for shard in self._tip.base.shards(expected.fragment)], self._checks.averages
-        what = self._attempt, dealing, contributions, lengths, read, self._timing.longest_pause_s, false.distrusted
+        base, fragment, false = self._tip.base, expected.fragment, self._checks.averages
+        longest_s = self._timing.longest_pause_s
+        what = self._attempt, dealing, contributions, base, fragment, read, longest_s, false.distrusted
         made = readable(lambda: averages_of(*what), until=commit.round - 1)
         self._claims.note()
         average = self._tip.step(entry, contributions, read, keep_average=keep_average, averages=made.shards)
@@ -440,9 +442,9 @@ class RoundCloser:
         return changed
 
     def trained_in_vain(self) -> bool:
-        """Whether this replica trained from a base that held a false average, as it finds now; the base is rebuilt then.
+        """Whether this replica trained from a base that held a false average; the base is rebuilt then.
 
-        Asked before it contributes: reads what others report in the open round, in one LIST request if that is nothing.
+        Asked before it contributes: reads what others report in the open round, in one LIST request without any report.
         """
         self._checks.exchange(self._received)
         return self._rebuild_if_disproved()

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from diloco_orchestrator.allreduce.scatter_reduce import false_averages, published_by
+from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.errors import ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.check_records import AverageCheck, Checked, PublishedAverage
@@ -142,10 +143,11 @@ class FalseAverages:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def _lengths(self, round_: int) -> list[int]:
-        """Elements of each shard that a closed round of this leg averaged; none if it averaged nobody, or is of another."""
+        """Elements of each shard that a closed round averaged; none if it averaged nobody or is not of this leg."""
         if round_ not in self._tip.closed_rounds or not (commit := self._tip.commit_of(round_)).applied:
             return []
-        return [len(shard.parameters) for shard in self._tip.base.shards(commit.fragment)]
+        numel = self._tip.base.numel(self._tip.fragments[commit.fragment])
+        return [stop - start for start, stop in shard_ranges(numel, self._tip.base.shard_numel)]
 
     def _published(self, round_: int) -> dict[int, dict[int, BulkDigest]]:
         """Digests of the averages that each replica has published in a round: by replica id, then by shard."""

@@ -9,8 +9,9 @@ import pytest
 import torch
 from protocol_fleet import FAST, Fleet, HurriedClock, close, report, together
 
-from diloco_orchestrator.allreduce.dealing import Dealing, dealers, dealing_of, scatters
+from diloco_orchestrator.allreduce.dealing import Dealing, dealers, dealing_of, scatters, shard_numel_for
 from diloco_orchestrator.allreduce.vectors import FlatTensors
+from diloco_orchestrator.codecs.table import encode
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.verify.chain import verify_run
@@ -24,6 +25,7 @@ from diloco_orchestrator.store.memory import MemoryStore
 from replica.rounds.participant import Participant
 
 WIDE, HIGH = 256, 128  # 32,896 parameters: nine shards
+NUMEL_OF_FIVE = shard_numel_for(WIDE * HIGH + HIGH, 5, 2**24)
 REPLICAS = 4
 
 
@@ -174,6 +176,55 @@ def test_a_replica_that_publishes_wrong_averages_decides_nothing(caplog):
     played(participants)
     assert_right(fleet, participants)
     assert "rank 1 published an average of shard" in caplog.text
+
+
+PAIR = (1, 2)
+
+
+def in_step(fleet: Fleet, participants: list[Participant]) -> Commit:
+    """The next round's commit, after all have contributed what they found when they looked, and closed it."""
+    numel = WIDE * HIGH + HIGH
+    for each in participants:
+        generator = torch.Generator().manual_seed(each._attempt.replica_id)
+        vector = FlatTensors([torch.randn(numel, generator=generator)])
+        each.publish(lambda vector=vector: vector, report())  # type: ignore[misc]
+    return together([lambda each=each: close(each) for each in participants])[0].commit  # type: ignore[misc]
+
+
+def pair_lies(key: str, data: bytes) -> bytes:
+    """What two replicas write who publish one false average of each shard that both deal, and who deny it."""
+    made = keys.parse_reduced_shard(key)
+    if made is not None and set(dealers(made[0], made[1], 5)) == set(PAIR):
+        return bytes(len(data))
+    parsed = keys.reduced.parse(key)
+    if parsed is not None and parsed[1] in PAIR:
+        record = Reduced.from_bytes(data, key)
+        false = bulk_digest(bytes(len(encode(torch.zeros(NUMEL_OF_FIVE), "fp32"))))
+        told = [
+            each.model_copy(update={"digest": false}) if set(dealers(parsed[0], each.shard, 5)) == set(PAIR) else each
+            for each in record.shards
+        ]
+        return record.model_copy(update={"shards": tuple(told)}).to_bytes()
+    if any(f"checked/{liar}." in key for liar in PAIR) and b'"averages"' in data:
+        return data.replace(b'"false":true', b'"false":false')
+    return data
+
+
+def test_two_dealers_that_publish_one_false_average_are_found_out_and_deal_no_more(caplog):
+    """Whoever draws the shard tells the others, who rebuild, and contribute nothing trained from the false base."""
+    fleet, participants = fleet_of("scatter_reduce", replicas=5, rounds=20)
+    fleet.engine.change = pair_lies
+    honest = [each for each in participants if each._attempt.replica_id not in PAIR]
+    commits = []
+    while not (commits and commits[-1].barred) and len(commits) < 12:
+        commits.append(in_step(fleet, participants))
+    assert commits[-1].barred == PAIR and len(commits) > 1
+    fleet.engine.change = lambda _, data: data  # they deal nothing any more
+    assert "published an average of shard" in caplog.text
+    after = in_step(fleet, participants)
+    assert after.barred == PAIR and all(each.averaged for each in after.answers)
+    assert not {keys.reduced(after.round, liar) for liar in PAIR} & {info.key for info in fleet.store.list("rounds/")}
+    assert_right(fleet, honest)
 
 
 def test_replicas_that_die_after_they_contributed_are_read_and_averaged_for():

@@ -192,7 +192,11 @@ def _check_names(w: World, last: int, honest: list[int]) -> None:
             if key[2] in honest and key[2] in w.state(r - 1).roster and false and liar in word[2]
             if not w.why_void(r)  # a void commit bars nobody
         )
-        if max(accusers.values(), default=0) > w.scenario.replicas // 2 and liar not in barred and not w.scenario.deeds & {"accuse", "grab"}:
+        if (
+            max(accusers.values(), default=0) > w.scenario.replicas // 2
+            and liar not in barred
+            and not w.scenario.deeds & {"accuse", "grab"}
+        ):
             raise Broken(f"replica {liar} lied, and deals on")
     if one and "sum" in w.scenario.deeds and not barred and not any(w.attempts[i] > 1 for i in honest):
         raise Broken("a false word was without a name")
