@@ -80,8 +80,9 @@ class SnapshotWriter:
         lower id.
 
         The base is rebuilt first unless the last round left it unchanged and several replicas claimed it, or this one
-        had compared it with a rebuild. Claims do not count for a base with averages that others made. The files are read back, because no later commit confirms this base. Returns
-        whether the rebuild changed its bits; this replica then holds the rebuilt base.
+        had compared it with a rebuild. Claims do not count for a base with averages that others made. The files are
+        read back, because no later commit confirms this base. Returns whether the rebuild changed its bits; this
+        replica then holds the rebuilt base.
         """
         commit = self._tip.last
         assert commit is not None
