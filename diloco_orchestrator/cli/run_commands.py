@@ -168,7 +168,7 @@ _track_option = click.option(
 def attach_(url: str, as_json: bool, **given: Any) -> int:
     """Supervise the run in URL, whose launcher is gone: relaunch its dead replicas until it ends.
 
-    Of a signed run whose key is not on this machine: show it until it ends.
+    A signed run whose key is not on this machine is only shown until it ends.
     """
     from diloco_orchestrator.cli.progress import follow, watch_until_stopped
     from diloco_orchestrator.launching.run import attach

@@ -14,9 +14,8 @@ from diloco_orchestrator.protocol.signatures import to_text
 
 # -- names ------------------------------------------------------------------------------------------------------------
 
-# run.json is found by who has no key yet; code is named by its digest. Of a snapshot, a folder that other libraries
-# read, only the record is named, which has the digests of the files. The rest is not part of a run's log: machines that
-# join, and trial objects.
+# Not named: run.json, which is found by who has no key yet; code, whose key is its digest; the files of snapshots, whose
+# folders other libraries read, and whose digests are in a record that is named; machines that join, and trial objects.
 _NAMED = (keys.LEGS, keys.STARTS, keys.REPLICAS, keys.ROUNDS, keys.LOG)
 _NAMED_ALONE = {keys.START, keys.KL_RECORD, keys.KL_REFERENCE, keys.RETENTION}
 _RECORD_OF_SNAPSHOT = re.compile(rf"{keys.SNAPSHOTS}[^/]+/{re.escape(keys.SNAPSHOT_RECORD)}(?:/.*)?", re.DOTALL)
@@ -59,7 +58,7 @@ def why_not_by(who: tuple[int, int], key: str, body: bytes) -> str:
     """Reason why an attempt's key does not speak for an object; empty if it may. `who`: (replica id, attempt).
 
     The run's key may sign everything; an attempt's what `protocol.kinds` lets attempts write, and, where the key or the
-    record names its author, only in its own name. Of content that cannot be parsed only the key is checked.
+    record names its author, only in its own name. If the content cannot be parsed, only the key is checked.
     """
     kind = kind_at(key)
     if kind is None:
@@ -71,7 +70,7 @@ def why_not_by(who: tuple[int, int], key: str, body: bytes) -> str:
     except ValueError:
         found = None
     fields = found if isinstance(found, dict) else {}
-    # Of kinds that any replica may write. In a snapshot's record the author is a number, in others text.
+    # The fields of records that any replica may write. In a snapshot's the author is a number, in others text.
     named = {"replica_id": fields.get("rank"), "by": fields.get("by")}
     if kind.record is Snapshot:
         named = {"replica_id": fields.get("by")}

@@ -78,7 +78,7 @@ def needs_key(url: str, signed_by: SignedBy, what: str) -> ConfigError:
     """The error for an action, `what`, in the run at `url` whose private key this process has not."""
     return ConfigError(
         f"{what} needs the private key of {url}, which is signed by {signed_by.key}. It is in the state folder of who "
-        f"launched the run: `diloco key export` prints it there; here, put it into {ENV_RUN_KEY}."
+        f"launched the run: `diloco key --export {url}` prints it there; here, put it into {ENV_RUN_KEY}."
     )
 
 

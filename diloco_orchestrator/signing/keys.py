@@ -5,7 +5,7 @@
 
 import os
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Self
 
 from cryptography.exceptions import InvalidSignature
@@ -93,7 +93,7 @@ class RunKey:
             return cls(_seed(text.strip()))
         except ValueError:
             raise ConfigError(
-                f"this is no key of a run: one is {_PRIVATE} and 43 characters, as `diloco key export` prints it."
+                f"this is no key of a run: one is {_PRIVATE} and 43 characters, as `diloco key --export` prints it."
             ) from None
 
     def text(self) -> str:
@@ -137,11 +137,15 @@ def is_certified(certificate: Certificate, signed_by: SignedBy, run_sha256: Sha2
 def is_by(public_key: str, signature: str, signed: bytes) -> bool:
     """Whether the private key of `public_key` made `signature` over the bytes `signed`; both are texts of records."""
     try:
-        key = Ed25519PublicKey.from_public_bytes(public_bytes(public_key))
-        key.verify(from_text(signature, SIGNATURE_BYTES), signed)
+        _verifier(public_key).verify(from_text(signature, SIGNATURE_BYTES), signed)
     except (InvalidSignature, ValueError):  # the latter: bytes that are no point of the curve
         return False
     return True
+
+
+@lru_cache(maxsize=4096)  # of a run's replicas
+def _verifier(public_key: str) -> Ed25519PublicKey:
+    return Ed25519PublicKey.from_public_bytes(public_bytes(public_key))
 
 
 def _seed(text: str) -> bytes:

@@ -38,13 +38,13 @@ _MOST_DEBRIS = 1_000  # objects that `debris` names one by one
 
 @dataclass
 class _Rules:
-    """How one signed run names and signs its objects. `signer`: this process's keys; None: it can only read."""
+    """The names and signatures of one signed run's objects. `signer`: this process's keys; None: it can only read."""
 
     run_sha256: Sha256
     signed_by: SignedBy
     signer: Signer | None
     names: dict[str, str] = field(default_factory=dict)  # under which an object is stored, by its key
-    certified: dict[str, bool] = field(default_factory=dict)  # whether the run's key signed it, by a certificate's line
+    certified: dict[object, bool] = field(default_factory=dict)  # whether the run's key signed a certificate
     fresh: dict[str, bytes] = field(default_factory=dict)  # content of an object that a lost create has just read
     debris: dict[str, str] = field(default_factory=dict)  # reasons, by the names of objects that do not exist
 
@@ -98,10 +98,12 @@ class _Rules:
         return body
 
     def _is_certified(self, certificate: Certificate) -> bool:
-        line = certificate.model_dump_json()
-        if line not in self.certified:
-            self.certified[line] = is_certified(certificate, self.signed_by, self.run_sha256)
-        return self.certified[line]
+        of = certificate.who, certificate.key, certificate.signature
+        if of not in self.certified:
+            if len(self.certified) >= _MOST_NAMES:
+                self.certified.clear()
+            self.certified[of] = is_certified(certificate, self.signed_by, self.run_sha256)
+        return self.certified[of]
 
     def note(self, name: str, why: str) -> None:
         """Add an object that does not exist for this run to `debris`."""
