@@ -265,10 +265,10 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def heading(session: Mapping[str, Any]) -> str:
     """When, where and of what the figures are; it goes above a table."""
-    commits = ", ".join(f"{name} {commit}" for name, commit in session["sources"].items())
+    commits = "".join(f"; {name} {commit}" for name, commit in session["sources"].items())
     busy = f" Others used the machine (load {session['load']} at the start): what needs CPU looks slower than it is."
     return (
-        f"Taken {session['session'][:16]} on {session['machine']}; {commits}.{busy if session['load'] > _QUIET else ''}"
+        f"Taken {session['session'][:16]} on {session['machine']}{commits}.{busy if session['load'] > _QUIET else ''}"
         f"\n\n```\nPYTHONPATH=tests/support .venv/bin/python {session['command']}\n```"
     )
 

@@ -54,6 +54,7 @@ from diloco_orchestrator.executors.kubernetes_jobs import KubernetesExecutor as 
 from diloco_orchestrator.executors.local_process import LocalProcessExecutor as LocalProcessExecutor
 from diloco_orchestrator.executors.mixed import MixedExecutor as MixedExecutor
 from diloco_orchestrator.executors.modal_sandboxes import ModalExecutor as ModalExecutor
+from diloco_orchestrator.executors.places import Places as Places
 from diloco_orchestrator.executors.ray_jobs import RayExecutor as RayExecutor
 from diloco_orchestrator.executors.remote_base import RemoteExecutor as RemoteExecutor
 from diloco_orchestrator.executors.slurm_jobs import SlurmExecutor as SlurmExecutor

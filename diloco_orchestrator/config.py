@@ -768,7 +768,7 @@ def _explain(error: Any) -> str:
     if isinstance(cause := error.get("ctx", {}).get("error"), ConfigError):
         return str(cause)
     remedy = ""
-    if error["type"] == "invalid-json-value":
+    if error["type"] == "invalid-json-value" or path == ["args"]:
         remedy = f" ({type(error['input']).__name__}). Pass numbers, texts, lists and dicts: of a dataclass, asdict(it)"
     return f"setting {'.'.join(path)!r} = {error['input']!r}: {error['msg'].lower()}{remedy}"
 

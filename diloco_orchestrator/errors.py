@@ -79,6 +79,10 @@ class BudgetTooSmall(SpoolFailed, ConfigError):
     """The memory budget of this process is smaller than one shard of the run, so that files do not help. Permanent."""
 
 
+class TrackerFailed(DilocoError):
+    """An experiment tracker's library or service failed. The same call goes on with the first round that it lacks."""
+
+
 # -- rounds -----------------------------------------------------------------------------------------------------------
 
 

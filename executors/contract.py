@@ -3,6 +3,7 @@
 Independent of providers and of a run's bucket. An executor reports only what its provider reports.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -110,6 +111,7 @@ class LaunchRequest:
     images: Mapping[str, str] = field(default_factory=dict)  # digests ("sha256:…") of container images by name
     ranks: int = 1  # processes that the replica starts itself, each of which uses one GPU where there are GPUs
     ranks_before: int | None = None  # those of the replicas with lower ids; None: one each
+    place: str = ""  # name of the place to launch it at, of an executor that has several (`Places`)
 
     def pinned(self, image: str) -> str:
         """The image to send for the executor's option `image`: with its digest from `images`, if it has one there.
@@ -306,10 +308,14 @@ class Recreatable(Protocol):
 
 @runtime_checkable
 class Composite(Protocol):
-    """An executor that consists of several others, each of which launches some replicas."""
+    """An executor that consists of several others, each of which launches some attempts."""
 
-    def part(self, replica_id: int) -> ServerlessExecutor:
-        """The executor that launches this replica."""
+    def part(self, attempt: LaunchRequest | ReplicaHandle) -> ServerlessExecutor:
+        """The executor that launches, or has launched, this attempt. Raises ValueError if none of them does."""
+        ...
+
+    def has(self, handle: ReplicaHandle) -> bool:
+        """Whether one of them launched the attempt with this handle, so that it can be polled."""
         ...
 
 
@@ -371,14 +377,14 @@ def forget_run(executor: ServerlessExecutor, run_id: str) -> None:
         executor.forget(run_id)
 
 
-def part_of(executor: ServerlessExecutor, replica_id: int) -> ServerlessExecutor:
-    """The executor that launches this replica: a part of a `Composite`, such as a mixed fleet; else `executor`."""
-    return executor.part(replica_id) if isinstance(executor, Composite) else executor
+def part_of(executor: ServerlessExecutor, request: LaunchRequest) -> ServerlessExecutor:
+    """The executor that launches this attempt: a part of a `Composite`, such as a mixed fleet; else `executor`."""
+    return executor.part(request) if isinstance(executor, Composite) else executor
 
 
 def launched_by(executor: ServerlessExecutor, handle: ReplicaHandle) -> bool:
-    """Whether `executor`, or its part for that replica, has the name in `handle`, so that it can poll the attempt."""
-    return part_of(executor, handle.replica_id).name == handle.executor
+    """Whether `executor`, or a part of it, launched the attempt with this handle, so that it can be polled."""
+    return executor.has(handle) if isinstance(executor, Composite) else executor.name == handle.executor
 
 
 def in_order(handles: Iterable[ReplicaHandle]) -> list[ReplicaHandle]:
@@ -396,9 +402,13 @@ def hourly_usd(executor: ServerlessExecutor, request: LaunchRequest) -> float | 
 
 
 def price_of(executor: ServerlessExecutor, request: LaunchRequest) -> Price | None:
-    """The price of the machine of this request, with its source, or None if the executor does not report it."""
-    part = part_of(executor, request.replica_id)
-    if isinstance(part, ExplainsPrices):
-        return part.price(request)
-    usd = part.hourly_usd(request) if isinstance(part, PricesMachines) else None
-    return None if usd is None else Price(usd, f"executor {part.name}")
+    """The price of the machine of this request, with its source, or None if the executor does not report it.
+
+    A reported price that is no number of dollars, 0 or more, counts as none.
+    """
+    if isinstance(executor, ExplainsPrices):
+        found = executor.price(request)
+    else:
+        usd = executor.hourly_usd(request) if isinstance(executor, PricesMachines) else None
+        found = None if usd is None else Price(usd, f"executor {executor.name}")
+    return found if found is not None and 0 <= found.hourly_usd < math.inf else None

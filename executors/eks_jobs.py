@@ -5,6 +5,7 @@
 
 import base64
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from diloco_orchestrator.executors.answers import TRANSIENT_STATUSES, Failure, e
 from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, Unavailable
 from diloco_orchestrator.executors.kubernetes_jobs import KubernetesExecutor
-from diloco_orchestrator.executors.prices import EC2, EC2_GPUS, Price
+from diloco_orchestrator.executors.prices import EC2, EC2_GPUS, Price, listed_tflops
 
 if TYPE_CHECKING:
     from boto3.session import Session
@@ -79,9 +80,9 @@ class EKSExecutor(KubernetesExecutor):
         if self._pod.spot and (now := self._spot_price(kind)) is not None:
             listed = now
         elif self._pod.spot and listed is not None:
-            listed = Price(listed.hourly_usd, f"{listed.source}: the spot price cannot be read, and is lower")
+            listed = replace(listed, source=f"{listed.source}: the spot price cannot be read, and is lower")
         share = EC2_GPUS.get(kind, 1) if self._pod.gpu else 1
-        return None if listed is None else Price(listed.hourly_usd / share, listed.source)
+        return None if listed is None else Price(listed.hourly_usd / share, listed.source, listed_tflops(kind))
 
     def _spot_price(self, kind: str) -> Price | None:
         """The highest spot price over the region's zones, cached for ten minutes; None if AWS reports none."""

@@ -41,7 +41,7 @@ from diloco_orchestrator.executors.hf_objects import (
     volumes_of,
 )
 from diloco_orchestrator.executors.names import unknown_name
-from diloco_orchestrator.executors.prices import HF_JOBS, Price
+from diloco_orchestrator.executors.prices import HF_JOBS, Price, listed_tflops
 from diloco_orchestrator.executors.process_contract import parse_exit_line
 from diloco_orchestrator.executors.remote_base import (
     LABEL_ATTEMPT,
@@ -157,7 +157,8 @@ class HFJobsExecutor(RemoteExecutor):
         if kinds is None:
             return HF_JOBS.price(self._options.hardware)
         usd = kinds.get(self._options.hardware)
-        return None if usd is None else Price(usd, "Hugging Face's list of hardware, now")
+        tflops = listed_tflops(self._options.hardware)
+        return None if usd is None else Price(usd, "Hugging Face's list of hardware, now", tflops)
 
     # -- polling -------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,9 @@
-"""`MixedExecutor`: several executors as one; each launches its share of the replicas."""
+"""Several executors as one: `MixedExecutor`, in which each launches a fixed share of the replicas.
 
+`SeveralExecutors` has what that and `places.Places` have in common: each call goes to one executor.
+"""
+
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +24,89 @@ from diloco_orchestrator.executors.prices import Price
 from diloco_orchestrator.executors.remote_base import RemoteExecutor
 
 
-class MixedExecutor(RemoteExecutor):
+class SeveralExecutors(RemoteExecutor):
+    """Base class of executors that pass each call to one of `executors`, the one that `part` names.
+
+    Handles are those of that executor; a subclass that renames them overrides `_ours` and `_theirs`.
+    """
+
+    def __init__(self, executors: Sequence[ServerlessExecutor]) -> None:
+        super().__init__()
+        self._executors = list(executors)
+        self.shares_machine = all(executor.shares_machine for executor in self._executors)
+
+    @abstractmethod
+    def part(self, attempt: LaunchRequest | ReplicaHandle) -> ServerlessExecutor:
+        """The executor that launches, or has launched, an attempt. Raises ValueError if none does."""
+
+    @abstractmethod
+    def has(self, handle: ReplicaHandle) -> bool:
+        """Whether one of the executors launched the attempt with this handle, so that it can be polled."""
+
+    def _ours(self, handle: ReplicaHandle, executor: ServerlessExecutor) -> ReplicaHandle:
+        """The handle to record of an attempt for which `executor` returned `handle`."""
+        return handle
+
+    def _theirs(self, handle: ReplicaHandle) -> ReplicaHandle:
+        """The handle as its executor knows it."""
+        return handle
+
+    def use_store(self, url: str, storage_options: Mapping[str, Any]) -> None:
+        for executor in self._executors:
+            give_store(executor, url, storage_options)
+
+    def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
+        return self.part(request).plan(request)
+
+    def launch(self, request: LaunchRequest) -> ReplicaHandle:
+        executor = self.part(request)
+        return self._ours(executor.launch(request), executor)
+
+    def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
+        return self.part(handle).poll(self._theirs(handle))
+
+    def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
+        """`statuses` with its errors: each part has already turned transient ones into UNKNOWN."""
+        return self.statuses(handles)
+
+    def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
+        """Statuses in the order of `handles`: one `poll_many` per executor, UNKNOWN where credentials are refused."""
+        found: dict[tuple[int, int], ReplicaStatus] = {}
+        for executor in self._executors:
+            theirs = [handle for handle in handles if self.part(handle) is executor]
+            statuses = _statuses(executor, list(map(self._theirs, theirs)))
+            for handle, status in zip(theirs, statuses, strict=True):
+                found[handle.replica_id, handle.attempt] = status
+        return [found[handle.replica_id, handle.attempt] for handle in handles]
+
+    def cancel(self, handle: ReplicaHandle) -> None:
+        self.part(handle).cancel(self._theirs(handle))
+
+    def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
+        return self.part(handle).logs(self._theirs(handle), follow=follow, tail=tail)
+
+    def find(self, run_id: str) -> list[ReplicaHandle]:
+        """The run's attempts. One that two executors of one account both list has the handle of the first."""
+        return in_order(self._ours(each, executor) for executor in self._executors for each in executor.find(run_id))
+
+    def forget(self, run_id: str) -> None:
+        for executor in self._executors:
+            forget_run(executor, run_id)
+
+    def price(self, request: LaunchRequest) -> Price | None:
+        return price_of(self.part(request), request)
+
+    def check_machine(self) -> None:
+        for executor in self._executors:
+            if isinstance(executor, ChecksMachines):
+                executor.check_machine()
+
+    def close(self) -> None:
+        for executor in self._executors:
+            executor.close()
+
+
+class MixedExecutor(SeveralExecutors):
     """Launches the first replicas by the first executor, the next ones by the second, and so on.
 
     Args:
@@ -32,71 +118,20 @@ class MixedExecutor(RemoteExecutor):
     def __init__(self, shares: Sequence[tuple[ServerlessExecutor, int]]) -> None:
         if not shares or any(count < 1 for _, count in shares):
             raise ValueError("every executor of a mixed fleet takes at least one replica.")
-        super().__init__()
+        super().__init__([executor for executor, _ in shares])
         self.shares = list(shares)
         self._of_replica = [executor for executor, count in shares for _ in range(count)]
-        self._executors = [executor for executor, _ in shares]
         self.name = "+".join(f"{executor.name}:{count}" for executor, count in shares)
-        self.shares_machine = all(executor.shares_machine for executor in self._executors)
 
-    def use_store(self, url: str, storage_options: Mapping[str, Any]) -> None:
-        for executor in self._executors:
-            give_store(executor, url, storage_options)
+    def part(self, attempt: LaunchRequest | ReplicaHandle) -> ServerlessExecutor:
+        """The executor that launches the replica of `attempt`. Raises ValueError for a replica beyond all shares."""
+        if attempt.replica_id >= len(self._of_replica):
+            known = len(self._of_replica)
+            raise ValueError(f"replica {attempt.replica_id}: this fleet has executors for {known} replicas.")
+        return self._of_replica[attempt.replica_id]
 
-    def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
-        return self.part(request.replica_id).plan(request)
-
-    def launch(self, request: LaunchRequest) -> ReplicaHandle:
-        return self.part(request.replica_id).launch(request)
-
-    def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
-        return self.part(handle.replica_id).poll(handle)
-
-    def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """`statuses` with its errors: each part has already turned transient ones into UNKNOWN."""
-        return self.statuses(handles)
-
-    def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """Statuses in the order of `handles`: one `poll_many` per executor, UNKNOWN where credentials are refused."""
-        found: dict[tuple[int, int], ReplicaStatus] = {}
-        for executor in self._executors:
-            theirs = [handle for handle in handles if self.part(handle.replica_id) is executor]
-            statuses = _statuses(executor, theirs)
-            for handle, status in zip(theirs, statuses, strict=True):
-                found[handle.replica_id, handle.attempt] = status
-        return [found[handle.replica_id, handle.attempt] for handle in handles]
-
-    def cancel(self, handle: ReplicaHandle) -> None:
-        self.part(handle.replica_id).cancel(handle)
-
-    def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        return self.part(handle.replica_id).logs(handle, follow=follow, tail=tail)
-
-    def find(self, run_id: str) -> list[ReplicaHandle]:
-        found = [handle for executor in self._executors for handle in executor.find(run_id)]
-        return in_order(found)
-
-    def forget(self, run_id: str) -> None:
-        for executor in self._executors:
-            forget_run(executor, run_id)
-
-    def price(self, request: LaunchRequest) -> Price | None:
-        return price_of(self.part(request.replica_id), request)
-
-    def check_machine(self) -> None:
-        for executor in self._executors:
-            if isinstance(executor, ChecksMachines):
-                executor.check_machine()
-
-    def close(self) -> None:
-        for executor in self._executors:
-            executor.close()
-
-    def part(self, replica_id: int) -> ServerlessExecutor:
-        """The executor that launches a replica. Raises ValueError for a replica beyond all shares."""
-        if replica_id >= len(self._of_replica):
-            raise ValueError(f"replica {replica_id}: this fleet has executors for {len(self._of_replica)} replicas.")
-        return self._of_replica[replica_id]
+    def has(self, handle: ReplicaHandle) -> bool:
+        return self.part(handle).name == handle.executor
 
 
 def _statuses(executor: ServerlessExecutor, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:

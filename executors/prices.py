@@ -17,6 +17,7 @@ class Price:
 
     hourly_usd: float
     source: str  # who says so, and when: for people
+    tflops: float | None = None  # of one of its GPUs, by `listed_tflops`; None: not known
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class PriceTable:
     def price(self, what: str) -> Price | None:
         """The price of a kind of machine, or None if the table lacks it."""
         found = self.usd.get(what)
-        return None if found is None else Price(found, self.source)
+        return None if found is None else Price(found, self.source, listed_tflops(what))
 
     @property
     def source(self) -> str:
@@ -157,6 +158,26 @@ EC2 = PriceTable(
 )
 
 
+# Dense BF16 TFLOPS of one GPU (FP16 of a T4) in NVIDIA's data sheets, by how the name of a kind of machine begins. They
+# rank places until replicas have measured their speed, and have no other use.
+_TFLOPS = {
+    **dict.fromkeys(("t4", "g4dn."), 65.0),
+    **dict.fromkeys(("a10", "g5."), 70.0),  # an A10G; AWS's page of G5
+    **dict.fromkeys(("l4", "g6."), 121.0),
+    **dict.fromkeys(("a100", "p4d.", "p4de."), 312.0),
+    **dict.fromkeys(("l40s", "g6e."), 362.0),
+    **dict.fromkeys(("rtx-pro-6000", "g7e."), 503.0),
+    **dict.fromkeys(("h100", "h200", "p5.", "p5en."), 989.0),
+    "b200": 2250.0,
+}
+
+
+def listed_tflops(kind: str) -> float | None:
+    """Dense BF16 TFLOPS of one GPU of a kind of machine, such as "A100-80GB", "l4x4", "g6e.xlarge"; None if unknown."""
+    known = [prefix for prefix in _TFLOPS if kind.lower().startswith(prefix)]
+    return _TFLOPS[max(known, key=len)] if known else None
+
+
 def modal_price(gpus: Sequence[str], cpu: float | None, memory_mib: int | None, regions: Sequence[str]) -> Price | None:
     """The price of a Modal Sandbox: of its dearest GPU type, its cores, its memory, times the region's factor.
 
@@ -171,7 +192,8 @@ def modal_price(gpus: Sequence[str], cpu: float | None, memory_mib: int | None, 
     factor = 1.0 if not regions else _MODAL_NARROW if any("-" in region for region in regions) else _MODAL_BROAD
     usd = factor * (machine + cores * MODAL_CORE_USD + gib * MODAL_GIB_USD)
     counted = f"{cores:g} core{'s' * (cores != 1)} and {gib:g} GiB counted, more use costs more"
-    return Price(round(usd, 4), f"{MODAL.source}, preemptible, {counted}")
+    slowest = min((listed_tflops(name) or 0.0 for name in names), default=0.0)
+    return Price(round(usd, 4), f"{MODAL.source}, preemptible, {counted}", slowest or None)
 
 
 def checked_usd(hourly_usd: float | None) -> float | None:

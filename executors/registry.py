@@ -12,6 +12,7 @@ from diloco_orchestrator.executors.constructor_options import Option, check_argu
 from diloco_orchestrator.executors.contract import ExecutorError, Recreatable, ServerlessExecutor
 from diloco_orchestrator.executors.mixed import MixedExecutor
 from diloco_orchestrator.executors.names import unknown_name
+from diloco_orchestrator.executors.places import Places
 from diloco_orchestrator.import_names import registered, registered_names
 
 ENTRY_POINTS = "diloco_orchestrator.executors"
@@ -101,8 +102,13 @@ def spec_of(executor: ServerlessExecutor) -> dict[str, Any] | None:
 
     For an executor with arguments that must not be recorded, their names; `recreate` then raises an error naming them.
     None for an executor whose class is not the one registered under its name or records no options, and for a mixed
-    executor with such a part.
+    executor or places with such a part.
     """
+    if isinstance(executor, Places):
+        places = {name: spec_of(each) for name, each in executor.places.items()}
+        known = all(spec is not None for spec in places.values())
+        # Pairs keep their order, the names of a record do not: `part` falls back on the first place.
+        return {"places": list(map(list, places.items())), "usd_per_hour": executor.usd_per_hour} if known else None
     if isinstance(executor, MixedExecutor):
         shares = [{"executor": spec_of(each), "replicas": count} for each, count in executor.shares]
         return None if any(share["executor"] is None for share in shares) else {"shares": shares}
@@ -135,6 +141,9 @@ def recreate(spec: Mapping[str, Any]) -> ServerlessExecutor:
 
 
 def _of_spec(spec: Mapping[str, Any]) -> ServerlessExecutor:
+    if "places" in spec:
+        places = {name: _of_spec(each) for name, each in spec["places"]}
+        return Places(places, usd_per_hour=spec["usd_per_hour"])
     if "shares" in spec:
         return MixedExecutor([(_of_spec(share["executor"]), share["replicas"]) for share in spec["shares"]])
     if absent := spec.get("withheld"):
@@ -145,19 +154,38 @@ def _of_spec(spec: Mapping[str, Any]) -> ServerlessExecutor:
     return make_executor(spec["name"], spec["options"])
 
 
-def make_fleet(specs: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> tuple[ServerlessExecutor, int | None]:
+def make_fleet(
+    specs: Sequence[str], options: Mapping[str, Mapping[str, Any]], usd_per_hour: float | None = None
+) -> tuple[ServerlessExecutor, int | None]:
     """The executor for the values of `--executor`, and the sum of their replica counts; None without a count.
 
-    `specs`: one name, or several with counts: ["modal:2", "eks:2"]; empty: "local". `options`: constructor options by
-    executor name. Raises ValueError for invalid names, counts or options, and for a name without count among several.
+    `specs`: one name; several with counts, a mixed fleet: ["modal:2", "eks:2"]; or several without, of which
+    supervision chooses by price and speed (`Places`); empty: "local". `options`: constructor options by executor name.
+    `usd_per_hour`: as of `Places`. Raises ValueError for invalid names, counts or options, for counts at some names and
+    not at others, and for `usd_per_hour` where the places are fixed.
     """
     parsed = [_parsed(spec) for spec in specs or ["local"]]
+    uncounted = [name for name, count in parsed if count is None]
+    if len(uncounted) == len(parsed) > 1:
+        if twice := next((name for name in uncounted if uncounted.count(name) > 1), None):
+            raise ValueError(
+                f"--executor {twice} is given twice: in Python, Places({{'a': …, 'b': …}}) names two of one kind."
+            )
+        places = [make_executor(each, options.get(each, {})) for each in uncounted]
+        return Places(places, usd_per_hour=usd_per_hour), None
+    if usd_per_hour is not None:
+        raise ValueError(
+            "--usd-per-hour is for several places to choose from: --executor modal --executor hf-jobs. For one place, "
+            "or several with counts, there is --max-cost-usd."
+        )
     if len(parsed) == 1:
         name, count = parsed[0]
         return make_executor(name, options.get(name, {})), count
-    uncounted = [name for name, count in parsed if count is None]
     if uncounted:
-        raise ValueError(f"say how many replicas go to {uncounted[0]}: --executor {uncounted[0]}:2")
+        raise ValueError(
+            f"say how many replicas go to {uncounted[0]}: --executor {uncounted[0]}:2; or give no counts at all, and "
+            "each replica goes where tokens cost least."
+        )
     mixed = MixedExecutor([(make_executor(name, options.get(name, {})), count or 0) for name, count in parsed])
     return mixed, sum(count or 0 for _, count in parsed)
 

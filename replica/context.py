@@ -25,7 +25,7 @@ from diloco_orchestrator.replica.training.follower import Follower, signal_state
 from diloco_orchestrator.replica.training.guard_evidence import GuardEvidence
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn, HeldOutScorer
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
-from diloco_orchestrator.replica.training.island import Island, IslandView, RankedOptimizers
+from diloco_orchestrator.replica.training.island import Island, IslandValues, IslandView, RankedOptimizers
 from diloco_orchestrator.replica.training.kl_probe import KLProbe
 from diloco_orchestrator.replica.training.ranks import Ranks
 from diloco_orchestrator.replica.training.round_hooks import RoundFn
@@ -215,14 +215,12 @@ class ReplicaContext:
         elif self.replica_id == 0 and self._attempt.config.guard.rule != "off":
             log.warning('no heldout function was given: the kill-switch is off (launch with guard="off" to mean it)')
         evidence = GuardEvidence(scorer, DriftMeter(kl_probe) if kl_probe else None, compared, vault)
-        view, whole = None, attached.parameters
+        view = values = None
         frozen: Mapping[str, torch.Tensor] = {}
         if shares:
-            view, frozen = partial(IslandView, island), island.call("frozen")
-            whole = island.call("gather", tuple(whole))
+            view, values, frozen = partial(IslandView, island), IslandValues(island), island.call("frozen")
         parts = attached.split(self._attempt.config, tokenizer, view, frozen)
-        rounds = Participant.join(self._attempt, whole, parts.names, parts.files, evidence.set)
-        del whole  # perhaps copies
+        rounds = Participant.join(self._attempt, attached.parameters, parts.names, parts.files, evidence.set, values)
         training = TrainingSession(self._attempt, rounds, parts, optimizers, evidence, in_loop, saved, island)
         signal_state(self._ranks, True, 0, rounds.open.round, stopped=False, preempted=False)
         self.session = ReplicaSession(self._attempt, training, evidence)

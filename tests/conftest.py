@@ -18,6 +18,7 @@ from uuid import uuid4
 import pytest
 from genuine_azurite import Azurite, running_azurite
 from genuine_ceph import running_ceph
+from hf_gateway import HfGateway, running_hf_gateway
 from hypothesis import settings
 from patience import PATIENCE_S
 from real_runs import FAST
@@ -96,6 +97,13 @@ def s3_server() -> Iterator[S3Server]:
 def bucket(s3_server: S3Server) -> str:
     """A new empty bucket on `s3_server`."""
     return s3_server.make_bucket(f"bucket-{uuid4().hex[:12]}")
+
+
+@pytest.fixture(scope="session")
+def hf_gateway() -> Iterator[HfGateway]:
+    """One server for all tests of this process."""
+    with running_hf_gateway() as gateway:
+        yield gateway
 
 
 @pytest.fixture(scope="session")

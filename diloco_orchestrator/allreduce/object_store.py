@@ -123,7 +123,7 @@ class ObjectStoreAllReduce:
             *(self._store, self._clock, ThreadBackground(), self._stamp, round_id, self.rank, pairs),
             write=lambda record: self._store.create(key, record.to_bytes()),
         )
-        for index in reducing.average_into(shards, parts):
+        for index in reducing.average_into(FlatTensors(shards), parts):
             first, second = sorted(pairs[index])
             raise PayloadCorrupt(
                 f"round {round_id} in {self._store.url}: ranks {first} and {second} published the same average of "

@@ -5,9 +5,11 @@
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
+from diloco_orchestrator.allreduce.owners import ALONE, Owners, merged
 from diloco_orchestrator.allreduce.payload_cache import KeepsPayloads
 from diloco_orchestrator.allreduce.shards import NotFinite, shard_ranges
 from diloco_orchestrator.allreduce.threads import one_torch_thread, workers
@@ -34,6 +36,8 @@ def publish(
     most_norm: float = math.inf,
     fine: Ranges = (),
     residual: FlatTensors | None = None,
+    owners: Owners = ALONE,
+    fragment: int = 0,
 ) -> Payload:
     """Create the shards of a vector and return their description for the manifest. Safe to repeat with equal numbers.
 
@@ -42,57 +46,93 @@ def publish(
     `most_norm`, before anything is written; `RoundReused` if a shard exists with other bytes.
 
     Args:
-        key_of_shard: shard index -> key.
+        key_of_shard: shard index -> key. With several ranks it is pickled.
         codec: name of the encoding.
         shard_numel: elements per shard.
         cache: gets the bytes of each shard, for a reader in this process.
         background: runs several shards at once. `vector` is then read by several threads.
         fine: ranges of elements in the codec for fine parameters, where `codec` has one.
         residual: gets `vector` minus what the payload decodes to; of the same length. None: nobody needs it.
+        owners: the ranks that hold the vector's shards; each forms and writes its own.
+        fragment: index of the fragment that the vector is of, which decides who owns a shard.
     """
-    background, encoding = background or NoBackground(), get_codec(codec)
-
-    @one_torch_thread()
-    def formed(index: int, start: int, stop: int) -> tuple[Shard | None, Measure]:
-        # What is read, encoded and hashed does not leave a core's cache in between. BytesIO gives its bytes uncopied.
-        whole, hasher, measure = io.BytesIO(), BulkHasher(), Measure()
-        finer = within(fine, start, stop)
-        whole.write(header := encoding.header(stop - start, finer))
-        hasher.update(header)
-        for span in encoding.spans(stop - start, finer):
-            for first in range(start + span.start, start + span.stop, BLOCK):
-                values = vector.read(first, min(first + BLOCK, start + span.stop))
-                block = span.codec.encode_block(values)
-                measure += block.measure
-                hasher.update(block.data)
-                whole.write(block.data)
-                if residual is not None:
-                    residual.write(first, values - block.values)
-        if measure.nonfinite:
-            return None, measure
-        shard = Shard(digest=hasher.digest(), size=whole.tell())
-        cache.put((key_of_shard(index), shard.digest), whole.getvalue())
-        return shard, measure
-
-    def written(index: int, shard: Shard) -> None:
-        key = key_of_shard(index)
-        kept = cache.get((key, shard.digest))
-        assert kept is not None, "it was put there above"
-        data = bytes(kept)  # no copy, unless it is mapped
-        del kept  # which ends the mapping
-        _create_same(store, key, data)
-
-    ranges = shard_ranges(vector.numel, shard_numel)
-    forming = [partial(formed, index, *each) for index, each in enumerate(ranges)]
-    found = in_parallel(background, forming, min(_AT_ONCE, workers()))
+    publishing = _Publishing(
+        *(store, key_of_shard, vector, codec, shard_numel, cache, background or NoBackground(), fine, residual),
+        *(owners, fragment),
+    )
+    formed = merged(owners.each(_Publishing.form, publishing))
+    found = [formed[index] for index in sorted(formed)]
     if nonfinite := sum(measure.nonfinite for _, measure in found):
         raise NotFinite(f"this tensor holds {nonfinite} elements that are not finite.")
     norms = tuple(measure.norm for _, measure in found)
     if (norm := math.hypot(*norms)) > most_norm:
         raise NotFinite(f"this tensor has norm {norm:.3g}, above {most_norm:.3g}: sums of such numbers overflow.")
     shards = tuple(shard for shard, _ in found if shard is not None)
-    in_parallel(background, [partial(written, *each) for each in enumerate(shards)], _AT_ONCE)
+    owners.each(_Publishing.write, publishing, shards)
     return Payload(codec=codec, numel=vector.numel, shard_numel=shard_numel, shards=shards, norms=norms)
+
+
+@dataclass(frozen=True)
+class _Publishing:
+    """The arguments of `publish`, and its two steps for the shards that this process owns."""
+
+    store: Store
+    key_of_shard: Callable[[int], str]
+    vector: Vector
+    codec: str
+    shard_numel: int
+    cache: KeepsPayloads
+    background: Background
+    fine: Ranges
+    residual: FlatTensors | None
+    owners: Owners
+    fragment: int
+
+    @property
+    def _own(self) -> list[tuple[int, int, int]]:
+        return self.owners.shards(self.fragment, self.vector.numel, self.shard_numel)
+
+    def form(self) -> dict[int, tuple[Shard | None, Measure]]:
+        """Encode the shards into the cache. Returns each one's entry in the manifest, None if it is not finite."""
+        calls = [partial(self._formed, *each) for each in self._own]
+        found = in_parallel(self.background, calls, min(_AT_ONCE, workers()))
+        return dict(zip((index for index, _, _ in self._own), found, strict=True))
+
+    def write(self, shards: Sequence[Shard]) -> None:
+        """Create the objects of the shards, of which `shards` lists all."""
+        calls = [partial(self._written, index, shards[index]) for index, _, _ in self._own]
+        in_parallel(self.background, calls, _AT_ONCE)
+
+    def _formed(self, index: int, start: int, stop: int) -> tuple[Shard | None, Measure]:
+        with one_torch_thread():
+            # What is read, encoded and hashed does not leave a core's cache in between. BytesIO gives its bytes
+            # uncopied.
+            encoding, whole, hasher, measure = get_codec(self.codec), io.BytesIO(), BulkHasher(), Measure()
+            finer = within(self.fine, start, stop)
+            whole.write(header := encoding.header(stop - start, finer))
+            hasher.update(header)
+            for span in encoding.spans(stop - start, finer):
+                for first in range(start + span.start, start + span.stop, BLOCK):
+                    values = self.vector.read(first, min(first + BLOCK, start + span.stop))
+                    block = span.codec.encode_block(values)
+                    measure += block.measure
+                    hasher.update(block.data)
+                    whole.write(block.data)
+                    if self.residual is not None:
+                        self.residual.write(first, values - block.values)
+            if measure.nonfinite:
+                return None, measure
+            shard = Shard(digest=hasher.digest(), size=whole.tell())
+            self.cache.put((self.key_of_shard(index), shard.digest), whole.getvalue())
+            return shard, measure
+
+    def _written(self, index: int, shard: Shard) -> None:
+        key = self.key_of_shard(index)
+        kept = self.cache.get((key, shard.digest))
+        assert kept is not None, "it was put there by `form`"
+        data = bytes(kept)  # no copy, unless it is mapped
+        del kept  # which ends the mapping
+        _create_same(self.store, key, data)
 
 
 def _create_same(store: Store, key: str, data: bytes) -> None:

@@ -10,13 +10,16 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
 from diloco_orchestrator.allreduce.aggregate import aggregate_of
 from diloco_orchestrator.allreduce.dealing import AT_ONCE, REDUCED_CODEC
 from diloco_orchestrator.allreduce.mean import Part, write_blocks
+from diloco_orchestrator.allreduce.owners import ALONE, Owners, merged
 from diloco_orchestrator.allreduce.shards import fetch_shard
+from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import Background, Backoff, Clock, in_parallel
 from diloco_orchestrator.codecs.table import Encoded, encode, get_codec
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
@@ -29,6 +32,7 @@ from diloco_orchestrator.protocol.records import Shard
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # How long to wait for the averages of others: thrice as long as this rank took for its own, and what a slow request
 # takes. After that the payloads give the same bits.
@@ -51,12 +55,14 @@ class ScatterReduce:
     pairs: Sequence[tuple[int, ...]]  # owner and checker of each shard
     write: Callable[[Reduced], bool]  # creates the record of this rank; False if its key holds another object
     aggregate: str = "mean"  # one of `allreduce.aggregate.AGGREGATES`
+    owners: Owners = ALONE  # the processes of this rank, each of which averages and reads the shards that it owns
+    fragment: int = 0  # whose shards these are
     patience_s: float = _LEAST_PATIENCE_S  # to wait for others, beside thrice the time of this rank's own averages
     false_words: set[int] = field(default_factory=set)  # ranks that published what the payloads do not give
     _digests: dict[int, BulkDigest] = field(default_factory=dict)  # of the averages made here, by shard
 
-    def average_into(self, shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> list[int]:
-        """Write the average of `parts`, the contributions, into `shards`, flat tensors of the payload shards' lengths.
+    def average_into(self, averages: FlatTensors, parts: Sequence[Part]) -> list[int]:
+        """Write the average of `parts`, the contributions, into `averages`, tensors of the payload shards' lengths.
 
         Besides its own shards this rank averages one more from the payloads, which nobody can foretell: of two ranks
         that publish the same wrong average somebody finds out. Shards of a rank that published a wrong one are averaged
@@ -66,51 +72,42 @@ class ScatterReduce:
         """
         began = self.clock.now()
         own = [index for index, pair in enumerate(self.pairs) if self.rank in pair]
-        others = [index for index in range(len(shards)) if index not in own]
-        self._make(own, shards, parts)
-        self._publish(own, shards)
+        others = [index for index in range(len(averages.tensors)) if index not in own]
+        self._make(own, averages, parts)
+        self._publish(own, averages)
         took_s = self.clock.now() - began
         drawn = [others[int(self.stamp.unforeseen(), 16) % len(others)]] if others else []
-        self._make(drawn, shards, parts)
+        self._make(drawn, averages, parts)
         needed = {rank for index in others if index not in drawn for rank in self.pairs[index]}
         words = self._words(needed - {self.rank}, self.clock.now() + _PATIENCE * took_s + self.patience_s)
         both_wrong = self._compare([*own, *drawn], words)
         rest = [index for index in others if index not in drawn]
-        calls = [partial(self._take, index, shards[index], words) for index in rest]
-        taken = in_parallel(self.background, calls, AT_ONCE)
-        left = [index for index, done in zip(rest, taken, strict=True) if not done]
-        self._make(left, shards, parts)
+        taken = self._take(rest, averages, words)
+        left = [index for index in rest if index not in taken]
+        self._make(left, averages, parts)
         return sorted(both_wrong + self._compare(left, words))
 
-    def _make(self, indices: Sequence[int], shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
-        """Average shards from the payloads. Each shard is read from all ranks at the same time."""
-        for index in indices:
-            read = in_parallel(self.background, [partial(part.read, index) for part in parts])
-            held = [replace(part, read=partial(_given, data)) for part, data in zip(parts, read, strict=True)]
-            write_blocks(
-                aggregate_of(self.aggregate, held, [shard.numel() for shard in shards]).shard(index), shards[index]
-            )
-            self._digests[index] = bulk_digest(encode(shards[index], REDUCED_CODEC))
+    def _make(self, indices: Sequence[int], averages: FlatTensors, parts: Sequence[Part]) -> None:
+        """Average shards from the payloads."""
+        what = self.background, self.aggregate, averages, parts
+        for made in self._each_owner(_average, indices, *what) if indices else ():
+            self._digests |= made
+
+    def _each_owner(self, task: Callable[..., T], indices: Sequence[int], *args: Any) -> list[T]:
+        """Call `task(own, *args)` in each process of this rank; `own`: those of the shards `indices` that it owns."""
+        return self.owners.each(_of_owner, self.owners, self.fragment, indices, task, *args)
 
     # -- what this rank publishes --------------------------------------------------------------------------------
 
-    def _publish(self, own: Sequence[int], shards: Sequence[torch.Tensor]) -> None:
+    def _publish(self, own: Sequence[int], averages: FlatTensors) -> None:
         """Write the averages that this rank owns, then the digests of those that it owns or checks."""
-        takes = {index: self._written(index, shards[index]) for index in own if self.pairs[index][0] == self.rank}
+        owned = [index for index in own if self.pairs[index][0] == self.rank]
+        takes = merged(self._each_owner(_write, owned, self.store, self.round_id, averages) if owned else ())
         said = tuple(ReducedShard(shard=i, digest=self._digests[i], take=takes.get(i)) for i in own)
         record = Reduced(**self.stamp(), round_id=self.round_id, rank=self.rank, shards=said)
         if said and not self.write(record) and self._said(self.rank) != {each.shard: each for each in said}:
             key = keys.reduced(self.round_id, self.rank)
             log.warning("round %d: %s holds other averages than this rank made now", self.round_id, key)
-
-    def _written(self, index: int, shard: torch.Tensor) -> int | None:
-        """Write an average under the first of its keys that is free or has the same bytes. None: there is none."""
-        data = encode(shard, REDUCED_CODEC)
-        for take in range(1, keys.MAX_TAKES + 1):
-            key = keys.reduced_shard(self.round_id, index, take)
-            if self.store.create(key, data) or self.store.get(key) == data:
-                return take
-        return None
 
     # -- what others published -----------------------------------------------------------------------------------
 
@@ -142,22 +139,18 @@ class ScatterReduce:
             return {}
         return {each.shard: each for each in record.shards}
 
-    def _take(self, index: int, shard: torch.Tensor, words: Words) -> bool:
-        """Copy the owner's average of a shard, if owner and checker agree on its bytes. Returns whether they do."""
-        pair = self.pairs[index]
-        owner, checker = (words.get(rank, {}).get(index) for rank in pair)
-        if owner is None or checker is None or owner.take is None or owner.digest != checker.digest:
-            return False
-        if self.false_words & set(pair):
-            return False
-        key, size = keys.reduced_shard(self.round_id, index, owner.take), _reduced_size(shard)
-        try:
-            data = fetch_shard(self.store, key, Shard(digest=owner.digest, size=size))
-            shard.copy_(Encoded(data, REDUCED_CODEC, shard.numel()).values())
-        except PayloadCorrupt as error:
-            log.warning("round %d: an average of rank %d is not used: %s", self.round_id, pair[0], error)
-            return False
-        return True
+    def _take(self, indices: Sequence[int], averages: FlatTensors, words: Words) -> set[int]:
+        """Copy the owners' averages of shards of which owner and checker agree on the bytes. Returns these shards."""
+        agreed = dict[int, tuple[int, ReducedShard]]()
+        for index in indices:
+            pair = self.pairs[index]
+            owner, checker = (words.get(rank, {}).get(index) for rank in pair)
+            if owner is None or checker is None or owner.take is None or owner.digest != checker.digest:
+                continue
+            if not self.false_words & set(pair):
+                agreed[index] = pair[0], owner
+        what = self.store, self.background, self.round_id, averages, agreed
+        return set().union(*self._each_owner(_read, list(agreed), *what)) if agreed else set()
 
     def _compare(self, made: Sequence[int], words: Words) -> list[int]:
         """Note and log ranks that published an average which the payloads do not give, of the shards `made` here.
@@ -178,6 +171,68 @@ class ScatterReduce:
                 )
             self.false_words.update(wrong)
         return both
+
+
+def _of_owner(owners: Owners, fragment: int, indices: Sequence[int], task: Callable[..., T], *args: Any) -> T:
+    return task([index for index in indices if owners.owns(fragment, index)], *args)
+
+
+def _average(
+    indices: Sequence[int], background: Background, aggregate: str, averages: FlatTensors, parts: Sequence[Part]
+) -> dict[int, BulkDigest]:
+    """Average shards from the payloads; returns the digests. Each shard is read from all ranks at the same time."""
+    found, lengths = dict[int, BulkDigest](), [each.numel() for each in averages.tensors]
+    for index in indices:
+        read = in_parallel(background, [partial(part.read, index) for part in parts])
+        held = [replace(part, read=partial(_given, data)) for part, data in zip(parts, read, strict=True)]
+        write_blocks(aggregate_of(aggregate, held, lengths).shard(index), averages.tensors[index])
+        found[index] = bulk_digest(encode(averages.tensors[index], REDUCED_CODEC))
+    return found
+
+
+def _write(indices: Sequence[int], store: Store, round_id: int, averages: FlatTensors) -> dict[int, int | None]:
+    """Write each average under the first of its keys that is free or has the same bytes.
+
+    Returns the version in that key by shard, None where there is no such key.
+    """
+    found = dict[int, int | None]()
+    for index in indices:
+        data, found[index] = encode(averages.tensors[index], REDUCED_CODEC), None
+        for take in range(1, keys.MAX_TAKES + 1):
+            key = keys.reduced_shard(round_id, index, take)
+            if store.create(key, data) or store.get(key) == data:
+                found[index] = take
+                break
+    return found
+
+
+def _read(
+    indices: Sequence[int],
+    store: Store,
+    background: Background,
+    round_id: int,
+    averages: FlatTensors,
+    agreed: Mapping[int, tuple[int, ReducedShard]],
+) -> set[int]:
+    """Copy published averages of shards into `averages`; returns those that could be read.
+
+    `agreed`: by shard, the rank that owns it and what that has published.
+    """
+
+    def read(index: int) -> bool:
+        (owner, said), shard = agreed[index], averages.tensors[index]
+        assert said.take is not None, "what is agreed on was written"
+        key, size = keys.reduced_shard(round_id, index, said.take), _reduced_size(shard)
+        try:
+            data = fetch_shard(store, key, Shard(digest=said.digest, size=size))
+            shard.copy_(Encoded(data, REDUCED_CODEC, shard.numel()).values())
+        except PayloadCorrupt as error:
+            log.warning("round %d: an average of rank %d is not used: %s", round_id, owner, error)
+            return False
+        return True
+
+    done = in_parallel(background, [partial(read, index) for index in indices], AT_ONCE)
+    return {index for index, is_done in zip(indices, done, strict=True) if is_done}
 
 
 def _reduced_size(shard: torch.Tensor) -> int:

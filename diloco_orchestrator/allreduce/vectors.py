@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from diloco_orchestrator.allreduce.owners import ALONE, Owners
 from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.allreduce.spool import held
 
@@ -36,8 +37,8 @@ class FlatTensors:
     """Several contiguous tensors as one flat vector that shares their memory."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = [tensor.detach().view(-1) for tensor in tensors if tensor.numel()]
-        self._ends = list(accumulate(tensor.numel() for tensor in self._tensors))
+        self.tensors = [tensor.detach().view(-1) for tensor in tensors if tensor.numel()]
+        self._ends = list(accumulate(tensor.numel() for tensor in self.tensors))
 
     @property
     def numel(self) -> int:
@@ -46,7 +47,7 @@ class FlatTensors:
     def rest(self, start: int) -> torch.Tensor:
         """A view from element `start` to the end of the tensor that holds it."""
         index = bisect_right(self._ends, start)
-        tensor = self._tensors[index]
+        tensor = self.tensors[index]
         return tensor[start - self._ends[index] + tensor.numel() :]
 
     def read(self, start: int, stop: int) -> torch.Tensor:
@@ -71,9 +72,17 @@ def aligned(numel: int, *parts: tuple[FlatTensors, int], longest: int = BLOCK) -
         done += size
 
 
-def room(numel: int, shard_numel: int, what: str) -> FlatTensors:
-    """Zeros, in tensors of `shard_numel` elements within the memory budget (`allreduce.spool`). `what`: for errors."""
-    return FlatTensors([held(stop - start, what) for start, stop in shard_ranges(numel, shard_numel)])
+def room(numel: int, shard_numel: int, what: str, owners: Owners = ALONE, fragment: int = 0) -> FlatTensors:
+    """Zeros, in tensors of `shard_numel` elements within the memory budget (`allreduce.spool`). `what`: for errors.
+
+    `owners`: each holds the shards of a vector of this fragment that it owns, the others without numbers.
+    """
+    return FlatTensors(
+        [
+            held(stop - start, what) if owners.owns(fragment, index) else torch.empty(stop - start, device="meta")
+            for index, (start, stop) in enumerate(shard_ranges(numel, shard_numel))
+        ]
+    )
 
 
 def copied(vector: Vector, shard_numel: int = SHARD_NUMEL) -> FlatTensors:
@@ -84,15 +93,33 @@ def copied(vector: Vector, shard_numel: int = SHARD_NUMEL) -> FlatTensors:
     return copy
 
 
-def norm_of(vector: Vector) -> float:
-    """The Euclidean norm of all elements, to about six digits."""
-    blocks = (vector.read(start, stop) for start, stop in shard_ranges(vector.numel, BLOCK))
-    return math.sqrt(math.fsum(float(torch.linalg.vector_norm(block)) ** 2 for block in blocks))
+def norm_of(vector: Vector, owners: Owners = ALONE, fragment: int = 0, shard_numel: int = SHARD_NUMEL) -> float:
+    """The Euclidean norm of all elements, to about six digits. The others as in `has_nonzero`."""
+    squares = owners.each(_squares, owners, vector, fragment, shard_numel)
+    return math.sqrt(math.fsum(each for of_rank in squares for each in of_rank))
 
 
-def has_nonzero(vector: Vector) -> bool:
-    """Whether any element is not zero. Stops reading at the first block that has one."""
-    return any(bool(vector.read(start, stop).count_nonzero()) for start, stop in shard_ranges(vector.numel, BLOCK))
+def _squares(owners: Owners, vector: Vector, fragment: int, shard_numel: int) -> list[float]:
+    blocks = _own_blocks(owners, vector, fragment, shard_numel)
+    return [float(torch.linalg.vector_norm(block)) ** 2 for block in blocks]
+
+
+def has_nonzero(vector: Vector, owners: Owners = ALONE, fragment: int = 0, shard_numel: int = SHARD_NUMEL) -> bool:
+    """Whether any element is not zero. Each rank stops reading at the first block that has one.
+
+    `owners`: the ranks that hold the vector's shards of `shard_numel` elements; it is of this fragment.
+    """
+    return any(owners.each(_has_nonzero, owners, vector, fragment, shard_numel))
+
+
+def _has_nonzero(owners: Owners, vector: Vector, fragment: int, shard_numel: int) -> bool:
+    return any(bool(block.count_nonzero()) for block in _own_blocks(owners, vector, fragment, shard_numel))
+
+
+def _own_blocks(owners: Owners, vector: Vector, fragment: int, shard_numel: int) -> Iterator[torch.Tensor]:
+    """The elements of a vector in this process's shards, a block at a time."""
+    for _, start, stop in owners.shards(fragment, vector.numel, shard_numel):
+        yield from (vector.read(first, min(first + BLOCK, stop)) for first in range(start, stop, BLOCK))
 
 
 def empty(numel: int) -> torch.Tensor:

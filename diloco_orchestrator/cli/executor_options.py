@@ -44,13 +44,20 @@ def executor_options(specs: Sequence[str], taken: Collection[str]) -> list[click
         ["--executor", "executors"],
         metavar="NAME[:COUNT]",
         multiple=True,
-        help=f"Where replicas run: {names}. Several with counts make a mixed fleet. Its own options: --executor NAME "
-        "--help.  [default: local]",
+        help=f"Where replicas run: {names}. Several with counts make a mixed fleet; without counts replicas go where "
+        "tokens cost least. Its own options: --executor NAME --help.  [default: local]",
+    )
+    limit = click.Option(
+        ["--usd-per-hour"],
+        metavar="USD",
+        type=float,
+        help="With several executors without counts: what all machines together may cost an hour. Replicas beyond "
+        "--replicas are launched while it allows them.",
     )
     found = [option for option in found if not set(option.opts) & set(taken)]
     for option in found:
         option.hidden = not specs  # help without --executor lists no place's options
-    return [executor, *found]
+    return [executor, limit, *found]
 
 
 def _click_option(executor: str, option: Option, prefixed: bool) -> click.Option:
@@ -84,6 +91,7 @@ def take_fleet(values: dict[str, Any], default: str | None = "local") -> tuple[S
     `--executor`.
     """
     specs = values.pop("executors") or ([default] if default else [])
+    usd_per_hour = values.pop("usd_per_hour", None)
     options: dict[str, dict[str, Any]] = {}
     for name in [name for name in values if name.startswith(_PREFIX)]:
         value = values.pop(name)
@@ -95,7 +103,7 @@ def take_fleet(values: dict[str, Any], default: str | None = "local") -> tuple[S
             raise ConfigError("options of an executor are given, but no --executor. Name it, or leave them out.")
         return None, None
     try:
-        return make_fleet(specs, options)
+        return make_fleet(specs, options, usd_per_hour)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -17,7 +17,7 @@ from diloco_orchestrator.import_names import registered, registered_names
 from diloco_orchestrator.protocol.version import VERSION
 
 _HEAVY = ("torch", "transformers")  # what reads a bucket without computing works without
-_INSTALL = "pip install torch transformers. status, explain, logs, report and join --help need neither."
+_INSTALL = "pip install torch transformers. status, explain, logs, report, compare, track and join --help need neither."
 _CLAUSE = 66  # characters beside the longest name, on 80 columns
 TROUBLESHOOTING = "docs/reference/troubleshooting.md"  # has a section for each error type
 ENTRY_POINTS = "diloco_orchestrator.commands"  # other packages' commands: each entry point is a `click.Command`
@@ -36,6 +36,8 @@ GROUPS = {  # by section of `diloco --help`: our commands, and where each is def
         "logs": "diloco_orchestrator.cli.read_commands:logs",
         "explain": "diloco_orchestrator.cli.read_commands:explain",
         "report": "diloco_orchestrator.cli.read_commands:report",
+        "compare": "diloco_orchestrator.cli.compare_command:compare",
+        "track": "diloco_orchestrator.cli.read_commands:track",
         "snapshots": "diloco_orchestrator.cli.read_commands:snapshots",
     },
     "Check": {

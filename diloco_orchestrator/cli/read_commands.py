@@ -191,6 +191,31 @@ def _influence(reader: "RunReader", given: Mapping[str, str | None]) -> "Influen
 
 @click.command()
 @url_argument
+@click.option(
+    "--to",
+    required=True,
+    metavar="TRACKER",
+    help='"tensorboard", "trackio" or "wandb"; a folder or project may follow: "tensorboard:runs/curves", '
+    '"wandb:my-project".',
+)
+@click.option("--follow", "-f", is_flag=True, help="Go on with rounds that are committed later, until the run stops.")
+@json_option
+def track(url: str, to: str, follow: bool, as_json: bool) -> None:
+    """Send the rounds of the run in URL to TensorBoard, trackio or W&B: those that are not there yet."""
+    import sys
+
+    from diloco_orchestrator.clock import SystemClock
+    from diloco_orchestrator.supervision.trackers import send_run
+
+    stdout, sys.stdout = sys.stdout, sys.stderr  # trackers' libraries print, trackio even as the process ends
+    found = send_run(reader_of(url), to, SystemClock() if follow else None)
+    words = f"{to}: {found.sent} of {found.rounds} rounds of {found.run_id} sent"
+    words += f"; {found.rounds - found.sent} were there" if found.sent < found.rounds else ""
+    click.echo(json.dumps({"to": to, **asdict(found)}) if as_json else shown(words), file=stdout)
+
+
+@click.command()
+@url_argument
 @click.option("--replica", type=click.IntRange(min=0), help="[default: 0; with --follow all]")
 @click.option("--attempt", type=click.IntRange(min=1), help="[default: the newest]")
 @click.option("--tail", type=click.IntRange(min=0), help="Only the last lines.")

@@ -1,49 +1,59 @@
-"""One self-contained HTML page about a run: curves, guard, participation, attempts, why it stopped.
+"""The HTML page about a run: curves, guard, participation, attempts, why it stopped. Pure: renders a `Report`."""
 
-Pure: renders a `Report` as one string. No script and no external resource, so that the page can be mailed; readable on
-a phone.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 from statistics import fmean
 
-from diloco_orchestrator.inspection.charts import Line, chart
-from diloco_orchestrator.inspection.report import Influence, InfluenceRow, Report, RunFacts
-from diloco_orchestrator.inspection.status import AttemptRow, RoundRow
+from diloco_orchestrator.cli.html_page import document, section, table
+from diloco_orchestrator.inspection.charts import Bar, Line, chart, timeline
+from diloco_orchestrator.inspection.report import Influence, InfluenceRow, Points, Report, RoundTimes, RunFacts, leaves
+from diloco_orchestrator.inspection.status import AttemptRow, RoundRow, RunStatus
 from diloco_orchestrator.protocol.head import Head
+
+_MOST_BYTES = 2_000_000  # so that a page can be mailed
 
 
 def page(report: Report) -> str:
-    """The whole HTML page."""
+    """The whole HTML page, of at most 2 MB: where it would be larger, its curves have fewer points, its tables rows."""
+    for detail in (3000, 1000, 300, 100):
+        html = _page(report, detail)
+        if len(html.encode()) <= _MOST_BYTES:
+            break
+    return html
+
+
+def _page(report: Report, detail: int) -> str:
+    """The page with at most `detail` points in a drawing, boxes in a strip of participation, and rows in a table."""
     status, rows = report.status, report.status.rounds
     trained = [row for row in rows if row.stop != "completed"]  # the final evaluation round only carries scores
-    sections = [
-        _summary(report),
-        _section("Loss", _losses(rows), "training metric of each round, and the held-out score of its base"),
-        _section("Replicas", _by_replica(report), "training metric of each round, as each replica observed it"),
-        _section(
+    by_now = f". By round {status.round} the guard {status.outlook}" if status.outlook else ""
+    began, replicas, times = report.facts.began_at, report.config.most_replicas, report.times
+    parts = [
+        ("Loss", _losses(rows, detail), "training metric of each round, and the held-out score of its base"),
+        ("Replicas", _by_replica(report, detail), "training metric of each round, as each replica observed it"),
+        (
             "Guard",
-            _guard(rows),
-            "each statistic as a share of its threshold; one above the line stops the run"
-            + (f". By round {status.round} the guard {status.outlook}" if status.outlook else ""),
+            _guard(rows, detail),
+            f"each statistic as a share of its threshold; one above the line stops the run{by_now}",
         ),
-        _section("Metrics", _extra(rows), "what the training function observed beside them, mean over the replicas"),
-        _section("Bytes", _bytes(trained), "payload of each round, in MB (10^6 bytes), all replicas together"),
-        _section("Seconds", _seconds(trained), "slowest contributor, from the round's opening to its answer"),
-        _section(
-            "Participation", _participation(trained, report.config.most_replicas), "who was averaged in each round"
+        ("Metrics", _extra(rows, detail), "what the training function observed beside them, mean over the replicas"),
+        ("Bytes", _bytes(trained, detail), "payload of each round, in MB (10^6 bytes), all replicas together"),
+        (
+            "Seconds",
+            _seconds(times, detail),
+            "from a round's opening to each manifest; from commit to commit",
         ),
-        _section(
-            "Influence", _influence(report.influence), "each round's outer step taken again without one contribution"
-        ),
-        _section("Judged", _judged(rows), "contributions that count less than their share, or not at all, and why"),
-        _section("Attempts", _attempts(report.attempts), "every process that was launched"),
-        _section("Rounds", _rounds(rows), "rounds that are not as most are; in all others everybody was averaged"),
+        ("Dollars", _dollars(times, detail), "for machines; a leg's cost is spread evenly over its hours"),
+        ("Participation", _participation(trained, replicas, detail), "who was averaged in each round"),
+        ("Influence", _influence(report.influence, detail), "each outer step taken again without one contribution"),
+        ("Judged", _judged(rows, detail), "contributions that count less than their share, or not at all, and why"),
+        ("Attempts", _attempts(report.attempts, began, detail), "every process that was launched"),
+        ("Rounds", _rounds(rows, detail), "rounds that are not as most are; in all others everybody was averaged"),
+        ("Numbers", _numbers(rows, detail), "every round, in the units of the curves"),
+        ("Configuration", _configuration(report), "every setting of the run; those in bold are not the default"),
     ]
-    title = f"{escape(status.run_id)}: {escape(status.state)}"
-    return _PAGE.format(title=title, body="\n".join(section for section in sections if section))
+    return document(f"{status.run_id}: {status.state}", [_summary(report), *(section(*part) for part in parts)])
 
 
 def _summary(report: Report) -> str:
@@ -63,13 +73,23 @@ def _summary(report: Report) -> str:
         "held-out": f"{scored[0]:.4f} → {scored[-1]:.4f}" if scored else "not scored",
         "tokens": f"{sum(row.tokens for row in status.rounds):,}{speed}",
         "cost": _cost(facts),
+        "places": "; ".join(status.place_words()),
         "payload moved": f"{moved / 1e6:,.1f} MB",
         "snapshots": ", ".join(map(str, status.snapshots)) or "none",
+        "verdict": _verdict(status),
         "address": status.url,
         "head": Head.parse(status.head).short if status.head else "",
     }
     items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in found.items() if text)
     return f'<dl class="{escape(status.state)}">{items}</dl>'
+
+
+def _verdict(status: RunStatus) -> str:
+    """The guard's verdict after the last round as text, without a reason that is the run's; empty if it judged none."""
+    if (verdict := status.verdict) is None:
+        return ""
+    why = f": {verdict.reason}" if verdict.reason and verdict.reason not in status.reason else ""
+    return f"{verdict.kind.value} after {verdict.folds} judged rounds{why}"
 
 
 def _code(facts: RunFacts) -> str:
@@ -96,59 +116,65 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
-def _section(name: str, content: str, words: str) -> str:
-    if not content:
-        return ""
-    return f'<section id="{name.lower()}"><h2>{name}</h2><p>{escape(words)}</p>{content}</section>'
-
-
 # -- curves -----------------------------------------------------------------------------------------------------------
 
 
-def _losses(rows: Sequence[RoundRow]) -> str:
+def _losses(rows: Sequence[RoundRow], detail: int) -> str:
     return chart(
         [
             _line("training", rows, lambda row: row.loss if row.loss is not None else row.reward),
             _line("held-out before", rows, lambda row: row.heldout),
-        ]
+        ],
+        points=detail,
     )
 
 
-def _by_replica(report: Report) -> str:
+def _by_replica(report: Report, detail: int) -> str:
     """A curve per replica; empty for a single replica, whose curve is the run's."""
     if report.config.most_replicas == 1:
         return ""
-    return chart(
-        [
-            Line(f"replica {replica_id}", [(float(round_), value) for round_, value in report.losses[replica_id]])
-            for replica_id in sorted(report.losses)
-        ]
-    )
+    return chart(_replica_lines(report.losses), points=detail)
 
 
-def _guard(rows: Sequence[RoundRow]) -> str:
+def _replica_lines(curves: Mapping[int, Points]) -> list[Line]:
+    return [Line(f"replica {replica_id}", curves[replica_id]) for replica_id in sorted(curves)]
+
+
+def _guard(rows: Sequence[RoundRow], detail: int) -> str:
     names = list(dict.fromkeys(each.name for row in rows for each in row.statistics))
     lines = [_line(name, rows, lambda row, name=name: _share_of(row, name)) for name in names]  # type: ignore[misc]
-    return chart(lines, limit=1.0)
+    return chart(lines, limit=1.0, points=detail)
 
 
 def _share_of(row: RoundRow, name: str) -> float | None:
     return next((each.share for each in row.statistics if each.name == name), None)
 
 
-def _extra(rows: Sequence[RoundRow]) -> str:
-    names = sorted({name for row in rows for name in row.extra})
-    return "".join(chart([_line(name, rows, lambda row, name=name: row.extra.get(name))]) for name in names)  # type: ignore[misc]
+def _extra(rows: Sequence[RoundRow], detail: int) -> str:
+    """A drawing for each of the first `_MOST_METRICS` names, and a sentence that names the others."""
+    found = sorted({name for row in rows for name in row.extra})
+    names, others = found[:_MOST_METRICS], found[_MOST_METRICS:]
+    each = max(50, detail // max(1, len(names) // 4))
+    lines = (_line(name, rows, lambda row, name=name: row.extra.get(name)) for name in names)  # type: ignore[misc]
+    words = f"Not drawn, by name: {', '.join(others)}"[:2000]
+    more = f"<p>{escape(words)}</p>" if others else ""
+    return "".join(chart([line], points=each) for line in lines) + more
 
 
-def _bytes(rows: Sequence[RoundRow]) -> str:
-    return chart(
-        [_line("up", rows, lambda row: row.bytes_up / 1e6), _line("down", rows, lambda row: row.bytes_down / 1e6)]
-    )
+_MOST_METRICS = 40
 
 
-def _seconds(rows: Sequence[RoundRow]) -> str:
-    return chart([_line("seconds", rows, lambda row: row.train_s)])
+def _bytes(rows: Sequence[RoundRow], detail: int) -> str:
+    up, down = (lambda row: row.bytes_up / 1e6), (lambda row: row.bytes_down / 1e6)
+    return chart([_line("up", rows, up), _line("down", rows, down)], points=detail)
+
+
+def _seconds(times: RoundTimes, detail: int) -> str:
+    return chart([*_replica_lines(times.answered), Line("commit to commit", times.between)], points=detail)
+
+
+def _dollars(times: RoundTimes, detail: int) -> str:
+    return chart([Line("dollars", times.usd)], points=detail) if any(usd for _, usd in times.usd) else ""
 
 
 def _line(name: str, rows: Sequence[RoundRow], value: Callable[[RoundRow], float | None]) -> Line:
@@ -159,20 +185,30 @@ def _line(name: str, rows: Sequence[RoundRow], value: Callable[[RoundRow], float
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _participation(rows: Sequence[RoundRow], replicas: int) -> str:
-    """A table with a strip per replica: one box per round, filled if the replica was averaged in it."""
+def _participation(rows: Sequence[RoundRow], replicas: int, detail: int) -> str:
+    """A table with a strip per replica: one box per round, filled if the replica was averaged in it.
+
+    Where that is more than `detail` boxes, one box stands for several rounds, half filled for some of them.
+    """
     if not rows:
         return ""
+    step = -(-len(rows) * replicas // detail)
     lines = []
     for replica_id in range(replicas):
         there = [replica_id in row.contributors for row in rows]
         boxes = "".join(
-            f'<b class="{"in" if present else "out"}" title="round {row.round}"></b>'
-            for row, present in zip(rows, there, strict=True)
+            _box(rows[first].round, rows[min(first + step, len(rows)) - 1].round, there[first : first + step])
+            for first in range(0, len(rows), step)
         )
         share = f"{sum(there)}/{len(there)}"
         lines.append(f"<tr><th>replica {replica_id}</th><td>{share}</td><td><div class=strip>{boxes}</div></td></tr>")
     return f"<table>{''.join(lines)}</table>"
+
+
+def _box(first: int, last: int, there: Sequence[bool]) -> str:
+    kind = "in" if all(there) else "part" if any(there) else "out"
+    rounds = f"round {first}" if first == last else f"rounds {first} to {last}: {sum(there)} of {len(there)}"
+    return f'<b class="{kind}" title="{rounds}"></b>'
 
 
 _INFLUENCE: Sequence[tuple[str, str, Callable[[InfluenceRow], float | None]]] = (
@@ -182,7 +218,7 @@ _INFLUENCE: Sequence[tuple[str, str, Callable[[InfluenceRow], float | None]]] = 
 )
 
 
-def _influence(influence: Influence | None) -> str:
+def _influence(influence: Influence | None, detail: int) -> str:
     """A curve per replica of each measured quantity, and a table of their means."""
     if influence is None:
         return ""
@@ -197,20 +233,33 @@ def _influence(influence: Influence | None) -> str:
         }
         if any(found.values()):
             lines = [Line(f"replica {replica_id}", found[replica_id]) for replica_id in sorted(found)]
-            charts += f"<p>{name}: {words}</p>{chart(lines)}"
+            charts += f"<p>{name}: {words}</p>{chart(lines, points=detail)}"
             head.append(f"mean {name}")
             for line, cell in zip(lines, cells, strict=True):
                 cell.append(f"{fmean(y for _, y in line.points):.4g}" if line.points else "-")
     gone = f"<p>{escape(influence.gone_words())}</p>" if influence.gone else ""
-    return f"{gone}{charts}{_table(head, cells)}" or "<p>No round has an outer step.</p>"
+    return f"{gone}{charts}{table(head, cells)}" or "<p>No round has an outer step.</p>"
 
 
-def _attempts(attempts: Sequence[AttemptRow]) -> str:
+def _attempts(attempts: Sequence[AttemptRow], began_at: float, detail: int) -> str:
+    """The attempts on a time axis, a row per replica, and as a table."""
+    newest = max((at for a in attempts for at in (a.began_at, a.ended_at) if at is not None), default=began_at)
+    bars = [
+        Bar(
+            f"replica {a.replica_id}",
+            f"replica {a.replica_id}, attempt {a.attempt}, {a.host or '-'}: {a.why}; {a.ended or 'running or lost'}",
+            max(0.0, a.began_at - began_at),
+            max(0.0, (newest if a.ended_at is None else a.ended_at) - began_at),
+            "running" if a.ended_at is None else "ended" if "(exit code 0)" in a.ended else "failed",
+        )
+        for a in attempts
+        if a.began_at is not None
+    ]
     cells = [
         (f"{a.replica_id}", f"{a.attempt}", a.host or "-", a.why, a.ended or "running or lost", _lived(a))
         for a in attempts
     ]
-    return _table(("replica", "attempt", "host", "why", "ended", "took"), cells)
+    return timeline(bars[-detail:]) + _newest(("replica", "attempt", "host", "why", "ended", "took"), cells, detail)
 
 
 def _lived(attempt: AttemptRow) -> str:
@@ -220,71 +269,61 @@ def _lived(attempt: AttemptRow) -> str:
     return duration(attempt.ended_at - attempt.began_at)
 
 
-def _rounds(rows: Sequence[RoundRow]) -> str:
+def _rounds(rows: Sequence[RoundRow], detail: int) -> str:
     cells = [
         (f"{row.round}", f"{row.outer_step}", "yes" if row.applied else "no", row.by, row.remark())
         for row in rows
         if row.remark()
     ]
-    return _table(("round", "outer step", "applied", "by", "why"), cells)
+    return _newest(("round", "outer step", "applied", "by", "why"), cells, detail)
 
 
-def _judged(rows: Sequence[RoundRow]) -> str:
+def _judged(rows: Sequence[RoundRow], detail: int) -> str:
     cells = [
         (f"{row.round}", f"{replica_id}", why) for row in rows for replica_id, why in sorted(row.judgements.items())
     ]
-    return _table(("round", "replica", "why"), cells)
+    return _newest(("round", "replica", "why"), cells, detail)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return ""
-    top = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    return f'<div class="wide"><table><tr>{top}</tr>{body}</table></div>'
+def _newest(head: Sequence[str], cells: Sequence[Sequence[str]], detail: int) -> str:
+    """A table of the last `detail` rows, with a sentence where there are more."""
+    more = len(cells) - detail
+    words = f"<p>The last {detail}; {more} before them are in diloco status --json.</p>" if more > 0 else ""
+    return words + table(head, cells[-detail:])
 
 
-def _cell(text: str) -> str:
-    """A table cell; one with a sentence gets a width readable on a phone."""
-    return f"<td{' class=words' if len(text) > _LONG_CELL else ''}>{escape(text)}</td>"
+def _numbers(rows: Sequence[RoundRow], detail: int) -> str:
+    """The numbers of the curves, folded away: for who cannot see a drawing, and for copying."""
+    head = ("round", "training", "held-out before", "tokens", "MB up", "MB down", "seconds", "averaged")
+    cells = [
+        (
+            f"{row.round}",
+            _number(row.loss if row.loss is not None else row.reward),
+            _number(row.heldout),
+            f"{row.tokens}",
+            _number(row.bytes_up / 1e6),
+            _number(row.bytes_down / 1e6),
+            _number(row.train_s),
+            f"{len(row.contributors)}",
+        )
+        for row in rows
+    ]
+    return _folded(f"{len(rows)} rounds", _newest(head, cells, detail)) if rows else ""
 
 
-_LONG_CELL = 10  # characters
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.5g}"
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-body {{ font: 15px/1.45 system-ui, sans-serif; color: #1c1e21; background: #fff; margin: 0 auto; max-width: 720px;
-       padding: 16px; }}
-h1 {{ font-size: 1.3rem; overflow-wrap: anywhere; }} h2 {{ font-size: 1.05rem; margin: 1.6em 0 0; }}
-p {{ color: #5c6470; margin: 0 0 .4em; }}
-dl {{ display: grid; grid-template-columns: max-content 1fr; gap: 2px 14px; border-left: 4px solid #8b95a1;
-     padding-left: 12px; }}
-dl.completed {{ border-color: #3f7d3a; }} dl.halted {{ border-color: #d08700; }} dl.failed {{ border-color: #b91c1c; }}
-dt {{ color: #5c6470; }} dd {{ margin: 0; overflow-wrap: anywhere; }}
-svg {{ width: 100%; height: auto; }} svg text {{ font-size: 12px; fill: #5c6470; }} .grid {{ stroke: #e6e8eb; }}
-.legend span {{ margin-right: 1em; white-space: nowrap; }}
-.legend i {{ display: inline-block; width: 12px; height: 12px; margin-right: 5px; }}
-.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; }}
-th, td {{ text-align: left; padding: 2px 10px 2px 0; vertical-align: top; }} th {{ font-weight: 600; }}
-.words {{ min-width: 13em; overflow-wrap: anywhere; }}
-.strip {{ display: flex; flex-wrap: wrap; }} .strip b {{ width: 9px; height: 14px; margin: 1px; }}
-.in {{ background: #2563a8; }} .out {{ background: #e1e4e8; }}
-@media (max-width: 520px) {{
-svg text {{ font-size: 20px; }} th, td {{ font-size: 14px; }}
-dl {{ grid-template-columns: 1fr; }} dt {{ margin-top: .4em; }} }}
-@media (prefers-color-scheme: dark) {{
-body {{ color: #e4e6ea; background: #16181c; }} .grid {{ stroke: #2c3036; }} .out {{ background: #33383f; }}
-p, dt, svg text {{ color: #9aa3ae; fill: #9aa3ae; }} }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-{body}
-</body>
-</html>
-"""
+
+def _configuration(report: Report) -> str:
+    lines = []
+    for name, value, default in leaves(report.config):
+        text = f"{len(value)} items" if name == "heldout_items" else str(value)
+        lines.append(
+            f"<dt>{escape(name)}</dt><dd>{escape(text) if value == default else f'<b>{escape(text)}</b>'}</dd>"
+        )
+    return _folded(f"{len(lines)} settings", f"<dl>{''.join(lines)}</dl>")
+
+
+def _folded(name: str, content: str) -> str:
+    return f"<details><summary>{escape(name)}</summary>{content}</details>"

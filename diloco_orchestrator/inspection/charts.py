@@ -1,9 +1,11 @@
-"""Curves over rounds as SVG, for the report page and for files beside a model card. Pure: numbers to text."""
+"""Curves over rounds, tokens or dollars as SVG, for pages and for files beside a model card. Pure: numbers to text."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import count, cycle
+from math import ceil, floor, isfinite
 
 _WIDTH, _HEIGHT = 640, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 16, 14, 34  # room for texts of 20 units, as a page on a phone has them
@@ -13,15 +15,39 @@ _COLOURS = ("#2563a8", "#c2410c", "#3f7d3a", "#7a4fa0", "#8a6d1a", "#0f766e", "#
 
 @dataclass(frozen=True)
 class Line:
-    """A named curve of a chart: (round, value) for each round that has a value."""
+    """A named curve of a chart: (x, value) for each round that has a value; x is the round unless an axis is given."""
 
     name: str
     points: Sequence[tuple[float, float]]
 
 
-def chart(lines: Sequence[Line], limit: float | None = None) -> str:
-    """HTML with a legend and an SVG of the lines, and a dashed horizontal `limit`; empty if there is no point."""
-    lines = [line for line in lines if line.points]
+@dataclass(frozen=True)
+class Axis:
+    """The horizontal axis of a chart."""
+
+    name: str  # with its unit
+    least: float = 1.0  # the smallest distance of two marks
+
+    def words(self, x: float) -> str:
+        """A value on the axis as text: a round in full, anything else in at most seven characters."""
+        return f"{x:.0f}" if self is ROUNDS else short(x)
+
+    def ticks(self, first: float, last: float) -> list[float]:
+        """At most six values within [first, last] to mark."""
+        marks = round_ticks(ceil(first / self.least), floor(last / self.least))
+        return [mark * self.least for mark in marks]
+
+
+ROUNDS, TOKENS, DOLLARS = Axis("round"), Axis("tokens"), Axis("dollars", 1e-4)
+
+
+def chart(lines: Sequence[Line], limit: float | None = None, axis: Axis = ROUNDS, points: int = 3000) -> str:
+    """A figure with a legend and an SVG of the lines, and a dashed horizontal `limit`; empty if there is no point.
+
+    Its `data-curves` has the same as JSON, for the page's script. `points`: how many of all lines are in it at the
+    most; longer lines keep the lowest and the highest of each stretch. Values that are not finite are left out.
+    """
+    lines = _drawable(lines, points)
     if not lines:
         return ""
     legend = "".join(
@@ -30,14 +56,98 @@ def chart(lines: Sequence[Line], limit: float | None = None) -> str:
     )
     what = escape(", ".join(line.name for line in lines))
     drawing = (
-        f'<svg aria-label="{what} by round" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{_drawn(lines, limit)}</svg>'
+        f'<svg aria-label="{what} by {axis.name}" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">'
+        f"{_drawn(_drawable(lines, _IN_SVG), limit, axis)}</svg>"
     )
-    return f'<div class="legend">{legend}</div>{drawing}'
+    told = {
+        "what": f"{', '.join(line.name for line in lines)} by {axis.name}",
+        "axis": axis.name,
+        "whole": axis.least >= 1,  # whether marks are at whole numbers
+        "limit": limit,
+        "lines": [
+            {"name": line.name, "colour": colour, "x": [_brief(x) for x, _ in line.points],
+             "y": [_brief(y) for _, y in line.points]}
+            for line, colour in zip(lines, cycle(_COLOURS), strict=False)
+        ],
+    }  # fmt: skip
+    data = escape(json.dumps(told, separators=(",", ":"), allow_nan=False))
+    return f'<figure data-curves="{data}"><div class="legend">{legend}</div>{drawing}</figure>'
+
+
+def _brief(value: float) -> float:
+    """The value in six digits, as an int where it is whole, so that its JSON is short."""
+    brief = float(f"{value:.6g}")
+    return int(brief) if brief.is_integer() and abs(brief) < 1e15 else brief
+
+
+def _drawable(lines: Sequence[Line], most: int) -> list[Line]:
+    """The lines with their finite points, `most` in all; lines without any are left out."""
+    finite = [Line(line.name, [(x, y) for x, y in line.points if isfinite(x) and isfinite(y)]) for line in lines]
+    kept = [line for line in finite if line.points]
+    each = max(4, most // max(1, len(kept)))
+    return [Line(line.name, _thinned(line.points, each)) for line in kept]
+
+
+def _thinned(points: Sequence[tuple[float, float]], most: int) -> Sequence[tuple[float, float]]:
+    """At most `most` of the points, in their order: of each of equal stretches the lowest and the highest."""
+    if len(points) <= most:
+        return points
+    stretches = most // 2
+    kept: list[int] = []
+    for number in range(stretches):
+        stretch = range(len(points) * number // stretches, len(points) * (number + 1) // stretches)
+        ends = (min(stretch, key=lambda i: points[i][1]), max(stretch, key=lambda i: points[i][1]))
+        kept += sorted(set(ends))
+    return [points[i] for i in kept]
+
+
+_IN_SVG, _WITH_DOTS = 1200, 150  # points that an SVG has at the most, and up to which each has a dot with its value
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A stretch of time in a row of a timeline."""
+
+    row: str
+    name: str
+    begin_s: float  # seconds since the beginning of the timeline
+    end_s: float
+    kind: str  # its class in the page's style: "ended", "failed" or "running"
+
+
+def timeline(bars: Sequence[Bar]) -> str:
+    """An SVG with one row of bars for each name of a row, over minutes or hours; empty if there is no bar."""
+    if not bars:
+        return ""
+    rows = list(dict.fromkeys(bar.row for bar in bars))
+    last = max(bar.end_s for bar in bars) or 1.0
+    name, unit = ("hours", 3600.0) if last > 7200 else ("minutes", 60.0) if last > 120 else ("seconds", 1.0)
+    x_of = _scale(0.0, last / unit, _LEFT, _WIDTH - _RIGHT)
+    foot, parts = 18 * len(rows) + 4, list[str]()
+    for bar in bars:
+        left, right = x_of(bar.begin_s / unit), x_of(bar.end_s / unit)
+        parts.append(
+            f'<rect class="bar {bar.kind}" x="{left:.1f}" y="{18 * rows.index(bar.row) + 3}" height="13" rx="2" '
+            f'width="{max(2.0, right - left - 1):.1f}"><title>{escape(bar.name)}</title></rect>'
+        )
+    parts += [
+        f'<text x="{_LEFT - 6}" y="{18 * number + 14}" text-anchor="end">{escape(row)}</text>'
+        for number, row in enumerate(rows)
+    ]
+    parts += [
+        f'<text x="{x_of(x):.1f}" y="{foot + 16}" text-anchor="middle">{x:g}</text>'
+        for x in Axis(name, 0.1).ticks(0.0, last / unit)
+    ]
+    parts.append(f'<text x="{_LEFT - 6}" y="{foot + 16}" text-anchor="end">{name}</text>')
+    return (
+        f'<figure><svg aria-label="attempts by {name}" viewBox="0 0 {_WIDTH} {foot + 24}" role="img">'
+        f"{''.join(parts)}</svg></figure>"
+    )
 
 
 def svg_file(lines: Sequence[Line]) -> str:
     """A stand-alone SVG file of the lines, with their names in the picture; empty if there is no point."""
-    lines = [line for line in lines if line.points]
+    lines = _drawable(lines, _IN_SVG)
     if not lines:
         return ""
     names = "".join(
@@ -52,20 +162,24 @@ def svg_file(lines: Sequence[Line]) -> str:
     )
 
 
-def _drawn(lines: Sequence[Line], limit: float | None = None) -> str:
+def _drawn(lines: Sequence[Line], limit: float | None = None, axis: Axis = ROUNDS) -> str:
     points = [point for line in lines for point in line.points]
     values = [value for _, value in points] + ([limit] if limit is not None else [])
     x_of = _scale(min(x for x, _ in points), max(x for x, _ in points), _LEFT, _WIDTH - _RIGHT)
     y_of = _scale(min(values), max(values), _HEIGHT - _BOTTOM, _TOP)
-    parts = [_axes(x_of, y_of, points, values)]
+    parts = [_axes(axis, x_of, y_of, points, values)]
     for line, colour in zip(lines, cycle(_COLOURS), strict=False):
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in line.points)
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{path}"/>')
-        parts += [
-            f'<circle cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="2.5" fill="{colour}">'
-            f"<title>{escape(line.name)}, round {x:g}: {y:.4g}</title></circle>"
-            for x, y in line.points
-        ]
+        parts += (
+            []
+            if len(points) > _WITH_DOTS
+            else [
+                f'<circle cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="2.5" fill="{colour}">'
+                f"<title>{escape(line.name)}, {axis.name} {axis.words(x)}: {y:.4g}</title></circle>"
+                for x, y in line.points
+            ]
+        )
     if limit is not None:
         parts.append(
             f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y_of(limit):.1f}" y2="{y_of(limit):.1f}" '
@@ -80,6 +194,7 @@ def _scale(low: float, high: float, start: float, end: float) -> Callable[[float
 
 
 def _axes(
+    axis: Axis,
     x_of: Callable[[float], float],
     y_of: Callable[[float], float],
     points: Sequence[tuple[float, float]],
@@ -92,19 +207,18 @@ def _axes(
         f'<text x="{_LEFT - 6}" y="{y_of(v) + 4:.1f}" text-anchor="end">{short(v)}</text>'
         for v in ticks
     )
-    rounds = round_ticks(int(min(x for x, _ in points)), int(max(x for x, _ in points)))
     foot = _HEIGHT - _BOTTOM
     marks = "".join(
         f'<line x1="{x_of(x):.1f}" x2="{x_of(x):.1f}" y1="{foot}" y2="{foot + 4}" class="grid"/>'
-        f'<text x="{x_of(x):.1f}" y="{_HEIGHT - 10}" text-anchor="middle">{x}</text>'
-        for x in rounds
+        f'<text x="{x_of(x):.1f}" y="{_HEIGHT - 10}" text-anchor="middle">{axis.words(x)}</text>'
+        for x in axis.ticks(min(x for x, _ in points), max(x for x, _ in points))
     )
-    name = f'<text x="{_LEFT - 6}" y="{_HEIGHT - 10}" text-anchor="end">round</text>'
+    name = f'<text x="{_LEFT - 6}" y="{_HEIGHT - 10}" text-anchor="end">{axis.name}</text>'
     return grid + marks + name
 
 
 def round_ticks(first: int, last: int) -> list[int]:
-    """At most six rounds of [first, last] to mark on a chart's axis: multiples of 1, 2 or 5 times a power of ten."""
+    """At most six numbers of [first, last] to mark on a chart's axis: multiples of 1, 2 or 5 times a power of ten."""
     step = next(step for step in _steps() if last // step - (first - 1) // step <= _MOST_TICKS)
     return list(range(-(-first // step) * step, last + 1, step))
 

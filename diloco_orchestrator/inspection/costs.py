@@ -43,6 +43,12 @@ class AttemptCost:
     began: float
     ended: float | None  # None while it runs
 
+    def usd(self, at: float) -> float | None:
+        """US dollars until its end, or until `at` while it runs; None if the price is not known."""
+        if self.hourly_usd is None:
+            return None
+        return self.hourly_usd * max(0.0, (at if self.ended is None else self.ended) - self.began) / _HOUR_S
+
 
 @dataclass(frozen=True)
 class LegCost:
@@ -68,13 +74,28 @@ def leg_cost(attempts: Sequence[AttemptCost], began: float, now: float) -> LegCo
     `began`: when the leg began. `now`: the newest time known, at which running attempts are counted. Both are seconds
     since 1970.
     """
-    priced = [attempt for attempt in attempts if attempt.hourly_usd is not None]
-    usd = sum(
-        (each.hourly_usd or 0.0) * max(0.0, (now if each.ended is None else each.ended) - each.began) / _HOUR_S
-        for each in priced
-    )
-    rate = sum(each.hourly_usd or 0.0 for each in priced if each.ended is None)
-    return LegCost(max(0.0, now - began) / _HOUR_S, usd if priced else None, len(attempts) - len(priced), rate)
+    priced = [usd for each in attempts if (usd := each.usd(now)) is not None]
+    rate = sum(each.hourly_usd or 0.0 for each in attempts if each.ended is None)
+    hours = max(0.0, now - began) / _HOUR_S
+    return LegCost(hours, sum(priced) if priced else None, len(attempts) - len(priced), rate)
+
+
+class Spent:
+    """Dollars that the machines of a run had cost by a time. A leg's cost is spread evenly over its hours."""
+
+    def __init__(self, began: Mapping[int, float], legs: Mapping[int, LegCost]) -> None:
+        """`began`: when each leg began, in seconds since 1970. `legs`: the cost of each. Both by number of the leg."""
+        self._began = began
+        self._legs = legs
+
+    def by(self, leg: int, at: float) -> float | None:
+        """Dollars until `at`, seconds since 1970, in a leg; None if no price of that leg or one before is known."""
+        known = [self._legs[number].usd for number in sorted(self._legs) if number <= leg]
+        if None in known:
+            return None
+        before, own = sum(usd or 0.0 for usd in known[:-1]), known[-1] or 0.0
+        hours = self._legs[leg].hours
+        return before + own * (min(1.0, max(0.0, (at - self._began[leg]) / _HOUR_S / hours)) if hours else 0.0)
 
 
 @dataclass(frozen=True)
@@ -130,8 +151,11 @@ class CostReader:
         begin: Begin,
         last: Commit | None,
         now: float | None,
-    ) -> LegCost:
-        """The cost of a leg (start or resume to stop) so far. An attempt without a heartbeat for ten minutes has ended.
+    ) -> tuple[dict[tuple[int, int], AttemptCost], float]:
+        """(costs of a leg's attempts by replica id and number, time to which they are counted, in seconds since 1970).
+
+        A leg is a run's stretch from start or resume to stop. Attempts without a process are left out, and one without
+        a heartbeat for ten minutes has ended.
 
         Args:
             numbers: the numbers of all attempts by replica id, oldest first.
@@ -152,7 +176,7 @@ class CostReader:
         for who, beat_at in beaten.items():
             if costs[who].ended is None and at - beat_at > _SILENT_S:
                 costs[who] = replace(costs[who], ended=beat_at)
-        return leg_cost(list(costs.values()), begin.at, at)
+        return costs, at
 
     def _of_attempt(self, replica_id: int, attempt: int, leg: int, replaced: bool) -> AttemptCost | None:
         """Price and times of one attempt; None before a process claimed it, and for an attempt of another leg.

@@ -256,7 +256,7 @@ def _fails(executor: ServerlessExecutor, run_id: str) -> Finding:
 
 def examine_store(url: str, clock: Clock, storage_options: Mapping[str, Any] | None = None) -> Iterator[Finding]:
     """Findings about the store at `url`: credentials, create-only writes, latency, throughput."""
-    if url.startswith(("s3://", "fsspec+s3://")):
+    if url.startswith(("s3://", "fsspec+s3://", "hf://buckets/")):
         yield _credentials(storage_options or {})
     try:
         store = open_store(url, storage_options, clock=clock, retry=INTERACTIVE)

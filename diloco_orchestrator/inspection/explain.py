@@ -166,7 +166,8 @@ def explain(status: RunStatus, best: int | None = None, now: float | None = None
         waits, mended = _no_room(status)
         todo = ["Mend what the warning names."] if _warning(status) else []
         outlook = [f"The guard {_sentence(status.outlook)}"] if status.outlook else []
-        found = [*waits, _sentence(status.reason), *scores, *_warning(status), *outlook]
+        chosen = [_sentence(words[:1].upper() + words[1:]) for words in status.place_words()]
+        found = [*waits, _sentence(status.reason), *scores, *chosen, *_warning(status), *outlook]
         return Explanation("going on", what, found, [*mended, *todo] or ["Nothing has to be done."], statistics)
     if status.state == "completed":
         todo = [

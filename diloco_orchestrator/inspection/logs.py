@@ -124,7 +124,7 @@ class LogFollower:
         next_at = self._clock.now()
         while True:
             if self._clock.now() >= next_at:
-                stopped = self._has_stopped()  # before the search, so that no attempt until then is missed
+                stopped = self._reader.has_stopped()  # before the search, so that no attempt until then is missed
                 self._open_new()
                 next_at = self._clock.now() + _POLL_S
             yield from self._read()
@@ -135,13 +135,6 @@ class LogFollower:
     def _read(self) -> Iterator[LogLine]:
         while not self._lines.empty():
             yield self._lines.get()
-
-    def _has_stopped(self) -> bool:
-        """Whether the run has stopped since its last start or resume: by a stop commit, or by a result record."""
-        log, leg = self._reader.log, self._reader.log.begins()[-1]
-        newest = log.newest(leg)
-        stopped = newest is not None and newest.commit.leg == leg.leg and newest.commit.stop != "none"
-        return stopped or log.result(leg.leg) is not None
 
     def _open_new(self) -> None:
         """Start reading attempts that began since the last call: at first each replica's newest, later all."""

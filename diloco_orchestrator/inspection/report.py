@@ -15,7 +15,7 @@ from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
 from diloco_orchestrator.inspection.status import AttemptRow, RunReader, RunStatus
 from diloco_orchestrator.protocol.attempt_records import Claim
-from diloco_orchestrator.protocol.records import Answer, Contribution
+from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.segments import Manifests
@@ -83,6 +83,15 @@ class RunFacts:
 
 
 @dataclass(frozen=True)
+class RoundTimes:
+    """Seconds and dollars of the rounds, from their commits alone."""
+
+    answered: Mapping[int, Points]  # by replica id: seconds from a round's opening to its manifest, on its clock
+    between: Points  # seconds from the commit before to this one, on their writers' clocks; not of a leg's first round
+    usd: Points  # dollars for machines until the commit; empty where a price is not known
+
+
+@dataclass(frozen=True)
 class Report:
     """The contents of the page about a run, read at one moment."""
 
@@ -91,6 +100,7 @@ class Report:
     facts: RunFacts
     attempts: Sequence[AttemptRow]
     losses: Mapping[int, Points]  # the training metric that each replica observed, by replica id
+    times: RoundTimes
     influence: Influence | None = None  # None: not asked for
 
     @classmethod
@@ -98,7 +108,8 @@ class Report:
         """Read the run. Manifests are read several at a time. Raises as `RunReader.status` does."""
         status, attempts = reader.status(), reader.all_attempts()
         losses = losses_by_replica(reader.log, background)
-        return cls(status, reader.run.config, facts_of(reader, status), attempts, losses, influence)
+        config, facts = reader.run.config, facts_of(reader, status)
+        return cls(status, config, facts, attempts, losses, times_of(reader), influence)
 
 
 def facts_of(reader: RunReader, status: RunStatus) -> RunFacts:
@@ -126,7 +137,9 @@ def facts_of(reader: RunReader, status: RunStatus) -> RunFacts:
 
 def settings_of(config: RunConfig) -> dict[str, str]:
     """The settings that differ from the default, by dotted name, except those shown elsewhere on the page."""
-    found = {name: text for name, text in _changed(config, "").items() if name not in _SHOWN_APART}
+    found = {
+        name: str(value) for name, value, default in leaves(config) if value != default and name not in _SHOWN_APART
+    }
     if "heldout_items" in found:
         found["heldout_items"] = f"{len(config.heldout_items)} items"
     return found
@@ -135,15 +148,14 @@ def settings_of(config: RunConfig) -> dict[str, str]:
 _SHOWN_APART = ("entrypoint", "replicas", "rounds", "sync_every")
 
 
-def _changed(node: BaseModel, prefix: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+def leaves(node: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The settings below `node`, in alphabetical order: dotted name, value, default."""
     for name in sorted(type(node).model_fields):
         value, default = getattr(node, name), type(node).model_fields[name].get_default(call_default_factory=True)
         if isinstance(value, BaseModel) and type(value) is type(default):
-            found |= _changed(value, f"{prefix}{name}.")
-        elif value != default:
-            found[f"{prefix}{name}"] = str(value)
-    return found
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value, default
 
 
 def _machine_of(claim: Claim) -> str:
@@ -151,6 +163,25 @@ def _machine_of(claim: Claim) -> str:
     threads = "1 thread" if claim.threads == 1 else f"{claim.threads} threads"
     cpu = f"{claim.hardware.get('cpu', '') or 'unknown CPU'}, {threads}"
     return f"{gpu} ({cpu})" if gpu else cpu
+
+
+def times_of(reader: RunReader) -> RoundTimes:
+    """Seconds and dollars of all rounds but the final evaluation, in which nobody trains."""
+    spent = reader.spent_over_time()
+    answered, between, usd = dict[int, list[tuple[int, float]]](), list[tuple[int, float]](), list[tuple[int, float]]()
+    before: Commit | None = None
+    for commit in reader.log.each_commit():
+        if commit.stop == "completed":
+            continue
+        for answer in commit.answers:
+            if answer.train_s:
+                answered.setdefault(answer.replica_id, []).append((commit.round, answer.train_s))
+        if before is not None and before.leg == commit.leg:
+            between.append((commit.round, max(0.0, commit.at - before.at)))
+        if (until := spent.by(commit.leg, commit.at)) is not None:
+            usd.append((commit.round, until))
+        before = commit
+    return RoundTimes(answered, between, usd)
 
 
 def losses_by_replica(log: RunLog, background: Background) -> dict[int, list[tuple[int, float]]]:

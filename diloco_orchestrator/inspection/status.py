@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from diloco_orchestrator.guard.round_fold import outlook as guard_outlook
-from diloco_orchestrator.inspection.costs import CostReader, EndForecast, LegCost, end_forecast
+from diloco_orchestrator.inspection.costs import CostReader, EndForecast, LegCost, Spent, end_forecast, leg_cost
+from diloco_orchestrator.inspection.places import PlaceRow, PlaceSpeeds, newest_decision, place_reader, place_rows
 from diloco_orchestrator.protocol.attempt_records import Heartbeat, reason_of
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.legs import DefaultBases
@@ -147,6 +148,8 @@ class RunStatus:
     outlook: str = ""  # what the guard's rule can judge by now: rounds it needs, or the fall that would halt soon
     spent: LegCost | None = None  # of the newest leg
     to_the_end: EndForecast | None = None  # of the newest leg, while it runs
+    places: list[PlaceRow] = field(default_factory=list)  # where its machines are and were
+    placed: str = ""  # the newest decision about a replica's place; empty where there is one place
     override_guard: str = ""  # why the guard began anew in the newest leg; empty if it went on
     settings: dict[str, Any] = field(default_factory=dict)  # of the newest leg, where they differ from run.json
     model: DefaultModel = DefaultModel(0, None, 0, None, False)
@@ -159,6 +162,12 @@ class RunStatus:
     no_room: str = (
         ""  # why a folder's disk cannot take another round, with what to do; empty if it can or the run is over
     )
+
+    def place_words(self) -> list[str]:
+        """Lines about the places of a run whose supervision chooses among several; empty for any other run."""
+        if not self.placed:
+            return []
+        return [*(row.words() for row in self.places), f"last decision about places: {self.placed}"]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -175,6 +184,7 @@ class RunReader:
         self.log = log or RunLog(store)
         self.attempts = AttemptRecords(self.log.store)
         self._costs = CostReader(self.attempts)
+        self._place_of = place_reader(self.attempts)
         self._begin_rows()
 
     def _begin_rows(self) -> None:
@@ -182,6 +192,7 @@ class RunReader:
         self._rows: list[RoundRow] = []
         self._committed_at: list[tuple[int, float]] = []  # leg and time of every commit
         self._bases = DefaultBases()
+        self._speeds = PlaceSpeeds(self._place_of)
         self._rows_in_doubt = self.log.in_doubt
 
     @property
@@ -207,6 +218,7 @@ class RunReader:
             self._rows.append(row)
             self._committed_at.append((commit.leg, commit.at))
             self._bases.add(commit, self._begin(commit.leg))
+            self._speeds.add(commit)
         if self.log.in_doubt and not self._rows_in_doubt:  # rows that were made before may be of void commits
             self._begin_rows()
             return self.rows()
@@ -240,7 +252,8 @@ class RunReader:
         last = newest.commit if newest else None
         state, reason = _state(last, begin, result)
         beats = self._newest_heartbeats(numbers)
-        spent = self._costs.of_leg(numbers, beats, begin, last, result.at if result else None)
+        costs, at = self._costs.of_leg(numbers, beats, begin, last, result.at if result else None)
+        spent = leg_cost(list(costs.values()), begin.at, at)
         taken = last.outer_step if last and last.leg == begin.leg else begin.from_outer_step
         outer_steps = begin.from_outer_step + begin.outer_steps
         replicas = self._replicas(beats, begin.leg)
@@ -261,6 +274,8 @@ class RunReader:
             outlook=guard_outlook(last.guard, self.run.config.guard) if last else "",
             spent=spent,
             to_the_end=end_forecast(spent, committed_at, outer_steps - taken) if state == "running" else None,
+            places=place_rows(costs, at, begin.leg, self._speeds, self._place_of),
+            placed=newest_decision(self.attempts, numbers, begin.leg),
             override_guard=begin.override_guard,
             settings=dict(begin.settings),
             model=self._model(begins),
@@ -272,6 +287,13 @@ class RunReader:
             no_room="" if result else why_no_room(Path(self.store.url), rows[-1].bytes_up if rows else 0),
         )
 
+    def has_stopped(self) -> bool:
+        """Whether the run has stopped since its last start or resume: by a stop commit, or by a result record."""
+        leg = self.log.begins()[-1]
+        newest = self.log.newest(leg)
+        stopped = newest is not None and newest.commit.leg == leg.leg and newest.commit.stop != "none"
+        return stopped or self.log.result(leg.leg) is not None
+
     def _unreadable(self) -> list[str]:
         """The objects that this reader has ignored so far, with the reasons."""
         found = self.log.passed_over() | self.attempts.unreadable
@@ -282,7 +304,13 @@ class RunReader:
         numbers = self.attempts.all_numbers()
         beats = self._newest_heartbeats(numbers)
         newest = self.log.newest(begin)
-        return self._costs.of_leg(numbers, beats, begin, newest.commit if newest else None, now)
+        costs, at = self._costs.of_leg(numbers, beats, begin, newest.commit if newest else None, now)
+        return leg_cost(list(costs.values()), begin.at, at)
+
+    def spent_over_time(self) -> Spent:
+        """The machine cost of the run by a time, from the costs of its legs."""
+        begins = self.log.begins()
+        return Spent({begin.leg: begin.at for begin in begins}, {begin.leg: self.spent(begin) for begin in begins})
 
     def replicas(self) -> list[ReplicaRow]:
         """One row of facts for the newest attempt of every replica."""

@@ -262,10 +262,11 @@ def _headline(status: RunStatus, still: Sequence[str] = ()) -> RenderableType:
 
 
 def _of_leg(status: RunStatus) -> list[str]:
-    """Peculiarities since the last start or resume, one line each: overridden guard, settings, model after a halt."""
+    """Peculiarities since the last start or resume, one line each: guard, settings, places, model after a halt."""
     changed = ", ".join(f"{name}={value}" for name, value in status.settings.items())
     lines = [f"leg {status.leg}: the guard began anew: {status.override_guard}"] if status.override_guard else []
     lines += [f"leg {status.leg} has other settings: {changed}"] if changed else []
+    lines += status.place_words()
     return lines + ([f"model: {status.model.words()}"] if status.model.after_verdict else [])
 
 

@@ -13,6 +13,7 @@ from diloco_orchestrator.code_archive.requirements import read_requirements
 from diloco_orchestrator.config import RunConfig, RunSettings, make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.executors.contract import LaunchRequest, ServerlessExecutor, give_store, part_of, price_of
+from diloco_orchestrator.executors.places import Places
 from diloco_orchestrator.executors.prices import Price
 from diloco_orchestrator.executors.registry import executor_of, spec_of
 from diloco_orchestrator.guard.registry import rule_of
@@ -21,10 +22,13 @@ from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.record_format import StampFields
 from diloco_orchestrator.protocol.records import Run
+from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.protocol.version import VERSION
 from diloco_orchestrator.run_log.run_store import RunKey, new_key
 from diloco_orchestrator.store.open_store import absolute_url
 from diloco_orchestrator.supervision.launch_request import LaunchRequests, archive_for, extras_for
+from diloco_orchestrator.supervision.place_book import first_launches
+from diloco_orchestrator.supervision.placing import Open
 from diloco_orchestrator.supervision.trackers import library_of
 
 if TYPE_CHECKING:
@@ -47,7 +51,8 @@ class PreparedLaunch:
     key: RunKey | None  # private, of a signed run; nothing holds a new one yet
     launching: LaunchRequests  # makes the request of any attempt
     requests: Sequence[LaunchRequest]  # of attempt 1 of every replica
-    prices: Sequence[Price | None]  # of each replica's machine; None where the price is not known
+    prices: Sequence[Price | None]  # of each machine that is paid for; None where the price is not known
+    opened: Sequence[Open] = ()  # where each replica is launched, of an executor that has several places
 
     @property
     def config(self) -> RunConfig:
@@ -135,9 +140,14 @@ def prepare_launch(
     launched = Launched(sha256_hex(run.to_bytes()))
     launching = LaunchRequests(run, launched, url, storage_options, secrets, dry, run_key=key)
     launching.check(executor)
-    requests = [launching.request(i, 1, executor.shares_machine) for i in range(config.replicas)]
-    prices = [price_of(executor, request) for request in requests]
-    prepared = PreparedLaunch(run, url, executor, archive, key, launching, requests, prices)
+    opened = first_launches(executor, config) if isinstance(executor, Places) else []
+    places = {each.replica_id: each.place for each in opened} or dict.fromkeys(range(config.replicas), "")
+    requests = [
+        replace(launching.request(i, 1, executor.shares_machine), place=place) for i, place in sorted(places.items())
+    ]
+    paid = [each for each in requests if not isinstance(executor, Places) or not executor.offers(each.place)]
+    prices = [price_of(executor, request) for request in paid]
+    prepared = PreparedLaunch(run, url, executor, archive, key, launching, requests, prices, opened)
     if pin == "require" and archive is not None and not executor.shares_machine:
         check_pinned(archive, prepared.images())
     return prepared
@@ -164,6 +174,7 @@ class LaunchPlan:
     packages: str = ""  # which packages replicas check by hash; empty where nothing is installed
     images: tuple[str, ...] = ()  # container images named by tag, which another image may have tomorrow
     refusal: str = ""  # why `launch` would refuse for want of credentials in replicas; empty: it would not
+    places: tuple[str, ...] = ()  # which replicas would be launched where, and why, where there are several places
 
     def to_json(self) -> dict[str, Any]:
         limit = {"rounds_within_cost": self.rounds_within_cost}
@@ -206,10 +217,21 @@ class LaunchPlan:
     def _scaling(self) -> list[str]:
         if self.most_replicas == self.replicas:
             return []
-        price = "" if self.hourly_usd is None else f", ${self.hourly_usd / self.replicas:.2f} an hour for each"
+        known = self.hourly_usd is not None and not self.places
+        price = f", ${(self.hourly_usd or 0.0) / self.replicas:.2f} an hour for each" if known else ""
         return [
             f"scaling:   up to {self.most_replicas} replicas by `diloco scale`{price}",
             f"data:      dealt over {self.most_replicas}: while {self.replicas} train, nobody reads the others' parts",
+        ]
+
+    def _requests_at_hugging_face(self) -> list[str]:
+        """A line with the requests in five minutes, which Hugging Face limits; empty for another store."""
+        if not self.url.startswith("hf://"):
+            return []
+        window = sum(self.round.requests.values()) * 300 / self.round_s
+        return [
+            f"quota:     about {window:.0f} requests in five minutes; the Hub allows 1,000 (free), 2,500 (PRO), 3,000 "
+            "(Team) or 6,000 (Enterprise), and states no other limit for its buckets"
         ]
 
     def lines(self) -> list[str]:
@@ -225,11 +247,13 @@ class LaunchPlan:
         return [
             f"launch:    {self.replicas} replicas by {self.executor}, run folder {self.url}",
             *self._scaling(),
+            *(f"places:    {words}" for words in self.places),
             f"code:      {self.code or 'nothing travels: replicas share this machine'}",
             *([f"packages:  {self.packages}"] if self.packages else []),
             *([f"images:    {images_words(self.images)}"] if self.images else []),
             f"machines:  {price}",
             f"requests:  {counts} a round of {self.round_s:g} s, {fees}",
+            *self._requests_at_hugging_face(),
             f"traffic:   {_traffic(each, rounds_an_hour)}",
             *([f"one round: {_dollars(self.round_usd)}, the run's {self.rounds}: {_dollars(self.run_usd)}"]),
             f"limits:    {' or '.join(limits) if limits else 'none (--max-hours, --max-cost-usd)'}",
@@ -308,7 +332,8 @@ def plan_launch(
         most_replicas=config.most_replicas,
         code="" if archive is None else archive.words(),
         requests=_sent(prepared.executor, prepared.requests),
-        hourly_usd=sum(price.hourly_usd for price in known) if len(known) == config.replicas else None,
+        hourly_usd=sum(price.hourly_usd for price in known) if len(known) == len(prepared.prices) else None,
+        places=_places(prepared.opened),
         price_sources=tuple(sorted({price.source for price in known})),
         egress_usd_per_gb=egress_usd_per_gb(prepared.executor.name, prepared.url, prepared.launching.endpoint()),
         rounds=config.rounds,
@@ -322,6 +347,12 @@ def plan_launch(
     )
 
 
+def _places(opened: Sequence[Open]) -> tuple[str, ...]:
+    """A line for the replicas that would be launched at the same place for the same reason."""
+    found = grouped((each.replica_id, (each.place, each.why)) for each in opened)
+    return tuple(f"{replicas(ids)} at {place}: {why}" for ids, (place, why) in found)
+
+
 def _refusal(prepared: PreparedLaunch) -> str:
     try:
         prepared.launching.check_routes(prepared.executor, prepared.requests)
@@ -332,6 +363,6 @@ def _refusal(prepared: PreparedLaunch) -> str:
 
 def _sent(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> dict[str, Mapping[str, Any]]:
     """The provider's requests for replica 0 and for the first replica of each further executor of a mixed fleet."""
-    firsts = {id(part_of(executor, request.replica_id)): request for request in reversed(requests)}
+    firsts = {id(part_of(executor, request)): request for request in reversed(requests)}
     chosen = sorted(firsts.values(), key=lambda request: request.replica_id)
-    return {f"replica {r.replica_id} ({part_of(executor, r.replica_id).name})": executor.plan(r) for r in chosen}
+    return {f"replica {r.replica_id} ({part_of(executor, r).name})": executor.plan(r) for r in chosen}

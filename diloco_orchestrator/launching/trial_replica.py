@@ -56,7 +56,8 @@ def examine_over_there(
     replica would fail with.
     """
     token = random_token()
-    launching, who = part_of(executor, 0), f"{part_of(executor, 0).name} over there"
+    launching = part_of(executor, LaunchRequest(f"doctor-{token}", 0, 1, []))
+    who = f"{launching.name} over there"
     key = f"{keys.DOCTOR}{token}/code.zip"
     give_store(executor, url, storage_options)
     try:

@@ -11,10 +11,11 @@ from typing import Self
 
 import torch
 
+from diloco_orchestrator.allreduce.owners import ALONE, Owners, merged
 from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.allreduce.spool import check_fits, held
 from diloco_orchestrator.allreduce.threads import RANGE, in_threads, workers
-from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors, aligned
+from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors, aligned, empty
 from diloco_orchestrator.clock import Background, NoBackground, in_parallel
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.protocol.digests import BulkDigest, BulkHasher, bulk_digest
@@ -104,13 +105,25 @@ def _same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 class _ByName(Mapping[str, torch.Tensor]):
-    """The tensors of several vectors, in name order. `vectors`: tensor name -> the vector that holds it."""
+    """The tensors of a base, in name order; `kind`: "parameters" or "momenta".
 
-    def __init__(self, vectors: Mapping[str, NamedVector]) -> None:
+    `vectors`: tensor name -> the vector that holds it.
+    """
+
+    def __init__(self, base: "Base", kind: str, vectors: Mapping[str, NamedVector]) -> None:
+        self._base = base
+        self._kind = kind
         self._vectors = vectors
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._vectors[name][name]
+        shape, owners = self._vectors[name].shapes[name], self._base.owners
+        if owners.ranks == 1:
+            return self._vectors[name][name]
+        whole = empty(shape.numel())
+        for parts in owners.each(_own_parts, self._base, self._kind, name):
+            for start, values in parts:
+                whole[start : start + len(values)] = values
+        return whole.view(shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._vectors))
@@ -149,7 +162,8 @@ class Base:
     """The global model between two rounds: float32 on the CPU. Only an outer step changes it.
 
     Each fragment is a flat vector of its parameters in the given order, cut into shards, with a momentum shard beside
-    each.
+    each. In a replica of several ranks each has a `Base` of the same layout with the shards that it owns; those of
+    other ranks are tensors on torch's meta device, of their length and without memory.
 
     Args:
         parameters: their values, any float dtype; they are copied.
@@ -157,6 +171,8 @@ class Base:
         fragments: the parameter names of each; by default one fragment holds all, in name order.
         shard_numel: elements of a shard; the last one of a fragment may be shorter.
     """
+
+    owners: Owners
 
     def __init__(
         self,
@@ -174,13 +190,28 @@ class Base:
         shapes: Mapping[str, torch.Size],
         fragments: Sequence[Sequence[str]] = (),
         shard_numel: int = SHARD_NUMEL,
+        owners: Owners = ALONE,
+        *,
+        momenta: bool = False,
     ) -> Self:
-        """A base to be filled: parameters of these shapes, all zero, without momenta."""
+        """A base to be filled: parameters of these shapes, all zero, and with `momenta` zero momenta.
+
+        `owners`: the processes that hold its shards; this one holds its own.
+        """
         base = cls.__new__(cls)
-        base._hold(shapes, fragments, shard_numel)
+        base._hold(shapes, fragments, shard_numel, owners)
+        if momenta:
+            base._add_momenta()
         return base
 
-    def _hold(self, shapes: Mapping[str, torch.Size], fragments: Sequence[Sequence[str]], shard_numel: int) -> None:
+    def _hold(
+        self,
+        shapes: Mapping[str, torch.Size],
+        fragments: Sequence[Sequence[str]],
+        shard_numel: int,
+        owners: Owners = ALONE,
+    ) -> None:
+        self.owners = owners
         self.layout = BaseLayout.of(shapes, fragments, shard_numel)
         self.fragments, self.shard_numel = self.layout.fragments, shard_numel
         self._parameters = self._vectors(shapes, "the base's parameters")
@@ -200,6 +231,17 @@ class Base:
                 theirs = FlatTensors([tensor.contiguous()])
                 for ours, values in aligned(tensor.numel(), vectors[name].at(name), (theirs, 0), longest=SHARD_NUMEL):
                     ours.copy_(values)
+
+    def write(self, name: str, start: int, values: torch.Tensor) -> None:
+        """Set elements [start, start + n) of a parameter to `values`, (n,) in any float dtype, as far as they are here.
+
+        Elements in shards of other ranks are skipped.
+        """
+        vector, first = self.parameter_at(name)
+        beside = (vector, first + start), (FlatTensors([values]), 0)
+        for ours, theirs in aligned(values.numel(), *beside, longest=SHARD_NUMEL):
+            if not ours.is_meta:
+                ours.copy_(theirs)
 
     def _add_momenta(self) -> None:
         self._momenta = self._vectors(self.shapes(list(self._parameters)), "the base's momenta")
@@ -234,7 +276,10 @@ class Base:
         for fragment, names in enumerate(self.fragments):
             numels = [stop - start for start, stop in self.layout.shards(fragment)]
             check_fits(4 * max(numels, default=0), what)
-            shards = [held(numel, what) for numel in numels]
+            shards = [
+                held(numel, what) if self.owners.owns(fragment, index) else torch.empty(numel, device="meta")
+                for index, numel in enumerate(numels)
+            ]
             found |= dict.fromkeys(names, NamedVector({name: shapes[name] for name in names}, shards))
         return found
 
@@ -242,13 +287,16 @@ class Base:
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Every trainable parameter by name, in name order: float32 on the CPU, not to be written to."""
-        return _ByName(self._parameters)
+        """Every trainable parameter by name, in name order: float32 on the CPU, not to be written to.
+
+        With several ranks for rank 0 only: each tensor is put together from all ranks when it is read.
+        """
+        return _ByName(self, "parameters", self._parameters)
 
     @property
     def momenta(self) -> Mapping[str, torch.Tensor]:
-        """The outer momentum of every parameter, by name, not to be written to; empty if the optimizer has none."""
-        return _ByName(self._momenta)
+        """The outer momentum of every parameter, by name, read as `parameters`; empty if the optimizer has none."""
+        return _ByName(self, "momenta", self._momenta)
 
     def shapes(self, names: Sequence[str]) -> dict[str, torch.Size]:
         """The shapes of these parameters, in the order of `names`."""
@@ -300,8 +348,12 @@ class Base:
 
     # -- as shards -----------------------------------------------------------------------------------------------
 
+    def own_shards(self, fragment: int) -> list[tuple[int, BaseShard]]:
+        """The shards of a fragment that are in this process, in order, each with its index."""
+        return [pair for pair in enumerate(self.shards(fragment)) if self.owners.owns(fragment, pair[0])]
+
     def shards(self, fragment: int) -> list[BaseShard]:
-        """The shards of a fragment, in order."""
+        """The shards of a fragment, in order. Those of other ranks hold no numbers."""
         names = self.fragments[fragment]
         if not names:
             return []
@@ -310,6 +362,34 @@ class Base:
         return [BaseShard(*pair) for pair in zip(parameters, momenta, strict=True)]
 
     def digest(self, background: Background | None = None) -> BulkDigest:
-        """The digest of the base: of its layout and of all its shards. `background`: hashes several shards at once."""
-        calls = [shard.digest for index in range(len(self.fragments)) for shard in self.shards(index)]
-        return self.layout.digest(in_parallel(background or NoBackground(), calls, workers()))
+        """The digest of the base: of its layout and of all its shards, each hashed by the rank that owns it.
+
+        `background`: hashes several shards at once.
+        """
+        found = merged(self.owners.each(_own_digests, self, background or NoBackground()))
+        return self.layout.digest([found[place] for place in sorted(found)])
+
+
+def _own_digests(base: Base, background: Background) -> dict[tuple[int, int], BulkDigest]:
+    """The digest of each shard of a base in this process, by (fragment, index)."""
+    own = {
+        (fragment, index): shard
+        for fragment in range(len(base.fragments))
+        for index, shard in base.own_shards(fragment)
+    }
+    return dict(zip(own, in_parallel(background, [each.digest for each in own.values()], workers()), strict=True))
+
+
+def _own_parts(base: Base, kind: str, name: str) -> list[tuple[int, torch.Tensor]]:
+    """The parts of a parameter or momentum in this process's shards, each with the index of its first element.
+
+    `kind`: "parameters" or "momenta".
+    """
+    place = base.parameter_at(name) if kind == "parameters" else base.momentum_at(name)
+    assert place is not None, "a momentum is read of a base that has some"
+    found, start = [], 0
+    for (part,) in aligned(base.layout.shapes[name].numel(), place, longest=SHARD_NUMEL):
+        if not part.is_meta:
+            found.append((start, part))
+        start += len(part)
+    return found

@@ -65,29 +65,31 @@ def average_and_step(
 ) -> Mapping[str, torch.Tensor]:
     """Average the contributions to a fragment and step `base` by the average in place, shard by shard.
 
-    Only a block of the average exists at a time, except with `adapters` (averaged exactly, all in this fragment), where
-    the average and all contributions are in memory. Returns the averaged pseudo-gradient by parameter name if
-    `keep_average`, else nothing. Raises `PayloadCorrupt` for a contribution to another fragment, with the base
-    unchanged, and the errors of `read`, with the first shards stepped.
+    This steps the shards of this process; of a base in several ranks every rank calls it. Only a block of the average
+    exists at a time, except with `adapters` (averaged exactly, all in this fragment), where the average and all
+    contributions are in memory. Returns the averaged pseudo-gradient by parameter name if `keep_average`, for which the
+    base must be whole in this process, else nothing. Raises `PayloadCorrupt` for a contribution to another fragment,
+    with the base unchanged, and the errors of `read`, with the first shards stepped.
 
     Args:
         named: (manifest, weight) of the contributions that a commit averages.
         read: (manifest, shard index) -> verified bytes.
         aggregate: one of `allreduce.aggregate.AGGREGATES`; with `adapters` the mean.
-        averages: the average of each shard, float32, if they are made already; None: they are made here.
+        averages: the average of each shard, float32, if they are made already; None: they are made here. Those of other
+            ranks' shards are not read.
         left_out: list to which contributions that the aggregate leaves out are appended.
     """
     if adapters:
         return _with_adapters(base, fragment, named, read, outer, adapters)
-    shards = base.shards(fragment)
+    shards = base.own_shards(fragment)
     kept = list(averages or ())
-    for shard, made in zip(shards, kept, strict=averages is not None):
-        step_in_threads(shard, functools.partial(_blocks_of, made), outer)
+    for index, shard in shards if averages is not None else ():
+        step_in_threads(shard, functools.partial(_blocks_of, kept[index]), outer)
     if averages is None:
         parts = [part_of(manifest, weight, read) for manifest, weight in named]
-        average = aggregate_of(aggregate, parts, [len(shard.parameters) for shard in shards])
-        kept = [held(len(shard.parameters), "the average") for shard in shards] if keep_average else []
-        for index, shard in enumerate(shards):
+        average = aggregate_of(aggregate, parts, [len(shard.parameters) for shard in base.shards(fragment)])
+        kept = [held(len(shard.parameters), "the average") for _, shard in shards] if keep_average else []
+        for index, shard in shards:
             step_in_threads(shard, average.shard(index), outer, kept[index] if keep_average else None)
         if left_out is not None:
             left_out += average.left_out
@@ -155,7 +157,7 @@ def part_of(manifest: Contribution, weight: float, read: ReadShard) -> Part:
     """A contribution as a `Part`, the input of an average. Raises `PayloadCorrupt` if it has no payload."""
     if manifest.payload is None:
         raise PayloadCorrupt(f"replica {manifest.replica_id} is averaged in round {manifest.round} without a payload.")
-    return Part(manifest.replica_id, weight, manifest.payload, lambda index: read(manifest, index))
+    return Part(manifest.replica_id, weight, manifest.payload, functools.partial(read, manifest))
 
 
 class Nesterov(torch.optim.Optimizer):

@@ -16,11 +16,13 @@ class Intent(Record):
     """attempts/<attempt>/intent.json: announces an attempt's launch; only the coordinator that created it launches."""
 
     record: ClassVar[str] = "intent"
+    later_fields: ClassVar[frozenset[str]] = frozenset({"placed"})
     replica_id: int = Field(ge=0)
     attempt: int = Field(ge=1)
     leg: int = Field(ge=1)
-    executor: str
+    executor: str  # its name; of an executor that has several places, the name of the attempt's place
     why: str
+    placed: str | None = None  # why at that place; None: it was the only one
     claim_token: str = Field(default="", pattern="^([0-9a-f]{16})?$")  # in the key of its claim; see `keys.claim`
 
 

@@ -14,7 +14,7 @@ from diloco_orchestrator.protocol.signatures import to_text
 
 # -- names ------------------------------------------------------------------------------------------------------------
 
-# Not named: run.json, which is found by who has no key yet; code, whose key is its digest; the files of snapshots, whose
+# Not named: run.json, which is found without a key; code, whose key is its digest; the files of snapshots, whose
 # folders other libraries read, and whose digests are in a record that is named; machines that join, and trial objects.
 _NAMED = (keys.LEGS, keys.STARTS, keys.REPLICAS, keys.ROUNDS, keys.LOG)
 _NAMED_ALONE = {keys.START, keys.KL_RECORD, keys.KL_REFERENCE, keys.RETENTION}

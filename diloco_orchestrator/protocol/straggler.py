@@ -4,7 +4,8 @@ Pure functions of published train times. `protocol.rounds` decides when a round 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import median
 
 from diloco_orchestrator.protocol.records import Answer, Contribution
@@ -53,6 +54,7 @@ class _Reported:
     seen_s: float | None  # from the round's opening until the manifest was there; None: read from a commit
 
 
+@dataclass(frozen=True)
 class RoundTimes:
     """Train times of the last rounds, late ones included, without outliers that would delay a round.
 
@@ -61,83 +63,87 @@ class RoundTimes:
     median, or the median of the others' medians if that is more. If only one other replica reports times, they are not
     used.
 
+    What follows from the times is computed once: a replica that waits asks for it at every poll.
+
     Args:
         round_steps: inner steps of a whole round.
         own: id of this replica, whose own times are used as they are.
         equal_time: whether replicas take as many steps as fit a round. Then a time counts for deadlines as it was
             reported; otherwise that of a partial contribution is scaled to a whole round.
+        reported: the times, by round and replica.
     """
 
-    def __init__(self, round_steps: int, own: int, *, equal_time: bool = False) -> None:
-        self._round_steps = round_steps
-        self._own = own
-        self._equal_time = equal_time
-        self._times: dict[tuple[int, int], _Reported] = {}  # by round and replica
+    round_steps: int
+    own: int
+    equal_time: bool = False
+    reported: Mapping[tuple[int, int], _Reported] = field(default_factory=dict)
 
-    def record(self, manifests: Iterable[Contribution], seen_s: float | None = None) -> None:
-        """Add the train times of `manifests`, once each.
+    def with_manifests(self, manifests: Iterable[Contribution], seen_s: float | None = None) -> "RoundTimes":
+        """These times and the train times of `manifests` that are not among them yet.
 
         `seen_s`: seconds since this replica saw their round open, up to which a reported time is believed; None: it
         has not seen that.
         """
-        for manifest in manifests:
-            self._add(manifest.round, manifest, seen_s)
-        self._forget_old()
+        return self._with([(manifest.round, manifest) for manifest in manifests], seen_s)
 
-    def record_answers(self, round_: int, answers: Iterable[Answer]) -> None:
-        """Add the train times in a commit's list of responses, which has no late contributions."""
-        for answer in answers:
-            if answer.train_s:  # 0: its manifest could not be read
-                self._add(round_, answer, None)
-        self._forget_old()
+    def with_answers(self, round_: int, answers: Iterable[Answer]) -> "RoundTimes":
+        """These times and those in a commit's list of responses, which has no late contributions."""
+        readable = [answer for answer in answers if answer.train_s]  # 0: its manifest could not be read
+        return self._with([(round_, answer) for answer in readable], None)
 
-    def _add(self, round_: int, source: Contribution | Answer, seen_s: float | None) -> None:
-        steps = sum(origin.steps for origin in source.origins if origin.round == round_)
-        if source.kind == "delta" and steps:
-            # A partial contribution took the time of a part of a round.
-            whole_s = source.train_s * max(1.0, self._round_steps / steps)
-            counted_s = source.train_s if self._equal_time else whole_s
-            self._times.setdefault((round_, source.replica_id), _Reported(counted_s, whole_s, seen_s))
+    def _with(self, sources: Iterable[tuple[int, Contribution | Answer]], seen_s: float | None) -> "RoundTimes":
+        """These times and those that manifests or answers report, given as (round, source), as far as they are new."""
+        new: dict[tuple[int, int], _Reported] = {}
+        for round_, source in sources:
+            steps = sum(origin.steps for origin in source.origins if origin.round == round_)
+            if source.kind == "delta" and steps and (round_, source.replica_id) not in self.reported:
+                # A partial contribution took the time of a part of a round.
+                whole_s = source.train_s * max(1.0, self.round_steps / steps)
+                counted_s = source.train_s if self.equal_time else whole_s
+                new.setdefault((round_, source.replica_id), _Reported(counted_s, whole_s, seen_s))
+        if not new:
+            return self
+        times = {**self.reported, **new}
+        newest = max(round_ for round_, _ in times)
+        return replace(self, reported={at: time for at, time in times.items() if at[0] > newest - _ROUNDS})
 
-    def _forget_old(self) -> None:
-        newest = max((round_ for round_, _ in self._times), default=0)
-        self._times = {at: time for at, time in self._times.items() if at[0] > newest - _ROUNDS}
+    @cached_property
+    def _by_replica(self) -> Mapping[int, list[_Reported]]:
+        found: dict[int, list[_Reported]] = {}
+        for (_, replica_id), reported in self.reported.items():
+            found.setdefault(replica_id, []).append(reported)
+        return found
 
-    def _by_replica(self) -> dict[int, list[float]]:
-        times: dict[int, list[float]] = {}
-        for (_, replica_id), reported in self._times.items():
-            times.setdefault(replica_id, []).append(reported.train_s)
-        return times
-
+    @cached_property
     def fastest_s(self) -> float | None:
         """Seconds that a whole round takes on the fastest replica, by the median of its reports; None before any.
 
         A replica counts as at most eight times as fast as is usual for the others, so that a false report shortens no
         round further.
         """
-        times: dict[int, list[float]] = {}
-        for (_, replica_id), reported in self._times.items():
-            times.setdefault(replica_id, []).append(reported.whole_s)
-        typical = {replica_id: median(each) for replica_id, each in times.items()}
-        return min((max(typical[i], _usual(typical, i, self._own) / _MOST_TIMES) for i in typical), default=None)
+        typical = {replica_id: median(each.whole_s for each in its) for replica_id, its in self._by_replica.items()}
+        return min((max(typical[i], _usual(typical, i, self.own) / _MOST_TIMES) for i in typical), default=None)
 
-    def typical_s(self) -> dict[int, float]:
+    @cached_property
+    def typical_s(self) -> Mapping[int, float]:
         """The median of each replica's train times, by replica id, as they count for deadlines."""
-        return {replica_id: median(each) for replica_id, each in self._by_replica().items()}
+        return {replica_id: median(each.train_s for each in its) for replica_id, its in self._by_replica.items()}
 
+    @cached_property
     def spread_s(self) -> float:
         """Median difference in seconds of a replica's train times from their median; 0 before the first."""
-        found = [median(abs(time - median(each)) for time in each) for each in self._by_replica().values()]
+        typical, by_replica = self.typical_s, self._by_replica
+        found = [median(abs(each.train_s - typical[i]) for each in its) for i, its in by_replica.items()]
         return median(found) if found else 0.0
 
+    @cached_property
     def deadline(self) -> StragglerDeadline | None:
-        """The straggler deadline that follows from the recorded train times; None while none of these is used."""
-        typical = self.typical_s()
-        most = {i: _MOST_TIMES * _usual(typical, i, self._own) for i in typical}
+        """The straggler deadline that follows from the reported train times; None while none of these is used."""
+        most = {i: _MOST_TIMES * _usual(self.typical_s, i, self.own) for i in self.typical_s}
         believed = [
-            reported.train_s if at[1] == self._own else min(reported.train_s, max(most[at[1]], reported.seen_s or 0.0))
-            for at, reported in sorted(self._times.items(), key=lambda each: each[0])
-            if at[1] == self._own or most[at[1]] or reported.seen_s is not None
+            reported.train_s if at[1] == self.own else min(reported.train_s, max(most[at[1]], reported.seen_s or 0.0))
+            for at, reported in sorted(self.reported.items(), key=lambda each: each[0])
+            if at[1] == self.own or most[at[1]] or reported.seen_s is not None
         ]
         return StragglerDeadline.of(believed)
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from diloco_orchestrator.allreduce.aggregate import aggregate_of
+from diloco_orchestrator.allreduce.owners import ALONE, Owners, merged
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.config import RunConfig
@@ -29,7 +30,7 @@ from diloco_orchestrator.outer.base import Base, BaseLayout, BaseShard
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import leg_of_base
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import Begin, Contribution, Start
+from diloco_orchestrator.protocol.records import AdapterPair, Begin, Contribution, Start
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.entries import CommitEntry
@@ -77,24 +78,27 @@ def rebuild(
     until: int | None = None,
     below: int | None = None,
     first: FirstBase | None = None,
+    owners: Owners = ALONE,
 ) -> Tip:
     """The newest base of a leg (start or resume to stop), or that after round `until`, rebuilt; and its log position.
 
     Starts from the newest confirmed snapshot (before round `below`, if given), or from an older one if that is damaged
-    or later payloads cannot be read. `first`: the first base, if in memory. Raises `RecordInvalid` if no usable
-    snapshot is left, `PayloadGone` for a deleted payload, `PayloadCorrupt` for a damaged one.
+    or later payloads cannot be read. `first`: the first base, if in memory. `owners`: the ranks that hold the base;
+    each reads and steps its own shards. Raises `RecordInvalid` if no usable snapshot is left, `PayloadGone` for a
+    deleted payload, `PayloadCorrupt` for a damaged one.
     """
 
     def rebuilt(way: _Way) -> Tip:
         start, reader = _start(run_log), ContributionReader(run_log.store)
         in_memory = first is not None and not way.round and first.digest == start.base_digest
-        base = first.base if first is not None and in_memory else _stored(run_log, way).base(start)
+        base = first.base if first is not None and in_memory else stored_base(_stored(run_log, way), start, owners)
         position, last = _position_at(run_log, way)
         tip = Tip(base, way.round, way.round, position, last)
         for entry in _commits(run_log, way):
             if entry.commit.applied:
                 named, config = _named(run_log, entry, reader), run_log.configs.of(entry.commit.leg)
-                take_step(run_log, base, entry.commit.fragment, named, config, reader)
+                what = start.adapters, base, entry.commit.fragment, named, config, reader
+                owners.each(_step_from_bucket, *what)
                 log.info("rebuilt round %d", entry.commit.round)
                 tip = replace(tip, base_round=entry.commit.round)
             tip = replace(tip, position=entry.position, last=entry)
@@ -107,36 +111,68 @@ def rebuild(
 
 
 @dataclass(frozen=True)
+class Rebuilt:
+    """The shards of a rebuilt base that one process owns: their digests, and those that differ from a base in memory.
+
+    Both are by (fragment, index).
+    """
+
+    stored: Mapping[tuple[int, int], str]  # digests as the snapshot has them
+    stepped: Mapping[tuple[int, int], str]  # digests after the commits that follow
+    differing: Mapping[tuple[int, int], BaseShard]
+
+    def digests(self) -> list[Mapping[tuple[int, int], str]]:
+        """`stored` and `stepped`."""
+        return [self.stored, self.stepped]
+
+    def correct(self, base: Base) -> None:
+        """Overwrite the shards of `base`, as it was compared, that are in this process and differ."""
+        for (fragment, index), shard in self.differing.items():
+            base.shards(fragment)[index].copy_(shard)
+
+
+@dataclass(frozen=True)
 class Comparison:
     """The difference between a rebuilt base and one in memory: the rebuilt digest, and the shards that differ."""
 
     digest: str  # of the rebuilt base
     snapshot_round: int  # the snapshot that it was rebuilt from
-    differing: Mapping[tuple[int, int], BaseShard]  # rebuilt shards by (fragment, index)
+    shards: Rebuilt  # in every rank its own
+    owners: Owners = ALONE
+
+    @property
+    def differing(self) -> list[tuple[int, int]]:
+        """The shards of this process that differ, as (fragment, index)."""
+        return sorted(self.shards.differing)
 
     def correct(self, base: Base) -> None:
         """Overwrite the differing shards of `base`, the one that was compared, with the rebuilt ones."""
-        for (fragment, index), shard in self.differing.items():
-            base.shards(fragment)[index].copy_(shard)
+        self.owners.each(Rebuilt.correct, self.shards, base)
 
 
 def rebuild_beside(
-    run_log: RunLog, begin: Begin, until: int | None = None, below: int | None = None, base: Base | None = None
+    run_log: RunLog,
+    begin: Begin,
+    until: int | None = None,
+    below: int | None = None,
+    base: Base | None = None,
+    owners: Owners = ALONE,
 ) -> Comparison:
     """Rebuild the newest base of a leg, or that after round `until`, shard by shard, and compare it with `base`.
 
     A leg is a run's stretch from start or resume to stop; if `base` is None only the digest is computed. Each shard is
-    read from the snapshot, stepped through all rounds, hashed and compared before the next one. With exactly averaged
-    adapters the whole base is rebuilt, because their steps need several shards. Raises as `rebuild` does.
+    read from the snapshot, stepped through all rounds, hashed and compared before the next one, by the rank of `owners`
+    that owns it. With exactly averaged adapters the whole base is rebuilt, because their steps need several shards.
+    Raises as `rebuild` does.
     """
     if not _start(run_log).adapters:
-        return _by_first_way(run_log, begin, until, below, partial(_compared_along, run_log, base))
+        return _by_first_way(run_log, begin, until, below, partial(_compared_along, run_log, base, owners))
     tip, differing = rebuild(run_log, begin, until, below), {}
     for fragment in range(len(tip.base.fragments)) if base is not None else ():
         for index, shard in enumerate(tip.base.shards(fragment)):
             if base is not None and not shard.equals(base.shards(fragment)[index]):
                 differing[fragment, index] = shard
-    return Comparison(tip.digest, tip.snapshot_round, differing)
+    return Comparison(tip.digest, tip.snapshot_round, Rebuilt({}, {}, differing))
 
 
 def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
@@ -176,7 +212,7 @@ def digest_of_base(run_log: RunLog, round_: int) -> str:
     return claimed_base(run_log, round_) or rebuild_files(run_log, round_)[0].digest
 
 
-def rebuild_scored(run_log: RunLog, model: int) -> Base:
+def rebuild_scored(run_log: RunLog, model: int, owners: Owners = ALONE) -> Base:
     """The base whose score the guard attributes to round `model`; the newest base must descend from it.
 
     For the last round before a resume, that is the base resumed from. Raises `RecordInvalid` if the newest base does
@@ -188,7 +224,7 @@ def rebuild_scored(run_log: RunLog, model: int) -> Base:
     begin = leg_of_base(begins, round_)
     if begin is None:
         raise RecordInvalid(f"the base of round {round_} of {run_log.store.url} is no ancestor of the newest one.")
-    return rebuild(run_log, begin, round_).base
+    return rebuild(run_log, begin, round_, owners=owners).base
 
 
 def write_rebuilt_snapshot(run_log: RunLog, round_: int, stamp: Stamp, by: int | None = None) -> str:
@@ -303,7 +339,7 @@ def _named(run_log: RunLog, entry: CommitEntry, reader: ContributionReader) -> l
     return [(read.get(a.replica_id) or reader.named(commit.round, a), a.weight) for a in commit.answers if a.averaged]
 
 
-def _compared_along(run_log: RunLog, base: Base | None, way: _Way) -> Comparison:
+def _compared_along(run_log: RunLog, base: Base | None, owners: Owners, way: _Way) -> Comparison:
     """`base` compared with the one that a path gives. Raises `RecordInvalid` for a snapshot of another base."""
     reader = ContributionReader(run_log.store)
     steps = [
@@ -312,18 +348,34 @@ def _compared_along(run_log: RunLog, base: Base | None, way: _Way) -> Comparison
         if entry.commit.applied
     ]
     shards = StoredShards(run_log.store, _stored(run_log, way), _start(run_log))
-    layout, stored, stepped, differing = shards.layout, list[str](), list[str](), dict[tuple[int, int], BaseShard]()
+    rebuilt = owners.make(_rebuilt, owners, shards, base, steps, reader)
+    stored, stepped = map(merged, zip(*owners.each(Rebuilt.digests, rebuilt), strict=True))
+    shards.check([stored[place] for place in sorted(stored)])
+    digest = shards.layout.digest([stepped[place] for place in sorted(stepped)])
+    return Comparison(digest, way.round, rebuilt, owners)
+
+
+def _rebuilt(
+    owners: Owners, shards: StoredShards, base: Base | None, steps: Sequence["_Step"], reader: ContributionReader
+) -> Rebuilt:
+    """This process's shards of a snapshot, taken through `steps` one after another, and compared with those of `base`.
+
+    Only those that differ are kept in memory.
+    """
+    layout, differing = shards.layout, dict[tuple[int, int], BaseShard]()
+    stored, stepped = dict[tuple[int, int], str](), dict[tuple[int, int], str]()
     for fragment in range(len(layout.fragments)):
         of_fragment = [step for step in steps if step.fragment == fragment]
         for index in range(len(layout.shards(fragment))):
+            if not owners.owns(fragment, index):
+                continue
             shard = shards.read(fragment, index)
-            stored.append(shard.digest())
+            stored[fragment, index] = shard.digest()
             _step_shard(shard, layout, index, of_fragment, reader)
-            stepped.append(shard.digest())
+            stepped[fragment, index] = shard.digest()
             if base is not None and not shard.equals(base.shards(fragment)[index]):
                 differing[fragment, index] = shard
-    shards.check(stored)
-    return Comparison(layout.digest(stepped), way.round, differing)
+    return Rebuilt(stored, stepped, differing)
 
 
 @dataclass(frozen=True)
@@ -364,8 +416,20 @@ def take_step(
         named: (manifest, weight) of the averaged contributions.
         config: of the round's leg.
     """
+    _step_from_bucket(_start(run_log).adapters, base, fragment, named, config, reader)
+
+
+def _step_from_bucket(
+    adapters: Sequence[AdapterPair],
+    base: Base,
+    fragment: int,
+    named: Sequence[tuple[Contribution, int]],
+    config: RunConfig,
+    reader: ContributionReader,
+) -> None:
+    """`take_step` in this process's shards of `base`. `adapters`: those that the run averages exactly."""
     with denormals_kept(), closing(PayloadCache()) as cache:
-        read, adapters = partial(_read_through, cache, reader), _start(run_log).adapters
+        read = partial(_read_through, cache, reader)
         outer_step.average_and_step(
             base, fragment, named, read, config.outer, aggregate=config.aggregate, adapters=adapters
         )
@@ -375,9 +439,23 @@ def _read_through(
     cache: PayloadCache, reader: ContributionReader, manifest: Contribution, index: int
 ) -> bytes | memoryview:
     """A payload shard's bytes, kept in `cache` after the first read: all shards together may exceed the memory."""
-    if (f"{manifest.replica_id}", f"{index - 1}") in cache:  # the shard before is averaged
+    mine = f"{manifest.replica_id}"
+    if any(name[0] == mine and name[1] != f"{index}" for name in cache.names()):  # an earlier shard is averaged
         cache.clear()
-    return cache.kept((f"{manifest.replica_id}", f"{index}"), lambda: reader.shard(manifest, index))
+    return cache.kept((mine, f"{index}"), lambda: reader.shard(manifest, index))
+
+
+def stored_base(snapshot: StoredSnapshot, start: Start, owners: Owners = ALONE) -> Base:
+    """The base in a snapshot. Raises `RecordInvalid` if its digest is not the one in `snapshot.json`.
+
+    In a replica of several ranks each reads the byte ranges of its own shards; one process reads whole files.
+    """
+    if owners.ranks == 1:
+        return snapshot.base(start)
+    shards = StoredShards(snapshot.store, snapshot, start)
+    base = owners.make(StoredShards.base, shards, owners)
+    shards.check_digest(base.digest())
+    return base
 
 
 def _start(run_log: RunLog) -> Start:

@@ -31,7 +31,7 @@ class StoredSnapshot:
     """A complete snapshot in the bucket; `record` is its `snapshot.json`."""
 
     def __init__(self, store: Store, round_: int, record: Snapshot, take: str = keys.SHARED_TAKE) -> None:
-        self._store = store
+        self.store = store
         self.round = round_
         self.take = take
         self.record = record
@@ -42,10 +42,10 @@ class StoredSnapshot:
         """A file that the record names. Raises `RecordInvalid` if its digest is not the recorded one."""
         key = keys.snapshot(self.round, name, self.take)
         named = self.record.files[name]
-        data = self._store.get(key, 0, named.size + 1)
+        data = self.store.get(key, 0, named.size + 1)
         if len(data) != named.size or bulk_digest(data) != named.digest:
             raise RecordInvalid(
-                f"{key} in {self._store.url} was changed after it was written: its digest is not the one in "
+                f"{key} in {self.store.url} was changed after it was written: its digest is not the one in "
                 f"{keys.SNAPSHOT_RECORD}. Use another snapshot."
             )
         return data
@@ -68,7 +68,7 @@ class StoredSnapshot:
             raise RecordInvalid(f"{self._where} does not hold the run's parameter {name!r}. Use another snapshot.")
         if (digest := base.digest()) != self.record.base_digest:
             raise RecordInvalid(
-                f"snapshot {self.round} in {self._store.url} holds base {digest[:12]}, its record names "
+                f"snapshot {self.round} in {self.store.url} holds base {digest[:12]}, its record names "
                 f"{self.record.base_digest[:12]}. Use another snapshot."
             )
         return base
@@ -111,7 +111,7 @@ class StoredSnapshot:
         if self._model_file is not None and self._model_file[0] == name:
             return {each: TensorSpec.of(tensor) for each, tensor in self._model_file[1].items()}
         key = keys.snapshot(self.round, name, self.take)
-        return read_header(lambda start, end: self._store.get(key, start, end), f"{key} in {self._store.url}").specs
+        return read_header(lambda start, end: self.store.get(key, start, end), f"{key} in {self.store.url}").specs
 
     def tensor(self, file: str, name: str) -> torch.Tensor:
         """One tensor of a file with the model's tensors. The file that was read last is not read again."""
@@ -122,7 +122,7 @@ class StoredSnapshot:
             return self._model_file[1]
         self._model_file = None  # before the next one is read
         key = keys.snapshot(self.round, name, self.take)
-        tensors = views(self.file(name), f"{key} in {self._store.url}")
+        tensors = views(self.file(name), f"{key} in {self.store.url}")
         if any(is_tensor_file(group, name) for group in MODEL_GROUPS):
             self._model_file = (name, tensors)
         return tensors

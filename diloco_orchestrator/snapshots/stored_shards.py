@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from diloco_orchestrator.allreduce.owners import Owners
 from diloco_orchestrator.allreduce.vectors import empty
 from diloco_orchestrator.codecs.plain import little_endian, tensor_over
 from diloco_orchestrator.errors import RecordInvalid
-from diloco_orchestrator.outer.base import BaseLayout, BaseShard
+from diloco_orchestrator.outer.base import Base, BaseLayout, BaseShard
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Start
 from diloco_orchestrator.snapshots.file_plan import Naming
@@ -79,10 +80,22 @@ class StoredShards:
             self._fill(group)
         return shard
 
+    def base(self, owners: Owners) -> Base:
+        """A base with the shards that this process owns, of `owners`. Nothing is verified. Raises as `read` does."""
+        where = self.layout.shapes, self.layout.fragments, self.layout.shard_numel, owners
+        base = Base.zeros(*where, momenta=bool(self._momenta))
+        for fragment in range(len(self.layout.fragments)):
+            for index, shard in base.own_shards(fragment):
+                shard.copy_(self.read(fragment, index))
+        return base
+
     def check(self, digests: Sequence[str]) -> None:
         """Raise `RecordInvalid` unless shards with these digests make up the base that `snapshot.json` names."""
-        digest, named = self.layout.digest(digests), self._snapshot.record.base_digest
-        if digest != named:
+        self.check_digest(self.layout.digest(digests))
+
+    def check_digest(self, digest: str) -> None:
+        """Raise `RecordInvalid` unless `snapshot.json` names a base with this digest."""
+        if digest != (named := self._snapshot.record.base_digest):
             raise RecordInvalid(
                 f"{self._where} holds base {digest[:12]}, its record names {named[:12]}. Use another snapshot."
             )

@@ -137,7 +137,7 @@ class FsspecEngine:
         try:
             return dict(self._fs.find(path.rstrip("/"), detail=True, **self._bound))
         except FileNotFoundError as error:
-            if _no_bucket(error):
+            if _server_code(error):  # a server lists a folder without objects as empty
                 raise
             return {}
 
@@ -172,10 +172,11 @@ class FsspecEngine:
             raise _Exists from error
         except FileNotFoundError as error:
             if _is_foreign(error):
-                raise StoreUnavailable(f"cannot {verb} {key or 'the folder'} in {self.url}: {FOREIGN_404}") from error
-            if _no_bucket(error):
+                raise self._translated(error, key, verb) from error
+            if _no_bucket(error) or verb not in ("read", "delete"):
                 raise StoreError(
-                    f"cannot {verb} {key or 'the folder'} in {self.url}: there is no such bucket. "
+                    f"cannot {verb} {key or 'the folder'} in {self.url}: "
+                    f"{'there is no such bucket' if _no_bucket(error) else 'not found'}. "
                     "Check the bucket's name and the endpoint."
                 ) from error
             raise ObjectMissing(f"{key} does not exist in {self.url}.") from error
@@ -186,13 +187,20 @@ class FsspecEngine:
             raise self._translated(error, key, verb) from error
 
     def _translated(self, error: Exception, key: str, verb: str) -> StoreError:
+        what = f"cannot {verb} {key or 'the folder'} in {self.url}:"
+        if _is_foreign(error):
+            return StoreUnavailable(f"{what} {FOREIGN_404}")
+        code = _server_code(error)
         text = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-        what = f"cannot {verb} {key or 'the folder'} in {self.url}: {text}."
+        # botocore's words for a reply without S3's XML are "An error occurred ()".
+        what = f"{what} {f'HTTP {code}' if code.isdecimal() else text}."
         if {kind.__name__ for kind in type(error).__mro__} & _TRANSIENT:
             return StoreUnavailable(what)
-        if (code := _server_code(error)) in BY_CODE:
+        if code in BY_CODE:
             kind, remedy = BY_CODE[code]
             return kind(f"{what} {remedy}")
+        if code == "429" or (code.isdecimal() and code >= "500"):
+            return StoreUnavailable(f"{what} The server failed, or a proxy before it.")
         if isinstance(error, OSError) and error.errno in _BY_ERRNO:
             kind, remedy = _BY_ERRNO[error.errno]
             return kind(f"{what} {remedy}")
@@ -201,26 +209,26 @@ class FsspecEngine:
         return StoreError(what)
 
 
-def _server_code(error: BaseException | None) -> str:
-    """The S3 error code in the server's reply, which s3fs keeps as the cause of its error; empty if there is none."""
-    while error is not None:
-        response = getattr(error, "response", None)
-        if isinstance(response, dict):
-            return str(response.get("Error", {}).get("Code", ""))
+def _reply(error: BaseException | None) -> BaseException | None:
+    """botocore's error that holds the server's reply, which s3fs keeps as the cause of its own; None without one."""
+    while error is not None and not isinstance(getattr(error, "response", None), dict):
         error = error.__cause__
-    return ""
+    return error
 
 
-def _is_foreign(error: BaseException | None) -> bool:
+def _server_code(error: BaseException) -> str:
+    """The S3 error code in the server's reply, or its HTTP status if it has none; empty if no server replied."""
+    response = getattr(_reply(error), "response", {})
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", "")
+    return str(response.get("Error", {}).get("Code") or status)
+
+
+def _is_foreign(error: BaseException) -> bool:
     """Whether an error is a 404 with a body but without a code of S3's. The answer to HEAD never has a body."""
-    while error is not None:
-        response = getattr(error, "response", None)
-        if isinstance(response, dict):
-            length = response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("content-length", "0")
-            is_head = str(getattr(error, "operation_name", "")).startswith("Head")
-            return _server_code(error) == "404" and length != "0" and not is_head
-        error = error.__cause__
-    return False
+    reply = _reply(error)
+    headers = getattr(reply, "response", {}).get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    is_head = str(getattr(reply, "operation_name", "")).startswith("Head")
+    return _server_code(error) == "404" and headers.get("content-length", "0") != "0" and not is_head
 
 
 class _Exists(StoreError):

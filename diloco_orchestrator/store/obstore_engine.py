@@ -69,6 +69,7 @@ _BY_TEXT: tuple[tuple[str, type[StoreError], str], ...] = (
     (r"token request.*(169\.254\.169\.254|metadata\.google).* status code: 4", StoreDenied, _NO_CREDENTIALS),
     (r"token request.*(169\.254\.169\.254|metadata\.google)", StoreUnavailable, _NO_CREDENTIALS),
     (r"performing HEAD .* 400 Bad Request", StoreDenied, NO_REASON),
+    (r"status code: 40[13]\b", StoreDenied, "Check the credentials and what they allow."),  # of a listing
     # Every write to such a bucket needs a checksum; obstore sends none, because some servers know none.
     (r"Object ?Lock", StoreError, "The bucket has a default retention: use one without, or fsspec+s3://."),
     (r"builder error", StoreError, "Check the endpoint: it must be an http:// or https:// address."),

@@ -27,6 +27,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ENGINES = ("auto", "obstore", "fsspec")
 _VIA_FSSPEC = "fsspec+"  # before a URL: the same as engine="fsspec", for callers that can pass only a URL
 _OBSTORE_CLOUDS = {"gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+_HF_BUCKETS = "hf://buckets/"
 
 _ONE_SLASH = re.compile(r"(s3a?|gc?s|az|abfss?|hf|memory|file|https?|ftp|hdfs):/(?!/)")
 _NO_FOLDERS = ("ftp", "hdfs", "http", "https", "reference", "webhdfs")  # that fsspec opens, and no run can use
@@ -48,8 +49,9 @@ def open_store(
 ) -> Store:
     """Open the store at `url`, with retries of transient faults.
 
-    A folder's path, `file://`, `s3://bucket/x`, `gs://`, `az://` go through obstore; `memory://name` is shared within
-    this process; every other URL, and any with `engine="fsspec"` or written `fsspec+s3://…`, through fsspec.
+    A folder's path, `file://`, `s3://bucket/x`, `gs://`, `az://`, `hf://buckets/…` go through obstore; `memory://name`
+    is shared within this process; every other URL, and any with `engine="fsspec"` or written `fsspec+s3://…`, through
+    fsspec.
 
     Args:
         storage_options: credentials and endpoint as s3fs spells them (key, secret, token, endpoint_url, …).
@@ -128,6 +130,10 @@ def _open_engine(url: str, options: Mapping[str, Any], engine: str, must_exist: 
         from diloco_orchestrator.store.s3 import open_s3
 
         return open_s3(url, options)
+    if url.startswith(_HF_BUCKETS):
+        from diloco_orchestrator.store.s3 import open_hf
+
+        return open_hf(url, options)
     if scheme in _OBSTORE_CLOUDS:
         from diloco_orchestrator.store.obstore_engine import open_cloud
 

@@ -1,4 +1,4 @@
-"""Opens `s3://bucket/prefix` through obstore with credentials, endpoint and region that boto3 finds.
+"""Opens `s3://bucket/prefix` through obstore with credentials, endpoint and region that boto3 finds; and `hf://buckets/`.
 
 boto3 knows profiles, SSO and roles; obstore alone would query the instance metadata address. `storage_options` have the
 names that s3fs uses.
@@ -6,16 +6,20 @@ names that s3fs uses.
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreError, unknown_name
 from diloco_orchestrator.store.base import OBJECT_LIMIT
 from diloco_orchestrator.store.obstore_engine import CLIENT_OPTIONS, NO_RETRIES, ObstoreEngine
 
+if TYPE_CHECKING:
+    from obstore.store import S3Store
+
 OPTIONS = ("key", "secret", "token", "endpoint_url", "profile", "region_name", "anon", "client_kwargs")
 _CLIENT_KWARGS = ("region_name", "endpoint_url")
 _DEFAULT_REGION = "us-east-1"  # what S3-compatible servers expect when no region is set
+_HF_GATEWAY = "https://s3.hf.co"  # speaks S3 for the storage buckets of Hugging Face
 
 
 def open_s3(url: str, options: Mapping[str, Any], single_put_limit: int = OBJECT_LIMIT) -> ObstoreEngine:
@@ -26,48 +30,67 @@ def open_s3(url: str, options: Mapping[str, Any], single_put_limit: int = OBJECT
     Raises `ConfigError` for an invalid URL or option or if boto3 is missing, `StoreDenied` if there are no credentials,
     `StoreError` if they cannot be read.
     """
-    try:
-        import boto3
-        from obstore.store import S3Store
-
-        from diloco_orchestrator.store.s3_credentials import BotocoreCredentials
-        from diloco_orchestrator.store.s3_multipart import MultipartUploads
-    except ImportError as error:
-        raise ConfigError(f"{url} needs boto3 ({error}). Install diloco-orchestrator[s3].") from None
     parts = urlsplit(url)
     if not parts.netloc:
         raise ConfigError(f"{url} names no bucket. Write s3://bucket/folder.")
-    settings = _settings(options)
-    session = _session(boto3, settings)
-    anonymous = bool(settings.get("anon", is_anonymous()))
-    credentials = None if anonymous else _credentials(session, url)
-    if not anonymous and credentials is None:
-        raise StoreDenied(
-            f"there are no S3 credentials for {url}: neither in the environment nor in a profile nor from a role. "
-            "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or pass storage_options; to read a "
-            "public bucket, AWS_SKIP_SIGNATURE=true."
-        )
+    prefix = parts.path.strip("/")
+    session, settings = _session_of(url, options)
+    credentials = _credentials(session, settings, url)
     endpoint = settings.get("endpoint_url") or _endpoint_of(session)
+    store = _obstore(parts.netloc, prefix, credentials, endpoint, session.region_name)
+
+    from diloco_orchestrator.store.s3_multipart import MultipartUploads
+
+    def client() -> Any:  # over a session of its own: `BotocoreCredentials` says why
+        return _client(_session_of(url, options)[0], endpoint, _anonymous(settings))
+
+    uploads = MultipartUploads(client, parts.netloc, prefix)
+    return ObstoreEngine(store, url.rstrip("/"), uploads, single_put_limit, endpoint=plain_endpoint(endpoint or ""))
+
+
+def open_hf(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
+    """The store below `hf://buckets/NAMESPACE/NAME/prefix`, a storage bucket of Hugging Face, through its S3 gateway.
+
+    Every object goes up in one request, because the gateway documents create-only writes for those alone; and is
+    deleted by one, because it does not say that it knows bulk deletes. `options`: those of `open_s3`; `endpoint_url`
+    names another gateway than Hugging Face's, without the namespace. Endpoint and region of the environment are those
+    of another store and are not used. Raises as `open_s3`.
+    """
+    namespace, _, rest = urlsplit(url).path.strip("/").partition("/")
+    name, _, prefix = rest.partition("/")
+    if not name:
+        raise ConfigError(f"{url} names no bucket. Write hf://buckets/NAMESPACE/NAME/folder.")
+    session, settings = _session_of(url, options)
+    endpoint = f"{(settings.get('endpoint_url') or _HF_GATEWAY).rstrip('/')}/{namespace}"
+    credentials = _credentials(session, settings, url)
+    store = _obstore(name, prefix, credentials, endpoint, _DEFAULT_REGION, disable_bulk_delete=True)
+    return ObstoreEngine(store, url.rstrip("/"), endpoint=endpoint)
+
+
+def _obstore(
+    bucket: str, prefix: str, credentials: Any, endpoint: str | None, region: str | None, **more: Any
+) -> "S3Store":
+    """obstore's store of a bucket. `more`: other settings of it.
+
+    `credentials`: botocore's; None: requests are not signed. `endpoint`: None for Amazon's own.
+    """
+    from obstore.store import S3Store
+
+    from diloco_orchestrator.store.s3_credentials import BotocoreCredentials
+
     where: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}  # obstore refuses None
-    store = S3Store(
-        parts.netloc,
-        prefix=parts.path.strip("/") or None,
+    return S3Store(
+        bucket,
+        prefix=prefix or None,
         **where,
-        region=session.region_name or _DEFAULT_REGION,
-        skip_signature=anonymous,
+        region=region or _DEFAULT_REGION,
+        skip_signature=credentials is None,
         unsigned_payload=_is_tls(endpoint),
-        credential_provider=None if anonymous else BotocoreCredentials(credentials),
+        credential_provider=None if credentials is None else BotocoreCredentials(credentials),
         client_options={**CLIENT_OPTIONS, "allow_http": not _is_tls(endpoint)},
         retry_config=NO_RETRIES,
+        **more,
     )
-
-    def client() -> Any:
-        return _client(
-            _session(boto3, settings), endpoint, anonymous
-        )  # `BotocoreCredentials` says why not the same one
-
-    uploads = MultipartUploads(client, parts.netloc, parts.path.strip("/"))
-    return ObstoreEngine(store, url.rstrip("/"), uploads, single_put_limit, endpoint=plain_endpoint(endpoint or ""))
 
 
 def address_of(options: Mapping[str, Any]) -> dict[str, str]:
@@ -123,6 +146,21 @@ def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**inner, **found}
 
 
+def _session_of(url: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """boto3's session for the options of a store, and those as one dict. Raises `ConfigError` as `open_s3` says."""
+    try:
+        import boto3
+    except ImportError as error:
+        raise ConfigError(f"{url} needs boto3 ({error}). Install diloco-orchestrator[s3].") from None
+    settings = _settings(options)
+    return _session(boto3, settings), settings
+
+
+def _anonymous(settings: Mapping[str, Any]) -> bool:
+    """Whether requests go without a signature, by option or environment."""
+    return bool(settings.get("anon", is_anonymous()))
+
+
 def _session(boto3: Any, settings: Mapping[str, Any]) -> Any:
     try:
         return boto3.Session(
@@ -137,14 +175,27 @@ def _session(boto3: Any, settings: Mapping[str, Any]) -> Any:
         raise ConfigError(f"cannot set up S3 access: {error}.") from error
 
 
-def _credentials(session: Any, url: str) -> Any:
-    """The session's credentials; None if there are none. Raises `StoreError` if they cannot be read."""
+def _credentials(session: Any, settings: Mapping[str, Any], url: str) -> Any:
+    """botocore's credentials for the store at `url`; None if requests go without a signature, by option or environment.
+
+    Raises `StoreDenied` if there are none, `StoreError` if they cannot be read.
+    """
+    if _anonymous(settings):
+        return None
     try:
-        return session.get_credentials()
+        found = session.get_credentials()
     except Exception as error:  # a file that is half written, a credential_process that fails
         raise StoreError(
             f"cannot get S3 credentials for {url}: {error}. Check the profile's files and what they name."
         ) from error
+    if found is None:
+        of_hf = "keys (HFAK…) are made from a token in the account's settings there; " if url.startswith("hf:") else ""
+        raise StoreDenied(
+            f"there are no S3 credentials for {url}: neither in the environment nor in a profile nor from a role. "
+            f"Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or pass storage_options; {of_hf}to read "
+            "a public bucket, AWS_SKIP_SIGNATURE=true."
+        )
+    return found
 
 
 def _endpoint_of(session: Any) -> str | None:

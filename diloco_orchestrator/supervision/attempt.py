@@ -372,7 +372,7 @@ def _claim_lost(state: Ended, event: ClaimLost, now: float, policy: AttemptPolic
 @on(Running, (CancelAsked, CancelSeen), to=Cancelling)
 def _cancel(state: Running, event: CancelAsked | CancelSeen, now: float, policy: AttemptPolicy) -> Step:
     blind = state.blind_since is not None
-    vacated = _outcome_of_cancel(event.why) is Outcome.VACATED
+    vacated = _outcome_of_cancel(event.why) is Outcome.VACATED and not state.pending
     call_at = now + policy.vacate_s if vacated else -math.inf
     found = Cancelling(state.since, state.beat, event.why, now, state.handle, call_at=call_at, blind=blind)
     if vacated:
@@ -547,15 +547,16 @@ class ReplicaView:
     # after one of an attempt that took part in a commit.
     fault: str = ""
     faults: int = 0
+    place: str = ""  # of the newest attempt, as its intent names it: of `Places`, or an executor's name
 
     @property
     def who(self) -> tuple[int, int]:
         """(replica id, attempt), to which events are addressed."""
         return self.replica_id, self.attempt
 
-    def next_attempt(self, number: int) -> "ReplicaView":
-        """The view after attempt `number` has become the newest one."""
-        return replace(self, attempt=number, state=Unlaunched())
+    def next_attempt(self, number: int, place: str) -> "ReplicaView":
+        """The view after attempt `number`, at `place`, has become the newest one."""
+        return replace(self, attempt=number, state=Unlaunched(), place=place)
 
 
 def follow(view: ReplicaView, event: Event, now: float, policy: AttemptPolicy) -> tuple[ReplicaView, Step]:

@@ -1,16 +1,19 @@
 """The limits on the hours and dollars of a leg (start or resume to stop): checked before a launch, then enforced."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.executors.places import Places
+from diloco_orchestrator.executors.prices import Price
 from diloco_orchestrator.inspection.costs import LegCost
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Begin
 from diloco_orchestrator.run_log.append import request_halt
+from diloco_orchestrator.supervision.placing import WORTH_S
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +39,37 @@ def check_cost_limit(config: RunConfig, hourly_usd: Sequence[float | None]) -> N
         )
 
 
+def check_places(config: RunConfig, places: Places, prices: Mapping[str, Price | None]) -> None:
+    """Raise `ConfigError` if a price is missing, or if a money limit does not pay for `replicas` at the cheapest place.
+
+    `prices`: US dollars an hour of one replica's machine by the name of each of `places`, or None.
+    """
+    for name, price in sorted(prices.items()):
+        if price is None:
+            raise ConfigError(
+                f"place {name!r}: the price of its machines is not known, so that its tokens per dollar cannot be "
+                "compared. Say it, hourly_usd=… (--hourly-usd), 0 for a machine that you have anyway."
+            )
+    name, cheapest = min(((name, each.hourly_usd) for name, each in prices.items() if each), key=lambda each: each[1])
+    rate = cheapest * config.replicas
+    if places.usd_per_hour is not None and config.max_replicas is None:
+        raise ConfigError(
+            f"usd_per_hour={places.usd_per_hour:g} needs a run whose replicas may leave and come: give "
+            f"replicas={config.replicas}, max_replicas=… (--replicas {config.replicas}..16)."
+        )
+    if places.usd_per_hour is not None and rate > places.usd_per_hour:
+        raise ConfigError(
+            f"usd_per_hour={places.usd_per_hour:g} does not pay for replicas={config.replicas}: at {name}, the "
+            f"cheapest place, they cost ${rate:.2f} an hour. Give more, or fewer replicas."
+        )
+    if config.max_cost_usd is not None and config.max_cost_usd < rate * WORTH_S / 3600:
+        raise ConfigError(
+            f"max_cost_usd={config.max_cost_usd:g} pays for less than {WORTH_S / 60:.0f} minutes of "
+            f"replicas={config.replicas} at {name}, the cheapest place: ${rate:.2f} an hour. Give more, or fewer "
+            "replicas."
+        )
+
+
 class LegBudget:
     """Enforces `max_hours` and `max_cost_usd` for one leg (start or resume to stop). Each leg has its own budget."""
 
@@ -47,6 +81,7 @@ class LegBudget:
         self._next_at: float | None = None  # None: at once
         config = reader.run.config
         self._spent_or_unlimited = config.max_hours is None and config.max_cost_usd is None
+        self.left_usd = config.max_cost_usd  # as of the last `enforce` that read costs; None: no limit
 
     def enforce(self, now: float, wall_time: float) -> None:
         """Request a halt of the run once the hours or dollars of its leg are used up. Reads costs at most every 5 s.
@@ -56,7 +91,10 @@ class LegBudget:
         if self._spent_or_unlimited or (self._next_at is not None and now < self._next_at):
             return
         self._next_at = now + _COSTS_EVERY_S
-        reason = limit_reached(self._reader.run.config, self._reader.spent(self._begin, wall_time))
+        config, used = self._reader.run.config, self._reader.spent(self._begin, wall_time)
+        if config.max_cost_usd is not None:
+            self.left_usd = config.max_cost_usd - (used.usd or 0.0)
+        reason = limit_reached(config, used)
         if reason:
             log.warning("halting the run: %s", reason)
             self._spent_or_unlimited = True

@@ -14,7 +14,15 @@ from typing import Any
 from diloco_orchestrator.clock import Background, Clock, NoBackground
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import DilocoError
-from diloco_orchestrator.executors.contract import ExecutorDenied, OffersToMachines, ServerlessExecutor, part_of
+from diloco_orchestrator.executors.contract import (
+    ExecutorDenied,
+    LaunchRequest,
+    OffersToMachines,
+    ServerlessExecutor,
+    part_of,
+)
+from diloco_orchestrator.executors.places import Places
+from diloco_orchestrator.inspection.places import place_reader
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.launched import Launched
@@ -23,11 +31,12 @@ from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.run_store import key_of_run
 from diloco_orchestrator.run_log.seen_store import SeenStore
 from diloco_orchestrator.supervision import fleet_policy
-from diloco_orchestrator.supervision.attempt_types import AttemptPolicy, Postponed
+from diloco_orchestrator.supervision.attempt_types import Alive, AttemptPolicy, Postponed
 from diloco_orchestrator.supervision.budgets import LegBudget
 from diloco_orchestrator.supervision.end_of_leg import EndOfLeg, coordinator_name
 from diloco_orchestrator.supervision.fleet import Fleet
 from diloco_orchestrator.supervision.launch_request import LaunchRequests
+from diloco_orchestrator.supervision.place_book import PlaceBook
 from diloco_orchestrator.supervision.retention import RetentionSweeper
 from diloco_orchestrator.supervision.vendor import Vendor
 
@@ -84,8 +93,9 @@ class Coordinator:
         self._config = run_log.configs.of(self.leg)
         self._policy = AttemptPolicy.of(self._config)
         self._scales = self._config.max_replicas is not None
-        ids = range(self._config.most_replicas) if self._scales else ()
-        self._offered = [each for each in ids if isinstance(part_of(means.executor, each), OffersToMachines)]
+        ids = range(self._config.most_replicas) if self._scales and not isinstance(means.executor, Places) else ()
+        parts = {each: part_of(means.executor, LaunchRequest(run_log.run.run_id, each, 1, [])) for each in ids}
+        self._offered = [each for each, part in parts.items() if isinstance(part, OffersToMachines)]
         self._requests = means.requests(run_log, run_log.launched(begin.record), self._config)
         self._vendor = Vendor(self._executor, self._requests, background or NoBackground(), clock, self._policy)
         self._fleet = Fleet(
@@ -94,6 +104,12 @@ class Coordinator:
         )
         self._end = EndOfLeg(run_log, begin, stamp)
         self._budget = LegBudget(reader, begin.record, coordinator_name(), stamp)
+        self._book: PlaceBook | None = None
+        if isinstance(means.executor, Places):
+            newest = run_log.newest(begin.record)
+            place_of = place_reader(reader.attempts)
+            self._book = PlaceBook(means.executor, self._config, place_of, newest.commit.round if newest else 0)
+        self._rows = reader.new_rows()
         self._sweeper = RetentionSweeper(run_log)
         self._stopped_at: float | None = None
         self._observed_at, self._watched_since = clock.now(), -math.inf
@@ -135,10 +151,15 @@ class Coordinator:
         asked = self.reader.log.scaled_to(self.leg)[1] if self._scales else None
         view = fleet_policy.FleetView(
             *(self._fleet.views, self._stopped_at, halt, self._watched_since),
-            wanted=asked or self._config.replicas,
+            wanted=None if self._book else asked or self._config.replicas,
             offered=self._offered if asked is None else (),
         )
-        return fleet_policy.decide(view, now, self._policy, self._config.retry, self._config.contributions_needed)
+        needed = self._config.contributions_needed
+        actions = fleet_policy.decide(view, now, self._policy, self._config.retry, needed)
+        if self._book is None or halt or self._stopped_at is not None:
+            return actions
+        self._book.read(commit for commit, _ in self._rows.with_commits())
+        return self._book.place(actions, self._fleet.views, now, asked, self._budget.left_usd)
 
     def _halt_reason(self, now: float) -> str:
         """The reason in a request to halt the run. Empty without a request, and if every replica can obey it itself.
@@ -189,11 +210,10 @@ class Coordinator:
         while self._vendor.is_launching() and self._clock.now() <= deadline:
             self._clock.sleep(_LAUNCH_POLL_S)
             self._fleet.take_launch_answers()
-        for view in self._fleet.views:
-            if isinstance(view.state, Postponed) and view.state.refusal.denied:
-                raise ExecutorDenied(
-                    f"{view.state.refusal.error} The run exists: attach to {self.reader.store.url} to go on."
-                )
+        alive = [view.state for view in self._fleet.views if isinstance(view.state, Alive)]
+        denied = [state.refusal.error for state in alive if isinstance(state, Postponed) and state.refusal.denied]
+        if denied and (self._book is None or len(denied) == len(alive)):  # otherwise another place launches
+            raise ExecutorDenied(f"{denied[0]} The run exists: attach to {self.reader.store.url} to go on.")
 
     def cancel_all(self, why: str) -> None:
         """Cancel every attempt that is not known to have ended. Returns before their ends."""

@@ -26,6 +26,7 @@ _VARIABLES: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("AWS_SHARED_CREDENTIALS_FILE",),
         ("AWS_CONFIG_FILE",),
     ),
+    "hf": (("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), ("AWS_SHARED_CREDENTIALS_FILE",)),
     "gs": (
         ("GOOGLE_APPLICATION_CREDENTIALS",),
         ("GOOGLE_SERVICE_ACCOUNT",),
@@ -41,7 +42,7 @@ _VARIABLES: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("AZURE_FEDERATED_TOKEN_FILE",),
     ),
 }
-_SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+_SCHEMES = {"s3": "s3", "s3a": "s3", "hf": "hf", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 _PROFILE_FILES = ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE")
 
 
@@ -50,8 +51,8 @@ def check_route(
 ) -> None:
     """Raise `ConfigError` if a replica on another machine would have no credentials for the bucket of `url`.
 
-    A profile counts as none, because it is a section of a file on this machine. Only S3, GCS and Azure are checked, and
-    only executors that report which credentials their replicas have.
+    A profile counts as none, because it is a section of a file on this machine. Only S3, GCS, Azure and the storage
+    buckets of Hugging Face are checked, and only executors that report which credentials their replicas have.
 
     Args:
         storage_options: as the user gave them.
@@ -59,21 +60,22 @@ def check_route(
         executor: of the run; of a mixed one the part that launches this replica.
     """
     scheme = _SCHEMES.get(url.removeprefix("fsspec+").partition("://")[0].lower()) if "://" in url else None
-    launching = part_of(executor, request.replica_id)
+    launching = part_of(executor, request)
     if scheme is None or launching.shares_machine:
         return
     known = launching.identity() if isinstance(launching, IdentifiesReplicas) else None
     variables = {*request.env, *request.secrets, *(known.variables if known else ())}
-    if scheme == "s3":
+    if scheme in ("s3", "hf"):
         _check_profile(storage_options, variables)
     if known is None or _has_route(scheme, storage_options, variables, known):
         return
     needs = f" ({known.source} is one only with the variable {known.needs})" if known.source else ""
+    without_secret = "" if scheme == "hf" else known.advice  # it knows keys alone, and no cloud's identities
     needed = " and ".join(_VARIABLES[scheme][0])
     raise ConfigError(
         f"replica {request.replica_id} on {launching.name} would have no credentials for {url}: this machine's stay "
         f"here{needs}. Hand some over as secrets of the provider, {_options_advice(scheme)} or secrets={{…}} with "
-        f"{needed} (--secret NAME)" + (f"; or without any secret: {known.advice}." if known.advice else ".")
+        f"{needed} (--secret NAME)" + (f"; or without any secret: {without_secret}." if without_secret else ".")
     )
 
 
@@ -81,7 +83,7 @@ def _has_route(scheme: str, storage_options: Mapping[str, Any], variables: Colle
     options = {*storage_options}
     if options & {"anon", "skip_signature"} or {"key", "secret"} <= options:
         return True
-    if scheme != "s3" and storage_options:  # obstore's own settings, of which many are credentials
+    if scheme in ("gs", "az") and storage_options:  # obstore's own settings, of which many are credentials
         return True
     if any(set(needed) <= set(variables) for needed in _VARIABLES[scheme]):
         return True
@@ -103,4 +105,4 @@ def _check_profile(storage_options: Mapping[str, Any], variables: Collection[str
 
 
 def _options_advice(scheme: str) -> str:
-    return "storage_options={'key': …, 'secret': …}" if scheme == "s3" else "storage_options={…}"
+    return "storage_options={'key': …, 'secret': …}" if scheme in ("s3", "hf") else "storage_options={…}"

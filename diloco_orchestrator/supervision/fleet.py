@@ -145,7 +145,7 @@ class Fleet:
         errors: list[Exception] = []
         for each, ours in zip(launches, written, strict=True):
             try:
-                self._launch(each.replica_id, each.attempt, each.why, ours)
+                self._launch(each, ours)
             except Exception as error:  # raised below: no other intent may be left without its launch
                 errors.append(error)
         if errors:
@@ -157,8 +157,9 @@ class Fleet:
             replica_id=launch.replica_id,
             attempt=launch.attempt,
             leg=self._leg,
-            executor=self._vendor.name,
+            executor=launch.place or self._vendor.name,
             why=launch.why,
+            placed=launch.placed or None,
             claim_token=self._stamp.unforeseen(),
         )
 
@@ -172,8 +173,9 @@ class Fleet:
         except StoreError as error:
             return error
 
-    def _launch(self, replica_id: int, number: int, why: str, ours: bool | StoreError) -> None:
+    def _launch(self, launch: Launch, ours: bool | StoreError) -> None:
         """Launch an attempt. `ours`: result of `_created` for the intent that announces it; an error is raised."""
+        replica_id, number = launch.replica_id, launch.attempt
         if isinstance(ours, StoreError):
             raise ours
         if not ours:
@@ -182,8 +184,11 @@ class Fleet:
             return
         if number > 1:
             before = self._views[replica_id].state
-            log.info("replica %d: launching attempt %d (%s)", replica_id, number, self._once(why, None, before))
-        self._views[replica_id] = self._views[replica_id].next_attempt(number)
+            log.info("replica %d: launching attempt %d (%s)", replica_id, number, self._once(launch.why, None, before))
+        if launch.place:
+            log.info("replica %d: at %s", replica_id, launch.placed)
+        place = launch.place or self._vendor.name
+        self._views[replica_id] = self._views[replica_id].next_attempt(number, place)
         self._advance((replica_id, number), IntentWritten())
 
     def cancel(self, who: Who, why: str) -> None:
@@ -248,7 +253,7 @@ class Fleet:
         replica_id, number = who
         match effect:
             case CallLaunch():
-                self._vendor.launch(who)
+                self._vendor.launch(who, self._views[replica_id].place)
                 return [answer for whose, answer in self._vendor.answered_launches(who)]
             case AbandonLaunch():
                 self._vendor.abandon_launch(who)

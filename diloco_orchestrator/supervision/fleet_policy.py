@@ -51,6 +51,8 @@ class Launch:
     replica_id: int
     attempt: int
     why: str
+    place: str = ""  # of an executor that has several; empty: the executor's own choice
+    placed: str = ""  # why it is launched there
 
 
 @dataclass(frozen=True)

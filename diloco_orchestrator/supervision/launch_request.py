@@ -23,7 +23,10 @@ from diloco_orchestrator.executors.contract import (
     ServerlessExecutor,
     hourly_usd,
     part_of,
+    price_of,
 )
+from diloco_orchestrator.executors.places import Places
+from diloco_orchestrator.executors.prices import Price
 from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV
 from diloco_orchestrator.executors.remote_base import program_text
 from diloco_orchestrator.protocol import keys
@@ -35,7 +38,7 @@ from diloco_orchestrator.run_log.launched_here import why_not_launched_here
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.run_store import RunKey, secrets_of_attempt
 from diloco_orchestrator.store.open_store import options_elsewhere, readable_url
-from diloco_orchestrator.supervision.budgets import check_cost_limit
+from diloco_orchestrator.supervision.budgets import check_cost_limit, check_places
 from diloco_orchestrator.supervision.credential_routes import check_route
 
 # An attempt may queue for hours; one that queues for longer counts as preempted, and the next gets a new URL.
@@ -66,7 +69,7 @@ def archive_for(
 
 def extras_for(url: str) -> list[str]:
     """The extras of our package that replicas need to reach the store at `url`."""
-    return ["s3"] if url.startswith(("s3://", "s3a://", "fsspec+s3")) else []
+    return ["s3"] if url.startswith(("s3://", "s3a://", "fsspec+s3", "hf://buckets/")) else []
 
 
 @dataclass(frozen=True)
@@ -115,22 +118,25 @@ class LaunchRequests:
         prices are known if dollars are limited.
         """
         config = self.run.config
-        if self.run_key is not None and any(
-            isinstance(part_of(executor, each), OffersToMachines) for each in range(config.most_replicas)
-        ):
-            raise ConfigError(
-                "machines that join get no secrets, and so no keys: a signed run cannot be offered to them. Launch it "
-                "unsigned, or with another executor."
-            )
         try:
-            requests = [self.request(i, 1, executor.shares_machine) for i in range(config.most_replicas)]
+            requests = at_each_place(
+                executor, [self.request(i, 1, executor.shares_machine) for i in range(config.most_replicas)]
+            )
             for request in requests:
                 executor.plan(request)
             if isinstance(executor, ChecksMachines):
                 executor.check_machine()
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        check_cost_limit(config, [hourly_usd(executor, request) for request in requests])
+        if self.run_key is not None and any(isinstance(part_of(executor, each), OffersToMachines) for each in requests):
+            raise ConfigError(
+                "machines that join get no secrets, and so no keys: a signed run cannot be offered to them. Launch it "
+                "unsigned, or with another executor."
+            )
+        if isinstance(executor, Places):
+            check_places(config, executor, prices_of(executor))
+        else:
+            check_cost_limit(config, [hourly_usd(executor, request) for request in requests])
         if not self.dry:
             self.check_routes(executor, requests)
 
@@ -207,6 +213,17 @@ class LaunchRequests:
         return self.run.code_sha256
 
 
+def at_each_place(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> list[LaunchRequest]:
+    """The requests, for every place of an executor that has several: any replica may be launched at any of them."""
+    names = list(executor.places) if isinstance(executor, Places) else [""]
+    return [replace(request, place=name) for request in requests for name in names]
+
+
+def prices_of(places: Places) -> dict[str, Price | None]:
+    """The price of one replica's machine at each place, by the place's name; None where it is not known."""
+    return {name: price_of(places, LaunchRequest("run", 0, 1, [], place=name)) for name in places.places}
+
+
 def check_images(run_log: RunLog, executor: ServerlessExecutor) -> None:
     """Raise `ConfigError` if the executor would use an image digest of run.json that this user did not choose.
 
@@ -217,6 +234,7 @@ def check_images(run_log: RunLog, executor: ServerlessExecutor) -> None:
     if not run.images or not (why := why_not_launched_here(run_log)):
         return
     requests = [LaunchRequest(run.run_id, each, 1, [], images=run.images) for each in range(run.config.most_replicas)]
+    requests = at_each_place(executor, requests)
     try:
         used = any(executor.plan(request) != executor.plan(replace(request, images={})) for request in requests)
     except ValueError as error:

@@ -55,6 +55,7 @@ class RecordedAttempt:
 
     number: int
     replaced: Replaced | None  # None: it is the newest one
+    place: str = ""  # as its intent names it
     handle: HandleSeen | None = None
     cancel: Cancel | None = None
     exit: Exit | None = None
@@ -103,7 +104,7 @@ def read_attempts(
                 if replaced.outcome is Outcome.ERROR and number == numbers[-2]:
                     failed = records.exit(replica_id, number)
                     replaced = replace(replaced, fault=fault_in(failed) if failed else "")
-                found.append(RecordedAttempt(number, replaced))
+                found.append(RecordedAttempt(number, replaced, intent.executor))
                 continue
         ended = records.exit(replica_id, number)
         handle = None if ended and is_conclusive(ended.code) else records.handle(replica_id, number)
@@ -112,6 +113,7 @@ def read_attempts(
             RecordedAttempt(
                 number,
                 replaced,
+                intent.executor,
                 handle=HandleSeen(seen, is_ours(seen)) if seen else None,
                 cancel=records.cancel(replica_id, number),
                 exit=ended,
@@ -152,9 +154,9 @@ def recovered(
     view = ReplicaView(replica_id)
     for attempt in attempts:
         status = statuses.get((replica_id, attempt.number))
-        view = _follow_all(view.next_attempt(attempt.number), attempt.events(status), now, policy)
+        view = _follow_all(view.next_attempt(attempt.number, attempt.place), attempt.events(status), now, policy)
     newest = max(numbers, default=0)
-    return view if view.attempt == newest else view.next_attempt(newest)
+    return view if view.attempt == newest else view.next_attempt(newest, "")
 
 
 # -- a running coordinator --------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def plan(
         made.objects += _orphans(store, snapshots, before=safe[0])
     if retention.payloads == "needed" and len(safe) >= SAFE_SNAPSHOTS:
         made.horizon = safe[0]
-        newest = _newest_contributions(run_log, last, scores.fragments or {0}, begins[-1])
+        newest = _newest_contributions(run_log, last, scores.fragments or {0}, begins)
         made.objects += _payloads(run_log, made.horizon, newest, after_round)
         made.objects += _states(store, run_log.run.config.most_replicas, made, newest)
     return made
@@ -137,21 +137,25 @@ def _orphans(store: Store, complete: Sequence[int], before: int) -> Iterator[Obj
 
 
 def _newest_contributions(
-    run_log: RunLog, last: int, fragments: Collection[int], begin: Begin
+    run_log: RunLog, last: int, fragments: Collection[int], begins: Sequence[Begin]
 ) -> dict[tuple[int, int], Contribution]:
-    """Each replica's newest contribution of each fragment since the last resume, by (replica id, fragment).
+    """Each replica's newest contribution of each fragment, by (replica id, fragment).
 
-    They are kept, because unaveraged work is added to the next contribution, and they name the newest states. `last`:
-    round of the last commit.
+    They are kept, because unaveraged work is added to the next contribution, and they name the newest states and
+    residuals. Searched are the rounds since the last resume, and those of the leg before that led to its base. `last`:
+    round of the last commit. `begins`: all start and resume records.
     """
     newest: dict[tuple[int, int], Contribution] = {}
+    begin = begins[-1]
+    before = leg_of_base(begins[:-1], begin.from_round)
+    led_to_it = range(begin.from_round, before.after_round, -1) if before else range(0)
     listing, reader = ManifestListing(run_log.store, last + 1), ContributionReader(run_log.store)
     for replica_id in range(run_log.run.config.most_replicas):
         missing = set(fragments)
-        for round_ in (*range(last + 1, begin.after_round, -1), begin.from_round):
+        for round_ in (*range(last + 1, begin.after_round, -1), *led_to_it):
             if not missing:
                 break
-            if not round_ or replica_id not in listing.authors(round_):
+            if replica_id not in listing.authors(round_):
                 continue
             manifest = _readable(reader, round_, replica_id)
             if manifest is not None and manifest.kind == "delta" and manifest.fragment in missing:

@@ -92,12 +92,13 @@ class Vendor:
         self._requests.check_secrets()
         self._requests.check_code(self._executor)
 
-    def launch(self, who: Who) -> None:
+    def launch(self, who: Who, place: str) -> None:
         """Begin to launch an attempt in the background; `answered_launches` returns the result.
 
-        Raises `ConfigError` if a secret or the run's code archive is missing.
+        `place`: of an executor that has several. Raises `ConfigError` if a secret or the run's code archive is missing.
         """
         executor, request = self._executor, self._requests.request(*who, self._executor.shares_machine)
+        request = replace(request, place=place)
         price = hourly_usd(executor, request)
         self._launched_at[who] = self._clock.now()
         self._launches[who] = self._background.start(lambda: LaunchReturned(executor.launch(request), price))
@@ -172,7 +173,8 @@ class Vendor:
         """The event for a status: `VendorBlind` if UNKNOWN, else `VendorSaid` with our credentials redacted."""
         if status.state is ReplicaState.UNKNOWN:
             return VendorBlind()
-        return VendorSaid(replace(status, message=self._requests.without_secrets(status.message)))
+        message = self._requests.without_secrets(status.message) if status.message else ""
+        return VendorSaid(replace(status, message=message))
 
     def with_last_words(self, events: Iterable[Addressed]) -> Iterator[Addressed]:
         """The events, in which a failure without exit record has the error from the line that the process printed last.

@@ -3,12 +3,14 @@
 What the process does is decided by `run_attempt`.
 """
 
+import functools
 import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from diloco_orchestrator.allreduce.owners import ALONE, Owners
 from diloco_orchestrator.clock import Background, Clock, NoBackground
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, FirstBaseOutvoted, Superseded
@@ -46,6 +48,7 @@ class Attempt:
     background: Background = field(default_factory=NoBackground)
     pulse: Pulse = field(default_factory=Pulse)
     object_limit: int = OBJECT_LIMIT  # bytes; of snapshot files and of pieces of a saved state
+    owners: Owners = ALONE  # the ranks of the replica, which hold the shards of its base
 
     @property
     def store(self) -> Store:
@@ -56,7 +59,7 @@ class Attempt:
         """The writer for records of this attempt."""
         return Writer.of_attempt(self.store, self.replica_id, self.number)
 
-    @property
+    @functools.cached_property
     def config(self) -> RunConfig:
         """The configuration of the leg."""
         return self.log.configs.of(self.begin.leg)

@@ -189,7 +189,7 @@ class TorchftManager:
         tensors = {name: _fp32(tensor) for name, tensor in self._by_name().items()}
         pseudo_gradient: Vector = FlatTensors(list(tensors.values()))
         if self._averages_parameters:
-            pseudo_gradient = PseudoGradient(rounds.base, tensors)
+            pseudo_gradient = PseudoGradient.of(rounds.base, tensors)
         # In the background, because torchft may wait some inner steps later (`fragment_sync_delay`).
         rounds.publish(lambda: pseudo_gradient, ContributionFields(), in_background=True)
         rounds.close_beside_training(lambda: None, keep_average=not self._averages_parameters)

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -135,16 +135,18 @@ def _train(
     beats = background.every(ALIVE_S, lambda: events.alive(attempt.pulse))
     try:
         load_training_libraries(environ)
-        return call_entrypoint(attempt, load_entrypoint, notice.interrupt_if, _joined(place))
+        ranks = _joined(place, store=store, background=background)
+        return call_entrypoint(replace(attempt, owners=ranks.owners), load_entrypoint, notice.interrupt_if, ranks)
     finally:
         notice.interrupt_if(lambda: False)
         beats.stop()
         events.alive(attempt.pulse)  # as it is at the end
 
 
-def _joined(place: RankPlace) -> Any:
+def _joined(place: RankPlace, **own: object) -> Any:
     """Make the process group of the replica's ranks, torch's default one, and return this process's `Ranks`.
 
+    `own`: what every rank has of its own under a name.
     Raises `ConfigError` if this machine has GPUs, but fewer than ranks.
     """
     # Imported late: what comes before, such as a refused configuration, needs no torch.
@@ -168,7 +170,7 @@ def _joined(place: RankPlace) -> Any:
         world_size=place.ranks,
         timeout=timedelta(seconds=place.timeout_s),
     )
-    return Ranks.joined(place.rank, place.timeout_s)
+    return Ranks.joined(place.rank, place.timeout_s, **own)
 
 
 def _die_with(parent: int) -> None:

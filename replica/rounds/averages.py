@@ -7,12 +7,11 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 
-import torch
-
 from diloco_orchestrator.allreduce.dealing import Dealing
 from diloco_orchestrator.allreduce.scatter_reduce import ScatterReduce
-from diloco_orchestrator.allreduce.spool import held
+from diloco_orchestrator.allreduce.vectors import FlatTensors, room
 from diloco_orchestrator.outer.arithmetic import denormals_kept
+from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.outer_step import ReadShard, part_of
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.allreduce_records import Reduced
@@ -28,10 +27,11 @@ def averages_of(
     attempt: Attempt,
     dealing: Dealing,
     named: Sequence[tuple[Contribution, int]],
-    lengths: Sequence[int],
+    base: Base,
+    fragment: int,
     read: ReadShard,
     pause_s: float,
-) -> list[torch.Tensor]:
+) -> FlatTensors:
     """The average of each shard, flat float32 tensors, of which this replica makes those dealt to it and one more.
 
     Others are read where owner and checker agree on their bytes, and made from the payloads where they do not or one is
@@ -39,18 +39,22 @@ def averages_of(
 
     Args:
         named: (manifest, weight) of the contributions that the commit averages.
-        lengths: elements of each shard.
+        base: has the shards of the averages, and their owners.
+        fragment: index of the one that is averaged.
         read: (manifest, shard index) -> verified bytes.
         pause_s: the longest pause of a waiting replica, after which every one has read the commit.
     """
-    averages = [held(length, "the average") for length in lengths]
-    pairs = [dealing.averagers(index) for index in range(len(lengths))]
+    owners, numel = base.owners, base.numel(base.fragments[fragment])
+    averages = owners.make(room, numel, base.shard_numel, "the average", owners, fragment)
+    pairs = [dealing.averagers(index) for index in range(len(base.shards(fragment)))]
     key = keys.reduced(dealing.round, attempt.replica_id)
     reducing = ScatterReduce(
         *(attempt.store, attempt.clock, attempt.background, attempt.stamp, dealing.round, attempt.replica_id, pairs),
         write=partial(_created, attempt, key),
         aggregate=attempt.config.aggregate,
         patience_s=_PATIENCE_S + pause_s,
+        owners=owners,
+        fragment=fragment,
     )
     with denormals_kept():
         parts = [part_of(manifest, weight, read) for manifest, weight in named]

@@ -33,7 +33,7 @@ class BaseClaims:
 
     def __init__(self, attempt: Attempt, tip: HeldTip, requests: ReuploadRequests) -> None:
         self.rebuilt_after = tip.position.round  # the commit up to which the base was last rebuilt
-        self.verified_after = 0  # the commit up to which the held base was last compared with a rebuild of it
+        self._verified: str | None = None  # digest of the last base that was compared with a rebuild of it
         self._attempt = attempt
         self._tip = tip
         self._requests = requests
@@ -70,6 +70,11 @@ class BaseClaims:
         """Whether the base was rebuilt from the bucket in the open round."""
         return self.rebuilt_after == self._tip.position.round
 
+    @property
+    def is_verified(self) -> bool:
+        """Whether this base, with these bits, was compared with a rebuild of it; False if a bit has flipped since."""
+        return self._verified == self.digest
+
     # -- claims about closed rounds ------------------------------------------------------------------------------
 
     def is_right(self, manifest: Contribution) -> bool:
@@ -92,7 +97,9 @@ class BaseClaims:
         leg = begin if made_in is not None else leg_of_base(self._attempt.log.begins()[: begin.leg - 1], manifest.round)
         try:
             assert leg is not None, "this leg began from that round's base"
-            before = rebuild_beside(self._attempt.log, leg, until=manifest.round - 1).digest
+            before = rebuild_beside(
+                *(self._attempt.log, leg), until=manifest.round - 1, owners=self._attempt.owners
+            ).digest
         except (PayloadCorrupt, RecordInvalid) as error:
             log.warning("the base before round %d cannot be rebuilt any more: %s", manifest.round, error)
             return manifest.base_digest == commit.base_digest
@@ -112,10 +119,11 @@ class BaseClaims:
 
         Two snapshots need one: that of the last base, and a due one of a base made of several contributions, because
         its writer does not rebuild it. Otherwise a commit of the open round would confirm the base by the memory that
-        it came from. The rebuild with which an attempt begins is compared with nothing, so it is none.
+        it came from. The rebuild with which an attempt begins is compared with nothing, so it is none. The first base
+        of the run is the start record's.
         """
         made_in = self._tip.value.base_round
-        if self.verified_after >= made_in or self._not_rebuilt_in == self._round:
+        if made_in == 0 or self.is_verified or self._not_rebuilt_in == self._round:
             return False
         if {claim.replica_id for claim in claims if claim.digest == self.digest} != {self._attempt.replica_id}:
             return False
@@ -164,7 +172,7 @@ class BaseClaims:
                 break
         rebuilt.correct(tip.base)
         corrected = replace(tip.value, snapshot_round=rebuilt.snapshot_round)
-        self.verified_after = tip.position.round
+        self._verified = rebuilt.digest
         if rebuilt.digest == before:
             tip.value, self.rebuilt_after = corrected, tip.position.round
             return False
@@ -207,7 +215,8 @@ class BaseClaims:
         begin, made_in = self._attempt.begin, self._tip.value.base_round
         below = made_in if made_in != begin.from_round else None
         try:
-            return rebuild_beside(self._attempt.log, begin, until=self._tip.position.round, below=below).digest
+            until, owners = self._tip.position.round, self._attempt.owners
+            return rebuild_beside(self._attempt.log, begin, until=until, below=below, owners=owners).digest
         except (PayloadCorrupt, RecordInvalid) as error:
             log.warning("the base of round %d cannot be rebuilt from an older snapshot: %s", self._round, error)
             return None

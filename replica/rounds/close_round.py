@@ -58,7 +58,8 @@ class RoundCloser:
         self._contributor = contributor
         self._checks = Checks(attempt, tip)
         self._received = ReceivedResponses(
-            attempt.store, attempt.background, requests.payloads, attempt.authors, self._checks.dealt
+            *(attempt.store, attempt.background, requests.payloads, attempt.authors, self._checks.dealt),
+            attempt.owners,
         )
         self._late: set[int] = set()  # replicas whose manifest of the last closed round is not in its commit
         self._halt: Halt | None = None  # the request to halt the leg, as of when a decision was near
@@ -411,8 +412,8 @@ class RoundCloser:
         self._timing.record(manifest for manifest, _ in contributions)
         averages = None
         if dealing is not None:
-            lengths = [len(shard.parameters) for shard in self._tip.base.shards(self._tip.open.fragment)]
-            what = self._attempt, dealing, contributions, lengths, read, self._timing.longest_pause_s
+            base, fragment = self._tip.base, self._tip.open.fragment
+            what = self._attempt, dealing, contributions, base, fragment, read, self._timing.longest_pause_s
             averages = readable(lambda: averages_of(*what), until=commit.round - 1)
         self._claims.note()
         return self._tip.step(entry, contributions, read, keep_average=keep_average, averages=averages)

@@ -4,13 +4,14 @@ Writes payload, saved state and manifest, in this order. `close_round` ends the 
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import torch
 
+from diloco_orchestrator.allreduce.owners import Owners
 from diloco_orchestrator.allreduce.payload import publish
 from diloco_orchestrator.allreduce.payload_cache import KeepsPayloads
 from diloco_orchestrator.allreduce.shards import NotFinite
@@ -24,7 +25,7 @@ from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, P
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.contribution_history import ContributionHistory
-from diloco_orchestrator.replica.rounds.debt import Debt
+from diloco_orchestrator.replica.rounds.debt import Debt, WithDebt
 from diloco_orchestrator.replica.rounds.interface import ContributionFields
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.replica.rounds.tip import HeldTip
@@ -71,7 +72,9 @@ class Contributor:
         if name := not_a_number(fields.buffers):
             return self._create("abstention", fields, reason=f"buffer {name} holds NaN")
         vector = self._debt.added_to(pseudo_gradient, opened.fragment, opened.round)
-        residual, shapes = self._debt.room(vector.numel), self._tip.base.shapes(opened.names)
+        base, owners, fragment = self._tip.base, attempt.owners, opened.fragment
+        residual = self._debt.room(vector.numel, fragment, base.shard_numel)
+        shapes = base.shapes(opened.names)
         who = (attempt.replica_id, opened.round, attempt.number)
         saving: dict[str, Future[Shard]] = {}  # while the payload is published
         if (state := fields.state) is not None:
@@ -83,22 +86,26 @@ class Contributor:
         try:
             payload = publish(
                 attempt.store,
-                lambda shard: keys.payload(opened.round, attempt.replica_id, attempt.number, shard),
+                partial(keys.payload, opened.round, attempt.replica_id, attempt.number),
                 vector,
                 attempt.config.codec,
-                self._tip.base.shard_numel,
+                base.shard_numel,
                 self._cache,
                 attempt.background,
                 MOST_NORM,
                 fine_ranges(shapes),
                 residual,
+                owners,
+                fragment,
             )
-            said = self._debt.formed(residual, payload, vector.missing, opened.round, save=fields.state is not None)
+            save = fields.state is not None
+            said = self._debt.formed(residual, payload, vector.missing, opened.round, fragment, save=save)
         except NotFinite as error:
-            where = _named_not_finite(vector, shapes) + _losses_not_finite(fields)
+            found = set().union(*owners.each(_not_finite, owners, vector, shapes, fragment, base.shard_numel))
+            where = _not_finite_words(found, shapes) + _losses_not_finite(fields)
             return self._create("abstention", fields, reason=f"pseudo-gradient not finite: {error}{where}")
         finally:
-            vector.close()
+            owners.each(WithDebt.close, vector)
         saved = {name: each.result() for name, each in saving.items()}
         origins = (*vector.carried, Origin(round=opened.round, steps=fields.steps))
         named = {"payload": payload, "origins": origins, "dropped": vector.dropped, "residual": said}
@@ -254,20 +261,30 @@ def _is_averaged(manifest: Contribution, commit: Commit) -> bool:
     return any(answer.averaged and answer.replica_id == manifest.replica_id for answer in commit.answers)
 
 
-def _named_not_finite(vector: Vector, shapes: Mapping[str, torch.Size]) -> str:
-    """A sentence naming the first parameters that hold NaN or infinity; empty if only their encoding is not finite.
+def _not_finite(
+    owners: Owners, vector: Vector, shapes: Mapping[str, torch.Size], fragment: int, shard_numel: int
+) -> set[str]:
+    """The parameters that hold NaN or infinity in this process's shards of a vector.
 
-    `vector`: the values of the parameters in `shapes`, flat in this order.
+    `vector`: the values of the parameters in `shapes`, flat in this order, of this fragment.
     """
-    found, start = list[str](), 0
+    own = owners.shards(fragment, vector.numel, shard_numel)
+    found, start = set[str](), 0
     for name, shape in shapes.items():
         stop = start + shape.numel()
-        blocks = (vector.read(first, min(first + BLOCK, stop)) for first in range(start, stop, BLOCK))
+        ranges = [(max(low, start), min(high, stop)) for _, low, high in own if low < stop and start < high]
+        blocks = (vector.read(at, min(at + BLOCK, last)) for first, last in ranges for at in range(first, last, BLOCK))
         if not all(bool(torch.isfinite(block).all()) for block in blocks):
-            found.append(name)
+            found.add(name)
         start = stop
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return f" They are in {', '.join(found[:_NAMED])}{more}." if found else ""
+    return found
+
+
+def _not_finite_words(found: Collection[str], shapes: Mapping[str, torch.Size]) -> str:
+    """A sentence naming the first parameters in `found`; empty if there is none: only their encoding is not finite."""
+    named = [name for name in shapes if name in found]
+    more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    return f" They are in {', '.join(named[:_NAMED])}{more}." if named else ""
 
 
 def _losses_not_finite(fields: ContributionFields) -> str:

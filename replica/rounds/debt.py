@@ -15,11 +15,12 @@ from functools import partial
 
 import torch
 
+from diloco_orchestrator.allreduce.owners import Owners
 from diloco_orchestrator.allreduce.payload import publish
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import fetch, shard_ranges
 from diloco_orchestrator.allreduce.vectors import FlatTensors, Vector, norm_of, room
-from diloco_orchestrator.clock import in_parallel
+from diloco_orchestrator.clock import Background, in_parallel
 from diloco_orchestrator.codecs.table import Encoded, get_codec
 from diloco_orchestrator.errors import PayloadCorrupt
 from diloco_orchestrator.protocol import keys
@@ -28,6 +29,7 @@ from diloco_orchestrator.protocol.rounds import carry_weight
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.received import PayloadShard, everything
 from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class Debt:
     def __init__(self, attempt: Attempt, fragments: Sequence[int]) -> None:
         self._attempt = attempt
         self._background = attempt.background
-        self._reader = ContributionReader(attempt.store)
+        self._owners = attempt.owners
         self._codec = get_codec(attempt.config.codec)
         self._numels = fragments
         self._fragments = len(fragments)
@@ -152,37 +154,36 @@ class Debt:
 
         `dropped` of the result lists work given up: by the setting `late`, because its payload cannot be read, or
         because it started from a wrong base. `missing` lists the residual if nobody has kept it. A repeated call gives
-        the same. The caller closes the result.
+        the same. The caller closes the result, in every rank.
         """
         dropped = tuple(origin for since in sorted(self._dropped) for origin in self._dropped[since])
         carried = self._carried.get(fragment)
         if carried is None:
-            return WithDebt(pseudo_gradient, *self._residual_of_newest(fragment), dropped=dropped)
+            return self._with(pseudo_gradient, *self._residual_of_newest(fragment), (), dropped)
         if self._late == "drop":
             log.warning("%d inner steps of round %d are dropped: late is set to drop", _steps(carried), carried.round)
-            return WithDebt(pseudo_gradient, dropped=(*dropped, *carried.origins))
+            return self._with(pseudo_gradient, [], (), (), (*dropped, *carried.origins))
         staleness = max(1, (round_ - carried.round) // self._fragments)
         try:
             payload = self._fetch(carried, pseudo_gradient.numel)
         except PayloadCorrupt as error:
             log.error("%d inner steps of round %d are dropped: %s", _steps(carried), carried.round, error)
-            return WithDebt(pseudo_gradient, dropped=(*dropped, *carried.origins))
+            return self._with(pseudo_gradient, [], (), (), (*dropped, *carried.origins))
         residual, missing = self._residual_of_newest(fragment)
         debt = [*residual, (payload, carry_weight(staleness))]
-        return WithDebt(pseudo_gradient, debt, missing, carried.origins, dropped)
+        return self._with(pseudo_gradient, debt, missing, carried.origins, dropped)
+
+    def _with(
+        self, pseudo_gradient: Vector, debt: Sequence[Term], missing: Missing, carried: Origins, dropped: Origins
+    ) -> "WithDebt":
+        return self._owners.make(WithDebt, pseudo_gradient, debt, missing, carried, dropped)
 
     def _fetch(self, carried: Contribution, numel: int) -> "StoredPayload":
         """An unaveraged contribution's payload. Raises `PayloadCorrupt` if a shard of it is unusable."""
         assert carried.payload is not None
         if carried.payload.numel != numel:
             raise PayloadCorrupt(f"the carry has {carried.payload.numel} elements, the pseudo-gradient {numel}.")
-        found = StoredPayload(carried.payload)
-
-        def read(shard: PayloadShard) -> None:
-            found.put(shard.index, self._reader.shard(shard.manifest, shard.index))
-
-        in_parallel(self._background, [partial(read, shard) for shard in everything([carried])], _SHARDS_AT_ONCE)
-        return found
+        return self._owners.make(_fetched, self._owners, self._attempt.store, self._background, carried)
 
     def _residual_of_newest(self, fragment: int) -> tuple[list[Term], Missing]:
         """The residual (what encoding lost) of the newest contribution to a fragment, if any, or that it is missing."""
@@ -209,43 +210,44 @@ class Debt:
             raise PayloadCorrupt("no state was saved with it.")
         if saved.numel != numel or saved.shard_numel < 1 or saved.codec != "fp32":
             raise PayloadCorrupt(f"{saved.numel} elements in {saved.codec} were saved; its fragment has {numel}.")
-        found, who = room(numel, saved.shard_numel, _WHAT), (manifest.replica_id, manifest.round, manifest.attempt)
-
-        def read(index: int, start: int, stop: int) -> None:
-            data = fetch(self._attempt.store, keys.residual(*who, index), saved, index)
-            found.write(start, Encoded(data, saved.codec, stop - start).values())
-
-        ranges = shard_ranges(numel, saved.shard_numel)
-        if len(ranges) != len(saved.shards):
+        if len(ranges := shard_ranges(numel, saved.shard_numel)) != len(saved.shards):
             raise PayloadCorrupt(f"{len(saved.shards)} shards were saved; {numel} elements have {len(ranges)}.")
-        reads = [partial(read, index, *each) for index, each in enumerate(ranges)]
-        in_parallel(self._background, reads, _SHARDS_AT_ONCE)
-        return found
+        return self._owners.make(_saved_residual, self._owners, self._attempt.store, self._background, manifest)
 
     # -- formed --------------------------------------------------------------------------------------------------
 
-    def room(self, numel: int) -> FlatTensors | None:
+    def room(self, numel: int, fragment: int, shard_numel: int) -> FlatTensors | None:
         """Zeros for the residual (what encoding will lose) of the next contribution; None without error feedback."""
-        return room(numel, self._attempt.config.shard_numel, _WHAT) if self._codec.feedback else None
+        if not self._codec.feedback:
+            return None
+        return self._owners.make(room, numel, shard_numel, _WHAT, self._owners, fragment)
 
     def formed(
-        self, residual: FlatTensors | None, payload: Payload, missing: Missing, round_: int, *, save: bool
+        self,
+        residual: FlatTensors | None,
+        payload: Payload,
+        missing: Missing,
+        round_: int,
+        fragment: int,
+        *,
+        save: bool,
     ) -> Residual | None:
         """The manifest's description of a residual (what encoding lost); None if `residual` is, without error feedback.
 
-        `payload`: what was published of the contribution to `round_`. `missing`: (round, share) of earlier residuals
-        that should be in the payload and are not. With `save` the residual is stored in the bucket.
+        `payload`: what was published of the contribution to `round_`, of this fragment. `missing`: (round, share) of
+        earlier residuals that should be in the payload and are not. With `save` the residual is stored in the bucket.
         """
         if residual is None:
             return None
-        norm, attempt, saved = norm_of(residual), self._attempt, None
+        owners, attempt, saved = self._owners, self._attempt, None
+        norm = norm_of(residual, owners, fragment, payload.shard_numel)
         # Payload and residual are orthogonal, because the mean of a class is the projection of its elements.
         share = norm / whole if (whole := math.hypot(norm, payload.norm)) else 0.0
         if save:
-            who, cache = (attempt.replica_id, round_, attempt.number), PayloadCache()
-            numel, key = attempt.config.shard_numel, partial(keys.residual, *who)
-            saved = publish(attempt.store, key, residual, "fp32", numel, cache, self._background)
-            cache.close()
+            key, cache = partial(keys.residual, attempt.replica_id, round_, attempt.number), owners.make(PayloadCache)
+            what = attempt.store, key, residual, "fp32", payload.shard_numel, cache, self._background
+            saved = publish(*what, owners=owners, fragment=fragment)
+            owners.each(PayloadCache.close, cache)
         return Residual(share=float(f"{share:.3g}"), saved=saved, missing=missing)
 
     def keep(self, manifest: Contribution, residual: FlatTensors | None) -> None:
@@ -259,6 +261,41 @@ class Debt:
     @property
     def _fate(self) -> str:
         return "they are carried into the next contribution" if self._late == "carry" else "they will be dropped"
+
+
+def _fetched(owners: Owners, store: Store, background: Background, carried: Contribution) -> "StoredPayload":
+    """An unaveraged contribution's payload, in this process's shards. Raises `PayloadCorrupt` for an unusable one."""
+    assert carried.payload is not None
+    found, reader = StoredPayload(carried.payload), ContributionReader(store)
+
+    def read(shard: PayloadShard) -> None:
+        found.put(shard.index, reader.shard(shard.manifest, shard.index))
+
+    own = [each for each in everything([carried]) if owners.owns(carried.fragment, each.index)]
+    in_parallel(background, [partial(read, shard) for shard in own], _SHARDS_AT_ONCE)
+    return found
+
+
+def _saved_residual(owners: Owners, store: Store, background: Background, manifest: Contribution) -> FlatTensors:
+    """The saved residual (what encoding lost) of a contribution, in this process's shards. Raises `PayloadCorrupt`."""
+    assert manifest.residual is not None and manifest.residual.saved is not None and manifest.payload is not None
+    saved, shard_numel = manifest.residual.saved, manifest.payload.shard_numel
+    who = manifest.replica_id, manifest.round, manifest.attempt
+    found = room(saved.numel, shard_numel, _WHAT, owners, manifest.fragment)
+
+    def read(index: int, start: int, stop: int) -> None:
+        data = fetch(store, keys.residual(*who, index), saved, index)
+        found.write(start, Encoded(data, saved.codec, stop - start).values())
+
+    # Earlier versions cut the residual into other shards than the payload.
+    own = owners.shards(manifest.fragment, saved.numel, shard_numel)
+    needed = [
+        partial(read, index, start, stop)
+        for index, (start, stop) in enumerate(shard_ranges(saved.numel, saved.shard_numel))
+        if any(low < stop and start < high for _, low, high in own)
+    ]
+    in_parallel(background, needed, _SHARDS_AT_ONCE)
+    return found
 
 
 class StoredPayload:

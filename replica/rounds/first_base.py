@@ -8,7 +8,7 @@ under a random name. `snapshots.layout` stores a base.
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -16,6 +16,7 @@ import torch
 
 from diloco_orchestrator.allreduce.dealing import shard_numel_of
 from diloco_orchestrator.clock import Backoff
+from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import ModelMismatch, ObjectMissing, Preempted, RecordInvalid
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
@@ -39,7 +40,7 @@ from diloco_orchestrator.snapshots.layout import (
     info_of,
 )
 from diloco_orchestrator.snapshots.model_tensors import Untrained, digest_of
-from diloco_orchestrator.snapshots.rebuild import FirstBase
+from diloco_orchestrator.snapshots.rebuild import FirstBase, stored_base
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.store.retrying import without_read_back
 
@@ -54,14 +55,18 @@ _TURNS = 4  # replicas with different ids lose patience one after another
 _FOREIGN_TAKES = 16  # versions of snapshot 0 that are read after those that votes name: anybody may add some
 
 
+MakeBase = Callable[[OuterConfig, Sequence[Sequence[str]], int], Base]  # arguments as of `Base.fresh`
+
+
 @dataclass(frozen=True)
 class OwnModel:
     """The model that a replica brings to the run, and the held-out set on which it scores it."""
 
-    parameters: Mapping[str, torch.Tensor]  # those that are trained, any float dtype
+    parameters: Mapping[str, torch.Tensor]  # those that are trained, any float dtype; they may be sharded
     fragments: tuple[tuple[str, ...], ...]  # their names, in name order
     files: ModelFiles  # what a snapshot has beside them
     heldout: HeldoutSet | None  # None: it scores nothing
+    make_base: MakeBase  # forms the base of these parameters' values
 
     @property
     def untrained(self) -> Untrained:
@@ -200,7 +205,7 @@ class _Agreement:
         entry = self._starts.entry(sha256)
         assert entry is not None, "a start record that is adopted exists"
         found = self._stored(entry)
-        if found is None or not all(bool(torch.isfinite(each).all()) for each in found[1].parameters.values()):
+        if found is None or not all(self._attempt.owners.each(_is_finite, found[1])):
             why = "is in no take of snapshot 0" if found is None else "holds NaN or infinity"
             log.warning("start %s is passed over: its base %s", sha256[:12], why)
             self._useless.add(sha256)
@@ -228,7 +233,7 @@ class _Agreement:
                 if record.base_digest != start.base_digest:
                     continue
                 stored = StoredSnapshot(attempt.store, 0, record, take)
-                base = stored.base(start)
+                base = stored_base(stored, start, attempt.owners)
                 if _buffers_digest(stored, start, self._writing.buffers) == start.buffers:
                     return take, base
             except (RecordInvalid, ObjectMissing, ModelMismatch, KeyError, ValueError) as error:
@@ -265,6 +270,15 @@ def _start_of(attempt: Attempt, writing: "_FirstSnapshot", own: OwnModel) -> Sta
     )
 
 
+def _is_finite(base: Base) -> bool:
+    """Whether all parameters in this process's shards of a base are finite."""
+    return all(
+        bool(torch.isfinite(shard.parameters).all())
+        for fragment in range(len(base.fragments))
+        for _, shard in base.own_shards(fragment)
+    )
+
+
 def _buffers_digest(stored: StoredSnapshot, start: Start, buffers: Sequence[str]) -> str | None:
     """The digest of the buffers in a stored snapshot; the one in `start` if that is None or of an adapter.
 
@@ -291,7 +305,7 @@ class _FirstSnapshot:
     def __init__(self, attempt: Attempt, own: OwnModel) -> None:
         numels = [sum(own.parameters[name].numel() for name in names) for names in own.fragments]
         shard_numel = shard_numel_of(attempt.config, numels)
-        self.base = Base.fresh(own.parameters, attempt.config.outer, own.fragments, shard_numel)
+        self.base = own.make_base(attempt.config.outer, own.fragments, shard_numel)
         self.take: str | None = None
         self.buffers = sorted(own.untrained.buffers.first)
         self._attempt = attempt

@@ -14,11 +14,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
 from diloco_orchestrator.allreduce.vectors import Vector
 from diloco_orchestrator.clock import Background, Clock
+from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.outer.adapter_products import with_residuals
 from diloco_orchestrator.outer.base import Base
@@ -102,6 +104,31 @@ class _InFlight:
     transfer: Transfer
 
 
+class OwnValues(Protocol):
+    """The values of a model's trainable parameters before the first round, wherever they are."""
+
+    def first_base(self, outer: OuterConfig, fragments: Sequence[Sequence[str]], shard_numel: int) -> Base:
+        """A base of these values. The arguments are those of `Base.fresh`."""
+        ...
+
+    def are_those_of(self, base: Base) -> bool:
+        """Whether the base has these values."""
+        ...
+
+
+@dataclass(frozen=True)
+class WholeValues:
+    """`OwnValues` of whole tensors in this process, by name."""
+
+    parameters: Mapping[str, torch.Tensor]
+
+    def first_base(self, outer: OuterConfig, fragments: Sequence[Sequence[str]], shard_numel: int) -> Base:
+        return Base.fresh(self.parameters, outer, fragments, shard_numel)
+
+    def are_those_of(self, base: Base) -> bool:
+        return base.holds(self.parameters)
+
+
 class Participant:
     """Takes part in rounds, one call at a time, made by `join`; `RunRounds` documents its methods.
 
@@ -132,13 +159,15 @@ class Participant:
         fragments: Sequence[Sequence[str]],
         files: ModelFiles,
         heldout: HeldoutSet | None = None,
+        values: OwnValues | None = None,
     ) -> "Participant":
         """Agree on the first base with the other replicas, then rebuild the newest base from the bucket.
 
         `parameters`: the trainable parameters of this replica's model, any float dtype. `fragments`: parameter names,
         each fragment in name order. `heldout`: the held-out set that this replica scores; None if it scores nothing.
-        Raises `ModelMismatch` if one of these differs from the run's, `ConfigError` if the run averages adapters that
-        the model lacks, and `BaseDiverged` if the arithmetic of this machine differs from all others'.
+        `values`: those of the parameters, where they are in several ranks or sharded. Raises `ModelMismatch` if one of
+        these differs from the run's, `ConfigError` if the run averages adapters that the model lacks, and
+        `BaseDiverged` if the arithmetic of this machine differs from all others'.
         """
         check_arithmetic()
         if attempt.config.adapters == "exact" and not files.adapters:
@@ -148,12 +177,13 @@ class Participant:
             )
         if files.adapters:
             parameters, fragments = with_residuals(parameters, fragments, files.adapters)
-        own = OwnModel(parameters, tuple(map(tuple, fragments)), files, heldout)
+        of_model = values or WholeValues(parameters)
+        own = OwnModel(parameters, tuple(map(tuple, fragments)), files, heldout, of_model.first_base)
         found, first = agree_on_first_base(attempt, own)
         check_start(found.record, own, attempt)
         requests = ReuploadRequests(attempt)
         tip = HeldTip(attempt, requests.rebuild(first=first), own.fragments)
-        if not tip.position.round and not tip.base.holds(parameters):
+        if not tip.position.round and not of_model.are_those_of(tip.base):
             log.warning("this replica's first values differ from the run's first base; it takes those of snapshot 0")
         return cls(attempt, tip, requests, files)
 

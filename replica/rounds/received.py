@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from diloco_orchestrator.allreduce.owners import ALONE, Owners, merged
 from diloco_orchestrator.allreduce.payload import check_shape
 from diloco_orchestrator.allreduce.payload_cache import Name
 from diloco_orchestrator.allreduce.recent_payloads import RecentPayloads
@@ -43,6 +44,10 @@ class PayloadShard:
         assert manifest.payload is not None
         key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, self.index)
         return key, manifest.payload.shards[self.index].digest
+
+    def is_of(self, owners: Owners) -> bool:
+        """Whether this process, one rank of a replica, owns the shard."""
+        return owners.owns(self.manifest.fragment, self.index)
 
 
 Dealing = Callable[[Iterable[Contribution]], list[PayloadShard]]
@@ -91,13 +96,22 @@ class ReceivedResponses:
     Args:
         cache: verified bytes of payload shards; this replica's own are put there when they are published.
         dealing: names the payload shards to download, from the manifests.
+        owners: the ranks of this replica, each of which downloads the shards that it owns; `cache` is each one's.
     """
 
     def __init__(
-        self, store: Store, background: Background, cache: RecentPayloads, authors: Authors, dealing: Dealing
+        self,
+        store: Store,
+        background: Background,
+        cache: RecentPayloads,
+        authors: Authors,
+        dealing: Dealing,
+        owners: Owners = ALONE,
     ) -> None:
+        self.shard = ReadVerified(store, cache)
         self._store = store
         self._background = background
+        self._owners = owners
         self._reader = ContributionReader(store, background)
         self._cache = cache
         self._authors = authors
@@ -111,7 +125,7 @@ class ReceivedResponses:
         self._received.clear()
         self._read_as.clear()
         self._sent = None
-        self._cache.end_round(self._background)
+        self._owners.each(RecentPayloads.end_round, self._cache, self._background)
 
     def unread(self, expected: ExpectedContribution) -> Mapping[int, str]:
         """The keys of manifests that were not fetched yet, by replica id. One LIST request."""
@@ -202,9 +216,9 @@ class ReceivedResponses:
         """
         answers = [answer for answer in commit.answers if answer.averaged]
         manifests = in_parallel(self._background, [partial(self._named, commit.round, answer) for answer in answers])
-        shards = self._dealing(manifests) if payloads else []
-        calls = [partial(self._fetch, shard) for shard in shards if shard.name not in self._cache]
-        in_parallel(self._background, calls, expected.shards_at_once)
+        if shards := self._dealing(manifests) if payloads else []:
+            what = self._owners, self._store, self._background, self._cache, shards, expected.shards_at_once
+            self._owners.each(_fetch_own, *what)
         return [(manifest, answer.weight) for manifest, answer in zip(manifests, answers, strict=True)]
 
     def _named(self, round_: int, answer: Answer) -> Contribution:
@@ -217,17 +231,9 @@ class ReceivedResponses:
             return received.manifest
         return self._reader.named(round_, answer)
 
-    @one_torch_thread()
-    def _fetch(self, shard: PayloadShard) -> None:
-        self._cache.put(shard.name, self._reader.shard(shard.manifest, shard.index))
-
     def late_in(self, round_: int, replicas: int, but: Collection[int]) -> list[Contribution]:
         """Manifests that exist now in a closed round, in replica_id order, except those of the replicas in `but`."""
         return self._reader.in_round(round_, replicas, but)
-
-    def shard(self, manifest: Contribution, index: int) -> bytes | memoryview:
-        """The verified bytes of a shard, from the cache if they were verified before."""
-        return self._cache.get(PayloadShard(manifest, index).name) or self._reader.shard(manifest, index)
 
     # -- verifying -----------------------------------------------------------------------------------------------
 
@@ -287,30 +293,81 @@ class ReceivedResponses:
     def _verify_each(
         self, shards: Sequence[PayloadShard], expected: ExpectedContribution
     ) -> Sequence[PayloadCorrupt | None]:
-        calls = [partial(self._verify, shard) for shard in shards]
-        errors = in_parallel(self._background, calls, expected.shards_at_once)
+        if not shards:
+            return []
+        what = self._owners, self._store, self._background, self._cache, shards, expected.shards_at_once
+        found = merged(self._owners.each(_verify_own, *what))
+        errors = [found[shard.name] for shard in shards]
         self._read_as |= {shard.name: str(error or "") for shard, error in zip(shards, errors, strict=True)}
         return errors
 
-    @one_torch_thread()
-    def _verify(self, shard: PayloadShard) -> PayloadCorrupt | None:
-        """Fetch a shard, check it and put it in the cache. Returns the error if the check fails.
 
-        A shard that this process published is in the cache and not read back. If the store lost it after confirming the
-        write, the other replicas find out, because they cannot read it.
-        """
-        name, payload, index = shard.name, shard.manifest.payload, shard.index
-        assert payload is not None
-        if name in self._cache:
-            return None
-        try:
-            if (file := open_verified(self._store, name[0], payload, index)) is not None:
-                self._cache.put_file(name, file, payload.shards[index].size)
-            else:
-                self._cache.put(name, fetch(self._store, name[0], payload, index, with_norm=True))
-        except PayloadCorrupt as error:
-            return error
+@dataclass(frozen=True)
+class ReadVerified:
+    """Reads payload shards: (manifest, index) -> the verified bytes, from the cache if they were verified before."""
+
+    store: Store
+    cache: RecentPayloads
+
+    def __call__(self, manifest: Contribution, index: int) -> bytes | memoryview:
+        name = PayloadShard(manifest, index).name
+        return self.cache.get(name) or ContributionReader(self.store).shard(manifest, index)
+
+
+def _fetch_own(
+    owners: Owners,
+    store: Store,
+    background: Background,
+    cache: RecentPayloads,
+    shards: Sequence[PayloadShard],
+    at_once: int,
+) -> None:
+    """Fetch those of the shards that this process owns and has not cached. Raises as `ContributionReader.shard`."""
+
+    @one_torch_thread()
+    def fetched(shard: PayloadShard) -> None:
+        cache.put(shard.name, ContributionReader(store).shard(shard.manifest, shard.index))
+
+    missing = [each for each in shards if each.is_of(owners) and each.name not in cache]
+    in_parallel(background, [partial(fetched, each) for each in missing], at_once)
+
+
+def _verify_own(
+    owners: Owners,
+    store: Store,
+    background: Background,
+    cache: RecentPayloads,
+    shards: Sequence[PayloadShard],
+    at_once: int,
+) -> dict[Name, PayloadCorrupt | None]:
+    """Fetch those of the shards that this process owns, check them and put them in the cache.
+
+    Returns for each the error of its check, None if it is as its manifest declares.
+    """
+    own = [each for each in shards if each.is_of(owners)]
+    found = in_parallel(background, [partial(_verify, store, cache, each) for each in own], at_once)
+    return dict(zip((each.name for each in own), found, strict=True))
+
+
+@one_torch_thread()
+def _verify(store: Store, cache: RecentPayloads, shard: PayloadShard) -> PayloadCorrupt | None:
+    """Fetch a shard, check it and put it in the cache. Returns the error if the check fails.
+
+    A shard that this process published is in the cache and not read back. If the store lost it after confirming the
+    write, the other replicas find out, because they cannot read it.
+    """
+    name, payload, index = shard.name, shard.manifest.payload, shard.index
+    assert payload is not None
+    if name in cache:
         return None
+    try:
+        if (file := open_verified(store, name[0], payload, index)) is not None:
+            cache.put_file(name, file, payload.shards[index].size)
+        else:
+            cache.put(name, fetch(store, name[0], payload, index, with_norm=True))
+    except PayloadCorrupt as error:
+        return error
+    return None
 
 
 def _breaks_its_promise(manifest: Contribution, expected: ExpectedContribution) -> str:

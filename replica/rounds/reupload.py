@@ -6,10 +6,11 @@ verified them, and keeps them until the next commit.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from diloco_orchestrator.allreduce.owners import Owners
 from diloco_orchestrator.allreduce.recent_payloads import RecentPayloads
 from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.clock import Backoff
@@ -24,6 +25,7 @@ from diloco_orchestrator.replica.rounds.received import everything
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.rebuild import Comparison, FirstBase, Tip, rebuild, rebuild_beside
+from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ class ReuploadRequests:
     """Requests new uploads of payload shards, and answers such requests from `payloads`, cached for two rounds."""
 
     def __init__(self, attempt: Attempt) -> None:
-        self.payloads = RecentPayloads()
+        self.payloads = attempt.owners.make(RecentPayloads)
         self._attempt = attempt
         self._polled_at = attempt.clock.now()
 
@@ -51,7 +53,10 @@ class ReuploadRequests:
         """
         bases = [first]  # a rebuild steps the first base in place, so that only the first one may use it
         run_log, begin = self._attempt.log, self._attempt.begin
-        return self.until_readable(lambda: rebuild(run_log, begin, until, first=bases.pop() if bases else None), until)
+        owners = self._attempt.owners
+        return self.until_readable(
+            lambda: rebuild(run_log, begin, until, first=bases.pop() if bases else None, owners=owners), until
+        )
 
     def rebuild_beside(self, base: Base, until: int) -> Comparison:
         """Compare `base` with the base rebuilt after round `until`; uploads of unreadable payloads are requested again.
@@ -59,7 +64,8 @@ class ReuploadRequests:
         Raises `PayloadCorrupt` for a payload that stays unreadable for `round_timeout_s`.
         """
         run_log, begin = self._attempt.log, self._attempt.begin
-        return self.until_readable(lambda: rebuild_beside(run_log, begin, until, base=base), until)
+        owners = self._attempt.owners
+        return self.until_readable(lambda: rebuild_beside(run_log, begin, until, base=base, owners=owners), until)
 
     def until_readable(self, call: Callable[[], T], until: int | None = None) -> T:
         """The result of `call`, repeated while it raises `PayloadCorrupt` for a payload in the bucket.
@@ -93,7 +99,7 @@ class ReuploadRequests:
         clock, claims_polled_at = self._attempt.clock, self._attempt.clock.now()
         poll_s = self._attempt.config.timing.poll_s
         for pause_s in Backoff(poll_s, max(poll_s, _LONGEST_PAUSE_S)).pauses():
-            takes = self._takes(shard)
+            takes = _takes(self._attempt.store, shard)
             if takes - known:
                 return known | takes
             self._ask(shard, max({1} | takes) + 1, str(error))  # again: the store may have lost the request, too
@@ -128,12 +134,6 @@ class ReuploadRequests:
         )
         self._attempt.writer.create(want)
 
-    def _takes(self, shard: PayloadKey) -> set[int]:
-        """The versions of a payload shard that exist, readable or not. One LIST request."""
-        prefix = str(shard.first_take).removesuffix(".bin")
-        found = (keys.parse_payload(info.key) for info in self._attempt.store.list(prefix))
-        return {each.take for each in found if each is not None and each.first_take == shard.first_take}
-
     def _newest_snapshot(self) -> int:
         """The newest round since the last resume with a confirmed snapshot (its base is as others claim); 0 if none."""
         begin, snapshots = self._attempt.begin, ConfirmedSnapshots(self._attempt.log)
@@ -162,13 +162,10 @@ class ReuploadRequests:
 
         Later calls do so again while the request exists, because the store may lose the new version too.
         """
-        store = self._attempt.store
-        wanted = [keys.parse_want(info.key) for info in store.list(keys.wants(round_))]
-        for shard in wanted:
-            if shard is None or (data := self.payloads.held(str(shard.first_take))) is None:
-                continue
-            if shard.take not in self._takes(shard) and store.create(str(shard), bytes(data)):
-                log.info("round %d: put replica %d's payload again: %s", round_, shard.replica_id, shard)
+        attempt = self._attempt
+        listed = [keys.parse_want(info.key) for info in attempt.store.list(keys.wants(round_))]
+        if wanted := [shard for shard in listed if shard is not None]:
+            attempt.owners.each(_put_again, attempt.store, self.payloads, wanted)
 
     def check_own(self, manifest: Contribution) -> None:
         """Read this replica's own payload back, and upload a new version of each shard that the store damaged or lost.
@@ -176,17 +173,39 @@ class ReuploadRequests:
         Called before a commit that averages this replica alone: no other replica has verified or could request the
         payload. Raises `PayloadCorrupt` after `keys.MAX_TAKES` versions.
         """
-        reader = ContributionReader(self._attempt.store)
-        for own in everything([manifest]):
-            while True:
-                try:
-                    reader.shard(own.manifest, own.index)
-                    break
-                except PayloadCorrupt as error:
-                    shard = keys.parse_payload(error.key)
-                    data = self.payloads.held(error.key)
-                    take = max({1} | self._takes(shard)) + 1 if shard else 0
-                    if shard is None or data is None or take > keys.MAX_TAKES:
-                        raise
-                    log.warning("round %d: own payload is put again: %s", shard.round, error)
-                    self._attempt.store.create(str(replace(shard, take=take)), bytes(data))
+        attempt = self._attempt
+        attempt.owners.each(_check_own, attempt.owners, attempt.store, self.payloads, manifest)
+
+
+def _put_again(store: Store, payloads: RecentPayloads, wanted: Sequence[PayloadKey]) -> None:
+    """Upload the wanted versions of payload shards whose bytes this process has, unless they exist."""
+    for shard in wanted:
+        if (data := payloads.held(str(shard.first_take))) is None:
+            continue
+        if shard.take not in _takes(store, shard) and store.create(str(shard), bytes(data)):
+            log.info("round %d: put replica %d's payload again: %s", shard.round, shard.replica_id, shard)
+
+
+def _check_own(owners: Owners, store: Store, payloads: RecentPayloads, manifest: Contribution) -> None:
+    """`ReuploadRequests.check_own` for the shards that this process owns."""
+    reader = ContributionReader(store)
+    for own in everything([manifest]):
+        while own.is_of(owners):
+            try:
+                reader.shard(own.manifest, own.index)
+                break
+            except PayloadCorrupt as error:
+                shard = keys.parse_payload(error.key)
+                data = payloads.held(error.key)
+                take = max({1} | _takes(store, shard)) + 1 if shard else 0
+                if shard is None or data is None or take > keys.MAX_TAKES:
+                    raise
+                log.warning("round %d: own payload is put again: %s", shard.round, error)
+                store.create(str(replace(shard, take=take)), bytes(data))
+
+
+def _takes(store: Store, shard: PayloadKey) -> set[int]:
+    """The versions of a payload shard that exist, readable or not. One LIST request."""
+    prefix = str(shard.first_take).removesuffix(".bin")
+    found = (keys.parse_payload(info.key) for info in store.list(prefix))
+    return {each.take for each in found if each is not None and each.first_take == shard.first_take}

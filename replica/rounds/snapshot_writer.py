@@ -88,8 +88,8 @@ class SnapshotWriter:
         self.wait()
         self._attempt.pulse.phase = "snapshot"
         agreeing = sum(rounds.contributes(answer) for answer in commit.answers)
-        checked = agreeing > 1 or self._claims.verified_after >= self._tip.value.base_round
-        agreed = self._claims.hash() == commit.base_digest and not commit.applied and checked
+        same = self._claims.hash() == commit.base_digest
+        agreed = same and not commit.applied and (agreeing > 1 or self._claims.is_verified)
         healed = not agreed and self._claims.verify_unclaimed()
         before_us = sum(a.replica_id < self._attempt.replica_id for a in commit.answers)
         own = self._tip.value.base_round, self._claims.digest

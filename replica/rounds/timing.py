@@ -89,12 +89,13 @@ class RoundTiming:
         """Add the train times of contributions to this or earlier rounds, which have just been read."""
         for manifest in manifests:
             opened_at = self._first_opened.get(manifest.round)
-            self._times.record([manifest], None if opened_at is None else self._now() - opened_at)
+            seen_s = None if opened_at is None else self._now() - opened_at
+            self._times = self._times.with_manifests([manifest], seen_s)
 
     def recover(self) -> None:
         """Load the train times of the last closed rounds from their commits, which have no late contributions."""
         for round_ in self._tip.closed_rounds[:_ROUNDS_READ]:
-            self._times.record_answers(round_, self._tip.commit_of(round_).answers)
+            self._times = self._times.with_answers(round_, self._tip.commit_of(round_).answers)
 
     @property
     def elastic(self) -> bool:
@@ -109,17 +110,17 @@ class RoundTiming:
     def deadline(self) -> StragglerDeadline | None:
         """The straggler deadline of the open round; None in the first after a start or resume, which waits for all."""
         first = self._tip.open.round == self._attempt.begin.after_round + 1
-        return None if first else self._times.deadline()
+        return None if first else self._times.deadline
 
     @property
     def usual_s(self) -> float:
         """Seconds that a round takes as a rule, from its opening to its manifests; 0 while that is not known."""
-        deadline = self._times.deadline()
+        deadline = self._times.deadline
         return deadline.median_s if deadline is not None else 0.0
 
     def pauses(self) -> Iterator[float]:
         """The pauses of `pace.waiting` in seconds, without end. Before a round has ended the open one counts so far."""
-        return pace.waiting(self._attempt.config, self.usual_s or self.train_s, self._times.spread_s()).pauses()
+        return pace.waiting(self._attempt.config, self.usual_s or self.train_s, self._times.spread_s).pauses()
 
     @property
     def longest_pause_s(self) -> float:
@@ -128,7 +129,7 @@ class RoundTiming:
 
     def until_expected_s(self, missing: Iterable[int]) -> float:
         """Seconds until the next of the missing replicas usually responds, at most `_EXPECTED_S`; 0 if all are late."""
-        deadline, typical, now_s = self.deadline(), self._times.typical_s(), self.train_s
+        deadline, typical, now_s = self.deadline(), self._times.typical_s, self.train_s
         if deadline is None:
             return 0.0
         known = [typical[replica_id] for replica_id in missing if replica_id in typical]
@@ -173,7 +174,7 @@ class RoundTiming:
             return False
         step_s = elapsed / steps
         if self._equal_time:
-            if (round_s := self._times.fastest_s()) is None:
+            if (round_s := self._times.fastest_s) is None:
                 return self._another_has_contributed()
             return elapsed + step_s > round_s * (1 + 0.5 / whole)
         return deadline is not None and step_s * whole > deadline.deadline_s and elapsed + step_s > deadline.median_s

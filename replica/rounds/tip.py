@@ -12,11 +12,13 @@ from pydantic import JsonValue
 from diloco_orchestrator.allreduce.agreement import summary
 from diloco_orchestrator.allreduce.dealing import Dealing, dealing_of, scatters
 from diloco_orchestrator.allreduce.mean import LeftOut
+from diloco_orchestrator.allreduce.vectors import FlatTensors
+from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.arithmetic import denormals_kept
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import rounds
-from diloco_orchestrator.protocol.records import Commit, Contribution, Disagreeing, HeldoutSet
+from diloco_orchestrator.protocol.records import AdapterPair, Commit, Contribution, Disagreeing, HeldoutSet
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.snapshots.rebuild import Tip
@@ -46,14 +48,14 @@ class HeldTip:
 
     def __init__(self, attempt: Attempt, tip: Tip, fragments: Sequence[tuple[str, ...]]) -> None:
         start = attempt.log.start()
-        self.value = tip
         self.fragments = start.record.synced_fragments if start else fragments
         self.heldout: HeldoutSet | None = start.record.heldout if start else None  # None: nothing is scored
         self.disagreeing: tuple[Disagreeing, ...] = ()  # whom the last round's step left out; empty if it was none
         self._attempt = attempt
         self._adapters = start.record.adapters if start else ()
         self._scatters = scatters(attempt.config, start.record.fragment_numels) if start else False
-        self._version = 0
+        self.value = tip
+        self.open = self._opened(version=0)  # the open round
 
     @property
     def base(self) -> Base:
@@ -68,9 +70,8 @@ class HeldTip:
         """The last commit since the start or resume that was applied or skipped; None before the first."""
         return self.value.last.commit if self.value.last else None
 
-    @property
-    def open(self) -> OpenRound:
-        """The open round."""
+    def _opened(self, version: int) -> OpenRound:
+        """The round that is open after `value`'s last commit. `version`: of the base."""
         position, last, begin = self.value.position, self.last, self._attempt.begin
         fragment = position.outer_step % len(self.fragments)
         return OpenRound(
@@ -81,7 +82,7 @@ class HeldTip:
             roster=last.roster if last else tuple(range(self._attempt.config.replicas)),
             final_evaluation=rounds.is_final_evaluation(position, self._attempt.outer_steps),
             stopped=position.stop != "none",
-            version=self._version,
+            version=version,
             guard=last.guard if last else begin.guard,
         )
 
@@ -128,7 +129,7 @@ class HeldTip:
         read_shard: outer_step.ReadShard,
         *,
         keep_average: bool,
-        averages: Sequence[torch.Tensor] | None = None,
+        averages: FlatTensors | None = None,
     ) -> Mapping[str, torch.Tensor]:
         """Take the outer step of a commit in place. Returns the average by parameter name, empty unless `keep_average`.
 
@@ -137,27 +138,51 @@ class HeldTip:
         contribution without a usable payload, `PayloadGone` if a payload was deleted; the base may be stepped in part
         then.
         """
-        config, left_out = self._attempt.config, list[LeftOut]()
-        with denormals_kept():
-            average = outer_step.average_and_step(
-                *(self.base, self.open.fragment, contributions, read_shard, config.outer),
-                aggregate=config.aggregate,
-                keep_average=keep_average,
-                adapters=self._adapters,
-                left_out=left_out,
-                averages=averages,
-            )
+        config = self._attempt.config
+        stepped = self._attempt.owners.each(
+            *(_stepped, self.base, self.open.fragment, contributions, read_shard, config, keep_average),
+            *(self._adapters, averages),
+        )
+        left_out = sorted((each for _, of_rank in stepped for each in of_rank), key=lambda each: each.shard)
         self.hold(Tip(self.base, entry.commit.round, self.value.snapshot_round, entry.position, entry))
         self.disagreeing = summary(left_out, entry.commit.round)
-        return average
+        return stepped[0][0]
 
     def skip(self, entry: CommitEntry) -> None:
         """Advance the position in the commit log past `entry`, whose average is not applied: the base is unchanged."""
         self.value = replace(self.value, position=entry.position, last=entry)
+        self.open = self._opened(self.open.version)
         self.disagreeing = ()
 
     def hold(self, tip: Tip) -> None:
         """Replace the held base and its position in the log; also called after values of that base have changed."""
         self.value = tip
+        self.open = self._opened(self.open.version + 1)
         self.disagreeing = ()
-        self._version += 1
+
+
+def _stepped(
+    base: Base,
+    fragment: int,
+    contributions: Sequence[tuple[Contribution, int]],
+    read_shard: outer_step.ReadShard,
+    config: RunConfig,
+    keep_average: bool,
+    adapters: Sequence[AdapterPair],
+    averages: FlatTensors | None,
+) -> tuple[Mapping[str, torch.Tensor], list[LeftOut]]:
+    """Take an outer step in this process's shards of a base, in place, as `HeldTip.step` describes.
+
+    Returns the average by parameter name, empty unless `keep_average`, and the contributions that were left out.
+    """
+    left_out = list[LeftOut]()
+    with denormals_kept():
+        average = outer_step.average_and_step(
+            *(base, fragment, contributions, read_shard, config.outer),
+            aggregate=config.aggregate,
+            keep_average=keep_average,
+            adapters=adapters,
+            left_out=left_out,
+            averages=averages.tensors if averages else None,
+        )
+    return average, left_out

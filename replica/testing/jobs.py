@@ -147,10 +147,14 @@ class Jobs:
         if wanted.run not in self._runs:
             run = Run(**stamp(), run_id="check", config=wanted.config, package_version=VERSION)
             self._runs[wanted.run] = create_run(store, run, "check", stamp).run_sha256
-        who = {"replica_id": wanted.replica_id, "attempt": wanted.attempt}
-        token = stamp.unforeseen()
         intent = Intent(
-            **stamp(), **who, leg=1, executor="check", why="to check the training function", claim_token=token
+            **stamp(),
+            replica_id=wanted.replica_id,
+            attempt=wanted.attempt,
+            leg=1,
+            executor="check",
+            why="to check the training function",
+            claim_token=stamp.unforeseen(),
         )
         Writer(store, Role.COORDINATOR).create(intent)
 

@@ -79,7 +79,8 @@ class DiLoCoLoop:
         if self.published or self._rounds.open.final_evaluation:
             return
         pseudo_gradient = self._pseudo_gradient()
-        if has_nonzero(pseudo_gradient):
+        base, fragment = self._rounds.base, self._rounds.open.fragment
+        if has_nonzero(pseudo_gradient, base.owners, fragment, base.shard_numel):
             self._publish(lambda: pseudo_gradient, in_background=False)
 
     def synchronise(self) -> ClosedRound:

@@ -1,8 +1,8 @@
-"""`exchange_plan`: which numbers of which tensors each rank of an island sends to rank 0, and receives from it.
+"""`exchange_plan`: which numbers of which tensors the ranks of an island send each other, to form shards of a base.
 
-An island is a replica of several processes (ranks). Rank 0 has the base; the ranks hold whole tensors (plain modules,
-DDP) or pieces of them (DTensors of FSDP2 and of tensor parallelism). Pure arithmetic on shapes; `ranks` moves the
-bytes.
+An island is a replica of several processes (ranks). Its base is cut into shards, each of which one rank owns; the model
+is in the ranks as whole tensors (plain modules, DDP) or pieces of them (DTensors of FSDP2 and of tensor parallelism).
+Pure arithmetic on shapes; `ranks` moves the bytes.
 """
 
 import math
@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from diloco_orchestrator.allreduce.owners import owner_of
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.outer.base import BaseLayout
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,17 @@ class Range:
 
 @dataclass(frozen=True)
 class Move:
-    """Elements [start, stop) of the tensor `name` that go from or to one rank, where they begin at element `at`."""
+    """Elements [start, stop) of the tensor `name` between two ranks, perhaps the same.
+
+    They begin at element `at` of the piece that the rank `holder` holds. The rank `owner` owns the range.
+    """
 
     name: str
     start: int
     stop: int
+    holder: int
     at: int
+    owner: int
 
 
 @dataclass(frozen=True)
@@ -49,40 +56,63 @@ class Split:
 
 
 Pieces = Mapping[str, Sequence[Range]]  # by tensor: what one rank holds of it, in the order of its piece
+Owned = Mapping[str, Sequence[tuple[int, int, int]]]  # by tensor: [start, stop) and the owner of its ranges, in order
 
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """The moves between rank 0 and each rank. Rank 0's own are in it too: they are copies within its process.
+    """The moves of numbers between the ranks that hold pieces of tensors and those that own ranges of them.
 
-    `gathered[r]`: from rank r, so that rank 0 gets every element once. `scattered[r]`: to rank r, all that it holds.
+    `gathered`: to the owners, so that each gets every element of its ranges once. `scattered`: from the owners, all
+    that each rank holds.
     """
 
-    gathered: Sequence[Sequence[Move]]
-    scattered: Sequence[Sequence[Move]]
+    gathered: Sequence[Move]
+    scattered: Sequence[Move]
 
     @property
     def is_local(self) -> bool:
-        """Whether gathering needs no message: rank 0 holds every element, as with DDP, or is the only rank."""
-        return not any(self.gathered[1:])
+        """Whether gathering needs no message: each owner holds all that it owns, as with DDP or a single rank."""
+        return all(move.holder == move.owner for move in self.gathered)
 
 
-def exchange_plan(pieces: Sequence[Pieces], numels: Mapping[str, int]) -> ExchangePlan:
-    """The plan for tensors of `numels` elements, of which rank r holds `pieces[r]`.
+def owned_by_shard(layout: BaseLayout, ranks: int) -> Owned:
+    """The owner of each range of a base's parameters: that of the shard in which the range lies."""
+    found = {}
+    for fragment, names in enumerate(layout.fragments):
+        shards = [(*each, owner_of(fragment, index, ranks)) for index, each in enumerate(layout.shards(fragment))]
+        first = 0
+        for name in names:
+            last = first + layout.shapes[name].numel()
+            found[name] = [
+                (max(start, first) - first, min(stop, last) - first, owner)
+                for start, stop, owner in shards
+                if start < last and first < stop
+            ]
+            first = last
+    return found
 
-    An element that several ranks hold is taken from the lowest of them. Tensors are in the order of `numels`. Raises
-    `ConfigError`, naming the tensor, if an element is held by no rank.
+
+def exchange_plan(pieces: Sequence[Pieces], owned: Owned) -> ExchangePlan:
+    """The plan for tensors of which rank r holds `pieces[r]`, and whose ranges have the owners `owned`.
+
+    An owner takes elements that it holds from itself, others from the lowest rank that holds them. Tensors are in the
+    order of `owned`. Raises `ConfigError`, naming the tensor, if an element is held by no rank.
     """
-    gathered: list[list[Move]] = [[] for _ in pieces]
-    scattered: list[list[Move]] = [[] for _ in pieces]
-    for name, numel in numels.items():
+    gathered: list[Move] = []
+    scattered: list[Move] = []
+    for name, ranges in owned.items():
         covered: list[tuple[int, int]] = []
-        for rank, held in enumerate(pieces):
-            ranges = [each for each in held.get(name, ()) if each.stop > each.start]
-            scattered[rank] += [Move(name, each.start, each.stop, each.at) for each in ranges]
-            new = [move for each in ranges for move in _without(each, covered, name)]
-            gathered[rank] += new
-            covered = _united([*covered, *((move.start, move.stop) for move in new)])
+        for low, high, owner in ranges:
+            within: list[tuple[int, int]] = []
+            for rank in sorted(range(len(pieces)), key=lambda each: (each != owner, each)):
+                held = [part for each in pieces[rank].get(name, ()) if (part := _clipped(each, low, high))]
+                scattered += [Move(name, each.start, each.stop, rank, each.at, owner) for each in held]
+                new = [part for each in held for part in _without(each, within)]
+                gathered += [Move(name, each.start, each.stop, rank, each.at, owner) for each in new]
+                within = _united([*within, *((each.start, each.stop) for each in new)])
+            covered = _united([*covered, *within])
+        numel = ranges[-1][1] if ranges else 0
         if covered != ([(0, numel)] if numel else []):
             raise ConfigError(
                 f"the ranks together hold the elements {covered} of {name!r}, which has {numel}: a part of it is on no "
@@ -91,7 +121,13 @@ def exchange_plan(pieces: Sequence[Pieces], numels: Mapping[str, int]) -> Exchan
     return ExchangePlan(gathered, scattered)
 
 
-def _without(held: Range, covered: Sequence[tuple[int, int]], name: str) -> Iterator[Move]:
+def _clipped(held: Range, low: int, high: int) -> Range | None:
+    """The part of a range within [low, high); None if there is none."""
+    start, stop = max(held.start, low), min(held.stop, high)
+    return Range(start, stop, held.at + start - held.start) if start < stop else None
+
+
+def _without(held: Range, covered: Sequence[tuple[int, int]]) -> Iterator[Range]:
     """The parts of a range outside of `covered`, disjoint intervals in order."""
     at = held.start
     for low, high in covered:
@@ -100,10 +136,10 @@ def _without(held: Range, covered: Sequence[tuple[int, int]], name: str) -> Iter
         if low >= held.stop:
             break
         if low > at:
-            yield Move(name, at, low, held.at + at - held.start)
+            yield Range(at, low, held.at + at - held.start)
         at = max(at, high)
     if at < held.stop:
-        yield Move(name, at, held.stop, held.at + at - held.start)
+        yield Range(at, held.stop, held.at + at - held.start)
 
 
 def _united(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

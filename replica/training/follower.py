@@ -59,8 +59,9 @@ class Follower:
         """Make the calls that rank 0 signals, until its signal is to go on or to end."""
         while (signal := self._island.ranks.next_signal()).kind == CALL:
             assert signal.call is not None, "it is a call"
-            name, args = signal.call
-            getattr(self._island, name)(*args)
+            name, args, number = signal.call
+            self._island.ranks.kept(number, getattr(self._island, name)(*args))
+            del args, signal  # what they hold may have been dropped by rank 0
         self._going = signal.kind == GO
         self._step_count, self._stepped = signal.first, 0
         self.round, flags = divmod(signal.second, _FLAGS)

@@ -5,9 +5,9 @@ model's parameters have.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +18,18 @@ from diloco_orchestrator.replica.training.exchange import is_sharded
 from diloco_orchestrator.replica.training.handover import Handover, PlainCopies, handover_of
 
 
+class Piece(NamedTuple):
+    """Values of a parameter from its flat element `start` on, which is element `at` of the fragment's vector.
+
+    They have any shape, float dtype and device.
+    """
+
+    at: int
+    name: str
+    start: int
+    values: torch.Tensor
+
+
 class PseudoGradient:
     """`base - local`: the change by training, with the sign of a gradient. A `Vector` that is computed when it is read.
 
@@ -26,45 +38,54 @@ class PseudoGradient:
 
     Args:
         base: the base that training started from.
-        local: the parameters of one fragment by name, in the fragment's order; any float dtype and device.
+        local: the values of one fragment's parameters, as far as they lie in this process's shards of the base.
+        numel: elements of the whole fragment.
     """
 
-    def __init__(self, base: Base, local: Mapping[str, torch.Tensor]) -> None:
-        self._ends = list(accumulate(tensor.numel() for tensor in local.values()))
+    def __init__(self, base: Base, local: Iterable[Piece], numel: int) -> None:
+        self.numel = numel
         self._base = base
-        self._local = list(local.items())
-        self._flat: tuple[str, torch.Tensor] | None = None
+        self._local = sorted((each for each in local if each.values.numel()), key=lambda each: each.at)
+        self._starts = [each.at for each in self._local]
+        self._flat: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    @property
-    def numel(self) -> int:
-        return self._ends[-1] if self._ends else 0
+    @classmethod
+    def of(cls, base: Base, local: Mapping[str, torch.Tensor]) -> "PseudoGradient":
+        """The pseudo-gradient of whole parameters by name, those of one fragment in its order."""
+        pieces, numel = list[Piece](), 0
+        for name, values in local.items():
+            pieces.append(Piece(numel, name, 0, values))
+            numel += values.numel()
+        return cls(base, pieces, numel)
 
     @torch.no_grad()
     def read(self, start: int, stop: int) -> torch.Tensor:
-        out, at, index = empty(stop - start), start, bisect_right(self._ends, start)
+        out, at = empty(stop - start), start
+        index = bisect_right(self._starts, start) - 1
         while at < stop:
-            name, tensor = self._local[index]
-            offset, last = self._ends[index] - tensor.numel(), min(stop, self._ends[index])
-            self._subtract(name, tensor, at - offset, last - offset, out[at - start : last - start])
+            piece = self._local[index]
+            last = min(stop, piece.at + piece.values.numel())
+            assert piece.at <= at < last, "only elements in this process's shards are read"
+            self._subtract(piece, at - piece.at, last - piece.at, out[at - start : last - start])
             at, index = last, index + 1
         return out
 
-    def _subtract(self, name: str, tensor: torch.Tensor, first: int, last: int, out: torch.Tensor) -> None:
-        """Write elements [first, last) of one parameter to `out`."""
-        local = self._flattened(name, tensor)[first:last].to("cpu")
-        vector, start = self._base.parameter_at(name)
-        parts = ((FlatTensors([out]), 0), (vector, start + first), (FlatTensors([local]), 0))
+    def _subtract(self, piece: Piece, first: int, last: int, out: torch.Tensor) -> None:
+        """Write elements [first, last) of one piece to `out`."""
+        local = self._flattened(piece.values)[first:last].to("cpu")
+        vector, start = self._base.parameter_at(piece.name)
+        parts = ((FlatTensors([out]), 0), (vector, start + piece.start + first), (FlatTensors([local]), 0))
         for difference, base, values in aligned(out.numel(), *parts):
             if values.dtype != torch.float32:
                 values = base + (values.to(torch.float32) - base.to(values.dtype).to(torch.float32))
             torch.sub(base, values, out=difference)
 
-    def _flattened(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_contiguous():
-            return tensor.detach().view(-1)
+    def _flattened(self, values: torch.Tensor) -> torch.Tensor:
+        if values.is_contiguous():
+            return values.detach().view(-1)
         newest = self._flat  # of whichever thread
-        if newest is None or newest[0] != name:
-            newest = self._flat = name, tensor.detach().contiguous().view(-1)
+        if newest is None or newest[0] is not values:
+            newest = self._flat = values, values.detach().contiguous().view(-1)
         return newest[1]
 
 
@@ -99,7 +120,7 @@ class Fp32View:
     @torch.no_grad()
     def _pseudo_gradient(self, base: Base, values: Mapping[str, torch.Tensor]) -> PseudoGradient:
         self._update_shadows(values)
-        return PseudoGradient(base, {**values, **self._shadows})
+        return PseudoGradient.of(base, {**values, **self._shadows})
 
     @torch.no_grad()
     def stage(self, base: Base) -> None:

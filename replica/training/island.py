@@ -13,16 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from diloco_orchestrator.allreduce.vectors import has_nonzero
+from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.outer.base import Base, BaseLayout
 from diloco_orchestrator.protocol.records import Consumed
 from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.replica.training.attached_model import AttachedModel
-from diloco_orchestrator.replica.training.exchange import is_sharded, local_part
-from diloco_orchestrator.replica.training.fp32_shadow import PseudoGradient
+from diloco_orchestrator.replica.training.exchange import Move, is_sharded, local_part, owned_by_shard
+from diloco_orchestrator.replica.training.fp32_shadow import Piece, PseudoGradient
 from diloco_orchestrator.replica.training.heldout_scorer import HeldoutFn, undisturbed, values_of
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
-from diloco_orchestrator.replica.training.ranks import Exchange, Ranks
+from diloco_orchestrator.replica.training.ranks import Exchange, Ranks, pieces_in
 from diloco_orchestrator.replica.training.small_state import SmallState
 from diloco_orchestrator.snapshots.model_tensors import plain_name
 
@@ -79,7 +81,9 @@ class Island:
         persistent = attached.module.state_dict().keys()
         self._buffers = {name: each for name, each in attached.module.named_buffers() if name in persistent}
         self._check_same_model()
-        self._exchange = Exchange(ranks, attached.parameters)
+        self._pieces = pieces_in(ranks, attached.parameters)
+        self._exchange = Exchange(ranks, attached.parameters, self._pieces)
+        self._dealt: tuple[BaseLayout, Exchange] | None = None  # a base's layout, and the exchange with its shards
 
     def _check_same_model(self) -> None:
         ours = {name: (tuple(p.shape), str(p.dtype)) for name, p in self._attached.parameters.items()}
@@ -105,39 +109,79 @@ class Island:
         finally:
             self._source = None
 
+    def make(self, name: str, *args: Any) -> Any:
+        """In rank 0: call the method `name` in all ranks, each of which keeps the object that it returns.
+
+        Returns rank 0's, which as an argument of calls stands for each rank's (`Owners.make`).
+        """
+        number = self.ranks.new_number()
+        self.ranks.signal_call(name, args, number)
+        return self.ranks.kept(number, getattr(self, name)(*args))
+
     # -- values of the model ---------------------------------------------------------------------------------------
 
-    def gather(self, names: Sequence[str], check: bool = False) -> dict[str, torch.Tensor]:
-        """In rank 0: the model's parameters of these names, whole; elsewhere nothing.
-
-        `check`: raise `ConfigError` in rank 0 if a parameter that every rank holds whole has other values in one.
-        """
+    def gather(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """In rank 0: the model's parameters of these names, whole; elsewhere nothing."""
         self._attached.reshard()
-        if check and self.ranks.ranks > 1:
-            self._check_alike(names)
         return self._exchange.gather(names)
 
-    def install(self, names: Sequence[str]) -> None:
-        """Set parameters to those of rank 0's source, a `Base`."""
+    def first_base(self, outer: OuterConfig, fragments: Sequence[Sequence[str]], shard_numel: int) -> Base:
+        """A base of the model's values, in each rank its own shards. The arguments are those of `Base.fresh`.
+
+        Raises `ConfigError` if a parameter that is whole in every rank has other values in one.
+        """
         self._attached.reshard()
-        base: Base = self._source
+        shapes = {name: parameter.shape for name, parameter in self._attached.parameters.items()}
+        self._check_alike(list(shapes))
+        base = Base.zeros(shapes, fragments, shard_numel, self.ranks.owners, momenta=outer.momentum > 0)
+        self._with_shards_of(base).collect(list(shapes), lambda move, values: base.write(move.name, move.start, values))
+        return base
 
-        def read(name: str, start: int, stop: int) -> torch.Tensor:
-            vector, first = base.parameter_at(name)
-            return vector.read(first + start, first + stop)
+    def local(self, names: Sequence[str], base: Base, copies: bool) -> PseudoGradient:
+        """`base - local` of the parameters of these names, one fragment's, in each rank its own shards.
 
+        It is computed when it is read: with `copies` from copies of the values as they are now, else from the model
+        where this rank holds them. Raises `ConfigError` if a parameter that is whole in every rank has other values in
+        one.
+        """
+        self._attached.reshard()
+        self._check_alike(names)
+        pieces: list[Piece] = []
+
+        def put(move: Move, values: torch.Tensor) -> None:
+            kept = values.to("cpu", copy=True) if copies and move.holder == move.owner else values
+            pieces.append(Piece(base.parameter_at(move.name)[1] + move.start, move.name, move.start, kept))
+
+        self._with_shards_of(base).collect(names, put)
+        return PseudoGradient(base, pieces, base.numel(names))
+
+    def install(self, names: Sequence[str], base: Base) -> None:
+        """Set parameters to those of a base."""
+        self._attached.reshard()
         whole = {name: local_part(p) for name, p in self._attached.parameters.items() if name in names}
         if self.ranks.ranks == 1 and all(each.numel() == base.parameters[name].numel() for name, each in whole.items()):
             with torch.no_grad():
                 base.copy_into({name: each.view(base.parameters[name].shape) for name, each in whole.items()})
             return
-        self._exchange.scatter(names, read)
+
+        def read(name: str, start: int, stop: int) -> torch.Tensor:
+            vector, first = base.parameter_at(name)
+            return vector.read(first + start, first + stop)
+
+        self._with_shards_of(base).spread(names, read)
+
+    def _with_shards_of(self, base: Base) -> Exchange:
+        """The exchange between the model in all ranks and the shards of a base. No message."""
+        if self._dealt is None or self._dealt[0] != base.layout:
+            owned = owned_by_shard(base.layout, self.ranks.ranks)
+            self._dealt = base.layout, Exchange(self.ranks, self._attached.parameters, self._pieces, owned)
+        return self._dealt[1]
 
     def restore(self, names: Sequence[str]) -> None:
         """Set parameters to those of rank 0's source, whole tensors by name."""
         self._attached.reshard()
         values: Values = self._source or {}
-        self._exchange.scatter(names, lambda name, start, stop: values[name].reshape(-1)[start:stop].to("cpu"))
+        self._exchange.spread(names, lambda name, start, stop: values[name].reshape(-1)[start:stop].to("cpu"))
 
     def hold(self, names: Sequence[str]) -> None:
         """Put this rank's values of parameters aside until `release`."""
@@ -152,7 +196,9 @@ class Island:
             local_part(self._attached.parameters[name]).copy_(value)
 
     def _check_alike(self, names: Sequence[str]) -> None:
-        """Raise `ConfigError` in rank 0 unless parameters that are whole in every rank have the same bits in all."""
+        """Raise `ConfigError` unless parameters that are whole in every rank have the same bits in all."""
+        if self.ranks.ranks == 1:
+            return
         whole = [name for name in names if not is_sharded(self._attached.parameters[name])]
         every = self.ranks.everyone({name: _checksum(self._attached.parameters[name]) for name in whole})
         for rank, theirs in enumerate(every):
@@ -213,7 +259,7 @@ class Island:
         """In rank 0: the sharded parameters that are not trained, whole, by name; elsewhere nothing."""
         named = {plain_name(name): p for name, p in self._attached.module.named_parameters() if not p.requires_grad}
         sharded = {name: named[name] for name in sorted(named) if is_sharded(named[name])}
-        return Exchange(self.ranks, sharded).gather(list(sharded)) if sharded else {}
+        return _gathered(self.ranks, sharded) if sharded else {}
 
     def metrics(self) -> list[RankMetrics]:
         """The observations of each rank since the last call, in rank order."""
@@ -227,9 +273,7 @@ class Island:
         sharded = {key: each for key, each in _state_tensors(state) if is_sharded(each)}
         if not sharded:
             return dict(state)
-        whole = Exchange(self.ranks, {_name(key): each for key, each in sharded.items()}).gather(
-            [_name(key) for key in sharded]
-        )
+        whole = _gathered(self.ranks, {_name(key): each for key, each in sharded.items()})
         found: dict[str, Any] = _replaced(state, {key: whole.get(_name(key)) for key in sharded})
         return found
 
@@ -252,7 +296,8 @@ class Island:
         if pieces:
             named = {_name(key): each for key, each in pieces.items()}
             flat = {_name(key): each.reshape(-1) for key, each in numbers.items()}
-            Exchange(self.ranks, named).scatter(list(named), lambda name, start, stop: flat[name][start:stop])
+            exchange = Exchange(self.ranks, named, pieces_in(self.ranks, named))
+            exchange.spread(list(named), lambda name, start, stop: flat[name][start:stop])
         self._optimizers.load_local_state_dict(_replaced(skeleton, pieces))
 
     def clear(self) -> None:
@@ -338,12 +383,13 @@ class IslandView:
         self._names = tuple(names)
 
     def pseudo_gradient(self, base: Base) -> PseudoGradient:
-        return PseudoGradient(base, self._island.call("gather", self._names, True))
+        found: PseudoGradient = self._island.make("local", self._names, base, False)
+        return found
 
     def handed_over(self, base: Base) -> Callable[[], PseudoGradient]:
-        """Gather copies of the values now. The returned function forms `base - local` from them, in any thread."""
-        copies = self.values()
-        return lambda: PseudoGradient(base, copies)
+        """Copy the values now. The returned function gives `base - local` of them, in any thread."""
+        found: PseudoGradient = self._island.make("local", self._names, base, True)
+        return lambda: found
 
     def stage(self, base: Base) -> None:
         """Nothing: ranks take the base when it is installed, in the training thread."""
@@ -352,7 +398,7 @@ class IslandView:
         """Set the parameters of all ranks to the base. Raises `ValueError` for `keep`."""
         if keep:
             raise ValueError("a share of sharded local values cannot be kept.")
-        self._island.call("install", self._names, source=base)
+        self._island.call("install", self._names, base)
 
     @contextmanager
     def holding(self, base: Base) -> Iterator[None]:
@@ -365,10 +411,27 @@ class IslandView:
             self._island.call("release")
 
     def values(self) -> dict[str, torch.Tensor]:
-        return {name: each.clone() for name, each in self._island.call("gather", self._names, True).items()}
+        return {name: each.clone() for name, each in self._island.call("gather", self._names).items()}
 
     def restore(self, values: Values) -> None:
         self._island.call("restore", self._names, source=values)
+
+
+class IslandValues:
+    """`OwnValues` of a model in the ranks of an island, perhaps sharded."""
+
+    def __init__(self, island: Island) -> None:
+        self._island = island
+
+    def first_base(self, outer: OuterConfig, fragments: Sequence[Sequence[str]], shard_numel: int) -> Base:
+        found: Base = self._island.make("first_base", outer, fragments, shard_numel)
+        return found
+
+    def are_those_of(self, base: Base) -> bool:
+        return not any(
+            has_nonzero(self._island.make("local", names, base, False), base.owners, fragment, base.shard_numel)
+            for fragment, names in enumerate(base.fragments)
+        )
 
 
 # -- optimizer states, as trees of dicts ------------------------------------------------------------------------------
@@ -403,6 +466,11 @@ def _replaced(state: Any, values: Mapping[_Key, Any]) -> Any:
         for number, each in enumerate(InnerOptimizers.states_in(state))
     ]
     return InnerOptimizers.joined_states(states)
+
+
+def _gathered(ranks: Ranks, sharded: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """In rank 0: sharded tensors, whole on the CPU; elsewhere nothing. Every rank calls it at the same time."""
+    return Exchange(ranks, sharded, pieces_in(ranks, sharded)).gather(list(sharded))
 
 
 def _name(key: _Key) -> str:

@@ -4,24 +4,27 @@ Messages go through gloo groups of our own, on the CPU, so that they mix with no
 groups live as long as the process. A replica of one process is `Ranks.alone()`: no message is ever sent.
 """
 
-import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from diloco_orchestrator.allreduce.owners import ALONE, Owners
 from diloco_orchestrator.allreduce.vectors import empty
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.replica.training.exchange import (
-    ExchangePlan,
     Move,
+    Owned,
+    Pieces,
     exchange_plan,
     local_part,
     messages,
     ranges_in,
 )
+from diloco_orchestrator.replica.training.rank_owners import RankOwners
 
 T = TypeVar("T")
 
@@ -31,12 +34,15 @@ GO, END, CALL = range(3)  # the signals of rank 0 to the others, at a step bound
 
 
 class Signal(NamedTuple):
-    """A signal of rank 0: `GO`, `END` or `CALL`, with two numbers, and for a call its name and arguments."""
+    """A signal of rank 0: `GO`, `END` or `CALL`, with two numbers.
+
+    `call`: name and arguments of a call, and the number under which its result is kept, if it is.
+    """
 
     kind: int
     first: int
     second: int
-    call: tuple[str, tuple[Any, ...]] | None = None
+    call: tuple[str, tuple[Any, ...], int | None] | None = None
 
 
 class Ranks:
@@ -46,12 +52,23 @@ class Ranks:
         calls: the group in which rank 0 signals the others what to do. They wait there without limit while rank 0 is
             busy with the bucket: the process above them watches that rank 0 lives.
         data: the group of tensors and small objects, with the replica's time-out.
+        owners: the ranks as owners of the shards of the base; None for a single rank, which owns all.
     """
 
-    def __init__(self, rank: int, ranks: int, local_rank: int, calls: Any = None, data: Any = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        local_rank: int,
+        calls: Any = None,
+        data: Any = None,
+        owners: RankOwners | None = None,
+    ) -> None:
         self.rank = rank
         self.ranks = ranks
         self.local_rank = local_rank
+        self.owners: Owners = owners or ALONE
+        self._owners = owners
         self._calls = calls
         self._data = data
 
@@ -61,11 +78,16 @@ class Ranks:
         return cls(0, 1, 0)
 
     @classmethod
-    def joined(cls, local_rank: int, timeout_s: float) -> "Ranks":
-        """This process's rank in the default process group, which must exist. Every rank calls it at the same time."""
+    def joined(cls, local_rank: int, timeout_s: float, **own: object) -> "Ranks":
+        """This process's rank in the default process group, which must exist. Every rank calls it at the same time.
+
+        `own`: what every rank has of its own under a name, such as its connection to the bucket (`RankOwners`).
+        """
         calls = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
         data = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        return cls(dist.get_rank(), dist.get_world_size(), local_rank, calls, data)
+        shards = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        return cls(rank, ranks, local_rank, calls, data, RankOwners(rank, ranks, shards, **own))
 
     def await_all(self, what: str) -> None:
         """Block until every rank has called this. Raises `ConfigError` in rank 0, naming those that did not in time.
@@ -91,10 +113,13 @@ class Ranks:
         if self.ranks > 1:
             dist.broadcast(torch.tensor([kind, first, second]), 0, self._calls)
 
-    def signal_call(self, name: str, args: Sequence[Any]) -> None:
-        """In rank 0: make all others call a method with these arguments, as this rank is about to."""
-        if self.ranks > 1:
-            body = bytearray(pickle.dumps((name, tuple(args))))
+    def signal_call(self, name: str, args: Sequence[Any], number: int | None = None) -> None:
+        """In rank 0: make all others call a method with these arguments, as this rank is about to.
+
+        What every rank has of its own goes as such (`RankOwners`). `number`: under which each keeps the result.
+        """
+        if self._owners is not None:
+            body = bytearray(self._owners.dumps((name, tuple(args), number)))
             self.signal(CALL, len(body))
             dist.broadcast(torch.frombuffer(body, dtype=torch.uint8), 0, self._calls)
 
@@ -105,9 +130,20 @@ class Ranks:
         kind, first, second = map(int, header.tolist())
         if kind != CALL:
             return Signal(kind, first, second)
+        assert self._owners is not None, "a single rank gets no signals"
         body = torch.empty(first, dtype=torch.uint8)
         dist.broadcast(body, 0, self._calls)
-        return Signal(kind, first, second, pickle.loads(body.numpy().tobytes()))
+        return Signal(kind, first, second, self._owners.loads(body.numpy().tobytes()))
+
+    def kept(self, number: int | None, made: T) -> T:
+        """`made`, which from now on stands for every rank's object of this number; with None nothing happens."""
+        if self._owners is not None and number is not None:
+            self._owners.keep(number, made)
+        return made
+
+    def new_number(self) -> int | None:
+        """In rank 0: a number for an object that every rank is about to make; None for a single rank."""
+        return None if self._owners is None else self._owners.new_number()
 
     # -- objects and bytes -----------------------------------------------------------------------------------------
 
@@ -126,89 +162,112 @@ class Ranks:
             dist.broadcast_object_list(found, 0, self._data)
         return found[0]  # type: ignore[no-any-return]
 
-    def send(self, data: torch.Tensor, to: int) -> None:
-        """Send a flat tensor of bytes on the CPU to a rank, which calls `receive`."""
-        dist.send(data, to, self._data)
+    def swap(self, sent: torch.Tensor, to: int, received: torch.Tensor, source: int) -> None:
+        """Send a flat tensor of bytes on the CPU to a rank and fill another by what a rank sends, at the same time.
 
-    def receive(self, data: torch.Tensor, source: int) -> None:
-        """Fill a flat tensor of bytes on the CPU by what a rank sends."""
-        dist.recv(data, source, self._data)
+        The other rank of each message calls this too; an empty tensor is no message.
+        """
+        under_way = [dist.isend(sent, to, self._data)] if len(sent) else []
+        under_way += [dist.irecv(received, source, self._data)] if len(received) else []
+        for each in under_way:
+            assert each is not None, "this rank is in the group"
+            each.wait()
 
 
 class Exchange:
-    """Moves tensors between rank 0, which has them whole on the CPU, and the ranks that hold them or parts of them.
+    """Moves tensors between the ranks that hold them, or parts of them, and those that own ranges of them.
 
-    Made by all ranks together. `tensors`: this rank's, by name, the same names and shapes in every rank; they are read
-    and written whenever this object's methods are called, by all ranks together.
+    Every rank makes one and calls its methods at the same time. `tensors`: this rank's, by name, the same names and
+    shapes in every rank; they are read and written whenever the methods are called. `pieces`: what each rank holds, as
+    `pieces_in` finds it. `owned`: the owners of their ranges; None: rank 0 owns all.
     """
 
-    def __init__(self, ranks: Ranks, tensors: Mapping[str, torch.Tensor], plan: ExchangePlan | None = None) -> None:
+    def __init__(
+        self, ranks: Ranks, tensors: Mapping[str, torch.Tensor], pieces: Sequence[Pieces], owned: Owned | None = None
+    ) -> None:
         self._ranks = ranks
         self._tensors = tensors
         self._sizes = {name: tensor.element_size() for name, tensor in tensors.items()}
-        numels = {name: tensor.numel() for name, tensor in tensors.items()}
-        self._plan = plan or exchange_plan(
-            ranks.everyone({name: ranges_in(tensor, name) for name, tensor in tensors.items()}), numels
-        )
+        in_rank_0 = {name: [(0, tensor.numel(), 0)] for name, tensor in tensors.items()}
+        self._plan = exchange_plan(pieces, in_rank_0 if owned is None else owned)
 
     def gather(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """In rank 0: these tensors whole, by name; elsewhere nothing.
+        """In rank 0, which owns every tensor: these tensors whole, by name; elsewhere nothing.
 
         A tensor that rank 0 holds whole is the tensor itself, not a copy; any other is new, on the CPU.
         """
         whole: dict[str, torch.Tensor] = {}
-        wanted = set(names)
-        if not self._ranks.rank:
-            for name in names:
-                tensor = self._tensors[name]
-                if local_part(tensor).numel() == tensor.numel():
-                    whole[name] = local_part(tensor).view(tensor.shape)
-                else:
-                    whole[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            for move in self._plan.gathered[0]:
-                if move.name in wanted and whole[move.name].data_ptr() != self._flat(move.name).data_ptr():
-                    whole[move.name].view(-1)[move.start : move.stop].copy_(self._piece(move))
-        for rank in range(1, self._ranks.ranks):
-            for message in self._messages(self._plan.gathered[rank], wanted):
-                if self._ranks.rank == rank:
-                    data = self._room(message)
-                    for move, part in self._parts(message, data):
-                        part.copy_(self._piece(move))
-                    self._ranks.send(data, 0)
-                elif not self._ranks.rank:
-                    data = self._room(message)
-                    self._ranks.receive(data, rank)
-                    for move, part in self._parts(message, data):
-                        whole[move.name].view(-1)[move.start : move.stop].copy_(part)
+        for name in names if not self._ranks.rank else ():
+            tensor = self._tensors[name]
+            if local_part(tensor).numel() == tensor.numel():
+                whole[name] = local_part(tensor).view(tensor.shape)
+            else:
+                whole[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+        def put(move: Move, values: torch.Tensor) -> None:
+            if local_part(self._tensors[move.name]).numel() < whole[move.name].numel():
+                whole[move.name].view(-1)[move.start : move.stop].copy_(values)
+
+        self.collect(names, put)
         return whole
 
-    @torch.no_grad()
-    def scatter(self, names: Sequence[str], read: Callable[[str, int, int], torch.Tensor]) -> None:
-        """Set these tensors in all ranks to the values that rank 0 has.
+    def collect(self, names: Sequence[str], put: Callable[[Move, torch.Tensor], None]) -> None:
+        """Bring every owner the values of its ranges of these tensors.
 
-        `read(name, start, stop)`: in rank 0, elements [start, stop) of a tensor, flat on the CPU, in any dtype; the
-        others never call it.
+        `put(move, values)` is called for each: `values` are flat, in the tensor's dtype, and share the memory of this
+        rank's tensor where it holds the range itself; else they are on the CPU.
         """
-        wanted = set(names)
-        for rank in range(self._ranks.ranks):
-            for message in self._messages(self._plan.scattered[rank], wanted):
-                if rank == 0:
-                    if not self._ranks.rank:
-                        for move in message:
-                            self._set(move, read(move.name, move.start, move.stop))
-                elif not self._ranks.rank:
-                    data = self._room(message)
-                    for move, part in self._parts(message, data):
-                        part.copy_(read(move.name, move.start, move.stop))
-                    self._ranks.send(data, rank)
-                elif self._ranks.rank == rank:
-                    data = self._room(message)
-                    self._ranks.receive(data, 0)
-                    for move, part in self._parts(message, data):
-                        self._set(move, part)
+        for move in self._own(self._plan.gathered, names):
+            put(move, self._piece(move))
+        ends = [(move, move.holder, move.owner) for move in self._plan.gathered]
+        for move, part in self._exchanged(ends, names, self._piece):
+            put(move, part)
 
-    def _messages(self, moves: Sequence[Move], wanted: set[str]) -> list[list[Move]]:
-        return list(messages([move for move in moves if move.name in wanted], self._sizes, _MOST_BYTES))
+    @torch.no_grad()
+    def spread(self, names: Sequence[str], read: Callable[[str, int, int], torch.Tensor]) -> None:
+        """Set these tensors in all ranks to the values that the owners have.
+
+        `read(name, start, stop)`: elements [start, stop) of a tensor, flat on the CPU, in any dtype; of ranges that
+        this rank owns.
+        """
+        for move in self._own(self._plan.scattered, names):
+            self._set(move, read(move.name, move.start, move.stop))
+        ends = [(move, move.owner, move.holder) for move in self._plan.scattered]
+        for move, part in self._exchanged(ends, names, lambda move: read(move.name, move.start, move.stop)):
+            self._set(move, part)
+
+    def _own(self, moves: Sequence[Move], names: Sequence[str]) -> list[Move]:
+        """The moves within this rank."""
+        wanted, me = set(names), self._ranks.rank
+        return [move for move in moves if move.holder == move.owner == me and move.name in wanted]
+
+    def _exchanged(
+        self,
+        moves: Sequence[tuple[Move, int, int]],
+        names: Sequence[str],
+        values: Callable[[Move], torch.Tensor],
+    ) -> Iterator[tuple[Move, torch.Tensor]]:
+        """Send and receive all moves between this rank and others, each with its sender and receiver.
+
+        Yields what was received, flat on the CPU in the tensor's dtype. `values`: of a move, to be sent. In turn k
+        every rank sends to the k-th after it, in messages of bounded size.
+        """
+        wanted, me, ranks = set(names), self._ranks.rank, self._ranks.ranks
+        by_pair: dict[tuple[int, int], list[Move]] = {}
+        for move, sender, receiver in moves:
+            if move.name in wanted and sender != receiver and me in (sender, receiver):
+                by_pair.setdefault((sender, receiver), []).append(move)
+        for turn in range(1, ranks):
+            source, target = (me - turn) % ranks, (me + turn) % ranks
+            pairs = by_pair.get((me, target), []), by_pair.get((source, me), [])
+            cut = (messages(each, self._sizes, _MOST_BYTES) for each in pairs)
+            for outgoing, incoming in zip_longest(*cut, fillvalue=()):
+                sent, received = self._room(outgoing), self._room(incoming)
+                for move, part in self._parts(outgoing, sent):
+                    part.copy_(values(move))
+                self._ranks.swap(sent, target, received, source)
+                del sent
+                yield from self._parts(incoming, received)
 
     def _room(self, message: Sequence[Move]) -> torch.Tensor:
         size = sum((move.stop - move.start) * self._sizes[move.name] for move in message)
@@ -224,11 +283,8 @@ class Exchange:
             at += -(-size // 8) * 8
         return found
 
-    def _flat(self, name: str) -> torch.Tensor:
-        return local_part(self._tensors[name]).reshape(-1)
-
     def _piece(self, move: Move) -> torch.Tensor:
-        return self._flat(move.name)[move.at : move.at + move.stop - move.start]
+        return local_part(self._tensors[move.name]).reshape(-1)[move.at : move.at + move.stop - move.start]
 
     def _set(self, move: Move, values: torch.Tensor) -> None:
         held = local_part(self._tensors[move.name])
@@ -238,3 +294,8 @@ class Exchange:
         flat = held.reshape(-1)
         flat[move.at : move.at + values.numel()].copy_(values)
         held.copy_(flat.view(held.shape))
+
+
+def pieces_in(ranks: Ranks, tensors: Mapping[str, torch.Tensor]) -> list[Pieces]:
+    """The ranges that each rank holds of tensors of the same names. Every rank calls it at the same time."""
+    return ranks.everyone({name: ranges_in(tensor, name) for name, tensor in tensors.items()})

@@ -61,7 +61,7 @@ class VaultScorer:
         assert against is not None, "`is_of` has said so"
         dealt = deal(len(self._shares), opened.roster).get(attempt.replica_id, [])
         try:
-            earlier = rebuild_scored(attempt.log, against)
+            earlier = rebuild_scored(attempt.log, against, attempt.owners)
         except (PayloadCorrupt, RecordInvalid, ObjectMissing) as error:
             log.warning("the vault set cannot be scored on the base of round %d: %s", against, error)
             return

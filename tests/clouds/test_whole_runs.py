@@ -11,6 +11,7 @@ from typing import Any
 import clouds
 import pytest
 from cli_support import diloco
+from hf_gateway import HfGateway
 from real_runs import FAST, wait_for
 from s3_server import S3Server
 
@@ -81,7 +82,7 @@ def cloud(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[clouds.Clo
 def test_a_preempted_replica_and_a_killed_coordinator_change_no_bit(
     cloud: clouds.Cloud, s3_server: S3Server, bucket: str, tmp_path: Path, undisturbed: list[str]
 ):
-    stage = Stage(cloud, s3_server, bucket, args={"folder": str(tmp_path), "hold": [VICTIM]})
+    stage = Stage(cloud, f"s3://{bucket}/run", s3_server.options(), args={"folder": str(tmp_path), "hold": [VICTIM]})
     stage.preempt_and_go_on(tmp_path, undisturbed)
 
 
@@ -107,7 +108,9 @@ def test_each_way_in_which_slurm_takes_a_machine_is_a_preemption_and_changes_no_
 ):
     """`leaves`: the replica has time to publish and to leave by itself, with exit code 75."""
     retry = {"backoff_s": 0.0, "max_errors": 0}  # an attempt that counted as an error would end the run
-    stage = Stage(cloud, s3_server, bucket, args={"folder": str(tmp_path), "hold": [VICTIM]}, retry=retry)
+    stage = Stage(
+        cloud, f"s3://{bucket}/run", s3_server.options(), args={"folder": str(tmp_path), "hold": [VICTIM]}, retry=retry
+    )
     victim = stage.preempt_and_go_on(tmp_path, undisturbed)
     status = cloud.executor().poll(victim)
     assert (status.state, status.native_state) == (ReplicaState.PREEMPTED, native_state)
@@ -116,11 +119,28 @@ def test_each_way_in_which_slurm_takes_a_machine_is_a_preemption_and_changes_no_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cloud", ["hf_jobs"], indirect=True)
+def test_an_account_at_hugging_face_is_enough(
+    cloud: clouds.Cloud, hf_gateway: HfGateway, tmp_path: Path, undisturbed: list[str]
+):
+    """Jobs over a storage bucket; one is preempted, the coordinator is killed."""
+    args = {"folder": str(tmp_path), "hold": [VICTIM]}
+    stage = Stage(cloud, hf_gateway.url("runs"), hf_gateway.options(), args=args)
+    stage.preempt_and_go_on(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
 def test_one_preemption_after_another_changes_no_bit(
     cloud: clouds.Cloud, s3_server: S3Server, bucket: str, tmp_path: Path, undisturbed_for_long: list[str]
 ):
     """Each replica is preempted in its turn, and each coordinator that goes on is killed in its."""
-    stage = Stage(cloud, s3_server, bucket, args={"folder": str(tmp_path), "hold": [], "pause_s": 0.1}, rounds=LONG)
+    stage = Stage(
+        cloud,
+        f"s3://{bucket}/run",
+        s3_server.options(),
+        args={"folder": str(tmp_path), "hold": [], "pause_s": 0.1},
+        rounds=LONG,
+    )
     coordinator = stage.start(LAUNCHER)
     reader = stage.reader()
     try:
@@ -142,9 +162,9 @@ def test_one_preemption_after_another_changes_no_bit(
 class Stage:
     """A run of three replicas in a bucket, and the processes that launch it or go on with it."""
 
-    def __init__(self, cloud: clouds.Cloud, s3_server: S3Server, bucket: str, **settings: Any) -> None:
+    def __init__(self, cloud: clouds.Cloud, url: str, options: dict[str, Any], **settings: Any) -> None:
         self._cloud = cloud
-        self._url, self._options = f"s3://{bucket}/run", s3_server.options()
+        self._url, self._options = url, options
         self._secrets = {"HF_TOKEN": "hf_" + "x" * 34}
         self._given = {
             **SETTINGS,

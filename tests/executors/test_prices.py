@@ -120,5 +120,6 @@ def test_spot_is_what_aws_says_now_or_at_most_the_price_on_demand(no_aws: None, 
 
     monkeypatch.setattr(eks_jobs, "newest_spot_price", newest)
     executor = EKSExecutor(instance_type="g5.xlarge", region="us-east-1", cluster="c")
-    assert [price_of(executor, REQUEST), price_of(executor, REQUEST)] == [newest(None, "", 0.0), newest(None, "", 0.0)]
-    assert asked.count("g5.xlarge") == 1  # kept for ten minutes
+    now = Price(0.41, "EC2's spot price in us-east-1", tflops=70.0)  # with the listed speed of its A10G
+    assert [price_of(executor, REQUEST), price_of(executor, REQUEST)] == [now, now]
+    assert asked == ["g5.xlarge"]  # kept for ten minutes

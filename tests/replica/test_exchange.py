@@ -1,4 +1,4 @@
-"""`exchange_plan`: every element reaches rank 0 once and every rank gets all that it holds, however tensors are cut."""
+"""`exchange_plan`: owners get each element once and ranks get all that they hold, however tensors are cut."""
 
 import itertools
 
@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.outer.base import BaseLayout
 from diloco_orchestrator.replica.training.exchange import (
     Range,
     Split,
     exchange_plan,
     held_ranges,
     messages,
+    owned_by_shard,
 )
 
 _SHAPES = [(7, 3), (1, 5), (2,), (5, 4, 3), (), (0, 4), (64, 8)]
@@ -40,14 +42,10 @@ _MESHES = {
 }
 
 
-@pytest.mark.parametrize("shape", _SHAPES, ids=str)
-@pytest.mark.parametrize("name", _MESHES)
-def test_gathered_pieces_are_the_tensor_and_scattered_ones_are_the_pieces(name, shape):
+def _splits(name):
+    """The cuts of a tensor that each rank of a mesh holds."""
     mesh, placements = _MESHES[name]
-    if any(each and each[0] >= len(shape) for each in placements):
-        pytest.skip("the tensor has no such dimension")
-    whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    splits = [
+    return [
         [
             Split(placed[0], parts, index, placed[1])
             for placed, parts, index in zip(placements, mesh, coordinate, strict=True)
@@ -55,41 +53,65 @@ def test_gathered_pieces_are_the_tensor_and_scattered_ones_are_the_pieces(name, 
         ]
         for coordinate in _coordinates(mesh)
     ]
+
+
+@pytest.mark.parametrize("shard_numel", [None, 5, 1000])
+@pytest.mark.parametrize("shape", _SHAPES, ids=str)
+@pytest.mark.parametrize("name", _MESHES)
+def test_owners_get_every_element_once_and_holders_get_their_pieces_back(name, shape, shard_numel):
+    """`shard_numel`: None: rank 0 owns the tensor; else it lies behind another one in a base of such shards."""
+    if any(each and each[0] >= len(shape) for each in _MESHES[name][1]):
+        pytest.skip("the tensor has no such dimension")
+    splits, numel = _splits(name), torch.Size(shape).numel()
+    whole = torch.arange(numel).view(shape)
     local = [_piece(whole, each).reshape(-1) for each in splits]
-    plan = exchange_plan([{"w": held_ranges(shape, each)} for each in splits], {"w": whole.numel()})
+    owned = {"w": [(0, numel, 0)]}
+    if shard_numel:
+        shapes = {"before": torch.Size((3,)), "w": torch.Size(shape)}
+        owned = owned_by_shard(BaseLayout.of(shapes, [], shard_numel), len(splits))
+        assert {owner for *_, owner in owned["w"]} <= {(3 + at) // shard_numel % len(splits) for at in range(numel)}
+    plan = exchange_plan([{"w": held_ranges(shape, each), "before": [Range(0, 3, 0)]} for each in splits], owned)
 
-    gathered = torch.full((whole.numel(),), -1)
-    taken = 0
-    for rank, moves in enumerate(plan.gathered):
-        for move in moves:
-            gathered[move.start : move.stop] = local[rank][move.at : move.at + move.stop - move.start]
-            taken += move.stop - move.start
-    assert torch.equal(gathered, whole.view(-1)) and taken == whole.numel()
+    there = [torch.full((numel,), -1) for _ in splits]  # what each rank gets as an owner
+    for move in [move for move in plan.gathered if move.name == "w"]:
+        values = local[move.holder][move.at : move.at + move.stop - move.start]
+        assert bool((there[move.owner][move.start : move.stop] == -1).all()), "it comes once"
+        there[move.owner][move.start : move.stop] = values
+    for start, stop, owner in owned["w"]:
+        assert torch.equal(there[owner][start:stop], whole.view(-1)[start:stop])
 
-    for rank, moves in enumerate(plan.scattered):
-        piece = torch.full_like(local[rank], -1)
-        for move in moves:
-            piece[move.at : move.at + move.stop - move.start] = whole.view(-1)[move.start : move.stop]
-        assert torch.equal(piece, local[rank])
+    pieces = [torch.full_like(each, -1) for each in local]
+    for move in [move for move in plan.scattered if move.name == "w"]:
+        target = pieces[move.holder][move.at : move.at + move.stop - move.start]
+        target.copy_(there[move.owner][move.start : move.stop])
+    assert all(map(torch.equal, pieces, local))
 
 
 def test_a_piece_whose_later_dimensions_are_whole_is_one_range():
     assert held_ranges((8, 4, 2), [Split(0, 2, 1)]) == [Range(32, 64, 0)]
 
 
+def test_shards_of_all_fragments_are_dealt_in_turn():
+    shapes = {name: torch.Size((size,)) for name, size in {"a": 4, "b": 7, "c": 2}.items()}
+    owned = owned_by_shard(BaseLayout.of(shapes, [["a", "c"], ["b"]], 3), 2)
+    assert owned == {"a": [(0, 3, 0), (3, 4, 1)], "c": [(0, 2, 1)], "b": [(0, 3, 1), (3, 6, 0), (6, 7, 1)]}
+
+
 def test_one_rank_and_ranks_that_hold_everything_send_nothing():
-    assert exchange_plan([{"w": [Range(0, 6, 0)]}], {"w": 6}).is_local
-    assert exchange_plan([{"w": [Range(0, 6, 0)]}] * 3, {"w": 6}).is_local
-    assert not exchange_plan([{"w": [Range(0, 3, 0)]}, {"w": [Range(3, 6, 0)]}], {"w": 6}).is_local
+    by_two = {"w": [(0, 3, 0), (3, 6, 1)]}
+    assert exchange_plan([{"w": [Range(0, 6, 0)]}], {"w": [(0, 6, 0)]}).is_local
+    assert exchange_plan([{"w": [Range(0, 6, 0)]}] * 3, by_two).is_local
+    assert exchange_plan([{"w": [Range(0, 3, 0)]}, {"w": [Range(3, 6, 0)]}], by_two).is_local
+    assert not exchange_plan([{"w": [Range(0, 4, 0)]}, {"w": [Range(4, 6, 0)]}], by_two).is_local
 
 
 def test_an_element_that_nobody_holds_is_named():
     with pytest.raises(ConfigError, match=r"hold the elements \[\(0, 2\)\] of 'w', which has 6"):
-        exchange_plan([{"w": [Range(0, 2, 0)]}, {}], {"w": 6})
+        exchange_plan([{"w": [Range(0, 2, 0)]}, {}], {"w": [(0, 3, 0), (3, 6, 1)]})
 
 
 def test_messages_are_bounded_and_keep_the_order():
-    plan = exchange_plan([{name: [Range(0, 10, 0)] for name in "abc"}], dict.fromkeys("abc", 10))
+    plan = exchange_plan([{name: [Range(0, 10, 0)] for name in "abc"}], {name: [(0, 10, 0)] for name in "abc"})
     sizes = {"a": 4, "b": 4, "c": 2}
-    cut = list(messages(plan.gathered[0], sizes, 60))
+    cut = list(messages(plan.gathered, sizes, 60))
     assert [[move.name for move in message] for message in cut] == [["a"], ["b", "c"]]

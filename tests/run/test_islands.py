@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fast_s3 import running_fast_s3
+from island_workloads import WIDTH
 from real_runs import FAST, digests, reader_of, wait_for
 
 from diloco_orchestrator import LocalProcessExecutor, Run, RunResult, launch
@@ -28,9 +30,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
     def start(entrypoint: str = "train", **settings: Any) -> tuple[Run, Path]:
         folder = tmp_path_factory.mktemp("island")
         executor = LocalProcessExecutor(folder / "executor", grace_s=5.0)
-        settings = {**FAST, "replicas": 2, "rounds": 3, "sync_every": 4, "seed": 3, **settings}
-        store = str(folder / "bucket")
-        return launch(f"island_workloads:{entrypoint}", store=store, executor=executor, **settings), folder / "bucket"
+        settings = {**FAST, "replicas": 2, "rounds": 3, "sync_every": 4, "seed": 3, "shard_mib": 1, **settings}
+        settings = {"store": str(folder / "bucket"), **settings}
+        return launch(f"island_workloads:{entrypoint}", executor=executor, **settings), folder / "bucket"
 
     return start
 
@@ -112,6 +114,29 @@ def test_a_run_goes_on_with_another_number_of_ranks(start, alone):
     assert json.loads(newest.read_text())["ranks"] == 3
 
 
+def test_each_rank_holds_and_moves_its_part_of_the_base(start, tmp_path, monkeypatch):
+    """Of 16 shards each of four ranks has four: base and momenta, and the bytes up and down."""
+    hidden, c = 16 * 2**18 // (2 * WIDTH + 1), 16 * 2**20
+    measured = tmp_path / "measured"
+    measured.mkdir()
+    with running_fast_s3() as server:
+        for name, value in server.environ().items():
+            monkeypatch.setenv(name, value)
+        settings = {"store": "s3://bucket/run", "ranks_per_replica": [4, 1], "snapshot_every": 100, "rounds": 3}
+        args = {"model": "fsdp", "hidden": hidden, "measured": str(measured)}
+        run, _ = start(args=args, replica_state="none", **settings)
+        run.wait()
+        moved = server.payload_bytes()
+    up, down = ([moved[f"{way} 0.{rank}"] for rank in range(4)] for way in ("up", "down"))
+    assert up == pytest.approx([3 * c / 4] * 4, rel=0.01) and sum(up) == moved["up 1.0"]  # of three rounds
+    assert down == pytest.approx([sum(down) / 4] * 4, rel=0.01)  # of the rounds, and to verify the last base
+    assert sum(down) >= 3 * c
+    for rank in range(4):
+        held, most = (int(number) for number in (measured / f"0.{rank}").read_text().split())
+        assert 2 * c / 4 <= held <= 2.5 * c / 4, (rank, held / c)
+        assert most <= 3.5 * c / 4, (rank, most / c)
+
+
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
@@ -157,7 +182,8 @@ def _processes_of(bucket: Path) -> list[int]:
 
 
 def test_a_preempted_island_publishes_its_part_and_goes_on(start):
-    run, bucket = start(args={"model": "ddp"}, rounds=1, sync_every=10_000, quorum=1, ranks_per_replica=[2, 1])
+    args = {"model": "ddp", "hidden": 31}
+    run, bucket = start(args=args, rounds=1, sync_every=10_000, quorum=1, ranks_per_replica=[2, 1])
     waiting = threading.Thread(target=run.wait)
     waiting.start()
     attempts = reader_of(bucket).attempts

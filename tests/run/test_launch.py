@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +219,11 @@ def test_waiting_with_a_timeout_stops_nothing(start, tmp_path):
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Rates:
+    inner: float = 0.01
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -238,7 +243,9 @@ def test_waiting_with_a_timeout_stops_nothing(start, tmp_path):
         ({"late": "carri"}, "'late' = 'carri'"),
         ({"outer": {"lr": float("nan")}}, "'outer.lr' = nan"),
         ({"codec": "int9"}, "unknown codec 'int9'"),
-        ({"args": {"x": object()}}, "args"),
+        ({"args": {"x": object()}}, r"'args.x' = .*of a dataclass, asdict\(it\)"),
+        ({"args": {"x": Rates()}}, r"'args.x' = Rates.*of a dataclass, asdict\(it\)"),
+        ({"args": Rates()}, r"'args' = Rates.*of a dataclass, asdict\(it\)"),
         ({"seed": -1}, "'seed' = -1"),
     ],
 )

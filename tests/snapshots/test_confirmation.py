@@ -187,11 +187,13 @@ def test_who_rebuilt_its_base_for_a_snapshot_heals_a_bit_that_flips_after_it():
     assert one.close().healed and fleet.commits()[1].base_digest == other.digest
 
 
-def test_a_replica_alone_ends_its_run_with_the_base_that_the_log_gives():
-    """Nobody claims the last base but the final evaluation."""
-    fleet = Fleet(replicas=1, rounds=1, snapshot_every=9)
+@pytest.mark.parametrize("snapshot_every", [9, 1])
+def test_a_replica_alone_ends_its_run_with_the_base_that_the_log_gives(snapshot_every: int):
+    """Nobody claims the last base but the final evaluation. With 1 the bit flips after the base was rebuilt."""
+    fleet = Fleet(replicas=1, rounds=1, snapshot_every=snapshot_every)
     alone = fleet.join(0)
     play([alone], [1.0])
+    alone.write_snapshot_if_due()
     right = alone._claims.hash()
     alone.base.parameters["bias"].view(-1)[0] += 0.5
     play([alone], [1.0])

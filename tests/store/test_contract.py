@@ -31,7 +31,7 @@ Opener = Callable[[], Store]
 AZ = pytest.param("az", marks=pytest.mark.slow)  # a genuine Azurite, where it is installed
 
 
-@pytest.fixture(params=["memory", "folder", "folder by fsspec", "s3", "s3 in parts", "s3 by s3fs", AZ])
+@pytest.fixture(params=["memory", "folder", "folder by fsspec", "s3", "s3 in parts", "s3 by s3fs", "hf", AZ])
 def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
     """Opens the same empty store again and again, as several users of it would."""
     if request.param == "memory":
@@ -41,6 +41,10 @@ def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
         azurite = request.getfixturevalue("azurite")
         place = f"az://{azurite.make_container(f'container-{uuid4().hex[:12]}')}/some/folder"
         return lambda: open_store(place, azurite.options())
+    if request.param == "hf":
+        gateway = request.getfixturevalue("hf_gateway")
+        place = gateway.url(f"bucket-{uuid4().hex[:12]}")
+        return lambda: open_store(place, gateway.options())
     prefix = "fsspec+" if request.param in ("folder by fsspec", "s3 by s3fs") else ""
     if "folder" in request.param:
         return lambda: open_store(f"{prefix}file://{tmp_path}/bucket")
@@ -187,7 +191,9 @@ def test_a_store_can_be_opened_again_by_its_own_url(reopen: Opener, request: pyt
     if first.url == "memory://":
         return
     first.put("key", b"x")
-    server = {"s3": "s3_server", "az": "azurite"}.get(first.url.removeprefix("fsspec+").partition("://")[0])
+    server = {"s3": "s3_server", "az": "azurite", "hf": "hf_gateway"}.get(
+        first.url.removeprefix("fsspec+").partition("://")[0]
+    )
     options = request.getfixturevalue(server).options() if server else None
     assert open_store(first.url, options).get("key") == b"x"
 

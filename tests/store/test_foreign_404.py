@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diloco_orchestrator.clock import ManualClock
-from diloco_orchestrator.errors import ObjectMissing, StoreError, StoreUnavailable
+from diloco_orchestrator.errors import ObjectMissing, StoreDenied, StoreError, StoreUnavailable
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import open_store
 from diloco_orchestrator.store.retrying import RetryPolicy
@@ -30,18 +30,18 @@ FOREIGN = (
 
 
 class Away(BaseHTTPRequestHandler):
-    """Answers every request with 404 and the body that the server has been given."""
+    """Answers every request with 404, or the status that the server has been given, and its body."""
 
     def do_GET(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         body = self.server.body.encode()  # type: ignore[attr-defined]
-        self.send_response(404)
+        self.send_response(getattr(self.server, "status", 404))
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    do_HEAD = do_PUT = do_GET  # noqa: N815
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing is printed per request."""
@@ -94,20 +94,50 @@ def test_only_the_stores_own_404_says_that_an_object_is_missing(scheme: str, ser
 
 
 @pytest.mark.parametrize("scheme", ["s3", "fsspec+s3", "az"])
-def test_a_write_or_a_listing_that_meets_a_foreign_404_is_tried_again(scheme: str, server: ThreadingHTTPServer):
+def test_a_write_a_listing_or_a_delete_that_meets_a_foreign_404_is_tried_again(
+    scheme: str, server: ThreadingHTTPServer
+):
     store = opened(scheme, server)
-    server.body = FOREIGN[0]  # type: ignore[attr-defined]
     calls: tuple[Callable[[], Any], ...] = (
         lambda: store.put("key", b"x"),
         lambda: store.create("key", b"x"),
         lambda: list(store.list("")),
+        lambda: store.delete("key"),
     )
-    for call in calls:
-        with pytest.raises(
-            StoreUnavailable, match="." if "+" in scheme else r"404 without an error code of the store\. Some"
-        ):
-            call()
+    for body in FOREIGN:
+        server.body = body  # type: ignore[attr-defined]
+        for call in calls:
+            with pytest.raises(StoreUnavailable, match=r"404 without an error code of the store\. Some"):
+                call()
     server.body = XML.format("ContainerNotFound" if scheme == "az" else "NoSuchBucket")  # type: ignore[attr-defined]
     with pytest.raises(StoreError, match="name and the") as told:
         store.create("key", b"x")
     assert not isinstance(told.value, StoreUnavailable | ObjectMissing)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "fsspec+s3"])
+def test_a_404_without_a_body_is_neither_an_empty_folder_nor_a_missing_object_that_was_to_be_written(
+    scheme: str, server: ThreadingHTTPServer
+):
+    store = opened(scheme, server)
+    server.body = ""  # type: ignore[attr-defined]
+    for call in (lambda: list(store.list("")), lambda: store.put("key", b"x"), lambda: store.create("key", b"x")):
+        with pytest.raises(StoreError) as told:
+            call()  # type: ignore[no-untyped-call]
+        assert not isinstance(told.value, StoreUnavailable | ObjectMissing)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "fsspec+s3"])
+@pytest.mark.parametrize(
+    ("status", "error", "words"),
+    [(502, StoreUnavailable, "502"), (429, StoreUnavailable, "429"), (403, StoreDenied, "the credentials|The server")],
+)
+def test_a_page_of_a_proxy_is_what_its_status_says(
+    scheme: str, status: int, error: type[StoreError], words: str, server: ThreadingHTTPServer
+):
+    server.status, server.body = status, FOREIGN[0]  # type: ignore[attr-defined]
+    store = opened(scheme, server)
+    for call in (CALLS[0], lambda store: store.create("key", b"x"), lambda store: list(store.list(""))):
+        with pytest.raises(error, match=words) as told:
+            call(store)  # type: ignore[no-untyped-call]
+        assert "dmesg" not in str(told.value)

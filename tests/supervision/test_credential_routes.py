@@ -26,6 +26,7 @@ from executors import (
 from executors.contract import LaunchRequest
 
 S3 = "s3://bucket/run"
+HF = "hf://buckets/me/b/run"
 KEYS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
 ROLE = {"AWS_ROLE_ARN": "arn:aws:iam::1:role/x"}
 
@@ -48,7 +49,8 @@ def request(env: dict[str, str] | None = None, secrets: dict[str, str] | None = 
         (HFJobsExecutor(), "gs://bucket/run", {}, request(secrets={"GOOGLE_SERVICE_ACCOUNT_KEY": "{}"})),
         (HFJobsExecutor(), "gs://bucket/run", {"service_account_key": "{}"}, request()),
         (HFJobsExecutor(), "/mnt/bucket", {}, request()),
-        (HFJobsExecutor(), "hf://buckets/me/b", {}, request()),  # of other stores nothing is known here
+        (HFJobsExecutor(), HF, {}, request(secrets=KEYS)),
+        (HFJobsExecutor(), "webdav://host/x", {}, request()),  # of other stores nothing is known here
         (LocalProcessExecutor(), S3, {}, request()),  # replicas inherit this machine's
     ],
 )
@@ -65,6 +67,8 @@ def test_a_launch_with_a_route_is_let_through(executor, url: str, options: dict[
         (ModalExecutor(), "fsspec+s3://bucket/run", {}, request(), "oidc=True"),
         (ModalExecutor(oidc=True), S3, {}, request(), "Modal's identity token is one only with the variable AWS_ROLE"),
         (KubernetesExecutor(), S3, {}, request(), "IRSA"),
+        (HFJobsExecutor(), HF, {"endpoint_url": "http://h"}, request(), "secrets={…} with AWS_ACCESS_KEY_ID"),
+        (ModalExecutor(), HF, {}, request(), "AWS_SECRET_ACCESS_KEY (--secret NAME)."),
         (HFJobsExecutor(), "gs://bucket/run", {}, request(), "GOOGLE_APPLICATION_CREDENTIALS"),
         (HFJobsExecutor(), S3, {"profile": "work"}, request(secrets=KEYS), "profile 'work', a section of ~/.aws"),
         (HFJobsExecutor(), S3, {}, request(env={"AWS_PROFILE": "work"}), "images have no such profile"),

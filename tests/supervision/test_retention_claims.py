@@ -60,6 +60,25 @@ def test_a_replica_that_is_away_finds_its_newest_state_when_it_comes_back():
     assert fleet.store.get(keys.state(2, 3, 1)) == b"state of round 3"
 
 
+def test_a_replica_that_is_away_when_a_leg_ends_finds_its_newest_state_in_the_next():
+    clock = ManualClock()
+    fleet = Fleet(replicas=3, rounds=50, quorum=2, snapshot_every=2, timing=BY_HAND)
+    zero, one, two = (fleet.join(i, clock=clock) for i in range(3))
+    for round_ in range(1, 10):
+        clock.advance(2.0)
+        if round_ == 9:
+            halt(fleet, 1)
+        taking = [zero, one, two] if round_ <= 3 else [zero, one]
+        for participant in taking:
+            answer(participant, 1.0, replace(report(), state=[b"state"]))
+        for participant in taking:
+            participant.close()
+            participant.write_snapshot_if_due()
+    resume(fleet)
+    gone = collect(fleet, payloads="needed")
+    assert keys.state(2, 1, 1) in gone and keys.state(2, 3, 1) not in gone
+
+
 @pytest.fixture
 def two_legs() -> Fleet:
     """Leg 1 ends in round 5, on the base after round 5; leg 2 starts from round 3 and goes on to round 15."""

@@ -2,14 +2,13 @@
 
 import json
 import os
-import struct
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tracked_curves import tensorboard_curves, wandb_histories, wandb_records
 
 from diloco_orchestrator import attach
 from diloco_orchestrator.errors import ConfigError
@@ -42,18 +41,6 @@ def row(round_: int, loss: float | None = 1.0) -> RoundRow:
         extra={"hacks": 0.25 * round_} if loss is not None else {},
         statistics=(Statistic("slow fall", 0.5 * round_, 10.0), Statistic("KL", 0.01, 0.08)),
     )
-
-
-def tensorboard_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.util import tensor_util
-
-    events = EventAccumulator(str(folder)).Reload()
-    names = events.Tags()["tensors"]
-    return {
-        name: [(e.step, float(tensor_util.make_ndarray(e.tensor_proto))) for e in events.Tensors(name)]
-        for name in names
-    }
 
 
 @pytest.mark.slow
@@ -133,34 +120,10 @@ def test_wandb_has_every_round(tmp_path):
     records = wandb_records(file)
     (identity,) = [r.run for r in records if r.WhichOneof("record_type") == "run"]
     assert (identity.project, identity.run_id) == ("mine", "run-1")
-    history = [
-        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in r.history.item}
-        for r in records
-        if r.WhichOneof("record_type") == "history"
-    ]
+    (history,) = wandb_histories(tmp_path)
     assert [(h["_step"], h["heldout"]) for h in history] == [(1, 2.0), (2, 1.0), (3, pytest.approx(2 / 3))]
     assert [h.get("extra.hacks") for h in history] == [0.25, 0.5, None]
     assert [(h["guard/kl"], h["guard/kl_threshold"]) for h in history] == [(0.01, 0.08)] * 3
-
-
-def wandb_records(file: Path) -> list[Any]:
-    """The log that LevelDB defines: 32 KiB blocks of chunks, each with crc32, size and part (whole, first, …)."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, at, found, whole = file.read_bytes(), 7, [], b""  # after the file's own 7 bytes
-    while at + 7 <= len(data):
-        if (room := 32768 - at % 32768) < 7:
-            at += room  # a header is never split over blocks
-            continue
-        _, size, part = struct.unpack_from("<IHB", data, at)
-        whole += data[at + 7 : at + 7 + size]
-        at += 7 + size
-        if part in (1, 4):  # a whole record, or the last part of one
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(whole)
-            found.append(record)
-            whole = b""
-    return found
 
 
 class Failing:
@@ -168,6 +131,9 @@ class Failing:
 
     def __init__(self) -> None:
         self.rounds: list[int] = []
+
+    def newest(self) -> int:
+        return 0
 
     def log(self, round_: int, values: Mapping[str, float]) -> None:
         if round_ > 1:

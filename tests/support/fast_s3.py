@@ -9,6 +9,7 @@ import argparse
 import bisect
 import html
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,10 @@ class FastS3:
     def moved(self) -> Counter[str]:
         """Bytes of objects that were read ("down") and written ("up") since the last call; the count starts anew."""
         return Counter(json.loads(self._control("moved")))
+
+    def payload_bytes(self) -> Counter[str]:
+        """Bytes of payloads that each rank of a replica on this machine has moved: by "<up|down> <replica>.<rank>"."""
+        return Counter(json.loads(self._control("payload_bytes")))
 
     def forget(self, part: str) -> int:
         """Delete every object whose key contains `part`. Returns how many there were."""
@@ -149,6 +155,7 @@ class Server(ThreadingHTTPServer):
         self.objects = Objects()
         self.counted: Counter[str] = Counter()
         self.moved: Counter[str] = Counter()
+        self.payload_bytes: Counter[str] = Counter()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -168,6 +175,8 @@ class _Handler(BaseHTTPRequestHandler):
         kind = "LIST" if "list-type" in query else "CREATE" if create and self.command == "PUT" else self.command
         self.server.counted[kind] += 1
         self.server.moved["up"] += len(body)
+        if body and "/payload/" in key:
+            self.server.payload_bytes[f"up {self._peer}"] += len(body)
         match kind:
             case "LIST":
                 self._list(key.rstrip("/"), query)
@@ -194,7 +203,14 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "moved":
             moved, self.server.moved = self.server.moved, Counter()
             return self._reply(200, json.dumps(moved).encode())
+        if path == "payload_bytes":
+            return self._reply(200, json.dumps(self.server.payload_bytes).encode())
         return self._reply(200, str(self.server.objects.forget(query["part"])).encode())
+
+    @cached_property
+    def _peer(self) -> str:
+        """The replica and the rank at the other end of this connection, "<replica>.<rank>", by their process."""
+        return rank_of(self.client_address[1], self.server.server_port)
 
     def _created(self, done: bool, key: str) -> None:
         if done:
@@ -213,6 +229,8 @@ class _Handler(BaseHTTPRequestHandler):
             view, status = view[int(first) : int(last) + 1 if last else None], 206
             headers["Content-Range"] = f"bytes {first}-{int(first) + len(view) - 1}/{len(body)}"
         self.server.moved["down"] += len(view)
+        if "/payload/" in key:
+            self.server.payload_bytes[f"down {self._peer}"] += len(view)
         return self._reply(status, view, headers)
 
     def _list(self, bucket: str, query: dict[str, str]) -> None:
@@ -269,6 +287,24 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing is printed per request."""
+
+
+def rank_of(port: int, server_port: int) -> str:
+    """ "<replica>.<rank>" of the process on this machine that connects from `port`, by Linux's /proc; "" for none."""
+    ends = f":{port:04X}", f":{server_port:04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    inode = next((row[9] for row in rows if row[1].endswith(ends[0]) and row[2].endswith(ends[1])), "")
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().decode().split("\0")
+            if "--replica-id" not in words or f"socket:[{inode}]" not in map(os.readlink, (process / "fd").iterdir()):
+                continue
+            names = (process / "environ").read_bytes().decode().split("\0")
+        except OSError:  # it has ended
+            continue
+        rank = next((name.removeprefix("RANK=") for name in names if name.startswith("RANK=")), "0")
+        return f"{words[words.index('--replica-id') + 1]}.{rank}"
+    return ""
 
 
 def main() -> None:

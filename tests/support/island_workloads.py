@@ -1,8 +1,10 @@
 """Training functions for replicas of several ranks: one small model, plain, in DDP, or sharded by `fully_shard`."""
 
+import gc
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,15 +13,18 @@ import torch
 import torch.distributed as dist
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 29, 18, 8, 8  # no dimension is a multiple of 4, so that pieces are uneven
+_SAMPLE_S = 0.02  # between two measurements of a rank's memory
+HIDDEN = 20_011  # 741 k parameters: three shards of 1 MiB, the last one shorter
 
 
 class TinyModel(torch.nn.Module):
     """A language model whose head is tied to its embedding, with a normalisation that has buffers."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = HIDDEN) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
-        self.hidden = torch.nn.Sequential(torch.nn.Linear(WIDTH, 31), torch.nn.ReLU(), torch.nn.Linear(31, WIDTH))
+        inwards, outwards = torch.nn.Linear(WIDTH, hidden), torch.nn.Linear(hidden, WIDTH)
+        self.hidden = torch.nn.Sequential(inwards, torch.nn.ReLU(), outwards)
         self.norm = torch.nn.LayerNorm(WIDTH)
         self.register_buffer("seen", torch.zeros(()))
         self.head = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
@@ -54,7 +59,7 @@ HELDOUT = [[(3 * i + k * 3 + i // 29) % VOCABULARY for k in range(LENGTH + 1)] f
 
 def train(ctx: Any) -> None:
     """Trains `args["model"]`: plain (gradients averaged by the loop), ddp or fsdp; faults by `args["fault"]`."""
-    model: torch.nn.Module = TinyModel()
+    model: torch.nn.Module = TinyModel(ctx.args.get("hidden", HIDDEN))
     kind = ctx.args.get("model", "ddp")
     _fault(ctx, -1)
     if kind == "ddp" and ctx.ranks > 1:
@@ -62,10 +67,13 @@ def train(ctx: Any) -> None:
     elif kind == "fsdp" and ctx.ranks > 1:
         shard(model, ctx.args.get("bf16", False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    meter = StorageMeter(ctx, model) if ctx.args.get("measured") else None
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     guard = {"heldout": heldout, "heldout_items": HELDOUT} if ctx.args.get("heldout", True) else {}
     with ctx.attach(model, optimizer, stateful={"schedule": schedule}, **guard) as replica:
         for step in replica.batches(range(1000)):
+            if meter is not None:
+                meter.pause()
             _fault(ctx, replica.step_count)
             rows = global_batch(ctx.seed, ctx.replica_id, step)[ctx.rank :: ctx.ranks]
             loss = losses(model, rows).mean()
@@ -78,6 +86,64 @@ def train(ctx: Any) -> None:
             optimizer.zero_grad()
             schedule.step()
             replica.observe(loss=loss.item(), tokens=rows[:, 1:].numel())
+            del loss
+            if meter is not None:
+                meter.go_on(optimizer)
+
+
+class StorageMeter(threading.Thread):
+    """Measures tensors beside those of model and optimizer, from a step's end to the next one's begin.
+
+    Writes to `args["measured"]`/<replica>.<rank>, whenever it is paused, the bytes of their storages: the last and the
+    most so far.
+    """
+
+    def __init__(self, ctx: Any, model: torch.nn.Module) -> None:
+        super().__init__(daemon=True)
+        self._file = Path(ctx.args["measured"]) / f"{ctx.replica_id}.{ctx.rank}"
+        self._model = model
+        self._theirs: set[int] = set()
+        self._measures = threading.Event()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._rest = threading.Event()  # never set
+        self._last = self._most = 0
+        self.start()
+
+    def go_on(self, optimizer: torch.optim.Optimizer) -> None:
+        """Measure until `pause`: gradients are freed and the step is over."""
+        state = [each for of in optimizer.state.values() for each in of.values() if isinstance(each, torch.Tensor)]
+        self._theirs = {_address(each) for each in [*self._model.parameters(), *self._model.buffers(), *state]}
+        self._measures.set()
+
+    def pause(self) -> None:
+        """Measure once more, write what was found, and wait for the next `go_on`."""
+        if self._measures.is_set():
+            self._measures.clear()
+            self._idle.wait()
+            self._measure()
+            self._file.write_text(f"{self._last} {self._most}")
+
+    def run(self) -> None:
+        while self._measures.wait():
+            self._idle.clear()
+            self._measure()
+            self._idle.set()
+            self._rest.wait(_SAMPLE_S)
+
+    def _measure(self) -> None:
+        found = {}
+        for each in gc.get_objects():
+            if type(each) in (torch.Tensor, torch.nn.Parameter) and each.device.type == "cpu":
+                found[_address(each)] = each.untyped_storage().nbytes()
+        self._last = sum(size for address, size in found.items() if address not in self._theirs)
+        self._most = max(self._most, self._last)
+
+
+def _address(tensor: Any) -> int:
+    """Where the storage of a tensor begins, or that of a DTensor's piece."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return int(local.untyped_storage().data_ptr())
 
 
 def shard(model: Any, bf16: bool) -> None:

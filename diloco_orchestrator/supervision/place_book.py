@@ -1,0 +1,237 @@
+"""`PlaceBook`: what a coordinator has seen of a run's places, and with `placing` where each attempt is launched.
+
+Measured speeds and the places of attempts come from the bucket. Refusals, rests and the last move are remembered by
+this object alone: a new coordinator asks every place again, and moves nothing in its first rounds.
+"""
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.executors.places import Places
+from diloco_orchestrator.executors.prices import Price
+from diloco_orchestrator.inspection.places import PlaceOf, PlaceSpeeds
+from diloco_orchestrator.protocol.attempt_records import VACATED
+from diloco_orchestrator.protocol.records import Commit
+from diloco_orchestrator.supervision import placing
+from diloco_orchestrator.supervision.attempt import ReplicaView
+from diloco_orchestrator.supervision.attempt_types import (
+    Alive,
+    Cancelling,
+    Ended,
+    Launching,
+    Outcome,
+    Postponed,
+    Reserved,
+    Running,
+)
+from diloco_orchestrator.supervision.fleet_policy import Action, Cancel, Launch, Stop
+from diloco_orchestrator.supervision.launch_request import prices_of
+from diloco_orchestrator.supervision.record_events import Who
+
+log = logging.getLogger(__name__)
+
+_PRICES_S = 300.0  # between two questions about prices
+_REST_S = (60.0, 3600.0)  # the first and the longest rest of a place that has no machine
+_PATIENCE_S = 600.0  # of an attempt that a provider keeps waiting for a machine
+_REFUSED_S = 60.0  # of one whose launch the provider refuses or cannot answer
+# How an attempt that never trained ends where its place has no machine for it, or a bad one.
+_REFUSALS = (Outcome.NO_CAPACITY, Outcome.ERROR, Outcome.PREEMPTED, Outcome.TIMED_OUT)
+
+
+@dataclass
+class _Seen:
+    """Answers of a place so far."""
+
+    rests_until: float = -math.inf
+    times: int = 0  # refusals in a row, those that came while it rested not counted
+    since: float | None = None
+    at: float = -math.inf
+    words: str = ""
+
+    def refuse(self, words: str, launched_at: float, now: float) -> None:
+        """Note that an attempt launched at `launched_at` got no machine there, or one that never answered."""
+        if launched_at >= self.at:  # otherwise it was asked for before the refusal that is known
+            self.times += 1
+            wasted_s = max(_REST_S[0], now - launched_at)
+            self.rests_until = now + min(wasted_s * 2.0 ** (self.times - 1), _REST_S[1])
+        self.since = now if self.since is None else self.since
+        self.at, self.words = now, words
+
+    def give(self, launched_at: float) -> None:
+        """Note that an attempt launched at `launched_at` trains there."""
+        if launched_at >= self.at:
+            self.times, self.since, self.words = 0, None, ""
+
+
+class PlaceBook:
+    """Observes the places of one leg (start or resume to stop) and turns launches into launches at a place.
+
+    Args:
+        places: the run's executor.
+        config: of the leg.
+        place_of: the place of an attempt, by its intent; "" if that is not known.
+        round_: of the newest commit.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        config: RunConfig,
+        place_of: PlaceOf,
+        round_: int,
+    ) -> None:
+        self._places = places
+        self.limits = limits_of(config, places.usd_per_hour)
+        self._seen = {name: _Seen() for name in places.places}
+        self._prices: Mapping[str, Price | None] = {}
+        self._prices_at = -math.inf
+        self._speeds = PlaceSpeeds(place_of)
+        self._without_beat: dict[Who, tuple[str, float]] = {}  # place and launch of attempts that have not trained yet
+        self._round = self._moved_round = round_
+        self._round_ended = False
+        self._said = ""
+
+    def read(self, commits: Iterator[Commit]) -> None:
+        """Measure speeds by the commits that have come since the last call."""
+        for commit in commits:
+            self._round, self._round_ended = max(self._round, commit.round), True
+            self._speeds.add(commit)
+
+    def place(
+        self,
+        actions: Sequence[Action],
+        views: Sequence[ReplicaView],
+        now: float,
+        asked: int | None,
+        left_usd: float | None,
+    ) -> list[Action]:
+        """`actions` with their launches at places, or left out, and with attempts that leave.
+
+        `actions`: of `fleet_policy.decide` for the replicas `views`, in which each launch says that an attempt of that
+        replica may be launched. `asked`, `left_usd`: as of `placing.PlacesView`.
+        """
+        self._observe(views, now)
+        launches = {each.replica_id: each for each in actions if isinstance(each, Launch)}
+        found: list[Action] = [each for each in actions if not isinstance(each, Launch)]
+        if any(isinstance(each, Stop) for each in found):
+            return found
+        hung = [each for each in found if isinstance(each, Cancel)]
+        for each in hung:
+            self._refused((each.replica_id, each.attempt), each.why, now)
+        cancelled = {each.replica_id for each in hung}
+        view = placing.PlacesView(
+            self._place_views(now),
+            [_seat_of(each, launches, cancelled) for each in views],
+            *(self._round, self._round_ended, self._moved_round, asked, left_usd),
+        )
+        numbers = {each.replica_id: each.attempt for each in views}
+        while not isinstance(decision := placing.place(view, now, self.limits), placing.Wait):
+            replica_id = decision.replica_id
+            if isinstance(decision, placing.Open):
+                launch = launches[replica_id]
+                # Noted here: it may have been refused by the time of the next call.
+                self._without_beat[replica_id, launch.attempt] = (decision.place, now)
+                found.append(Launch(replica_id, launch.attempt, launch.why, decision.place, decision.why))
+            else:
+                who = replica_id, numbers[replica_id]
+                if decision.without:
+                    (waited,) = (each for each in view.seats if each.replica_id == replica_id)
+                    self._refused(who, waited.refusal or "it keeps replicas waiting", now)
+                found.append(Cancel(*who, f"{VACATED}: {decision.why}"))
+            view = view.after(decision)
+        self._moved_round, self._round_ended = view.moved_round, False
+        if decision.why and decision.why != self._said:
+            log.info("no further machine: %s", decision.why)
+        self._said = decision.why
+        return found
+
+    def _observe(self, views: Sequence[ReplicaView], now: float) -> None:
+        """Note which attempts train by now, and which have ended without."""
+        for view in views:
+            state, who = view.state, view.who
+            if isinstance(state, Alive) and state.beat is None:
+                if not isinstance(state, Cancelling):
+                    self._without_beat.setdefault(who, (view.place, state.since))
+            elif isinstance(state, Alive) and who in self._without_beat:
+                place, launched_at = self._without_beat.pop(who)
+                if place in self._seen:
+                    self._seen[place].give(launched_at)
+            elif isinstance(state, Ended) and state.outcome in _REFUSALS:
+                self._refused(who, state.reason, now)
+            else:
+                self._without_beat.pop(who, None)
+
+    def _refused(self, who: Who, why: str, now: float) -> None:
+        """Note that an attempt ends without having trained, if it is one of these."""
+        place, launched_at = self._without_beat.pop(who, ("", now))
+        if place in self._seen:
+            self._seen[place].refuse(why, launched_at, now)
+
+    def _place_views(self, now: float) -> list[placing.PlaceView]:
+        if now - self._prices_at >= _PRICES_S:
+            self._prices, self._prices_at = prices_of(self._places), now
+        return place_views(self._places, self._prices, self._speeds.measured(), self._seen)
+
+
+def limits_of(config: RunConfig, usd_per_hour: float | None) -> placing.Limits:
+    """The limits of a run whose configuration is `config`."""
+    return placing.Limits(config.replicas, config.most_replicas, usd_per_hour, config.max_replicas is not None)
+
+
+def place_views(
+    places: Places,
+    prices: Mapping[str, Price | None],
+    measured: Mapping[str, float],
+    seen: Mapping[str, _Seen] | None = None,
+) -> list[placing.PlaceView]:
+    """The views of all places at these prices and measured speeds, by name, and with what they have answered."""
+    known = placing.speeds(measured, {name: price.tflops if price else None for name, price in prices.items()})
+    found = []
+    for name in places.places:
+        price = prices[name]
+        answered = (seen or {}).get(name) or _Seen()
+        found.append(
+            placing.PlaceView(
+                name,
+                price.hourly_usd if price else None,
+                *known[name],
+                offers=places.offers(name),
+                rests_until=answered.rests_until,
+                refused_since=answered.since,
+                refused_at=answered.at,
+                refusal=answered.words,
+            )
+        )
+    return found
+
+
+def first_launches(places: Places, config: RunConfig) -> list[placing.Open]:
+    """The decisions of a coordinator at the start of a new run, at today's prices. Launches nothing."""
+    seats = [placing.SeatView(replica_id, free=True) for replica_id in range(config.most_replicas)]
+    view = placing.PlacesView(place_views(places, prices_of(places), {}), seats, left_usd=config.max_cost_usd)
+    limits, found = limits_of(config, places.usd_per_hour), list[placing.Open]()
+    while isinstance(decision := placing.place(view, 0.0, limits), placing.Open):
+        found.append(decision)
+        view = view.after(decision)
+    return found
+
+
+def _seat_of(view: ReplicaView, launches: Mapping[int, Launch], cancelled: set[int]) -> placing.SeatView:
+    state = view.state
+    if not isinstance(state, Alive):
+        return placing.SeatView(view.replica_id, free=view.replica_id in launches)
+    waits = isinstance(state, Launching | Postponed | Reserved) or (isinstance(state, Running) and state.pending)
+    patience_s = _REFUSED_S if isinstance(state, Postponed) else _PATIENCE_S
+    said = state.refusal.error if isinstance(state, Postponed) else getattr(state, "waits_for", "")
+    return placing.SeatView(
+        view.replica_id,
+        view.place,
+        trains=state.beat is not None,
+        leaving=isinstance(state, Cancelling) or view.replica_id in cancelled,
+        waits=waits and state.beat is None,
+        gives_up_at=(state.refusal.since if isinstance(state, Postponed) else state.since) + patience_s,
+        refusal=said,
+    )

@@ -1,0 +1,378 @@
+"""Decides where a run's replicas train: which id gets an attempt at which place, and which attempt leaves.
+
+Pure: `place_book` observes places, and the coordinator performs what is decided here. Times are seconds on the
+coordinator's own clock, prices US dollars. An attempt that is a place's offer to machines that join costs nothing, and
+does not count, until it trains.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import median
+
+LESS = 0.8  # times the cost per token: a replica moves to a place that costs at most so much
+ROUNDS_BETWEEN_MOVES = 3
+QUIET_S = 7200.0  # since its last refusal, before a replica is ended for the sake of a place; its machine is sure
+_MISSED_S = 3600.0  # how long a place that refuses still counts as the one to compare others with
+WORTH_S = 600.0  # of what is left of `max_cost_usd`; a machine that trains for less is not worth its start
+_CENT = 0.01
+
+
+@dataclass(frozen=True)
+class PlaceView:
+    """A place as a coordinator knows it: its price, its speed, and whether it has refused attempts."""
+
+    name: str
+    hourly_usd: float | None  # of one replica's machine now; None: not known, so that nothing is opened there
+    tokens_per_s: float  # of one replica there
+    known_by: str = ""  # where that is from: "measured", "expected"; empty: taken to be as fast as the other places
+    offers: bool = False  # its launches are offers to machines that join
+    rests_until: float = -math.inf  # nothing is opened there before
+    refused_since: float | None = None  # the first refusal since an attempt last trained there; None: it refuses nobody
+    refused_at: float = -math.inf  # the newest one
+    refusal: str = ""  # the provider's words
+
+    @property
+    def usd_per_token(self) -> float:
+        """Infinite without a price."""
+        return math.inf if self.hourly_usd is None else self.hourly_usd / 3600 / self.tokens_per_s
+
+    def words(self) -> str:
+        """Price, and where the speed was measured the price of a million tokens."""
+        price = "no known price" if self.hourly_usd is None else f"${self.hourly_usd:.2f} an hour"
+        if self.known_by != "measured" or self.hourly_usd is None:
+            return f"{self.name} ({price})"
+        return f"{self.name} ({price}, ${1e6 * self.usd_per_token:.3g} per million tokens)"
+
+
+@dataclass(frozen=True)
+class SeatView:
+    """A replica id: where its attempt is, or whether one may be launched."""
+
+    replica_id: int
+    place: str = ""  # of its attempt that is alive; empty: none is
+    trains: bool = False  # the attempt has sent a heartbeat
+    leaving: bool = False  # the attempt is being ended
+    waits: bool = False  # the attempt has no machine yet
+    gives_up_at: float = math.inf  # when it has waited for one for long enough to try another place
+    refusal: str = ""  # why it waits, in its provider's words
+    free: bool = False  # it has no attempt alive, and may be given one now
+
+
+@dataclass(frozen=True)
+class Limits:
+    """A run's limits. `least` to `most` replicas; `usd_per_hour`: of all machines together, None for no limit."""
+
+    least: int
+    most: int
+    usd_per_hour: float | None = None
+    scales: bool = True  # whether replicas can leave a run that goes on: it has `max_replicas`
+
+
+@dataclass(frozen=True)
+class Open:
+    """Decision: launch an attempt of a vacant replica id at a place."""
+
+    replica_id: int
+    place: str
+    why: str
+    moves: bool = False
+
+
+@dataclass(frozen=True)
+class Vacate:
+    """Decision: end an attempt; it publishes what it has trained. Its replica id may then be opened elsewhere."""
+
+    replica_id: int
+    why: str
+    moves: bool = False
+    without: str = ""  # the place that gave the attempt no machine, where that is the reason
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Decision: nothing."""
+
+    why: str
+
+
+Decision = Open | Vacate | Wait
+
+
+@dataclass(frozen=True)
+class PlacesView:
+    """A coordinator's observations of places and replica ids."""
+
+    places: Sequence[PlaceView]
+    seats: Sequence[SeatView]
+    round_: int = 0  # of the newest commit
+    round_ended: bool = False  # a commit has come since the last decisions
+    moved_round: int = 0  # `round_` at the last move
+    asked: int | None = None  # replicas that a user asked for (`diloco scale`); None: nobody did
+    left_usd: float | None = None  # of `max_cost_usd`; None: no limit
+
+    @cached_property
+    def by_name(self) -> Mapping[str, PlaceView]:
+        return {each.name: each for each in self.places}
+
+    @cached_property
+    def kept(self) -> Sequence[SeatView]:
+        """The ids with an attempt that is not being ended."""
+        return [each for each in self.seats if each.place and not each.leaving]
+
+    @cached_property
+    def counted(self) -> Sequence[SeatView]:
+        """Those of `kept` that train or will: all but offers that no machine has taken."""
+        return [each for each in self.kept if each.trains or not self.is_offer(each)]
+
+    def is_offer(self, seat: SeatView) -> bool:
+        return seat.place in self.by_name and self.by_name[seat.place].offers
+
+    def usd_per_token(self, seat: SeatView) -> float:
+        return self.by_name[seat.place].usd_per_token if seat.place in self.by_name else 0.0
+
+    def hourly_usd(self, seat: SeatView) -> float:
+        """US dollars an hour of an id's attempt; 0 for an offer that nobody has taken, and for an unknown place."""
+        if seat.place not in self.by_name or (self.is_offer(seat) and not seat.trains):
+            return 0.0
+        return self.by_name[seat.place].hourly_usd or 0.0
+
+    def rate_usd(self) -> float:
+        """US dollars an hour of all attempts that are alive, those that are being ended included."""
+        return math.fsum(self.hourly_usd(each) for each in self.seats if each.place)
+
+    def dearest(self, seats: Sequence[SeatView]) -> SeatView:
+        """The id with the highest cost per token; of equals one that waits for a machine, then the highest id."""
+        return max(seats, key=lambda each: (self.usd_per_token(each), not each.trains, each.replica_id))
+
+    def after(self, decision: Open | Vacate) -> "PlacesView":
+        """The view once the decision is performed."""
+        seats = [each for each in self.seats if each.replica_id != decision.replica_id]
+        (seat,) = (each for each in self.seats if each.replica_id == decision.replica_id)
+        if isinstance(decision, Open):
+            seat = SeatView(decision.replica_id, decision.place, waits=True)
+        else:
+            seat = replace(seat, leaving=True)
+        moved = self.round_ if decision.moves else self.moved_round
+        ordered = sorted([*seats, seat], key=lambda each: each.replica_id)
+        refusing = decision.without if isinstance(decision, Vacate) else ""
+        places = [replace(each, rests_until=math.inf) if each.name == refusing else each for each in self.places]
+        return replace(self, places=places, seats=ordered, moved_round=moved)
+
+
+def place(view: PlacesView, now: float, limits: Limits) -> Decision:
+    """The next decision. The caller performs it, and asks again with `view.after(decision)` until nothing is decided.
+
+    Never opens what would exceed `usd_per_hour`, nor anything at a place that rests. Beyond `limits.least` replicas it
+    opens only at places that cost no more than a fourth more per token than the cheapest. A move, which ends the work
+    of a machine because another costs less per token, waits for a round's end, for a cost of at most `LESS` times, and
+    for `ROUNDS_BETWEEN_MOVES` rounds since the last one.
+    """
+    why = ""
+    for rule in (_too_dear, _too_many, _missing, _waits_too_long, _move, _offer):
+        decision = rule(view, now, limits)
+        if not isinstance(decision, Wait):
+            return decision
+        why = why or decision.why
+    return Wait(why)
+
+
+# -- who leaves -------------------------------------------------------------------------------------------------------
+
+
+def _too_dear(view: PlacesView, now: float, limits: Limits) -> Decision:
+    """End the dearest attempt, if prices have risen above `usd_per_hour`."""
+    rate = math.fsum(map(view.hourly_usd, view.kept))
+    paid = [each for each in view.kept if view.hourly_usd(each)]
+    if not limits.scales or limits.usd_per_hour is None or rate <= limits.usd_per_hour + _CENT / 100 or not paid:
+        return Wait("")
+    why = f"machines cost ${rate:.2f} an hour by now, usd_per_hour={limits.usd_per_hour:g}"
+    return Vacate(view.dearest(paid).replica_id, why)
+
+
+def _too_many(view: PlacesView, now: float, limits: Limits) -> Decision:
+    """End the attempts beyond a number that a user asked for; and machines that others have made needless."""
+    if not limits.scales:
+        return Wait("")
+    if view.asked is not None:
+        if len(view.kept) <= view.asked:
+            return Wait("")
+        offers = [each for each in view.kept if each not in view.counted]
+        return Vacate(view.dearest(offers or view.counted).replica_id, f"{view.asked} replicas are wanted")
+    paid = [each for each in view.counted if view.hourly_usd(each)]
+    training = sum(each.trains for each in view.counted)
+    if limits.usd_per_hour is not None or training < limits.least or len(view.counted) <= limits.least or not paid:
+        return Wait("")
+    dearest = view.dearest(paid)
+    why = f"{training} train, {limits.least} are wanted, and its place costs the most per token"
+    if not dearest.trains:
+        return Vacate(dearest.replica_id, why)
+    return Vacate(dearest.replica_id, why, moves=True) if training > limits.least and _may_move(view) else Wait("")
+
+
+def _waits_too_long(view: PlacesView, now: float, limits: Limits) -> Decision:
+    """End an attempt that its place gives no machine, if another place can have it."""
+    for seat in view.kept:
+        if not seat.waits or view.is_offer(seat) or now < seat.gives_up_at:
+            continue
+        others = [each for each in _usable(view, now) if each.name != seat.place]
+        if any(_affordable(view, each, limits, instead_of=seat) for each in others):
+            why = f"{seat.place} gives it no machine{seat.refusal and f': {seat.refusal}'}"
+            return Vacate(seat.replica_id, why, without=seat.place)
+    return Wait("")
+
+
+def _move(view: PlacesView, now: float, limits: Limits) -> Decision:
+    """Replace the machine that costs the most per token by one of a place that costs a fifth less, or less still."""
+    settled = not any(each.leaving or (each.waits and not view.is_offer(each)) for each in view.seats)
+    training = [each for each in view.counted if each.trains and view.hourly_usd(each)]
+    if not limits.scales or not settled or not training or not _may_move(view) or _spent(view, 0.0):
+        return Wait("")
+    dearest = view.dearest(training)
+    least = LESS * view.usd_per_token(dearest)
+    sure = [each for each in _usable(view, now) if each.refused_since is None or now - each.refused_at > QUIET_S]
+    cheaper = [each for each in sure if each.usd_per_token <= least and each.name != dearest.place]
+    for to in sorted(cheaper, key=_cost):
+        why = f"moves from {view.by_name[dearest.place].words()} to {to.words()}"
+        free = next((each for each in view.seats if each.free), None)
+        if free is not None and view.asked is None and _affordable(view, to, limits):
+            return Open(free.replica_id, to.name, f"replica {dearest.replica_id} {why}", moves=True)
+        if _affordable(view, to, limits, instead_of=dearest):
+            return Vacate(dearest.replica_id, why, moves=True)
+    return Wait("")
+
+
+def _may_move(view: PlacesView) -> bool:
+    return view.round_ended and view.round_ - view.moved_round >= ROUNDS_BETWEEN_MOVES
+
+
+# -- who comes --------------------------------------------------------------------------------------------------------
+
+
+def _missing(view: PlacesView, now: float, limits: Limits) -> Decision:
+    """Open an id where tokens cost least, until as many replicas as are wanted train or start."""
+    least = limits.least if view.asked is None else view.asked
+    most = limits.most if view.asked is None and limits.usd_per_hour is not None else least
+    if len(view.counted) >= most:
+        return Wait("")
+    priced = [each for each in view.places if not each.offers and each.hourly_usd is not None]
+    missing = max(0, least - len(view.counted))
+    usable = _usable(view, now)
+    if not missing:
+        tempting = [each for each in priced if each.refused_since is None or now - each.refused_since < _MISSED_S]
+        cheapest = min((each.usd_per_token for each in tempting), default=math.inf)
+        usable = [each for each in usable if LESS * each.usd_per_token <= cheapest]
+    # What the others of `least` will cost at the least is kept for them.
+    kept_usd = max(0, missing - 1) * min(map(_hourly_usd, priced), default=0.0)
+    chosen = min((each for each in usable if _affordable(view, each, limits, kept_usd)), key=_cost, default=None)
+    if chosen is None and missing:
+        chosen = min((each for each in usable if _affordable(view, each, limits)), key=_hourly_usd, default=None)
+    if chosen is None:
+        return Wait(_why_nowhere(view, usable, limits, missing))
+    free = next((each for each in view.seats if each.free), None)
+    if free is not None:
+        return Open(free.replica_id, chosen.name, _why_there(view, chosen))
+    if any(each.leaving for each in view.seats):
+        return Wait("")
+    offers = [each for each in view.kept if each not in view.counted]
+    if offers and limits.scales:
+        return Vacate(offers[-1].replica_id, f"no machine has joined for it, and {chosen.words()} has one")
+    return Wait("")
+
+
+def _offer(view: PlacesView, now: float, limits: Limits) -> Decision:
+    """Offer the ids that are left to machines that join."""
+    most = limits.most if view.asked is None else view.asked
+    free = next((each for each in view.seats if each.free), None)
+    offering = next((each for each in view.places if each.offers and now >= each.rests_until), None)
+    if free is None or offering is None or len(view.kept) >= most or offering.hourly_usd is None:
+        return Wait("")
+    return Open(free.replica_id, offering.name, "for a machine that joins")
+
+
+def _usable(view: PlacesView, now: float) -> list[PlaceView]:
+    """The places that may have a machine now. One that has refused is tried with one attempt at a time."""
+    tried = {each.place for each in view.seats if each.place and not each.trains}
+    return [
+        each
+        for each in view.places
+        if not each.offers
+        and each.hourly_usd is not None
+        and now >= each.rests_until
+        and (each.refused_since is None or each.name not in tried)
+    ]
+
+
+def _affordable(
+    view: PlacesView, to: PlaceView, limits: Limits, kept_usd: float = 0.0, instead_of: SeatView | None = None
+) -> bool:
+    """Whether `usd_per_hour` and `max_cost_usd` pay for one more machine at a place, in the place of `instead_of`.
+
+    `kept_usd`: US dollars an hour of `usd_per_hour` that are meant for other machines.
+    """
+    rate = view.rate_usd() + (_hourly_usd(to)) - (view.hourly_usd(instead_of) if instead_of else 0.0)
+    within = limits.usd_per_hour is None or rate + kept_usd <= limits.usd_per_hour + _CENT / 100
+    return within and not _spent(view, _hourly_usd(to))
+
+
+def _spent(view: PlacesView, more_usd: float) -> bool:
+    return view.left_usd is not None and view.left_usd < (view.rate_usd() + more_usd) * WORTH_S / 3600
+
+
+def _hourly_usd(place: PlaceView) -> float:
+    return place.hourly_usd or 0.0
+
+
+def _cost(place: PlaceView) -> tuple[float, float, str]:
+    return place.usd_per_token, -place.tokens_per_s, place.name
+
+
+def _why_there(view: PlacesView, chosen: PlaceView) -> str:
+    others = sorted((each for each in view.places if each is not chosen and not each.offers), key=_cost)
+    if not others:
+        return chosen.words()
+    cheaper = [each for each in others if each.usd_per_token < chosen.usd_per_token]
+    if not cheaper:
+        return f"{chosen.words()} costs the least per token, before {others[0].words()}"
+    return f"{chosen.words()}: {_why_not(cheaper[0])}"
+
+
+def _why_not(place: PlaceView) -> str:
+    if place.refused_since is not None:
+        return f"{place.name} has no machine{place.refusal and f' ({place.refusal})'}"
+    return f"{place.words()} is beyond the limit"
+
+
+def _why_nowhere(view: PlacesView, usable: Sequence[PlaceView], limits: Limits, missing: int) -> str:
+    """Reason why no id is opened though more replicas may train; empty if no place has refused any."""
+    wanting = f"{missing} more replicas are wanted: " if missing else ""
+    if not usable:
+        resting = [each for each in sorted(view.places, key=_cost) if each.refused_since is not None]
+        return f"{wanting}{'; '.join(map(_why_not, resting))}" if resting else ""
+    if view.left_usd is not None and _spent(view, min(map(_hourly_usd, usable))):
+        return f"{wanting}${view.left_usd:.2f} is left of max_cost_usd"
+    return f"{wanting}${view.rate_usd():.2f} an hour of usd_per_hour={limits.usd_per_hour:g} are in use"
+
+
+# -- speeds -----------------------------------------------------------------------------------------------------------
+
+
+def speeds(measured: Mapping[str, float], listed: Mapping[str, float | None]) -> dict[str, tuple[float, str]]:
+    """(tokens per second of one replica, where that is from) by the name of each place in `listed`.
+
+    Args:
+        measured: tokens per second where replicas have trained.
+        listed: the figure of a place's GPU in a list, in any unit, or None.
+
+    A place without a measurement is as fast as its list figure says, in relation to the measured ones ("expected");
+    without that, as the median of the others. Before any measurement the unit is that of the list.
+    """
+    ratios = [measured[name] / figure for name, figure in listed.items() if figure and measured.get(name)]
+    scale = median(ratios) if ratios else None if measured else 1.0
+    found = {name: (speed, "measured") for name, speed in measured.items() if name in listed and speed > 0}
+    if scale is not None:
+        expected = {name: (figure * scale, "expected") for name, figure in listed.items() if figure}
+        found = {**expected, **found}
+    usual = median(speed for speed, _ in found.values()) if found else 1.0
+    return {name: found.get(name, (usual, "")) for name in listed}

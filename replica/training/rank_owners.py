@@ -1,0 +1,189 @@
+"""`RankOwners`: the ranks of a replica as owners of the shards of its base; rank 0 makes all of them work on their own.
+
+Rank 0 sends a function and its arguments; each other rank runs it in a thread of its own, beside its training, and
+sends back what came out. The messages go through a gloo group of their own, so that shards move between replica and
+bucket while the ranks train.
+"""
+
+import io
+import logging
+import pickle
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from diloco_orchestrator.allreduce.owners import Owners
+from diloco_orchestrator.outer.arithmetic import denormals_kept
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_Key = int | str  # of an object that every rank has of its own: the number of a call of `make`, or a name
+
+
+class RankOwners(Owners):
+    """This rank among the owners.
+
+    Args:
+        group: of torch.distributed, with all ranks, gloo, without a time-out.
+        own: objects that every rank has of its own, by the names under which they are sent.
+    """
+
+    def __init__(self, rank: int, ranks: int, group: Any, **own: object) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self._group = group
+        self._one_call = threading.Lock()
+        # In rank 0, which keeps no object alive: keys by `id`. In the others: objects by key.
+        self._objects: dict[_Key, Any] = {"owners": self}
+        for name, each in own.items():
+            self._objects[name] = each
+        self._keys: dict[int, _Key] = {id(each): key for key, each in self._objects.items()}
+        self._changed = threading.Condition()
+        self._numbers = count(1)
+        self._dropped: deque[int] = deque()  # numbers of deleted objects, which the others do not know yet
+        self._gone: set[int] = set()  # numbers that were dropped here before their object was made
+        if rank:
+            threading.Thread(target=self._serve, name="shards", daemon=True).start()
+
+    # -- in rank 0 -------------------------------------------------------------------------------------------------
+
+    def each(self, task: Callable[..., T], *args: Any) -> list[T]:
+        return self._call(None, task, args)
+
+    def make(self, task: Callable[..., T], *args: Any) -> T:
+        number = self.new_number()
+        try:
+            made = self._call(number, task, args)[0]
+        except BaseException:  # whatever ended it: some ranks may have made theirs
+            self._dropped.append(number)
+            raise
+        self.keep(number, made)
+        return made
+
+    def _call(self, number: int | None, task: Callable[..., T], args: tuple[Any, ...]) -> list[T]:
+        assert not self.rank, "rank 0 alone begins calls"
+        with self._one_call:
+            dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+            self._send(self.dumps((dropped, number, task, args)))
+            answers = [_answer(task, args), *(self._answer_of(rank) for rank in range(1, self.ranks))]
+        for rank, (_, error) in enumerate(answers):
+            if error is not None:
+                if rank:
+                    error.add_note(f"This happened in rank {rank} of the replica.")
+                raise error
+        return [found for found, _ in answers]
+
+    def new_number(self) -> int:
+        """A number for an object that every rank is about to make; `keep` stores it."""
+        return next(self._numbers)
+
+    def keep(self, number: int, made: Any) -> None:
+        """Let `made` stand for the object of this number in every rank. Others than rank 0 keep it until it is dropped.
+
+        Called in every rank.
+        """
+        if not self.rank:
+            self._keys[id(made)] = number
+            weakref.finalize(made, self._forget, id(made), number).atexit = False
+            return
+        with self._changed:
+            if number in self._gone:
+                self._gone.remove(number)
+            else:
+                self._objects[number] = made
+                self._changed.notify_all()
+
+    def _forget(self, address: int, number: int) -> None:
+        del self._keys[address]
+        self._dropped.append(number)
+
+    # -- in the others ---------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Do what rank 0 sends until it ends."""
+        with denormals_kept():
+            while True:
+                try:
+                    body = self._received()
+                except RuntimeError as error:
+                    log.debug("rank 0 has ended: %s", error)
+                    return
+                self._do(body)
+
+    def _do(self, body: bytes) -> None:
+        dropped, number, task, args = self.loads(body)
+        with self._changed:
+            for each in dropped:
+                if self._objects.pop(each, None) is None:
+                    self._gone.add(each)
+        found, error = _answer(task, args)
+        if number is not None and error is None:
+            self.keep(number, found)
+            found = None
+        self._reply(found, error)
+
+    # -- messages --------------------------------------------------------------------------------------------------
+
+    def dumps(self, value: Any) -> bytes:
+        """Pickle a value for the other ranks. What every rank has of its own goes as its key."""
+        file = io.BytesIO()
+        pickler = pickle.Pickler(file)
+        pickler.persistent_id = lambda each: self._keys.get(id(each))  # type: ignore[method-assign]
+        pickler.dump(value)
+        return file.getvalue()
+
+    def loads(self, data: bytes) -> Any:
+        """Unpickle a value of rank 0. A key becomes this rank's own object, once it is made."""
+
+        def own(key: _Key) -> Any:
+            with self._changed:
+                self._changed.wait_for(lambda: key in self._objects)
+                return self._objects[key]
+
+        unpickler = pickle.Unpickler(io.BytesIO(data))
+        unpickler.persistent_load = own  # type: ignore[method-assign]
+        return unpickler.load()
+
+    def _send(self, body: bytes) -> None:
+        dist.broadcast(torch.tensor([len(body)]), 0, self._group)
+        dist.broadcast(torch.frombuffer(bytearray(body), dtype=torch.uint8), 0, self._group)
+
+    def _received(self) -> bytes:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, 0, self._group)
+        body = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(body, 0, self._group)
+        return body.numpy().tobytes()
+
+    def _reply(self, found: Any, error: BaseException | None) -> None:
+        try:
+            body = pickle.dumps((found, error))
+            pickle.loads(body)
+        except Exception:  # an error of somebody's library, which cannot be sent
+            body = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
+        dist.send(torch.tensor([len(body)]), 0, self._group)
+        dist.send(torch.frombuffer(bytearray(body), dtype=torch.uint8), 0, self._group)
+
+    def _answer_of(self, rank: int) -> tuple[Any, BaseException | None]:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, rank, self._group)
+        body = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(body, rank, self._group)
+        found, error = pickle.loads(body.numpy().tobytes())
+        return found, error
+
+
+def _answer(task: Callable[..., T], args: tuple[Any, ...]) -> tuple[T, BaseException | None]:
+    """The result of `task(*args)`, and the error if it raised one."""
+    try:
+        return task(*args), None
+    except BaseException as error:  # it is raised in rank 0 once every rank has answered
+        return None, error  # type: ignore[return-value]

@@ -1,0 +1,246 @@
+"""Where replicas train, as a table: which id is opened at which place, which one leaves, and why."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from diloco_orchestrator.supervision.placing import (
+    QUIET_S,
+    Limits,
+    Open,
+    PlacesView,
+    PlaceView,
+    SeatView,
+    Vacate,
+    Wait,
+    place,
+    speeds,
+)
+
+NOW = 100_000.0
+# $1 an hour for 100 tokens a second, 2 for 400, 0 for 10: by token b costs half of a.
+A, B = PlaceView("a", 1.0, 100.0, "measured"), PlaceView("b", 2.0, 400.0, "measured")
+HOME = PlaceView("home", 0.0, 10.0, offers=True)
+LIMITS = Limits(2, 4)
+
+
+def free(*ids: int) -> list[SeatView]:
+    return [SeatView(each, free=True) for each in ids]
+
+
+def training(place: str, *ids: int) -> list[SeatView]:
+    return [SeatView(each, place, trains=True) for each in ids]
+
+
+def waiting(place: str, *ids: int, gives_up_at: float = math.inf) -> list[SeatView]:
+    return [SeatView(each, place, waits=True, gives_up_at=gives_up_at) for each in ids]
+
+
+def resting(place: PlaceView, for_s: float = 100.0, since_s: float = 0.0) -> PlaceView:
+    return replace(
+        place, rests_until=NOW + for_s, refused_since=NOW - since_s, refused_at=NOW - since_s, refusal="no quota"
+    )
+
+
+def view(*seats: SeatView, places: tuple[PlaceView, ...] = (A, B), **more: Any) -> PlacesView:
+    found = {"round_": 10, "round_ended": True, "moved_round": 7, **more}
+    return PlacesView(places, sorted(seats, key=lambda each: each.replica_id), **found)
+
+
+def all_decisions(seen: PlacesView, limits: Limits = LIMITS, now: float = NOW) -> list[Open | Vacate]:
+    """What is decided until nothing is."""
+    found: list[Open | Vacate] = []
+    while not isinstance(decision := place(seen, now, limits), Wait):
+        found.append(decision)
+        seen = seen.after(decision)
+        assert len(found) < 100, "decides without end"
+    return found
+
+
+def short(decisions: list[Open | Vacate]) -> list[tuple[int, str]]:
+    """(id, place) of what is opened and (id, "leaves") of what is vacated."""
+    return [(each.replica_id, each.place if isinstance(each, Open) else "leaves") for each in decisions]
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_a_limit_opens_its_replicas_where_tokens_cost_least_and_no_more():
+    decisions = all_decisions(view(*free(0, 1, 2, 3)))
+    assert short(decisions) == [(0, "b"), (1, "b")]
+    assert decisions[0].why == (
+        "b ($2.00 an hour, $1.39 per million tokens) costs the least per token, before "
+        "a ($1.00 an hour, $2.78 per million tokens)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("usd_per_hour", "opened"),
+    [
+        (4.0, ["b", "b"]),
+        (5.9, ["b", "b"]),
+        (6.0, ["b", "b", "b"]),
+        (100.0, ["b"] * 4),
+        (3.0, ["b", "a"]),  # two of b are beyond it: the second one is wanted, and goes to a
+        (2.0, ["a", "a"]),  # one of b would leave nothing for the second one
+    ],
+)
+def test_further_replicas_are_opened_while_the_limit_allows_them_and_the_least_number_comes_first(usd_per_hour, opened):
+    decisions = all_decisions(view(*free(0, 1, 2, 3)), replace(LIMITS, usd_per_hour=usd_per_hour))
+    assert [each.place for each in decisions if isinstance(each, Open)] == opened
+
+
+def test_a_place_that_rests_is_not_asked_and_further_replicas_do_not_go_where_tokens_cost_much_more():
+    """Two are wanted in any case, so they go to a; the other two wait for b, for an hour."""
+    seen, limits = view(*free(0, 1, 2, 3), places=(A, resting(B))), replace(LIMITS, usd_per_hour=100.0)
+    assert short(all_decisions(seen, limits)) == [(0, "a"), (1, "a")]
+    assert "b has no machine (no quota)" in all_decisions(seen, limits)[0].why
+    after_an_hour = view(*free(0, 1, 2, 3), places=(A, resting(B, since_s=3601.0)))
+    assert short(all_decisions(after_an_hour, limits)) == [(each, "a") for each in range(4)]
+
+
+def test_a_place_that_has_refused_is_tried_with_one_attempt_at_a_time():
+    rested = resting(B, for_s=-1.0)
+    assert short(all_decisions(view(*free(0, 1), places=(A, rested)))) == [(0, "b"), (1, "a")]
+
+
+def test_nothing_is_opened_where_no_price_is_known():
+    assert short(all_decisions(view(*free(0, 1), places=(A, replace(B, hourly_usd=None))))) == [(0, "a"), (1, "a")]
+
+
+def test_a_run_with_all_its_places_at_rest_waits_and_says_so_in_the_providers_words():
+    decision = place(view(*free(0, 1), places=(resting(A),)), NOW, LIMITS)
+    assert decision == Wait("2 more replicas are wanted: a has no machine (no quota)")
+
+
+def test_what_is_left_of_max_cost_usd_must_pay_for_ten_minutes():
+    two_dollars_an_hour = 2 * 1.0 / 6
+    assert short(all_decisions(view(*free(0, 1), places=(A,), left_usd=two_dollars_an_hour))) == [(0, "a"), (1, "a")]
+    assert short(all_decisions(view(*free(0, 1), places=(A,), left_usd=0.99 * two_dollars_an_hour))) == [(0, "a")]
+
+
+def test_a_number_that_a_user_asks_for_is_opened_within_the_limit():
+    seen = view(*training("b", 0, 1), *free(2, 3), asked=4)
+    assert short(all_decisions(seen)) == [(2, "b"), (3, "b")]
+    assert short(all_decisions(seen, replace(LIMITS, usd_per_hour=6.0))) == [(2, "a"), (3, "a")]
+    assert short(all_decisions(seen, replace(LIMITS, usd_per_hour=5.0))) == [(2, "a")]
+    assert short(all_decisions(view(*training("b", 0), *training("a", 1, 2), asked=2))) == [(2, "leaves")]
+
+
+# -- moving ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_replica_moves_by_opening_another_id_first_and_only_then_the_dear_one_leaves():
+    seen = view(*training("a", 0, 1), *free(2, 3))
+    first = all_decisions(seen)
+    assert short(first) == [(2, "b")] and first[0].moves
+    words = "from a ($1.00 an hour, $2.78 per million tokens) to b ($2.00 an hour, $1.39 per million tokens)"
+    assert first[0].why == f"replica 1 moves {words}"
+    assert all_decisions(view(*training("a", 0, 1), *waiting("b", 2), moved_round=10)) == []
+    then = view(*training("a", 0, 1), *training("b", 2), *free(3), round_=13, moved_round=10)
+    assert short(all_decisions(then))[0] == (1, "leaves")
+
+
+def test_without_a_free_id_the_dear_one_leaves_first():
+    limits = Limits(2, 2)
+    assert short(all_decisions(view(*training("a", 0, 1)), limits)) == [(1, "leaves")]
+    vacated = view(*training("a", 0), *free(1), moved_round=10)
+    assert short(all_decisions(vacated, limits)) == [(1, "b")]
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"round_ended": False},
+        {"moved_round": 8},  # two rounds ago
+        {"places": (A, replace(B, hourly_usd=3.21))},  # 19.75 % less per token
+        {"places": (A, resting(B))},
+        {"places": (A, resting(B, for_s=-1.0, since_s=QUIET_S - 1))},  # it refused an hour ago, and no id is free
+        {"left_usd": 0.1},
+    ],
+    ids=str,
+)
+def test_a_move_waits_for_a_rounds_end_for_three_rounds_for_a_fifth_and_for_a_sure_machine(kept):
+    assert all_decisions(view(*training("a", 0, 1), **kept), Limits(2, 2)) == []
+    moves = view(*training("a", 0, 1), places=(A, replace(B, hourly_usd=3.2)))
+    assert short(all_decisions(moves, Limits(2, 2))) == [(1, "leaves")]
+
+
+def test_at_most_one_replica_moves_in_three_rounds():
+    """Prices turn every round: of 300 rounds, at most 100 see a move."""
+    seats, moves, moved_round, at = training("a", 0, 1, 2, 3), 0, 0, "a"
+    for round_ in range(1, 301):
+        cheap = PlaceView("b" if round_ % 2 else "a", 0.1, 100.0, "measured")
+        dear = replace(A, name="a" if round_ % 2 else "b")
+        seen = view(*seats, places=(cheap, dear), round_=round_, moved_round=moved_round)
+        for decision in all_decisions(seen, Limits(4, 4)):
+            seen = seen.after(decision)
+            moves += isinstance(decision, Vacate)
+        moved_round, at = seen.moved_round, cheap.name
+        seats = [replace(each, leaving=False, place=at if each.leaving else each.place) for each in seen.seats]
+    assert 90 <= moves <= 100
+
+
+def test_a_run_of_a_fixed_number_of_replicas_moves_nobody():
+    fixed = Limits(2, 2, scales=False)
+    assert all_decisions(view(*training("a", 0, 1)), fixed) == []
+    assert short(all_decisions(view(*training("a", 0), *free(1)), fixed)) == [(1, "b")]
+
+
+def test_prices_that_rise_above_the_limit_end_the_dearest_at_once():
+    limits = replace(LIMITS, usd_per_hour=6.0)
+    risen = view(*training("a", 0, 1), *training("b", 2), places=(replace(A, hourly_usd=4.0), B), round_ended=False)
+    decisions = all_decisions(risen, limits)
+    assert short(decisions) == [(1, "leaves")] and not decisions[0].moves
+    assert decisions[0].why == "machines cost $10.00 an hour by now, usd_per_hour=6"
+
+
+def test_an_attempt_that_gets_no_machine_leaves_for_a_place_that_may_have_one():
+    (refused,), cheap = waiting("a", 0, gives_up_at=NOW), replace(A, hourly_usd=0.1)
+    seen = view(replace(refused, refusal="quota exceeded"), *training("b", 1), *free(2), places=(cheap, B))
+    decisions = all_decisions(seen)
+    assert decisions[0] == Vacate(0, "a gives it no machine: quota exceeded", without="a")
+    assert short(decisions[1:]) == [(2, "b")], "not at once at the place that has refused"
+    assert all_decisions(view(replace(refused, gives_up_at=NOW + 1), *training("b", 1))) == []
+    assert all_decisions(view(refused, *training("b", 1), places=(A, resting(B)))) == []
+
+
+# -- machines that join ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_paid_for_is_offered_to_machines_that_join():
+    seen = view(*free(0, 1, 2, 3), places=(A, B, HOME))
+    assert short(all_decisions(seen)) == [(0, "b"), (1, "b"), (2, "home"), (3, "home")]
+
+
+def test_an_offer_is_withdrawn_when_a_place_has_a_machine_again_and_joined_machines_replace_paid_ones():
+    offered = [*waiting("home", 2, 3)]
+    lost = view(*training("b", 0), *waiting("home", 1, 2, 3), places=(A, B, HOME))
+    assert short(all_decisions(lost)) == [(3, "leaves")]
+    joined = view(*training("b", 0, 1), *training("home", 2), *offered[1:], places=(A, B, HOME))
+    assert short(all_decisions(joined)) == [(1, "leaves")]
+    early = view(*training("b", 0, 1), *training("home", 2), *offered[1:], places=(A, B, HOME), round_ended=False)
+    assert all_decisions(early) == []
+
+
+def test_with_joined_machines_alone_every_id_is_an_offer():
+    assert short(all_decisions(view(*free(0, 1, 2, 3), places=(HOME,)))) == [(each, "home") for each in range(4)]
+
+
+# -- speeds ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("measured", "listed", "found"),
+    [
+        ({}, {"a": 65.0, "b": 989.0}, {"a": (65.0, "expected"), "b": (989.0, "expected")}),
+        ({"a": 130.0}, {"a": 65.0, "b": 989.0}, {"a": (130.0, "measured"), "b": (1978.0, "expected")}),
+        ({"a": 130.0}, {"a": None, "b": 989.0}, {"a": (130.0, "measured"), "b": (130.0, "")}),
+        ({}, {"a": None, "b": None}, {"a": (1.0, ""), "b": (1.0, "")}),
+        ({"gone": 5.0}, {"a": 65.0}, {"a": (1.0, "")}),
+    ],
+)
+def test_a_place_is_as_fast_as_measured_else_as_its_list_says_in_relation_to_the_measured_ones(measured, listed, found):
+    assert speeds(measured, listed) == found
