@@ -63,12 +63,15 @@ def key_of_run(run: Run, store: Store, what: str) -> RunKey | None:
     return found
 
 
-def secrets_of_attempt(key: RunKey, run_sha256: Sha256, replica_id: int, attempt: int) -> dict[str, str]:
+def secrets_of_attempt(
+    key: RunKey, run_sha256: Sha256, replica_id: int, attempt: int, shares_machine: bool
+) -> dict[str, str]:
     """The secret environment variables of an attempt of a signed run: its own keys, and not the run's.
 
-    A replica on the launcher's machine inherits its environment, where the run's key may be.
+    `shares_machine`: whether the replica inherits the environment of its launcher, where the run's key may be.
     """
-    return {ENV_ATTEMPT_KEY: key.attempt_secret(run_sha256, replica_id, attempt), ENV_RUN_KEY: ""}
+    secrets = {ENV_ATTEMPT_KEY: key.attempt_secret(run_sha256, replica_id, attempt)}
+    return {**secrets, ENV_RUN_KEY: ""} if shares_machine else secrets
 
 
 def why_only_watching(run: Run, store: Store) -> str:
