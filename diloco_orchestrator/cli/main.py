@@ -54,6 +54,7 @@ GROUPS = {  # by section of `diloco --help`: our commands, and where each is def
         "pull": "diloco_orchestrator.cli.read_commands:pull",
         "push": "diloco_orchestrator.cli.read_commands:push",
         "gc": "diloco_orchestrator.cli.run_commands:gc",
+        "key": "diloco_orchestrator.cli.read_commands:key",
     },
 }
 OURS = {name: where for group in GROUPS.values() for name, where in group.items()}
