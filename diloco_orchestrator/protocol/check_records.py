@@ -1,4 +1,4 @@
-"""Schemas of what replicas find in payload shards and averages of others by scatter-reduce, and whom that bars."""
+"""Schemas of findings about payload shards and averages of others by scatter-reduce, and the rule whom they bar."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable
@@ -28,16 +28,16 @@ class PublishedAverage(Part):
 
 
 class AverageCheck(Part):
-    """What a replica found by averaging a shard from the payloads: whether a published average of it is false."""
+    """The result of averaging a shard from the payloads: whether a published average of it is false."""
 
     average: PublishedAverage
     false: bool  # True is an accusation: they published it, and the payloads give another one
 
 
 class Checked(Record):
-    """What a replica has read of others in a round by scatter-reduce since its record before: payload shards, averages.
+    """The findings of a replica in a round by scatter-reduce since its record before.
 
-    The averages are those of earlier rounds.
+    They are about payload shards of others in this round, and about averages that others published in earlier ones.
     """
 
     record: ClassVar[str] = "checked"

@@ -1,7 +1,7 @@
 """`FalseAverages`: averages of shards that replicas published by scatter-reduce and that the payloads do not give.
 
-Whoever averages a shard from the payloads finds out about those who published its average; `checks` tells the others,
-who average that shard as well before they believe it. `protocol.check_records` decides who is barred from dealing.
+Whoever averages a shard from the payloads knows who has published another one; `checks` reports it, and
+others average that shard as well before they believe it. `protocol.check_records` decides who is barred from dealing.
 """
 
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class FalseAverages:
-    """What this attempt knows of false averages in the rounds of its leg. Not thread-safe."""
+    """The false averages that this attempt knows, in the rounds of its leg. Not thread-safe."""
 
     def __init__(self, attempt: Attempt, tip: HeldTip) -> None:
         self.distrusted: set[int] = set()  # replicas that published one: this attempt uses no average of theirs
@@ -53,7 +53,7 @@ class FalseAverages:
     # -- what others say -----------------------------------------------------------------------------------------
 
     def hear(self, record: Checked) -> None:
-        """Note what a replica accuses others of. Of each record one accusation is tried, so that one costs little."""
+        """Note what a replica accuses others of. One accusation of each record is tried, to bound what it costs."""
         if record.replica_id == self._attempt.replica_id or record.replica_id in self._tip.barred:
             return
         accused = [each.average for each in record.averages or () if each.false]
@@ -121,16 +121,12 @@ class FalseAverages:
     # -- what this replica reports -------------------------------------------------------------------------------
 
     def to_report(self) -> tuple[AverageCheck, ...]:
-        """What is to be reported in the open round: new findings, answers to accusations, and those not acted on."""
-        barred = set(self._tip.barred)
+        """The findings to report in the open round: false averages not reported before, answers to accusations."""
         due = [
             AverageCheck(average=average, false=is_false)
             for average, is_false in self._found.items()
             if average not in self._reported_now
-            and (
-                average in self._accused
-                or (is_false and (average not in self._reported or not barred.issuperset(average.replicas)))
-            )
+            and (average in self._accused or (is_false and average not in self._reported))
         ]
         return tuple(sorted(due, key=lambda each: _order(each.average)))
 

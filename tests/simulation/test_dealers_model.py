@@ -27,7 +27,6 @@ NEEDED = {
     "most": ("liar N4 accuse bad", 0, "honest replicas [2, 3] are barred from dealing"),
     "tried": ("pair rare snapshots N5", 0, "round 2 averages what was trained from a base that was known to be false"),
     "denied": ("liar N4 accuse bad", 0, "a false accusation made a replica average a shard again and again"),
-    "repeat": ("pair N5 bad sum", 2, "replica 0 lied, and deals on"),
     "rebuild": (
         "pair rare snapshots N5",
         0,
@@ -35,7 +34,7 @@ NEEDED = {
     ),
     "before": ("pair N4 sum", 2, "round 3 averages what was trained from a base that was known to be false"),
     "named": ("pair N6 sum", 0, "the commit of round 2 names a base that its writer knew to be false"),
-    "distrust": ("pair N4 sum", 1, "liars make others rebuild their bases in every round"),
+    "distrust": ("pair N4 sum", 0, "liars make others rebuild their bases in every round"),
     "search": ("pair N6 accuse sum", 5, "an honest replica left"),
     "snap": ("pair N6 sum", 5, "replica 1 held a base for 5 rounds that the log does not give"),
 }

@@ -184,19 +184,15 @@ def _check_names(w: World, last: int, honest: list[int]) -> None:
     if barred & set(honest) and len(w.scenario.liars) < 2:
         raise Broken(f"honest replicas {sorted(barred & set(honest))} are barred from dealing")
     for liar in w.scenario.liars:
-        accusers = Counter(  # by round and average
-            (r, word)
-            for r in range(1, last)
-            for key in w.store["commit", r].checks
-            for word, false in w.store[key][2]
-            if key[2] in honest and key[2] in w.state(r - 1).roster and false and liar in word[2]
-            if not w.why_void(r)  # a void commit bars nobody
+        known = any(
+            key[0] == "check"
+            and key[1] <= last - 5
+            and key[2] in honest
+            and any(liar in word[2] for word, false in value[2] if false)
+            for key, value in w.store.items()
         )
-        if (
-            max(accusers.values(), default=0) > w.scenario.replicas // 2
-            and liar not in barred
-            and not w.scenario.deeds & {"accuse", "grab"}
-        ):
+        outvoted = 2 * len(w.scenario.liars) < w.scenario.replicas and not (w.scenario.speeds or w.scenario.crash)
+        if known and outvoted and liar not in barred:
             raise Broken(f"replica {liar} lied, and deals on")
     if one and "sum" in w.scenario.deeds and not barred and not any(w.attempts[i] > 1 for i in honest):
         raise Broken("a false word was without a name")

@@ -198,12 +198,10 @@ class Replica:
 
     def _statements(self) -> frozenset[tuple[Word, bool]]:
         """What this replica says in this round about averages that others have published."""
-        barred = set(self.state.barred)
         words = {
             (word, false)
             for word, false in self.found.items()
-            if (false and (word not in self.made or ("repeat" in self.rules and not set(word[2]) <= barred)))
-            or word in self.accusations
+            if (false and word not in self.made) or word in self.accusations
         }
         if "told" not in self.rules or self._in_pair:
             words = {(word, False) for word in self.accusations}

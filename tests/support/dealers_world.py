@@ -35,7 +35,6 @@ RULES = {
     "most": "who is accused by more than half of the replicas that may deal deals no more in the leg",
     "tried": "who hears an accusation averages that shard itself, and says what it found",
     "denied": "whom so many contradict as accuser deals no more either",
-    "repeat": "an accusation is made in every round until a commit bars the accused",
     "rebuild": "who finds an accusation of owner and checker true rebuilds its base from payloads",
     "before": "it listens before it contributes, and contributes nothing that it trained from a false base",
     "named": "who found one true names its own rebuilt base as decider, not that of most manifests",
