@@ -14,7 +14,6 @@ import click
 
 from diloco_orchestrator.cli.shared import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, echo
 from diloco_orchestrator.import_names import registered, registered_names
-from diloco_orchestrator.protocol.version import VERSION
 
 _HEAVY = ("torch", "transformers")  # what reads a bucket without computing works without
 _INSTALL = "pip install torch transformers. status, explain, logs, report, compare, track and join --help need neither."
@@ -125,8 +124,19 @@ def _broken(name: str, why: str) -> click.Command:
     return click.Command(name, callback=refuse, help=f"Cannot be used: {why}", context_settings=anything)
 
 
+def _print_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+    if asked:
+        from diloco_orchestrator.cli.installed_version import installed_version
+
+        echo(f"diloco, version {installed_version()}")
+        ctx.exit()
+
+
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(VERSION)
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
+    help="Show the version, with the git commit that it is of, and exit.",
+)  # fmt: skip
 def diloco() -> None:
     """DiLoCo training whose only infrastructure is a bucket."""
 
