@@ -14,7 +14,7 @@ from pydantic import JsonValue
 
 from diloco_orchestrator.clock import Backoff, Clock, SystemClock, ThreadBackground, in_parallel, random_token
 from diloco_orchestrator.config import GuardSettings, check_track
-from diloco_orchestrator.errors import ConfigError, RunFailed, RunNotFinished, StoreError
+from diloco_orchestrator.errors import ConfigError, RunFailed, RunFolderTaken, RunNotFinished, StoreError
 from diloco_orchestrator.executors.contract import ServerlessExecutor, give_store
 from diloco_orchestrator.executors.registry import executor_of
 from diloco_orchestrator.guard import CollapseStopError, Verdict
@@ -355,7 +355,9 @@ def launch(
     )
     if prepared.archive is not None:
         log.info("%s", "\n".join(prepared.words()))
-        opened.create(keys.code(prepared.archive.sha256), prepared.archive.data)
+        code = keys.code(prepared.archive.sha256)
+        if not opened.create(code, prepared.archive.data):  # with equal bytes it would count as created
+            raise RunFolderTaken(f"{prepared.url} holds other bytes than the code to send as {code}. Use a new folder.")
     if prepared.key is not None:
         keep_key(prepared.key)
     run_log = create_run(opened, prepared.run, by="launch", stamp=stamp)

@@ -107,6 +107,7 @@ class _Rules:
 
     def note(self, name: str, why: str) -> None:
         """Add an object that does not exist for this run to `debris`."""
+        name = name if name.isprintable() else ascii(name)  # such as one that would write lines of its own
         if name in self.debris or len(self.debris) < _MOST_DEBRIS:
             self.debris[name] = why
 

@@ -498,8 +498,8 @@ def simulate_forged(seed: int) -> Simulation:
     return played(forged_plan_of(seed), f"make simulate FORGED=1 SEED={seed}")
 
 
-def played(plan: Plan, command: str) -> Simulation:
-    simulation = Simulation(plan)
+def played(plan: Plan, command: str, of: type[Simulation] = Simulation) -> Simulation:
+    simulation = of(plan)
     try:
         simulation.run()
     except (AssertionError, Killed) as error:

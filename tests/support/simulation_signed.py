@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from simulation import Simulation
+from simulation import Simulation, played
 from simulation_plan import Plan, forged_plan_of
-from simulation_store import Bucket
+from simulation_store import Bucket, InvariantBroken
 from virtual_time import VirtualClock, VirtualTime
 
 from diloco_orchestrator.protocol.signatures import split_signed
@@ -121,6 +121,24 @@ class SignedSimulation(Simulation):
             return SignedStore(super().network(clock, retry), _ENVIRON)
         finally:
             self.bucket = bucket
+
+
+def simulate_signed(seed: int) -> Simulation:
+    """Play a signed run with and without its forgeries; returns the forged one.
+
+    Raises `InvariantBroken` unless both have the same log, byte by byte, and the same calls to the store.
+    """
+    plan = signed_plan_of(seed)
+    command = f"make simulate SIGNED=1 SEED={seed}"
+    forged = played(plan, command, SignedSimulation)
+    undisturbed = played(dataclasses.replace(plan, forgeries=()), command, SignedSimulation)
+    for what, one, other in (
+        ("log", forged.bucket.commits, undisturbed.bucket.commits),
+        ("calls to the store", forged.digest.hexdigest(), undisturbed.digest.hexdigest()),
+    ):
+        if one != other:
+            raise InvariantBroken(f"I13: seed {seed}: forgeries changed the {what}\nreproduce: {command}\n{plan}")
+    return forged
 
 
 def signed_plan_of(seed: int) -> Plan:
