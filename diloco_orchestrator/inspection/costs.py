@@ -272,8 +272,8 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
     down = None if size is None else n * (n - 1) * size
     if size is not None and scattered:
         down = bytes_down_of_round(n * size, lengths, n)
-        # Of a replica: its part of the averages, its record of them, two check records; these of all others, the
-        # shards that it deals and draws, and the averages that it does not make; listings of both kinds of records.
+        # Each replica writes its part of the averages, its record of them and two check records; it reads these records
+        # of all others, the shards that it deals and draws, and the averages that it does not make.
         requests["PUT"] += shards + 3 * n
         requests["GET"] += n * (2 * shards + n - 1 + shards + 3 * n) - n * (n - 1) * shards
         requests["LIST"] += 3 * n
