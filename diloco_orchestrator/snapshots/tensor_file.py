@@ -115,7 +115,7 @@ def tensor_pieces(specs: Mapping[str, TensorSpec], read: Callable[[str], torch.T
 def file_pieces(
     specs: Mapping[str, TensorSpec], read: Callable[[str], Iterable[torch.Tensor]]
 ) -> Iterator[bytes | memoryview]:
-    """As `tensor_pieces`, where `read(name)` gives the numbers of a tensor in parts."""
+    """The bytes of a safetensors file in order, as `tensor_pieces`; `read(name)` gives a tensor's numbers in parts."""
     yield _head(specs, _FORMAT)
     for name in _order(specs):
         yield from map(memory_of, read(name))
