@@ -15,10 +15,7 @@ _MOST_BYTES = 2_000_000  # so that a page can be mailed
 
 
 def page(report: Report) -> str:
-    """The whole HTML page, of at most 2 MB: where it would be larger, its curves and tables have fewer points and rows.
-
-    The least that is drawn of each curve, and the rows that are always there, take 1 MB with a thousand metrics.
-    """
+    """The whole HTML page, of at most 2 MB: where it would be larger, its curves have fewer points, its tables rows."""
     for detail in (3000, 1000, 300, 100):
         html = _page(report, detail)
         if len(html.encode()) <= _MOST_BYTES:
@@ -154,10 +151,17 @@ def _share_of(row: RoundRow, name: str) -> float | None:
 
 
 def _extra(rows: Sequence[RoundRow], detail: int) -> str:
-    names = sorted({name for row in rows for name in row.extra})
-    each = max(100, detail // max(1, len(names) // 4))
+    """A drawing for each of the first `_MOST_METRICS` names, and a sentence that names the others."""
+    found = sorted({name for row in rows for name in row.extra})
+    names, others = found[:_MOST_METRICS], found[_MOST_METRICS:]
+    each = max(50, detail // max(1, len(names) // 4))
     lines = (_line(name, rows, lambda row, name=name: row.extra.get(name)) for name in names)  # type: ignore[misc]
-    return "".join(chart([line], points=each) for line in lines)
+    words = f"Not drawn, by name: {', '.join(others)}"[:2000]
+    more = f"<p>{escape(words)}</p>" if others else ""
+    return "".join(chart([line], points=each) for line in lines) + more
+
+
+_MOST_METRICS = 40
 
 
 def _bytes(rows: Sequence[RoundRow], detail: int) -> str:

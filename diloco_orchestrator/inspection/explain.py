@@ -200,7 +200,8 @@ def _fired(
     why += [found[0]] if found else []
     why += [*scores, "The round of the verdict was not applied."]
     todo = [found[1]] if found else []
-    if verdict.rollback_to is not None:
+    # The guard counts bases by rounds, and those that left none too: the last sentence names the one to go on from.
+    if verdict.rollback_to in {0, *(row.round for row in status.rounds if row.applied)}:
         todo.append(f"The last model above suspicion is that of round {verdict.rollback_to}.")
     resume = f"diloco resume {quote(status.url)}"
     if paused:

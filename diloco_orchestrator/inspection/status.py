@@ -153,6 +153,7 @@ class RunStatus:
     override_guard: str = ""  # why the guard began anew in the newest leg; empty if it went on
     settings: dict[str, Any] = field(default_factory=dict)  # of the newest leg, where they differ from run.json
     model: DefaultModel = DefaultModel(0, None, 0, None, False)
+    signed_by: str = ""  # public key of a signed run, as run.json names it
     head: str = ""  # round and sha256 of the last commit, for `verify --expect`; empty before the first
     # Objects that were passed over because they cannot be read, or are of a leg that did not begin: "key: why".
     unreadable: list[str] = field(default_factory=list)
@@ -181,7 +182,7 @@ class RunReader:
 
     def __init__(self, store: Store, log: RunLog | None = None) -> None:
         self.log = log or RunLog(store)
-        self.attempts = AttemptRecords(store)
+        self.attempts = AttemptRecords(self.log.store)
         self._costs = CostReader(self.attempts)
         self._place_of = place_reader(self.attempts)
         self._begin_rows()
@@ -279,6 +280,7 @@ class RunReader:
             settings=dict(begin.settings),
             model=self._model(begins),
             head=str(Head(newest.commit.round, newest.sha256)) if newest else "",
+            signed_by="" if self.run.signed_by is None else self.run.signed_by.key,
             unreadable=self._unreadable(),
             moved_at=max([begin.at, *([last.at] if last else []), *(each.moved_at for each in replicas)]),
             hung_after_s=self.run.config.retry.hung_after_s,
@@ -295,7 +297,7 @@ class RunReader:
     def _unreadable(self) -> list[str]:
         """The objects that this reader has ignored so far, with the reasons."""
         found = self.log.passed_over() | self.attempts.unreadable
-        return [f"{key}: {found[key]}" for key in sorted(found)]
+        return [*(f"{key}: {found[key]}" for key in sorted(found)), *self.log.unsigned()]
 
     def spent(self, begin: Begin, now: float | None = None) -> LegCost:
         """The machine cost of a leg (start or resume to stop) so far. `now`: seconds since 1970; None: its records'."""

@@ -253,6 +253,7 @@ def _headline(status: RunStatus, still: Sequence[str] = ()) -> RenderableType:
     ahead = status.to_the_end.words() if status.to_the_end and not still else ""
     about = "; ".join(words for words in (f"{status.url}: {status.reason}", cost, ahead) if words)
     head = [f"head: {Head.parse(status.head).short}"] if status.head else []
+    head += [f"signed by: {status.signed_by}"] if status.signed_by else []
     lines = [
         Text(words, style="dim", overflow="fold") for words in (about, *head, *_of_leg(status), *_passed_over(status))
     ]

@@ -132,9 +132,12 @@ class DefaultBases:
 
 
 def check_base(round_: int, among: Sequence[int], url: str) -> None:
-    """Raise `ConfigError`, naming the nearest round, unless `round_` is in `among`. `url`: the run's address."""
+    """Raise `ConfigError`, naming the base that the run had after `round_`, unless `round_` is in `among`.
+
+    `among`: the rounds that `bases` returns. `url`: the run's address.
+    """
     if round_ not in among:
-        nearest = min(among, key=lambda known: (abs(known - round_), known))
+        nearest = max((known for known in among if known <= round_), default=among[0])
         raise ConfigError(
             f"round {round_} of {url} left no base. The run has bases of rounds {among[0]} to {among[-1]}, but none of "
             f"rounds that were not applied or that a resume skipped. The nearest is {nearest}."

@@ -32,6 +32,7 @@ from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import AdapterPair, FileInfo, ParameterInfo, Snapshot
 from diloco_orchestrator.run_log.reader import read
+from diloco_orchestrator.run_log.run_store import is_signed
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.snapshots.adapter_folder import adapter_folder
 from diloco_orchestrator.snapshots.file_of_ranks import FileOfRanks
@@ -231,8 +232,9 @@ def write_snapshot(
 
     Safe to repeat and to race: each file is created once. A writer that dies halfway leaves files without
     `snapshot.json`; the next writer keeps those with equal bytes, and completes the snapshot. If the shared version has
-    any other file, it is left as it is, and the writer's own version is written; the first base has only the shared
-    one. Raises `RecordInvalid` if both versions have other files.
+    any other file, it is left as it is, and the writer's own version is written, and if that has one too, in a signed
+    run, a version with a random name, which nobody else can have taken; the first base has only the shared one. Raises
+    `RecordInvalid` if all these versions have other files.
 
     Args:
         limit: bytes of the largest file.
@@ -240,7 +242,9 @@ def write_snapshot(
         by: the replica that writes; None for a process that is no replica.
     """
     planned = files.planned(base, limit)
-    takes = (keys.SHARED_TAKE, keys.own_take(by)) if round_ else (keys.SHARED_TAKE,)
+    takes = [keys.SHARED_TAKE, *([keys.own_take(by)] if round_ else [])]
+    if round_ and is_signed(store):
+        takes.append(keys.unforeseen_take(stamp.unforeseen()))
     for take in takes:
         infos = _write_take(store, round_, take, planned, known or {}, base.owners)
         if infos is None:

@@ -363,7 +363,7 @@ class _FirstSnapshot:
 
     def write_anew(self) -> None:
         """Write all files into this replica's own version of snapshot 0, or if it holds others, into a new version."""
-        unforeseen = str(10**8 + int(self._attempt.stamp.unforeseen(), 16) % (9 * 10**8))
+        unforeseen = keys.unforeseen_take(self._attempt.stamp.unforeseen())
         for take in (keys.own_take(self._attempt.replica_id), unforeseen):
             log.warning("the shared take of snapshot 0 holds other bytes than this replica's: it writes take %s", take)
             if self._wrote(take):

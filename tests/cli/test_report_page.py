@@ -107,17 +107,17 @@ def test_uplot_is_the_file_that_npm_has():
         "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
         "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
     }
-    page_files = files("diloco_orchestrator.cli") / "page"
+    page_files = files("diloco_orchestrator.cli") / "html-page"
     assert {name: hashlib.sha256((page_files / name).read_bytes()).hexdigest() for name in pinned} == pinned
     assert "The MIT License" in (page_files / "LICENSE-uPlot").read_text()
 
 
 def test_a_long_run_of_many_metrics_fits_into_two_megabytes():
     read = Report.read(RunReader(fleet_of_losses(2).store), NoBackground())
-    extra = {f"metric {number}": 0.123456789 * number for number in range(20)}
+    extra = {f"metric {number}": 0.123456789 * number for number in range(45)}
     rows = [
         replace(
-            read.status.rounds[0], round=r + 1, loss=1.0 / (r + 1), extra=extra, judgements={0: "clipped: its norm"}
+            read.status.rounds[0], round=r + 1, loss=1.0 / (r + 1), extra=extra, judgements={0: "clipped: " + 300 * "x"}
         )
         for r in range(5_000)
     ]
@@ -126,6 +126,7 @@ def test_a_long_run_of_many_metrics_fits_into_two_megabytes():
     long = replace(read, status=replace(read.status, rounds=rows), losses=dict.fromkeys(range(8), curve), times=times)
     html = page(long)
     assert len(html.encode()) <= 2_000_000
+    assert "Not drawn, by name: metric " in html
     first = curves_of(html)[0]["lines"][0]
     assert (first["x"][0], first["y"][0]) == (1, 1.0) and first["x"][-1] == 5_000  # both ends are kept
     assert "before them are in diloco status --json" in html

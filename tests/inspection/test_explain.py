@@ -116,6 +116,16 @@ def test_rounds_that_name_nobody_and_a_pause():
     assert found.kind == "paused by the guard" and found.todo[-1] == "Then go on: `diloco resume s3://b/run`."
 
 
+def test_a_round_that_left_no_base_is_not_named_as_one_to_go_back_to():
+    """In a resumed leg the guard calls the base that it began from by the round before, which was not applied."""
+    reader = played(60, fall=0.04, after=20, rounds=80)
+    halted = reader.status()
+    assert halted.verdict is not None
+    unmade = replace(halted, verdict=replace(halted.verdict, rollback_to=halted.round))
+    text = "\n".join(explain(unmade, reader.best_scored()).lines())
+    assert "model above suspicion" not in text and "To go on from the base with the best held-out score" in text
+
+
 def test_a_bar_is_full_at_the_threshold_and_no_longer_beyond():
     lines = statistic_lines([Statistic("gap", 5.0, 10.0), Statistic("fall", 30.0, 10.0), Statistic("KL", -1.0, 2.0)], 4)
     assert lines == ["gap   ██··  5 of 10", "fall  ████  30 of 10", "KL    ····  -1 of 2"]

@@ -1,6 +1,7 @@
 """Legs: which base the next one starts from, with which guard state and how many steps; how a coordinator ends one."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from guarded_legs import STAMP, commit_of, ending, fleet_of, halt, halted, scori
 from protocol_fleet import Fleet, answer, play, report
 
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.legs import BaseScores, bases
@@ -108,6 +110,17 @@ def test_a_round_that_left_no_base_is_refused_and_the_nearest_offered():
     fleet, _ = fleet_of([0.1] * 4, last_drifts=True)
     with pytest.raises(ConfigError, match=r"round 4 of .* left no base.* The nearest is 3"):
         resume(fleet, from_round=4)
+
+
+def test_after_a_legs_last_round_the_run_had_the_base_that_the_next_leg_starts_from():
+    """The guard of the next leg advises to go back to that round, where no base was made."""
+    fleet, _ = fleet_of([0.1, 0.5, 0.9, 0.3, 0.2], last_drifts=True)
+    resume(fleet)
+    scoring(fleet, fleet.join_all(), [0.1, 0.1])
+    log = RunLog(fleet.store)
+    assert bases(fleet.commits(), log.begins()) == [0, 1, 2, 6, 7]
+    with pytest.raises(ConfigError, match=r"round 5 of .* left no base.* The nearest is 2\."):
+        copy_model(log, Path("nowhere"), 5)
 
 
 # -- the length of the next leg ---------------------------------------------------------------------------------------
