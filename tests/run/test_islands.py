@@ -117,6 +117,23 @@ def test_a_run_goes_on_with_another_number_of_ranks(start, alone):
     assert json.loads(newest.read_text())["ranks"] == 3
 
 
+@pytest.mark.parametrize(
+    ("model", "ranks", "settings"),
+    [
+        ("ddp", [2, 1, 1], {"replicas": 3, "path": "scatter_reduce"}),
+        ("fsdp", [2, 1], {"fragments": 2, "fragment_sync_delay": 1, "codec": "2bit"}),
+    ],
+    ids=["scatter_reduce", "beside training, with residuals"],
+)
+def test_islands_train_what_single_processes_do_however_shards_are_averaged(start, model, ranks, settings):
+    scores = []
+    for ranks_per_replica in (1, ranks):
+        run, bucket = start(args={"model": model}, ranks_per_replica=ranks_per_replica, **settings)
+        scores.append(_scores(run.wait()))
+        assert verify(str(bucket)).agrees
+    assert scores[1] == pytest.approx(scores[0], abs=NEAR)
+
+
 def test_each_rank_holds_and_moves_its_part_of_the_base(start, tmp_path, monkeypatch):
     """Of 16 shards each of four ranks has four: base and momenta, and the bytes up and down."""
     hidden, c = 16 * 2**18 // (2 * WIDTH + 1), 16 * 2**20
