@@ -4,17 +4,19 @@ Reads incrementally through `run_log`, so that a live display costs few requests
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from diloco_orchestrator.allreduce.dealing import bytes_down_of_round, shard_numel_of
+from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.guard.round_fold import outlook as guard_outlook
 from diloco_orchestrator.inspection.costs import CostReader, EndForecast, LegCost, Spent, end_forecast, leg_cost
 from diloco_orchestrator.inspection.places import PlaceRow, PlaceSpeeds, newest_decision, place_reader, place_rows
 from diloco_orchestrator.protocol.attempt_records import Heartbeat, reason_of
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.legs import DefaultBases
-from diloco_orchestrator.protocol.records import Begin, Commit, HeldoutSet, Out, Result, RoundMetrics, Run
+from diloco_orchestrator.protocol.records import Begin, Commit, HeldoutSet, Out, Result, RoundMetrics, Run, Start
 from diloco_orchestrator.protocol.round_metrics import never_observed, not_finite_words
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
@@ -45,7 +47,7 @@ class RoundRow:
     proxy_real_gap: float | None  # training gain minus held-out gain, as the guard judges it
     tokens: int  # of the contributors
     bytes_up: int  # payload written by all replicas together, averaged or not
-    bytes_down: int  # payload read by all replicas together
+    bytes_down: int  # read by all replicas together, if nobody read anything twice: payloads and reduced shards
     train_s: float  # of the slowest response, from the round's opening to its manifest
     warning: str  # of the guard, and of metrics that are not finite or were never observed
     statistics: tuple[Statistic, ...] = ()  # of the guard after the round, each with the threshold above which it fires
@@ -411,7 +413,16 @@ class NewRows:
             # Vacant ids of a run that is scaled are not expected.
             expected = {*range(self._log.configs.of(leg).replicas), *self._roster.get(leg, ())}
             self._roster[leg] = entry.commit.roster
-            yield entry.commit, _row(expected, start.record.heldout, entry.commit)
+            row = _row(expected, start.record.heldout, entry.commit)
+            if entry.commit.checks is not None:
+                row = replace(row, bytes_down=self._scattered(start.record, entry.commit, row.bytes_up))
+            yield entry.commit, row
+
+    def _scattered(self, start: Start, commit: Commit, payload_bytes: int) -> int:
+        """Bytes that the replicas of a round by scatter-reduce read together, as planned for those who answered."""
+        numels, config = start.fragment_numels, self._log.configs.of(commit.leg)
+        lengths = [b - a for a, b in shard_ranges(numels[commit.fragment], shard_numel_of(config, numels))]
+        return bytes_down_of_round(payload_bytes, lengths, max(3, sum(each.attempt > 0 for each in commit.answers)))
 
 
 def _row(expected: set[int], scored: HeldoutSet | None, commit: Commit) -> RoundRow:

@@ -500,7 +500,7 @@ class Commit(Record):
     """
 
     record: ClassVar[str] = "commit"
-    later_fields: ClassVar[frozenset[str]] = frozenset({"checks"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"checks", "barred"})
     round: int = Field(ge=1)
     leg: int = Field(ge=1)
     fragment: int = Field(ge=0)
@@ -516,6 +516,7 @@ class Commit(Record):
     clipped: tuple[Clipped, ...] = ()  # averaged with less weight, in replica_id order; follows from the answers
     discounted: tuple[Discounted, ...] = ()  # for their scores, in replica_id order; follows from the manifests
     checks: tuple[CheckNamed, ...] | None = None  # who read what is averaged; None in a round by gather
+    barred: tuple[int, ...] | None = None  # replicas that are no dealers any more; None for none; follows from checks
     figures: RoundMetrics | None = None  # for readers of the log; None in a coordinator's commit
     applied: bool  # whether the average of this round was applied as an outer step
     empty_rounds: int = Field(ge=0)  # rounds in a row that averaged no contribution

@@ -80,8 +80,9 @@ class SnapshotWriter:
         lower id.
 
         The base is rebuilt first unless the last round left it unchanged and several replicas claimed it, or this one
-        had compared it with a rebuild. The files are read back, because no later commit confirms this base. Returns
-        whether the rebuild changed its bits; this replica then holds the rebuilt base.
+        had compared it with a rebuild. Claims do not count for a base with averages that others made. The files are
+        read back, because no later commit confirms this base. Returns whether the rebuild changed its bits; this
+        replica then holds the rebuilt base.
         """
         commit = self._tip.last
         assert commit is not None
@@ -89,7 +90,8 @@ class SnapshotWriter:
         self._attempt.pulse.phase = "snapshot"
         agreeing = sum(rounds.contributes(answer) for answer in commit.answers)
         same = self._claims.hash() == commit.base_digest
-        agreed = same and not commit.applied and (agreeing > 1 or self._claims.is_verified)
+        checked = self._claims.is_verified or (agreeing > 1 and not self._tip.borrowed)
+        agreed = same and not commit.applied and checked
         healed = not agreed and self._claims.verify_unclaimed()
         before_us = sum(a.replica_id < self._attempt.replica_id for a in commit.answers)
         own = self._tip.value.base_round, self._claims.digest
