@@ -113,7 +113,7 @@ class SnapshotWriter:
         default = default_base(run_log).round
         before_us = sum(a.replica_id < self._attempt.replica_id for a in commit.answers)
         self._await_others(_PATIENCE_S * before_us, lambda: ConfirmedSnapshots(run_log).take_of(default) is not None)
-        ensure_default_snapshot(run_log, self._attempt.stamp, self._attempt.replica_id)
+        ensure_default_snapshot(run_log, self._attempt.stamp, self._attempt.replica_id, self._attempt.owners)
 
     def _newest_is_confirmed(self) -> bool:
         snapshots = ConfirmedSnapshots(self._attempt.log)
@@ -189,7 +189,7 @@ class SnapshotWriter:
         assert start is not None
         try:
             snapshot = StoredSnapshot(self._attempt.store, round_, self._attempt.log.snapshot(round_, take), take)
-            StoredShards(self._attempt.store, snapshot, start.record).check_all()
+            StoredShards(self._attempt.store, snapshot, start.record).check_all(self._attempt.owners)
         except RecordInvalid as error:
             log.error("snapshot %d was written wrongly and is written again: %s", round_, error)
             return False
