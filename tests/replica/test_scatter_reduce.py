@@ -20,7 +20,7 @@ from diloco_orchestrator.inspection.status import NewRows
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.allreduce_records import Reduced
-from diloco_orchestrator.protocol.check_records import Checked, CheckNamed, ReadShards
+from diloco_orchestrator.protocol.check_records import AverageCheck, Checked, CheckNamed, PublishedAverage, ReadShards
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -244,12 +244,33 @@ def test_two_dealers_that_publish_one_false_average_are_found_out_and_deal_no_mo
     while not (commits and commits[-1].barred) and len(commits) < 12:
         commits.append(in_step(fleet, participants))
     assert commits[-1].barred == PAIR and len(commits) > 1
+    assert {each.kind for each in commits[-1].answers} == {"delta", "abstention"}  # of rebuilt bases, all of them
     fleet.engine.change = lambda _, data: data  # they deal nothing any more
     assert "published an average of shard" in caplog.text
     after = in_step(fleet, participants)
     assert after.barred == PAIR and all(each.averaged for each in after.answers)
     assert not {keys.reduced(after.round, liar) for liar in PAIR} & {info.key for info in fleet.store.list("rounds/")}
     assert_right(fleet, honest)
+
+
+def test_one_replica_that_accuses_another_of_a_right_average_bars_itself_alone():
+    """The others average that shard from the payloads, and all but the accuser report the average as right."""
+    fleet, participants = fleet_of("scatter_reduce", replicas=5)
+    in_step(fleet, participants)
+    accused = Reduced.from_bytes(fleet.engine.get(keys.reduced(1, 3)), "a record")
+    average = {"round": 1, "shard": accused.shards[0].shard, "replicas": (3,), "digest": accused.shards[0].digest}
+    word = AverageCheck(average=PublishedAverage.model_validate(average), false=True)
+
+    def change(key: str, data: bytes) -> bytes:
+        if "checked/1." not in key:
+            return data
+        return Checked.from_bytes(data, key).model_copy(update={"averages": (word,)}).to_bytes()
+
+    fleet.engine.change = change
+    commits = [in_step(fleet, participants) for _ in range(2)]
+    assert commits[-1].barred == (1,)
+    assert all(each.averaged for commit in commits for each in commit.answers)
+    assert_right(fleet, participants)
 
 
 def test_replicas_that_die_after_they_contributed_are_read_and_averaged_for():
