@@ -20,7 +20,8 @@ from diloco_orchestrator.inspection.status import NewRows
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.allreduce_records import Reduced
-from diloco_orchestrator.protocol.digests import bulk_digest
+from diloco_orchestrator.protocol.check_records import Checked, CheckNamed, ReadShards
+from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.rebuild import rebuild
@@ -261,8 +262,24 @@ def test_replicas_that_die_after_they_contributed_are_read_and_averaged_for():
     assert_right(fleet, participants[:3])
 
 
-@pytest.mark.parametrize("whose", [(), (0,)], ids=["no records", "its own records"])
-def test_a_commit_of_what_nobody_but_its_author_has_read_averages_nobody(whose):
+def without_readers_of(fleet: Fleet, commit: Commit, author: int, shards: int) -> tuple[CheckNamed, ...]:
+    """The check records that a commit names, written anew: only the author finds its own payload shards good."""
+    own = next(each.manifest_sha256 for each in commit.answers if each.replica_id == author)
+    changed = []
+    for named in commit.checks or ():
+        key = keys.checked(commit.round, named.replica_id, named.number)
+        record = Checked.from_bytes(fleet.engine.get(key), key)
+        read = tuple(each for each in record.read if each.manifest_sha256 != own)
+        if named.replica_id == author:
+            read += (ReadShards(manifest_sha256=own, good=tuple(range(shards))),)
+        data = record.model_copy(update={"read": read}).to_bytes()
+        fleet.engine.put(key, data)
+        changed.append(named.model_copy(update={"sha256": sha256_hex(data)}))
+    return tuple(changed)
+
+
+@pytest.mark.parametrize("vouches", [False, True], ids=["no records", "only the author has read its own payload"])
+def test_a_commit_of_what_nobody_but_its_author_has_read_averages_nobody(vouches):
     """One liar commits its own unreadable payload beside others': in a gather such a run ends with PayloadCorrupt."""
     fleet, participants = fleet_of("scatter_reduce")
     for each in participants:
@@ -271,7 +288,7 @@ def test_a_commit_of_what_nobody_but_its_author_has_read_averages_nobody(whose):
         each._closer._observe(waited=False)  # reads and reports what is dealt to it
     honest = close(participants[0]).commit
     assert {each.replica_id for each in honest.checks or ()} == set(range(REPLICAS))
-    kept = tuple(each for each in honest.checks or () if each.replica_id in whose)
+    kept = without_readers_of(fleet, honest, 0, of_shards(participants)) if vouches else ()
     fleet.engine.put(keys.commit(1), honest.model_copy(update={"checks": kept}).to_bytes())
     for index in range(of_shards(participants)):
         fleet.engine.put(keys.payload(1, 0, 1, index), b"junk")
