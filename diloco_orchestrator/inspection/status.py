@@ -81,6 +81,7 @@ class ReplicaRow:
     why: str = ""  # why the attempt was launched: how the one before it ended
     moved_at: float = 0.0  # newest stamp of its records: seconds since 1970, on its writers' clocks
     waits_for: str = ""  # why it has not started, in its provider's words, if "launching"
+    ranks: int = 1  # its processes, which train one model
 
     def words(self) -> str:
         """The replica's state as text, and what it waits for before it trains."""
@@ -352,9 +353,12 @@ class RunReader:
 
     def _replicas(self, beats: Mapping[tuple[int, int], Heartbeat | None], leg: int) -> list[ReplicaRow]:
         out = self.log.known_out(leg)
-        return [self._replica(*who, beat, out.get(who[0])) for who, beat in beats.items()]
+        config = self.log.configs.of(leg)
+        return [self._replica(*who, beat, out.get(who[0]), config.ranks_of(who[0])) for who, beat in beats.items()]
 
-    def _replica(self, replica_id: int, attempt: int, beat: Heartbeat | None, out: Out | None) -> ReplicaRow:
+    def _replica(
+        self, replica_id: int, attempt: int, beat: Heartbeat | None, out: Out | None, ranks: int
+    ) -> ReplicaRow:
         intent, ended = self.attempts.intent(replica_id, attempt), self.attempts.exit(replica_id, attempt)
         if ended is None and out is not None and out.attempt == attempt:
             state = f"ended: it {out.reason}"  # without a record of its own
@@ -373,6 +377,7 @@ class RunReader:
             why=intent.why if intent else "",
             moved_at=max((record.at for record in (beat, intent, ended, waiting) if record is not None), default=0.0),
             waits_for=waiting.reason if waiting else "",
+            ranks=ranks,
         )
 
     def _attempt(self, replica_id: int, attempt: int) -> AttemptRow:

@@ -340,7 +340,7 @@ def _replicas_table(replicas: list[ReplicaRow], metric: str, most: int | None = 
     table.add_column("state", overflow="fold")
     for replica in shown:
         table.add_row(
-            str(replica.replica_id),
+            f"{replica.replica_id}" + (f" ({replica.ranks} ranks)" if replica.ranks > 1 else ""),
             str(replica.attempt),
             str(replica.round or "-"),
             str(replica.inner_step),

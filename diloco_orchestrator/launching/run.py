@@ -365,6 +365,8 @@ def launch(
     config = prepared.config
     if options.get("heldout_items") and (few := config.too_few_to_fold):
         log.warning("%s", few)
+    if why := config.why_by_tokens:
+        log.info("%s", why)
     return _supervised(run_log, Means(prepared.executor, clock, stamp, storage_options, secrets), config.track)
 
 

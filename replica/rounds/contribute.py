@@ -174,8 +174,8 @@ class Contributor:
         attempt, opened = self._attempt, self._tip.open
         if kind == "delta" and fields.steps and attempt.config.weights == "tokens" and fields.tokens < 1:
             raise ConfigError(
-                'weights="tokens", but observe(tokens=...) reported no token in this round. Report them, or use '
-                '"uniform".'
+                'weights="tokens", the default where replicas have different numbers of ranks, but '
+                'observe(tokens=...) reported no token in this round. Report them, or use "uniform".'
             )
         return Contribution(
             **attempt.stamp(),
