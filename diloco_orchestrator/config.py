@@ -367,9 +367,14 @@ class RunConfig(Tree):
 
     @model_validator(mode="before")
     @classmethod
-    def _weights_of_unequal_steps(cls, values: Any) -> Any:
-        unequal = isinstance(values, Mapping) and values.get("steps") == "equal_time"
-        return {"weights": "tokens", **values} if unequal else values
+    def _weights_of_unequal_work(cls, values: Any) -> Any:
+        """Weigh by tokens, unless `weights` is given, where replicas take unequal steps or have unequal ranks."""
+        if not isinstance(values, Mapping):
+            return values
+        ranks = cls._listed(values.get("ranks_per_replica"))
+        of_unequal_size = isinstance(ranks, list | tuple) and len({str(each).strip() for each in ranks}) > 1
+        by_tokens = of_unequal_size and values.get("aggregate") not in COORDINATE_WISE
+        return {"weights": "tokens", **values} if by_tokens or values.get("steps") == "equal_time" else values
 
     @model_validator(mode="before")
     @classmethod
@@ -559,6 +564,17 @@ class RunConfig(Tree):
         instead.
         """
         return self.clip != "off" and self.clip_factor is None and self.aggregate != "agreeing_mean"
+
+    @property
+    def why_by_tokens(self) -> str:
+        """The reason for `weights="tokens"` where replicas have different numbers of ranks; empty elsewhere."""
+        ranks = self.ranks_per_replica
+        if self.weights != "tokens" or not isinstance(ranks, list) or len(set(ranks)) == 1:
+            return ""
+        return (
+            f'contributions weigh by the tokens passed to observe() (weights="tokens"): replicas of {ranks} ranks '
+            'train on different amounts of data in equally many steps. weights="uniform" lets them count alike'
+        )
 
     @property
     def too_few_to_fold(self) -> str:

@@ -78,6 +78,23 @@ def bytes_down(lengths: Sequence[int], codec: str, world_size: int) -> tuple[int
     return gathered, scattered
 
 
+def bytes_down_of_round(payload_bytes: float, lengths: Sequence[int], replicas: int) -> int:
+    """Bytes of payloads and reduced shards that all replicas together read in a round by scatter-reduce of a run.
+
+    While nobody fails or is late, on average over what they draw. A run reads more than `bytes_down`, because a third
+    replica reads the shards whose author is one of their dealers. What such a reader draws it has read in part.
+
+    Args:
+        payload_bytes: of all payloads of the round.
+        lengths: elements of each shard.
+    """
+    shards, averages = len(lengths), sum(get_codec(REDUCED_CODEC).encoded_size(length) for length in lengths)
+    not_dealt = shards * (1 - 2 / replicas)  # shards that a replica is no dealer of
+    drawn = min(1.0, not_dealt)
+    drawn_bytes = drawn * (replicas - 1 - 2 / (replicas - 2)) * payload_bytes / shards
+    return round(2 * payload_bytes + drawn_bytes + replicas * (not_dealt - drawn) * averages / shards)
+
+
 def predicted_s(numel: int, codec: str, world_size: int, most: int) -> tuple[float, float]:
     """Seconds that a rank waits for the bytes of others, (by gather, by scatter-reduce), at 50 ms and 100 Mb/s.
 

@@ -123,10 +123,12 @@ class ObjectStoreAllReduce:
             *(self._store, self._clock, ThreadBackground(), self._stamp, round_id, self.rank, pairs),
             write=lambda record: self._store.create(key, record.to_bytes()),
         )
-        for index in reducing.average_into(FlatTensors(shards), parts):
-            first, second = sorted(pairs[index])
+        reducing.average_into(FlatTensors(shards), parts)
+        for (index, _), wrong in sorted(reducing.false.items()):
+            if len(wrong) < 2:
+                continue  # used by nobody
             raise PayloadCorrupt(
-                f"round {round_id} in {self._store.url}: ranks {first} and {second} published the same average of "
+                f"round {round_id} in {self._store.url}: ranks {wrong[0]} and {wrong[1]} published the same average of "
                 f"shard {index}, which the payloads do not give. Other ranks may have used it: do not use this round's "
                 "means. Compare `diloco doctor` on both machines, or use path='gather'."
             )

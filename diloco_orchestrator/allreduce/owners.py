@@ -6,9 +6,12 @@ average, is in one of them and nowhere else. Rank 0 decides what is done, and al
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from diloco_orchestrator.allreduce.shards import shard_ranges
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -51,6 +54,14 @@ class Owners:
         deleted. Raises as `each` does.
         """
         return task(*args)
+
+    def send(self, data: "torch.Tensor", to: int) -> None:
+        """Within a task: send a flat tensor of bytes on the CPU to another rank, which calls `receive` in its turn."""
+        raise AssertionError("a single rank sends nothing")
+
+    def receive(self, data: "torch.Tensor", source: int) -> None:
+        """Within a task: fill a flat tensor of bytes on the CPU by what another rank sends."""
+        raise AssertionError("a single rank receives nothing")
 
 
 ALONE = Owners()

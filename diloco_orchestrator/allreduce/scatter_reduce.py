@@ -58,16 +58,18 @@ class ScatterReduce:
     owners: Owners = ALONE  # the processes of this rank, each of which averages and reads the shards that it owns
     fragment: int = 0  # whose shards these are
     patience_s: float = _LEAST_PATIENCE_S  # to wait for others, beside thrice the time of this rank's own averages
-    false_words: set[int] = field(default_factory=set)  # ranks that published what the payloads do not give
+    distrusted: set[int] = field(default_factory=set)  # ranks whose averages are not used; grows with `false`
+    # What the payloads do not give, of the shards averaged here: (shard, digest) -> ranks that published it, ascending.
+    false: dict[tuple[int, BulkDigest], tuple[int, ...]] = field(default_factory=dict)
+    borrowed: bool = False  # whether an average of another rank was used
     _digests: dict[int, BulkDigest] = field(default_factory=dict)  # of the averages made here, by shard
 
-    def average_into(self, averages: FlatTensors, parts: Sequence[Part]) -> list[int]:
+    def average_into(self, averages: FlatTensors, parts: Sequence[Part]) -> None:
         """Write the average of `parts`, the contributions, into `averages`, tensors of the payload shards' lengths.
 
         Besides its own shards this rank averages one more from the payloads, which nobody can foretell: of two ranks
         that publish the same wrong average somebody finds out. Shards of a rank that published a wrong one are averaged
-        from the payloads. Returns the shards, of those averaged here, of which owner and checker published the same
-        wrong average: other ranks may have used it. Raises `PayloadCorrupt` for bytes or lengths that are not the
+        from the payloads, and `false` lists it. Raises `PayloadCorrupt` for bytes or lengths that are not the
         manifest's. Safe to repeat.
         """
         began = self.clock.now()
@@ -80,12 +82,13 @@ class ScatterReduce:
         self._make(drawn, averages, parts)
         needed = {rank for index in others if index not in drawn for rank in self.pairs[index]}
         words = self._words(needed - {self.rank}, self.clock.now() + _PATIENCE * took_s + self.patience_s)
-        both_wrong = self._compare([*own, *drawn], words)
+        self._compare([*own, *drawn], words)
         rest = [index for index in others if index not in drawn]
         taken = self._take(rest, averages, words)
         left = [index for index in rest if index not in taken]
+        self.borrowed |= bool(taken)
         self._make(left, averages, parts)
-        return sorted(both_wrong + self._compare(left, words))
+        self._compare(left, words)
 
     def _make(self, indices: Sequence[int], averages: FlatTensors, parts: Sequence[Part]) -> None:
         """Average shards from the payloads."""
@@ -105,7 +108,11 @@ class ScatterReduce:
         takes = merged(self._each_owner(_write, owned, self.store, self.round_id, averages) if owned else ())
         said = tuple(ReducedShard(shard=i, digest=self._digests[i], take=takes.get(i)) for i in own)
         record = Reduced(**self.stamp(), round_id=self.round_id, rank=self.rank, shards=said)
-        if said and not self.write(record) and self._said(self.rank) != {each.shard: each for each in said}:
+        if (
+            said
+            and not self.write(record)
+            and published_by(self.store, self.round_id, self.rank) != {each.shard: each for each in said}
+        ):
             key = keys.reduced(self.round_id, self.rank)
             log.warning("round %d: %s holds other averages than this rank made now", self.round_id, key)
 
@@ -119,25 +126,13 @@ class ScatterReduce:
                 parsed = keys.reduced.parse(info.key)
                 if parsed and parsed[1] in missing:
                     missing.remove(parsed[1])
-                    found[parsed[1]] = self._said(parsed[1])
+                    found[parsed[1]] = published_by(self.store, self.round_id, parsed[1])
             if missing and self.clock.now() >= until:
                 log.warning("round %d: no averages of ranks %s; the payloads give them", self.round_id, sorted(missing))
                 break
             if missing:
                 self.clock.sleep(next(pauses))
         return found
-
-    def _said(self, rank: int) -> Mapping[int, ReducedShard]:
-        """Averages that the record of a rank lists, by shard; none if it is not that rank's record of this round."""
-        key = keys.reduced(self.round_id, rank)
-        try:
-            record = Reduced.from_bytes(self.store.get(key, 0, most_bytes(key) + 1), key)
-            if (record.round_id, record.rank) != (self.round_id, rank):
-                raise RecordInvalid(f"{key} is the record of rank {record.rank} in round {record.round_id}.")
-        except RecordInvalid as error:
-            log.warning("round %d: the averages of rank %d are not used: %s", self.round_id, rank, error)
-            return {}
-        return {each.shard: each for each in record.shards}
 
     def _take(self, indices: Sequence[int], averages: FlatTensors, words: Words) -> set[int]:
         """Copy the owners' averages of shards of which owner and checker agree on the bytes. Returns these shards."""
@@ -147,30 +142,46 @@ class ScatterReduce:
             owner, checker = (words.get(rank, {}).get(index) for rank in pair)
             if owner is None or checker is None or owner.take is None or owner.digest != checker.digest:
                 continue
-            if not self.false_words & set(pair):
+            if not self.distrusted & set(pair):
                 agreed[index] = pair[0], owner
         what = self.store, self.background, self.round_id, averages, agreed
         return set().union(*self._each_owner(_read, list(agreed), *what)) if agreed else set()
 
-    def _compare(self, made: Sequence[int], words: Words) -> list[int]:
-        """Note and log ranks that published an average which the payloads do not give, of the shards `made` here.
-
-        Returns the shards of which owner and checker published the same wrong one: other ranks may have used it.
-        """
-        both = []
+    def _compare(self, made: Sequence[int], words: Words) -> None:
+        """Note and log ranks that published an average which the payloads do not give, of the shards `made` here."""
         for index in sorted(made):
-            digest = self._digests[index]
             said = {rank: words[rank][index].digest for rank in self.pairs[index] if index in words.get(rank, {})}
-            wrong = sorted(rank for rank, word in said.items() if rank != self.rank and word != digest)
-            if len(wrong) == 2 and len(set(said.values())) == 1:
-                both.append(index)
-            if wrong:
+            for digest, wrong in false_averages(said, self._digests[index], self.rank).items():
                 log.warning(
                     "round %d: rank %s published an average of shard %d that the payloads do not give; not used",
                     *(self.round_id, " and ".join(map(str, wrong)), index),
                 )
-            self.false_words.update(wrong)
-        return both
+                self.false[index, digest] = wrong
+                self.distrusted.update(wrong)
+
+
+def published_by(store: Store, round_id: int, rank: int) -> Mapping[int, ReducedShard]:
+    """Averages that the record of a rank lists, by shard; none, with a warning, if it is not its of this round."""
+    key = keys.reduced(round_id, rank)
+    try:
+        record = Reduced.from_bytes(store.get(key, 0, most_bytes(key) + 1), key)
+        if (record.round_id, record.rank) != (round_id, rank):
+            raise RecordInvalid(f"{key} is the record of rank {record.rank} in round {record.round_id}.")
+    except RecordInvalid as error:
+        log.warning("round %d: the averages of rank %d are not used: %s", round_id, rank, error)
+        return {}
+    return {each.shard: each for each in record.shards}
+
+
+def false_averages(
+    said: Mapping[int, BulkDigest], right: BulkDigest, rank: int
+) -> Mapping[BulkDigest, tuple[int, ...]]:
+    """The ranks other than `rank`, ascending, that published another average of a shard than `right`, by its digest.
+
+    `said`: digests that ranks have published. `right`: the digest of the average that the payloads give.
+    """
+    wrong = sorted((digest, each) for each, digest in said.items() if each != rank and digest != right)
+    return {digest: tuple(each for known, each in wrong if known == digest) for digest, _ in wrong}
 
 
 def _of_owner(owners: Owners, fragment: int, indices: Sequence[int], task: Callable[..., T], *args: Any) -> T:

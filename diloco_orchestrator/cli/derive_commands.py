@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     "--tolerance", type=float, default=1e-4, show_default=True, help="By which a score may differ; more for bf16."
 )
 @click.option("--expect", metavar="HEAD", help="The log must reach it.  [default: the newest that you saw here]")
+@click.option("--signed-by", metavar="KEY", help="The public key that must have signed the run, ed25519:….")
 @json_option
 def verify(
     url: str,
@@ -45,6 +46,7 @@ def verify(
     items: str | None,
     tolerance: float,
     expect: str | None,
+    signed_by: str | None,
     as_json: bool,
 ) -> int:
     """Derive the run in URL again from its bucket: log, guard, averages, outer steps, snapshots. Exit 4: it differs."""
@@ -59,7 +61,7 @@ def verify(
     named = {name: named_object(name, text) for name, text in (("build", build), ("score", score), ("items", items))}
     noted = "" if expect else head_seen_here(store)
     expect = expect or noted
-    done = verify_run(store, expect=Head.parse(expect) if expect else None)
+    done = verify_run(store, expect=Head.parse(expect) if expect else None, signed_by=signed_by)
     readable = done.disagreement is not None and done.disagreement.key != keys.RUN
     if noted and readable and (why := why_not_launched_here(RunLog(store))):
         done.notes.append(f"the head {Head.parse(noted).short} is of a run that you launched here, and {why}")
@@ -82,9 +84,16 @@ def verify(
             echo(f"foreign:     {words}")
         for words in shortened(done.unreadable):
             echo(f"unreadable:  {words}")
+        for words in shortened(done.unsigned):
+            echo(f"unsigned:    {words}")
         for words in shortened(done.without_exit):
             echo(f"no exit:     {words}")
         found = done.disagreement
+        if done.signed_by:
+            echo(
+                f"signed by:   {done.signed_by}"
+                + ("" if signed_by else "  (as run.json says: compare, or --signed-by)")
+            )
         echo(f"models of:   {_spans(sorted(done.bases))}  (diloco pull --round)")
         echo("everything agrees" if found is None else f"DISAGREES:   {found.key}: {found.words}")
     return 0 if done.agrees else EXIT_DISAGREES

@@ -44,6 +44,7 @@ def executor_options(specs: Sequence[str], taken: Collection[str]) -> list[click
         ["--executor", "executors"],
         metavar="NAME[:COUNT]",
         multiple=True,
+        shell_complete=lambda ctx, option, typed: [name for name in executor_names() if name.startswith(typed)],
         help=f"Where replicas run: {names}. Several with counts make a mixed fleet; without counts replicas go where "
         "tokens cost least. Its own options: --executor NAME --help.  [default: local]",
     )

@@ -44,7 +44,7 @@ def document(title: str, sections: Sequence[str]) -> str:
 
 def _part(name: str) -> str:
     """A file beside this one that pages contain: uPlot 1.6.32 as npm has it, our style, our script."""
-    return (files("diloco_orchestrator.cli") / "page" / name).read_text(encoding="utf-8")
+    return (files("diloco_orchestrator.cli") / "html-page" / name).read_text(encoding="utf-8")
 
 
 def section(name: str, content: str, words: str) -> str:

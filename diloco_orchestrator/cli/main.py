@@ -14,7 +14,6 @@ import click
 
 from diloco_orchestrator.cli.shared import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, echo
 from diloco_orchestrator.import_names import registered, registered_names
-from diloco_orchestrator.protocol.version import VERSION
 
 _HEAVY = ("torch", "transformers")  # what reads a bucket without computing works without
 _INSTALL = "pip install torch transformers. status, explain, logs, report, compare, track and join --help need neither."
@@ -55,6 +54,7 @@ GROUPS = {  # by section of `diloco --help`: our commands, and where each is def
         "pull": "diloco_orchestrator.cli.read_commands:pull",
         "push": "diloco_orchestrator.cli.read_commands:push",
         "gc": "diloco_orchestrator.cli.run_commands:gc",
+        "key": "diloco_orchestrator.cli.read_commands:key",
     },
 }
 OURS = {name: where for group in GROUPS.values() for name, where in group.items()}
@@ -124,8 +124,19 @@ def _broken(name: str, why: str) -> click.Command:
     return click.Command(name, callback=refuse, help=f"Cannot be used: {why}", context_settings=anything)
 
 
+def _print_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+    if asked:
+        from diloco_orchestrator.cli.installed_version import installed_version
+
+        echo(f"diloco, version {installed_version()}")
+        ctx.exit()
+
+
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(VERSION)
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
+    help="Show the version, with the git commit that it is of, and exit.",
+)  # fmt: skip
 def diloco() -> None:
     """DiLoCo training whose only infrastructure is a bucket."""
 

@@ -264,3 +264,25 @@ def _follow(reader: "RunReader", replica: int | None, tail: int | None, trust_bu
 def _prefix(line: "LogLine") -> str:
     """Replica and attempt of a line, in the replica's colour; click drops colours if there is no terminal."""
     return click.style(f"{line.replica_id}.{line.attempt} |", fg=_COLOURS[line.replica_id % len(_COLOURS)])
+
+
+@click.command()
+@url_argument
+@click.option("--export", is_flag=True, help="Print the private key, to put it into DILOCO_RUN_KEY on another machine.")
+@json_option
+def key(url: str, export: bool, as_json: bool) -> None:
+    """Show which key signs the run in URL, and whether its private key is on this machine."""
+    from diloco_orchestrator.run_log.run_store import key_of_run, why_only_watching
+
+    reader = reader_of(url)
+    run, store = reader.run, reader.store
+    if export:
+        private = key_of_run(run, store, "--export")
+        if private is None:
+            raise click.UsageError(f"{store.url} is not signed: it has no key.")
+        say(as_json, {"private": private.text()}, private.text())
+        return
+    public = "" if run.signed_by is None else run.signed_by.key
+    why = why_only_watching(run, store)
+    words = f"{public}\n{why or 'The private key is on this machine.'}" if public else "The run is not signed."
+    say(as_json, {"url": store.url, "signed_by": public, "has_private_key": bool(public) and not why}, words)

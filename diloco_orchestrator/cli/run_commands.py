@@ -66,6 +66,7 @@ _WHAT_RUNS = (
         help="Hashes of packages: given, or listed by uv now if it can (auto); given alone (given); or refuse packages "
         "without one, and images by tag (require).",
     ),
+    click.option("--signed", is_flag=True, help="Sign what is written: nothing that others write there counts."),
     click.option("--config", type=click.Path(path_type=Path), help="TOML file of settings; options go before it."),
 )
 
@@ -144,11 +145,11 @@ def _given_to_launch(given: dict[str, Any]) -> dict[str, Any]:
 
     executor, count = take_fleet(given)
     config, code, requirements = given.pop("config"), given.pop("code"), given.pop("requirements")
-    pin, secrets = given.pop("pin"), secrets_of(given.pop("secret_names"))
+    pin, secrets, signed = given.pop("pin"), secrets_of(given.pop("secret_names")), given.pop("signed")
     above = {"args": pairs("--arg", given.pop("args")), "env": texts("--env", given.pop("env"))}
     settings = merged(read_toml(config) if config else {}, {**nested(given), **above})
     what = {"executor": executor, "code": code, "requirements": requirements, "pin": pin, "secrets": secrets}
-    return {**with_count(settings, count), **what}
+    return {**with_count(settings, count), **what, "signed": signed}
 
 
 _track_option = click.option(
@@ -165,12 +166,19 @@ _track_option = click.option(
 @_track_option
 @json_option
 def attach_(url: str, as_json: bool, **given: Any) -> int:
-    """Supervise the run in URL, whose launcher is gone: relaunch its dead replicas until it ends."""
-    from diloco_orchestrator.cli.progress import follow
+    """Supervise the run in URL, whose launcher is gone: relaunch its dead replicas until it ends.
+
+    A signed run whose key is not on this machine is only shown until it ends.
+    """
+    from diloco_orchestrator.cli.progress import follow, watch_until_stopped
     from diloco_orchestrator.launching.run import attach
+    from diloco_orchestrator.run_log.run_store import why_only_watching
 
     sys.path.insert(0, str(Path.cwd()))
-    means = _means(given)
+    means, reader = _means(given), reader_of(url)
+    if why := why_only_watching(reader.run, reader.store):
+        echo(f"watching only: {why}", err=True)
+        return watch_until_stopped(reader.store, as_json=as_json)
     return follow(lambda: attach(url, **means), as_json=as_json)
 
 

@@ -59,9 +59,10 @@ class ExecutorCommand(click.Command):
 
 def store_of(url: str) -> "Store":
     """The store at `url`, which must exist. Until a request succeeds, retries end after 10 s, for wrong URLs."""
+    from diloco_orchestrator.run_log.run_store import of_run
     from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
-    return open_store(absolute_url(url), retry=INTERACTIVE, must_exist=True)
+    return of_run(open_store(absolute_url(url), retry=INTERACTIVE, must_exist=True))
 
 
 def reader_of(url: str) -> "RunReader":

@@ -14,6 +14,8 @@ from operator import gt
 from statistics import median
 from typing import Any
 
+from diloco_orchestrator.allreduce.dealing import REDUCED_CODEC, bytes_down_of_round, scatters, shard_numel_of
+from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.codecs.table import get_codec
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol import pace
@@ -239,14 +241,12 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
     those of matrices: embeddings, norms and heads, which have more bits with some codecs, need the model's layout.
     """
     n, codec = config.replicas, get_codec(config.codec)
-    shards = 1
-    size = None
+    lengths, size, scattered = [1], None, False
     if parameters is not None:
         part = -(-parameters // config.fragments)
-        shard_numel = config.shard_numel
-        shards = max(1, -(-part // shard_numel))
-        size = (part // shard_numel) * codec.encoded_size(shard_numel)
-        size += codec.encoded_size(part % shard_numel) if part % shard_numel else 0
+        lengths = [stop - start for start, stop in shard_ranges(part, shard_numel_of(config, [part]))]
+        size, scattered = sum(map(codec.encoded_size, lengths)), scatters(config, [part])
+    shards = max(1, len(lengths))
     states = {"round": 1.0, "snapshot": 1.0 / config.snapshot_every, "none": 0.0}[config.saves_state]
     saved = states * (1 + shards * (codec.feedback > 0))  # with residuals
     beats, beats_read = pace.heartbeat_s(config, round_s), pace.heartbeats_read_s(config, round_s)
@@ -268,10 +268,19 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
         # Manifests, and requests for payloads; replicas that are out, and later attempts; the listings of a display.
         "LIST": listings + 1 + 2 * polls + n * seldom + 3 * seldom + 3 / config.snapshot_every + retention,
     }
+    averages = sum(map(get_codec(REDUCED_CODEC).encoded_size, lengths)) if scattered else 0
+    down = None if size is None else n * (n - 1) * size
+    if size is not None and scattered:
+        down = bytes_down_of_round(n * size, lengths, n)
+        # Each replica writes its part of the averages, its record of them and two check records; it reads these records
+        # of all others, the shards that it deals and draws, and the averages that it does not make.
+        requests["PUT"] += shards + 3 * n
+        requests["GET"] += n * (2 * shards + n - 1 + shards + 3 * n) - n * (n - 1) * shards
+        requests["LIST"] += 3 * n
     return RoundForecast(
         requests=requests,
-        bytes_up=None if size is None else n * size,
-        bytes_down=None if size is None else n * (n - 1) * size,
+        bytes_up=None if size is None else n * size + averages,
+        bytes_down=down,
         requests_usd=sum(count * _USD_PER_REQUEST[kind] for kind, count in requests.items()),
         traffic_usd=None if size is None else n * (n - 1) * size / 1e9 * _USD_PER_GB_OUT,
         at_least=bool(codec.fine),

@@ -4,17 +4,19 @@ Reads incrementally through `run_log`, so that a live display costs few requests
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from diloco_orchestrator.allreduce.dealing import bytes_down_of_round, shard_numel_of
+from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.guard.round_fold import outlook as guard_outlook
 from diloco_orchestrator.inspection.costs import CostReader, EndForecast, LegCost, Spent, end_forecast, leg_cost
 from diloco_orchestrator.inspection.places import PlaceRow, PlaceSpeeds, newest_decision, place_reader, place_rows
 from diloco_orchestrator.protocol.attempt_records import Heartbeat, reason_of
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.legs import DefaultBases
-from diloco_orchestrator.protocol.records import Begin, Commit, HeldoutSet, Out, Result, RoundMetrics, Run
+from diloco_orchestrator.protocol.records import Begin, Commit, HeldoutSet, Out, Result, RoundMetrics, Run, Start
 from diloco_orchestrator.protocol.round_metrics import never_observed, not_finite_words
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
@@ -45,7 +47,7 @@ class RoundRow:
     proxy_real_gap: float | None  # training gain minus held-out gain, as the guard judges it
     tokens: int  # of the contributors
     bytes_up: int  # payload written by all replicas together, averaged or not
-    bytes_down: int  # payload read by all replicas together
+    bytes_down: int  # read by all replicas together, if nobody read anything twice: payloads and reduced shards
     train_s: float  # of the slowest response, from the round's opening to its manifest
     warning: str  # of the guard, and of metrics that are not finite or were never observed
     statistics: tuple[Statistic, ...] = ()  # of the guard after the round, each with the threshold above which it fires
@@ -79,6 +81,7 @@ class ReplicaRow:
     why: str = ""  # why the attempt was launched: how the one before it ended
     moved_at: float = 0.0  # newest stamp of its records: seconds since 1970, on its writers' clocks
     waits_for: str = ""  # why it has not started, in its provider's words, if "launching"
+    ranks: int = 1  # its processes, which train one model
 
     def words(self) -> str:
         """The replica's state as text, and what it waits for before it trains."""
@@ -153,6 +156,7 @@ class RunStatus:
     override_guard: str = ""  # why the guard began anew in the newest leg; empty if it went on
     settings: dict[str, Any] = field(default_factory=dict)  # of the newest leg, where they differ from run.json
     model: DefaultModel = DefaultModel(0, None, 0, None, False)
+    signed_by: str = ""  # public key of a signed run, as run.json names it
     head: str = ""  # round and sha256 of the last commit, for `verify --expect`; empty before the first
     # Objects that were passed over because they cannot be read, or are of a leg that did not begin: "key: why".
     unreadable: list[str] = field(default_factory=list)
@@ -181,7 +185,7 @@ class RunReader:
 
     def __init__(self, store: Store, log: RunLog | None = None) -> None:
         self.log = log or RunLog(store)
-        self.attempts = AttemptRecords(store)
+        self.attempts = AttemptRecords(self.log.store)
         self._costs = CostReader(self.attempts)
         self._place_of = place_reader(self.attempts)
         self._begin_rows()
@@ -279,6 +283,7 @@ class RunReader:
             settings=dict(begin.settings),
             model=self._model(begins),
             head=str(Head(newest.commit.round, newest.sha256)) if newest else "",
+            signed_by="" if self.run.signed_by is None else self.run.signed_by.key,
             unreadable=self._unreadable(),
             moved_at=max([begin.at, *([last.at] if last else []), *(each.moved_at for each in replicas)]),
             hung_after_s=self.run.config.retry.hung_after_s,
@@ -295,7 +300,7 @@ class RunReader:
     def _unreadable(self) -> list[str]:
         """The objects that this reader has ignored so far, with the reasons."""
         found = self.log.passed_over() | self.attempts.unreadable
-        return [f"{key}: {found[key]}" for key in sorted(found)]
+        return [*(f"{key}: {found[key]}" for key in sorted(found)), *self.log.unsigned()]
 
     def spent(self, begin: Begin, now: float | None = None) -> LegCost:
         """The machine cost of a leg (start or resume to stop) so far. `now`: seconds since 1970; None: its records'."""
@@ -348,9 +353,12 @@ class RunReader:
 
     def _replicas(self, beats: Mapping[tuple[int, int], Heartbeat | None], leg: int) -> list[ReplicaRow]:
         out = self.log.known_out(leg)
-        return [self._replica(*who, beat, out.get(who[0])) for who, beat in beats.items()]
+        config = self.log.configs.of(leg)
+        return [self._replica(*who, beat, out.get(who[0]), config.ranks_of(who[0])) for who, beat in beats.items()]
 
-    def _replica(self, replica_id: int, attempt: int, beat: Heartbeat | None, out: Out | None) -> ReplicaRow:
+    def _replica(
+        self, replica_id: int, attempt: int, beat: Heartbeat | None, out: Out | None, ranks: int
+    ) -> ReplicaRow:
         intent, ended = self.attempts.intent(replica_id, attempt), self.attempts.exit(replica_id, attempt)
         if ended is None and out is not None and out.attempt == attempt:
             state = f"ended: it {out.reason}"  # without a record of its own
@@ -369,6 +377,7 @@ class RunReader:
             why=intent.why if intent else "",
             moved_at=max((record.at for record in (beat, intent, ended, waiting) if record is not None), default=0.0),
             waits_for=waiting.reason if waiting else "",
+            ranks=ranks,
         )
 
     def _attempt(self, replica_id: int, attempt: int) -> AttemptRow:
@@ -409,7 +418,16 @@ class NewRows:
             # Vacant ids of a run that is scaled are not expected.
             expected = {*range(self._log.configs.of(leg).replicas), *self._roster.get(leg, ())}
             self._roster[leg] = entry.commit.roster
-            yield entry.commit, _row(expected, start.record.heldout, entry.commit)
+            row = _row(expected, start.record.heldout, entry.commit)
+            if entry.commit.checks is not None:
+                row = replace(row, bytes_down=self._scattered(start.record, entry.commit, row.bytes_up))
+            yield entry.commit, row
+
+    def _scattered(self, start: Start, commit: Commit, payload_bytes: int) -> int:
+        """Bytes that the replicas of a round by scatter-reduce read together, as planned for those who answered."""
+        numels, config = start.fragment_numels, self._log.configs.of(commit.leg)
+        lengths = [b - a for a, b in shard_ranges(numels[commit.fragment], shard_numel_of(config, numels))]
+        return bytes_down_of_round(payload_bytes, lengths, max(3, sum(each.attempt > 0 for each in commit.answers)))
 
 
 def _row(expected: set[int], scored: HeldoutSet | None, commit: Commit) -> RoundRow:

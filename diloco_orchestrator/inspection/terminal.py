@@ -253,6 +253,7 @@ def _headline(status: RunStatus, still: Sequence[str] = ()) -> RenderableType:
     ahead = status.to_the_end.words() if status.to_the_end and not still else ""
     about = "; ".join(words for words in (f"{status.url}: {status.reason}", cost, ahead) if words)
     head = [f"head: {Head.parse(status.head).short}"] if status.head else []
+    head += [f"signed by: {status.signed_by}"] if status.signed_by else []
     lines = [
         Text(words, style="dim", overflow="fold") for words in (about, *head, *_of_leg(status), *_passed_over(status))
     ]
@@ -339,7 +340,7 @@ def _replicas_table(replicas: list[ReplicaRow], metric: str, most: int | None = 
     table.add_column("state", overflow="fold")
     for replica in shown:
         table.add_row(
-            str(replica.replica_id),
+            f"{replica.replica_id}" + (f" ({replica.ranks} ranks)" if replica.ranks > 1 else ""),
             str(replica.attempt),
             str(replica.round or "-"),
             str(replica.inner_step),

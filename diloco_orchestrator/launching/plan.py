@@ -24,6 +24,7 @@ from diloco_orchestrator.protocol.record_format import StampFields
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.protocol.version import VERSION
+from diloco_orchestrator.run_log.run_store import RunKey, new_key
 from diloco_orchestrator.store.open_store import absolute_url
 from diloco_orchestrator.supervision.launch_request import LaunchRequests, archive_for, extras_for
 from diloco_orchestrator.supervision.place_book import first_launches
@@ -47,6 +48,7 @@ class PreparedLaunch:
     url: str  # of the run's folder
     executor: ServerlessExecutor
     archive: Archive | None  # code that travels; None where replicas share this machine
+    key: RunKey | None  # private, of a signed run; nothing holds a new one yet
     launching: LaunchRequests  # makes the request of any attempt
     requests: Sequence[LaunchRequest]  # of attempt 1 of every replica
     prices: Sequence[Price | None]  # of each machine that is paid for; None where the price is not known
@@ -78,6 +80,7 @@ class LaunchOptions(RunSettings, total=False):
     requirements: Sequence[str] | str | Path | None
     pin: Pin
     heldout_items: Sequence[Any]
+    signed: bool
 
 
 def prepare_launch(
@@ -92,6 +95,7 @@ def prepare_launch(
     executor, code, requirements = (settings.pop(each, None) for each in ("executor", "code", "requirements"))
     storage_options, secrets = settings.pop("storage_options", None) or {}, settings.pop("secrets", None) or {}
     pin, heldout_items = settings.pop("pin", "auto"), settings.pop("heldout_items", ())
+    key = new_key() if settings.pop("signed", False) else None
     name = entrypoint if isinstance(entrypoint, str) else entrypoint_of(entrypoint)
     config = make_config({"entrypoint": name, "heldout_items": list(heldout_items), **settings})
     rule = rule_of(config.guard.rule)
@@ -131,8 +135,10 @@ def prepare_launch(
         secret_names=tuple(sorted(secrets)),
         images={} if required is None else dict(required.images),
         source=source_of(folder_of(code, name)),
+        signed_by=None if key is None else key.signed_by,
     )
-    launching = LaunchRequests(run, Launched(sha256_hex(run.to_bytes())), url, storage_options, secrets, dry)
+    launched = Launched(sha256_hex(run.to_bytes()))
+    launching = LaunchRequests(run, launched, url, storage_options, secrets, dry, run_key=key)
     launching.check(executor)
     opened = first_launches(executor, config) if isinstance(executor, Places) else []
     places = {each.replica_id: each.place for each in opened} or dict.fromkeys(range(config.replicas), "")
@@ -141,7 +147,7 @@ def prepare_launch(
     ]
     paid = [each for each in requests if not isinstance(executor, Places) or not executor.offers(each.place)]
     prices = [price_of(executor, request) for request in paid]
-    prepared = PreparedLaunch(run, url, executor, archive, launching, requests, prices, opened)
+    prepared = PreparedLaunch(run, url, executor, archive, key, launching, requests, prices, opened)
     if pin == "require" and archive is not None and not executor.shares_machine:
         check_pinned(archive, prepared.images())
     return prepared

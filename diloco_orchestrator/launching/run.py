@@ -14,7 +14,7 @@ from pydantic import JsonValue
 
 from diloco_orchestrator.clock import Backoff, Clock, SystemClock, ThreadBackground, in_parallel, random_token
 from diloco_orchestrator.config import GuardSettings, check_track
-from diloco_orchestrator.errors import ConfigError, RunFailed, RunNotFinished, StoreError
+from diloco_orchestrator.errors import ConfigError, RunFailed, RunFolderTaken, RunNotFinished, StoreError
 from diloco_orchestrator.executors.contract import ServerlessExecutor, give_store
 from diloco_orchestrator.executors.registry import executor_of
 from diloco_orchestrator.guard import CollapseStopError, Verdict
@@ -30,6 +30,7 @@ from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.run_log.append import create_run, request_halt, request_scale
 from diloco_orchestrator.run_log.launched_here import note_failure, note_head, remember, remember_leg
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.run_store import keep_key, of_run
 from diloco_orchestrator.run_log.seen_store import SeenStore
 from diloco_orchestrator.snapshots.default_base import url_of_snapshot
 from diloco_orchestrator.store.open_store import SUPERVISING, absolute_url, open_store
@@ -328,6 +329,8 @@ def launch(
         pin: where no hashes are given, "auto" has uv list them now, and goes on without, saying why, if uv cannot;
             "given" asks no index; "require" refuses a package without a hash and an image named by tag.
         heldout_items: JSON items for `ctx.heldout_items`.
+        signed: sign what launcher and replicas write, so that nothing else in the folder counts. The run's private key
+            is kept in this user's state folder; whoever attaches elsewhere needs it in DILOCO_RUN_KEY.
         **options: also the fields of `RunConfig`: replicas, rounds, sync_every, args, seed, outer, guard, strict, …
             `guard` is {"rule": "sequential"} by default; {"rule": "heldout", …}: `HeldOutGuard`, with a
             `decline_patience` of 6 and not 3, which halts healthy noisy runs; "off": scores are not judged.
@@ -343,7 +346,8 @@ def launch(
     stamp = Stamp(random_token(), clock.wall_time)
     prepared = prepare_launch(entrypoint, store, options, run_id=f"run-{random_token()}", stamp=stamp(), dry=False)
     storage_options, secrets = options.get("storage_options") or {}, options.get("secrets") or {}
-    opened = SeenStore.of(open_store(prepared.url, storage_options, clock=clock, retry=SUPERVISING), clock)
+    store_of_run = of_run(open_store(prepared.url, storage_options, clock=clock, retry=SUPERVISING))
+    opened = SeenStore.of(store_of_run, clock)
     background = ThreadBackground()
     in_parallel(
         background,
@@ -351,12 +355,18 @@ def launch(
     )
     if prepared.archive is not None:
         log.info("%s", "\n".join(prepared.words()))
-        opened.create(keys.code(prepared.archive.sha256), prepared.archive.data)
+        code = keys.code(prepared.archive.sha256)
+        if not opened.create(code, prepared.archive.data):  # with equal bytes it would count as created
+            raise RunFolderTaken(f"{prepared.url} holds other bytes than the code to send as {code}. Use a new folder.")
+    if prepared.key is not None:
+        keep_key(prepared.key)
     run_log = create_run(opened, prepared.run, by="launch", stamp=stamp)
     remember(run_log)
     config = prepared.config
     if options.get("heldout_items") and (few := config.too_few_to_fold):
         log.warning("%s", few)
+    if why := config.why_by_tokens:
+        log.info("%s", why)
     return _supervised(run_log, Means(prepared.executor, clock, stamp, storage_options, secrets), config.track)
 
 
@@ -386,7 +396,7 @@ def attach(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     store = open_store(absolute_url(url), storage_options, clock=clock, retry=SUPERVISING, must_exist=True)
-    reader = RunReader(SeenStore.of(store, clock))
+    reader = RunReader(SeenStore.of(of_run(store), clock))
     made = given or executor_of_run(reader, "attach", trust_bucket)
     # The log that was checked is the log that runs.
     run = Run(

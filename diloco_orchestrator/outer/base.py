@@ -15,7 +15,7 @@ from diloco_orchestrator.allreduce.owners import ALONE, Owners, merged
 from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.allreduce.spool import check_fits, held
 from diloco_orchestrator.allreduce.threads import RANGE, in_threads, workers
-from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors, aligned, empty
+from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors, aligned
 from diloco_orchestrator.clock import Background, NoBackground, in_parallel
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.protocol.digests import BulkDigest, BulkHasher, bulk_digest
@@ -105,25 +105,13 @@ def _same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 class _ByName(Mapping[str, torch.Tensor]):
-    """The tensors of a base, in name order; `kind`: "parameters" or "momenta".
+    """The tensors of several vectors, in name order. `vectors`: tensor name -> the vector that holds it."""
 
-    `vectors`: tensor name -> the vector that holds it.
-    """
-
-    def __init__(self, base: "Base", kind: str, vectors: Mapping[str, NamedVector]) -> None:
-        self._base = base
-        self._kind = kind
+    def __init__(self, vectors: Mapping[str, NamedVector]) -> None:
         self._vectors = vectors
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        shape, owners = self._vectors[name].shapes[name], self._base.owners
-        if owners.ranks == 1:
-            return self._vectors[name][name]
-        whole = empty(shape.numel())
-        for parts in owners.each(_own_parts, self._base, self._kind, name):
-            for start, values in parts:
-                whole[start : start + len(values)] = values
-        return whole.view(shape)
+        return self._vectors[name][name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._vectors))
@@ -289,14 +277,14 @@ class Base:
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """Every trainable parameter by name, in name order: float32 on the CPU, not to be written to.
 
-        With several ranks for rank 0 only: each tensor is put together from all ranks when it is read.
+        One that lies in shards of other ranks, even in part, cannot be read.
         """
-        return _ByName(self, "parameters", self._parameters)
+        return _ByName(self._parameters)
 
     @property
     def momenta(self) -> Mapping[str, torch.Tensor]:
         """The outer momentum of every parameter, by name, read as `parameters`; empty if the optimizer has none."""
-        return _ByName(self, "momenta", self._momenta)
+        return _ByName(self._momenta)
 
     def shapes(self, names: Sequence[str]) -> dict[str, torch.Size]:
         """The shapes of these parameters, in the order of `names`."""
@@ -378,18 +366,3 @@ def _own_digests(base: Base, background: Background) -> dict[tuple[int, int], Bu
         for index, shard in base.own_shards(fragment)
     }
     return dict(zip(own, in_parallel(background, [each.digest for each in own.values()], workers()), strict=True))
-
-
-def _own_parts(base: Base, kind: str, name: str) -> list[tuple[int, torch.Tensor]]:
-    """The parts of a parameter or momentum in this process's shards, each with the index of its first element.
-
-    `kind`: "parameters" or "momenta".
-    """
-    place = base.parameter_at(name) if kind == "parameters" else base.momentum_at(name)
-    assert place is not None, "a momentum is read of a base that has some"
-    found, start = [], 0
-    for (part,) in aligned(base.layout.shapes[name].numel(), place, longest=SHARD_NUMEL):
-        if not part.is_meta:
-            found.append((start, part))
-        start += len(part)
-    return found

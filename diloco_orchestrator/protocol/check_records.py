@@ -1,10 +1,12 @@
-"""Schemas of what replicas find in payload shards of others in a round by scatter-reduce."""
+"""Schemas of findings about payload shards and averages of others by scatter-reduce, and the rule whom they bar."""
 
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from diloco_orchestrator.protocol.digests import Sha256
+from diloco_orchestrator.protocol.digests import BulkDigest, Sha256
 from diloco_orchestrator.protocol.record_format import Part, Record
 
 
@@ -16,10 +18,30 @@ class ReadShards(Part):
     bad: tuple[Annotated[int, Field(ge=0)], ...] = ()
 
 
+class PublishedAverage(Part):
+    """The average of one shard that one or two of its dealers published in a closed round of the leg."""
+
+    round: int = Field(ge=1)
+    shard: int = Field(ge=0)
+    replicas: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1, max_length=2)  # ascending, who published it
+    digest: BulkDigest  # in their `Reduced` records
+
+
+class AverageCheck(Part):
+    """The result of averaging a shard from the payloads: whether a published average of it is false."""
+
+    average: PublishedAverage
+    false: bool  # True is an accusation: they published it, and the payloads give another one
+
+
 class Checked(Record):
-    """The payload shards of others that a replica has read in a round by scatter-reduce since its record before."""
+    """The findings of a replica in a round by scatter-reduce since its record before.
+
+    They are about payload shards of others in this round, and about averages that others published in earlier ones.
+    """
 
     record: ClassVar[str] = "checked"
+    later_fields: ClassVar[frozenset[str]] = frozenset({"averages"})
     round: int = Field(ge=1)
     leg: int = Field(ge=1)
     replica_id: int = Field(ge=0)
@@ -27,6 +49,7 @@ class Checked(Record):
     number: int = Field(ge=1)  # of this replica's records of the round
     claim_sha256: Sha256
     read: tuple[ReadShards, ...]
+    averages: tuple[AverageCheck, ...] | None = None  # None: it has none to report
 
 
 class CheckNamed(Part):
@@ -35,3 +58,22 @@ class CheckNamed(Part):
     replica_id: int = Field(ge=0)
     number: int = Field(ge=1)
     sha256: Sha256
+
+
+def barred_after(barred: Collection[int], roster: Collection[int], checks: Iterable[Checked]) -> tuple[int, ...]:
+    """Replicas that are no dealers for the rest of a leg, after a round whose commit names `checks`, in id order.
+
+    Those in `barred` before; those whom more than half of the others on the roster accuse of one false average; and
+    those who accuse others of one that more than half report as right. So a minority bars nobody but itself.
+    """
+    voters, found = set(roster) - set(barred), set(barred)
+    said: dict[PublishedAverage, dict[bool, set[int]]] = defaultdict(lambda: {True: set(), False: set()})
+    for checked in checks:
+        for each in checked.averages or ():
+            said[each.average][each.false] |= {checked.replica_id} & voters
+    for average, by in said.items():
+        if 2 * len(by[True]) > len(voters):
+            found |= set(average.replicas)
+        if 2 * len(by[False]) > len(voters):
+            found |= by[True]
+    return tuple(sorted(found))

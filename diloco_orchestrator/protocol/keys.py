@@ -20,7 +20,8 @@ _N = "(?:0|[1-9][0-9]{0,8})"
 _ROUND = "[0-9]{8}"
 _JOB = "dl-[a-z0-9-]{1,60}"  # the name of an offered attempt, as `attempt_name` of executors makes it
 _OFFER_DIGITS = 32  # of the digest of an offer, in the keys of the records about it
-# Takes "2" to "9" are of earlier versions; those of nine digits are of the first base, where somebody was in the way.
+# Takes "2" to "9" are of earlier versions; those of nine digits are random, where somebody was in the way: of the first
+# base, and of any in a signed run.
 _TAKE = rf"[2-9]|[1-9][0-9]{{8}}|r{_N}|rebuilt"
 _WORDS = {"token": "[0-9a-f]{16}", "sha256": "[0-9a-f]{64}", "job": _JOB, "offer": "[0-9a-f]{32}", "take": _TAKE}
 _PARTS = {"round": _ROUND, "version": "[2-9]", **_WORDS}  # of keys; the others are numbers
@@ -351,6 +352,11 @@ SHARED_TAKE = ""  # the version of a snapshot that every replica may write; only
 def own_take(replica_id: int | None) -> str:
     """The name of the snapshot version that only this replica writes; None: that of processes that are no replica."""
     return "rebuilt" if replica_id is None else f"r{replica_id}"
+
+
+def unforeseen_take(hex_digits: str) -> str:
+    """The name of a snapshot version that nobody else can have taken. `hex_digits`: 16 random ones."""
+    return str(10**8 + int(hex_digits, 16) % (9 * 10**8))
 
 
 def snapshot(round_: int, name: str, take: str = SHARED_TAKE) -> str:

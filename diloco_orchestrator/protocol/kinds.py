@@ -50,6 +50,14 @@ class Kind:
             return None
         return self.forms[0](*(getattr(record, field) for field in fields))
 
+    def named_in(self, key: str) -> dict[str, int]:
+        """The replica id and attempt number in a key of this kind, by the names of the record's fields."""
+        for form in self.forms:
+            if (parts := form.parse(key)) is not None:
+                fields = zip(form.names, parts, strict=True)
+                return {_FIELDS.get(name, name): part for name, part in fields if name in ("id", "attempt")}
+        return {}
+
     def has(self, key: str) -> bool:
         """Whether `key` is a key of records of this kind."""
         return any(form.parse(key) is not None for form in self.forms)

@@ -14,6 +14,7 @@ from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol.check_records import CheckNamed
 from diloco_orchestrator.protocol.digests import BulkDigest, Sha256, bulk_digest
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON, MOST_COUNTED, AsText, Part, Record
+from diloco_orchestrator.protocol.signatures import SignedBy
 from diloco_orchestrator.protocol.verdict import Verdict, VerdictKind
 
 # -- the run and its legs ---------------------------------------------------------------------------------------------
@@ -34,6 +35,7 @@ class Run(Record):
     """run.json: the frozen configuration of a run. It holds no model parameters, because the launcher has no model."""
 
     record: ClassVar[str] = "run"
+    later_fields: ClassVar[frozenset[str]] = frozenset({"signed_by"})
     run_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")  # also the name of a folder of curves
     config: RunConfig
     package_version: str
@@ -42,6 +44,7 @@ class Run(Record):
     secret_names: tuple[str, ...] = ()  # environment variables that a launcher passes on; no record holds their values
     images: ImageDigests = Field(default_factory=dict)  # of the lock: executors send these names by these digests
     source: str = ""  # git commit of the launched code, "+changes" after it; empty: in no repository. For people only
+    signed_by: SignedBy | None = None  # public keys; None: the run is not signed
 
 
 _LONGEST_NAME = 255  # bytes, of the common file systems
@@ -497,7 +500,7 @@ class Commit(Record):
     """
 
     record: ClassVar[str] = "commit"
-    later_fields: ClassVar[frozenset[str]] = frozenset({"checks"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"checks", "barred"})
     round: int = Field(ge=1)
     leg: int = Field(ge=1)
     fragment: int = Field(ge=0)
@@ -513,6 +516,7 @@ class Commit(Record):
     clipped: tuple[Clipped, ...] = ()  # averaged with less weight, in replica_id order; follows from the answers
     discounted: tuple[Discounted, ...] = ()  # for their scores, in replica_id order; follows from the manifests
     checks: tuple[CheckNamed, ...] | None = None  # who read what is averaged; None in a round by gather
+    barred: tuple[int, ...] | None = None  # replicas that are no dealers any more; None for none; follows from checks
     figures: RoundMetrics | None = None  # for readers of the log; None in a coordinator's commit
     applied: bool  # whether the average of this round was applied as an outer step
     empty_rounds: int = Field(ge=0)  # rounds in a row that averaged no contribution

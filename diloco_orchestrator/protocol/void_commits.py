@@ -5,13 +5,13 @@ nobody, stops nothing, and leaves the guard's state unchanged. `guard.round_fold
 `protocol.weights` checks weights.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol import keys, rounds
-from diloco_orchestrator.protocol.check_records import Checked
+from diloco_orchestrator.protocol.check_records import Checked, barred_after
 from diloco_orchestrator.protocol.record_format import By
 from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, UsualNorms
 from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Policy, Position, is_final_evaluation
@@ -42,6 +42,7 @@ class Before:
     guard: Mapping[str, Any] | None
     roster: tuple[int, ...]  # of the round
     norms: UsualNorms | None  # of the leg's rounds so far
+    barred: tuple[int, ...] = ()  # replicas that are no dealers in the round
 
 
 def first_of_leg(rules: LegRules, position: Position) -> Before:
@@ -81,7 +82,14 @@ def why_answers_differ(commit: Commit, manifests: Mapping[int, Contribution]) ->
     return ""
 
 
-def why_unread(commit: Commit, manifests: Mapping[int, Contribution], checks: Iterable[Checked]) -> str:
+def why_barred_differ(commit: Commit, before: Before, checks: Iterable[Checked]) -> str:
+    """Reason why those whom a commit bars from dealing do not follow from `checks`, which it names; or empty."""
+    return _differs("list of who is barred", commit.barred or (), barred_after(before.barred, before.roster, checks))
+
+
+def why_unread(
+    commit: Commit, manifests: Mapping[int, Contribution], checks: Iterable[Checked], barred: Collection[int] = ()
+) -> str:
     """The first payload shard that a commit averages and nobody but its author has found good; empty if there is none.
 
     Empty too for a commit that averages its writer alone. For rounds by scatter-reduce, in which nobody reads all.
@@ -89,6 +97,7 @@ def why_unread(commit: Commit, manifests: Mapping[int, Contribution], checks: It
     Args:
         manifests: those that the commit names, by replica id.
         checks: the check records that it names.
+        barred: replicas whose findings do not count, because they are no dealers.
     """
     averaged = [answer for answer in commit.answers if answer.averaged]
     if commit.by.who is not None and [answer.replica_id for answer in averaged] == [commit.by.who[0]]:
@@ -97,6 +106,7 @@ def why_unread(commit: Commit, manifests: Mapping[int, Contribution], checks: It
     good = {
         (found.manifest_sha256, index)
         for checked in checks
+        if checked.replica_id not in barred
         for found in checked.read
         if (checked.replica_id, found.manifest_sha256) not in authors
         for index in found.good
@@ -130,6 +140,7 @@ def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> C
             "quarantined": (),
             "norms": before.norms,
             "checks": None,
+            "barred": before.barred or None,
             "clipped": (),
             "discounted": (),
             "figures": None,

@@ -23,6 +23,7 @@ from diloco_orchestrator.protocol.void_commits import (
     read_as_void,
     read_without_weights,
     why_answers_differ,
+    why_barred_differ,
     why_not_concluded,
     why_unlinked,
     why_unread,
@@ -141,7 +142,8 @@ class Conclusions:
                 rules = self._rules_of(following)
                 return rules, first_of_leg(rules, leg_position(rules.begin, self._start().sha256))
         rules = self._rules_of(self._begin_of(leg))
-        return rules, Before(previous.position, last.guard, last.roster, norms_after(last, rules.config))
+        norms = norms_after(last, rules.config)
+        return rules, Before(previous.position, last.guard, last.roster, norms, last.barred or ())
 
     def _begin_of(self, leg: int) -> Entry[Begin]:
         begin = self._records.begin(leg)
@@ -178,8 +180,11 @@ class Conclusions:
         self._last = entry.sha256, found
         known = self._heldout, before.roster, rules.config, before.position.outer_step
         why = why_answers_differ(commit, found) or why_verdict_differs(commit, before.guard, found, *known)
-        if not why and rules.scatters and dealing_of(commit.round, rules.config, before.roster) is not None:
-            why = why_unread(commit, found, [self._check(commit, each, checks) for each in commit.checks or ()])
+        if not why and rules.scatters:
+            dealt = dealing_of(commit.round, rules.config, set(before.roster) - set(before.barred)) is not None
+            named = [self._check(commit, each, checks) for each in (commit.checks or ()) if dealt]
+            why = why_unread(commit, found, named, before.barred) if dealt else ""
+            why = why or why_barred_differ(commit, before, named)
         return why
 
     def _check(self, commit: Commit, named: CheckNamed, received: Mapping[str, Checked]) -> Checked:

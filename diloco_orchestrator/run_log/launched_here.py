@@ -8,8 +8,6 @@ URL, and of the settings that legs begun here changed.
 import json
 import logging
 import os
-import stat
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from diloco_orchestrator.protocol.launched import settings_sha256
 from diloco_orchestrator.protocol.records import Begin
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.signing.kept_keys import state_folder
 from diloco_orchestrator.store.base import Store, endpoint_of
 
 log = logging.getLogger(__name__)
@@ -134,15 +133,4 @@ def _known(store: Store) -> dict[str, Any]:
 def _record_of(store: Store) -> Path:
     """The file about a run, named by server and URL: two S3-compatible endpoints or Azure accounts may share a URL."""
     place = " ".join(filter(None, (store.url, endpoint_of(store))))
-    return _folder(os.environ) / f"{sha256_hex(place.encode())[:32]}.json"
-
-
-def _folder(environ: Mapping[str, str]) -> Path:
-    """The folder of these files, readable and writable by this user alone. Raises `OSError` if another user owns it."""
-    state = environ.get("XDG_STATE_HOME")
-    folder = (Path(state) if state else Path.home() / ".local" / "state") / "diloco-orchestrator" / "runs"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise OSError(f"{folder} is not a folder that only this user can write to")
-    return folder
+    return state_folder(os.environ, "runs") / f"{sha256_hex(place.encode())[:32]}.json"

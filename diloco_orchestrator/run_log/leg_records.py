@@ -17,6 +17,7 @@ from diloco_orchestrator.protocol.record_format import Record, parse_json
 from diloco_orchestrator.protocol.records import Begin, Halt, Out, Result, Retention, Run, Scale, Start
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.reader import parsed, read_optional
+from diloco_orchestrator.run_log.run_store import of_run, unsigned_in
 from diloco_orchestrator.run_log.starts import Starts
 from diloco_orchestrator.store.base import Store
 
@@ -71,9 +72,18 @@ class LegRecords:
                 f"{store.url} holds no run ({keys.RUN} is missing). Check the address; a run is one folder."
             )
         self.run: Run = run.record
+        if self.run.signed_by is not None:
+            self.store = store = of_run(store)
         self.run_sha256: str = run.sha256
         self.configs = LegConfigs(self.run.config, self.begin)
         self.starts = Starts(store, self.run.config.replicas, self.run_sha256, self.run.config.first_base)
+
+    def unsigned(self) -> list[str]:
+        """The objects that this process has met and that do not exist for a signed run: "name: why"; at most 1,000.
+
+        Empty for an unsigned run.
+        """
+        return unsigned_in(self.store)
 
     def start(self) -> Entry[Start] | None:
         """The start record, which describes the first base, that most replicas adopted; final once over half did.

@@ -38,6 +38,11 @@ class PointInTimeView:
     def url(self) -> str:
         return self._store.url
 
+    @property
+    def beneath(self) -> Store:
+        """The store that is shown as it was."""
+        return self._store
+
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         try:
             return self.written.get(key, start, end)

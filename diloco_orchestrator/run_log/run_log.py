@@ -56,7 +56,7 @@ class RunLog(LegRecords):
         self._position: Position | None = None
         self._newest: CommitEntry | None = None
         self._open_seen = 0  # the last round that had no commit yet when it was read
-        self.segments = SegmentReader(store, self.run.config)
+        self.segments = SegmentReader(self.store, self.run.config)
         self._history = CheckedSegments(self.segments, self.commit, on_read, on_bad_segment)
         self.conclusions = Conclusions(self)
         self._goes_on: set[tuple[int, str]] = set()  # leg, digest of a commit that did not stop the leg before

@@ -87,6 +87,11 @@ class SeenStore:
     def endpoint(self) -> str:
         return endpoint_of(self._store)
 
+    @property
+    def beneath(self) -> Store:
+        """The store whose objects are cached."""
+        return self._store
+
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         now = self._clock.now()
         if now < self._absent.get(key, now):

@@ -87,7 +87,9 @@ class ConfirmedSnapshots:
     def _is_of_run(self, round_: int, take: str) -> bool:
         replicas = range(self._log.run.config.most_replicas)
         own = (keys.own_take(None), *_OLD_TAKES, *map(keys.own_take, replicas))
-        return take == first_take(self._log) if round_ == 0 else take in (keys.SHARED_TAKE, *own)
+        if round_ == 0:
+            return take == first_take(self._log)
+        return take in (keys.SHARED_TAKE, *own) or self._log.run.signed_by is not None  # whose records replicas signed
 
     def _record(self, round_: int, take: str) -> Snapshot | None:
         """The record of a version of a snapshot; None if it cannot be read, or retention has deleted it."""

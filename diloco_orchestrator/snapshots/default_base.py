@@ -6,6 +6,7 @@ It follows from the commit log alone (`protocol.legs.DefaultBases`), restricted 
 import logging
 from collections.abc import Sequence
 
+from diloco_orchestrator.allreduce.owners import ALONE, Owners
 from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import DefaultBase, DefaultBases
@@ -38,11 +39,13 @@ def default_base(
     return folded.default(begins, _with_snapshot(snapshots, folded.bases(begins)))
 
 
-def ensure_default_snapshot(run_log: RunLog, stamp: Stamp, by: int | None = None) -> DefaultBase:
+def ensure_default_snapshot(
+    run_log: RunLog, stamp: Stamp, by: int | None = None, owners: Owners = ALONE
+) -> DefaultBase:
     """Write the snapshot of the default base, rebuilt from the bucket, unless a confirmed one exists.
 
     If it cannot be rebuilt, because payloads were deleted or damaged, the best base with a snapshot is the default.
-    `by`: the replica that writes; None for a process that is no replica.
+    `by`: the replica that writes; None for a process that is no replica. `owners`: its ranks.
     """
     folded = _folded(run_log)
     begins, snapshots = run_log.begins(), ConfirmedSnapshots(run_log)
@@ -52,7 +55,7 @@ def ensure_default_snapshot(run_log: RunLog, stamp: Stamp, by: int | None = None
     from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot  # torch, which is slow to import
 
     try:
-        write_rebuilt_snapshot(run_log, found.round, stamp, by)
+        write_rebuilt_snapshot(run_log, found.round, stamp, by, owners)
     except (ConfigError, PayloadCorrupt, RecordInvalid) as error:
         log.warning("round %d scored best, but %s The best base with a snapshot is taken.", found.round, error)
         return folded.default(begins, _with_snapshot(snapshots, folded.bases(begins)))

@@ -15,13 +15,14 @@ complete snapshot is `snapshots.stored`'s; bases between snapshots are `snapshot
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from diloco_orchestrator.allreduce.owners import Owners
 from diloco_orchestrator.errors import ModelMismatch, RecordInvalid
 from diloco_orchestrator.outer.adapter_products import merged
 from diloco_orchestrator.outer.base import Base
@@ -31,8 +32,10 @@ from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import AdapterPair, FileInfo, ParameterInfo, Snapshot
 from diloco_orchestrator.run_log.reader import read
+from diloco_orchestrator.run_log.run_store import is_signed
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.snapshots.adapter_folder import adapter_folder
+from diloco_orchestrator.snapshots.file_of_ranks import FileOfRanks
 from diloco_orchestrator.snapshots.file_plan import (
     OUTER_GROUP,
     Naming,
@@ -51,6 +54,8 @@ from diloco_orchestrator.snapshots.tensor_file import (
 )
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
 from diloco_orchestrator.store.retrying import without_read_back
+
+T = TypeVar("T")
 
 MODEL = "model.safetensors"
 MOMENTUM, BASE = "momentum.", "base."  # before the names in the outer file
@@ -93,12 +98,13 @@ def _words(parameter: ParameterInfo | None) -> str:
 
 @dataclass(frozen=True)
 class SnapshotFile:
-    """A file of a snapshot to be written. `encode` produces its bytes at every call."""
+    """A file of a snapshot to be written. `encode` produces its bytes at every call, of a base in one process."""
 
     name: str
     size: int  # bytes
     encode: Callable[[], bytes]
     tensors: tuple[str, ...] = ()  # names of those in it
+    of_ranks: FileOfRanks | None = None  # for a base whose shards are in several ranks
 
 
 @dataclass(frozen=True)
@@ -176,25 +182,36 @@ class ModelFiles:
                 return base.momenta[name.removeprefix(MOMENTUM)]
             return base.parameters[name.removeprefix(BASE)]
 
+        def in_base(names: Mapping[str, str], momenta: Collection[str]) -> FileOfRanks | None:
+            if base.owners.ranks == 1:
+                return None
+            return FileOfRanks.of(base, names, momenta, rest.read)
+
+        momenta = {MOMENTUM + name for name in base.momenta}
         model_limit = sys.maxsize if self.naming.is_adapter else limit  # PEFT reads one file
         return [
-            *_group(self.naming.group, {**rest.specs(), **trained}, of_model, model_limit),
-            *_group(OUTER_GROUP, outer, of_outer, limit),
+            *_group(self.naming.group, {**rest.specs(), **trained}, of_model, model_limit, in_base(in_model, {})),
+            *_group(OUTER_GROUP, outer, of_outer, limit, in_base(dict(names), momenta)),
             *(SnapshotFile(name, len(data), partial(bytes, data)) for name, data in sorted(self.extra.items())),
         ]
 
 
 def _group(
-    group: str, specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Tensor], limit: int
+    group: str,
+    specs: Mapping[str, TensorSpec],
+    read: Callable[[str], torch.Tensor],
+    limit: int,
+    of_ranks: FileOfRanks | None,
 ) -> Iterator[SnapshotFile]:
     """The safetensors files of a group ("model", "outer") for these tensors, and their index if there are several."""
     planned = plan_files(group, specs, limit)
 
     for each in planned:
-        yield SnapshotFile(each.name, each.size, partial(encode_each, each.specs, read), tuple(each.specs))
+        of_each = replace(of_ranks, specs=each.specs) if of_ranks else None
+        yield SnapshotFile(each.name, each.size, partial(encode_each, each.specs, read), tuple(each.specs), of_each)
     if len(planned) > 1:
         index = index_bytes(planned)
-        yield SnapshotFile(index_name(group), len(index), lambda: index)
+        yield SnapshotFile(index_name(group), len(index), partial(bytes, index))
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -215,8 +232,9 @@ def write_snapshot(
 
     Safe to repeat and to race: each file is created once. A writer that dies halfway leaves files without
     `snapshot.json`; the next writer keeps those with equal bytes, and completes the snapshot. If the shared version has
-    any other file, it is left as it is, and the writer's own version is written; the first base has only the shared
-    one. Raises `RecordInvalid` if both versions have other files.
+    any other file, it is left as it is, and the writer's own version is written, and if that has one too, in a signed
+    run, a version with a random name, which nobody else can have taken; the first base has only the shared one. Raises
+    `RecordInvalid` if all these versions have other files.
 
     Args:
         limit: bytes of the largest file.
@@ -224,9 +242,11 @@ def write_snapshot(
         by: the replica that writes; None for a process that is no replica.
     """
     planned = files.planned(base, limit)
-    takes = (keys.SHARED_TAKE, keys.own_take(by)) if round_ else (keys.SHARED_TAKE,)
+    takes = [keys.SHARED_TAKE, *([keys.own_take(by)] if round_ else [])]
+    if round_ and is_signed(store):
+        takes.append(keys.unforeseen_take(stamp.unforeseen()))
     for take in takes:
-        infos = _write_take(store, round_, take, planned, known or {})
+        infos = _write_take(store, round_, take, planned, known or {}, base.owners)
         if infos is None:
             log.warning(
                 "%s has other files than this snapshot of base %s", keys.snapshot(round_, "", take), digest[:12]
@@ -248,7 +268,12 @@ def write_snapshot(
 
 
 def _write_take(
-    store: Store, round_: int, take: str, planned: Sequence[SnapshotFile], known: Mapping[str, FileInfo]
+    store: Store,
+    round_: int,
+    take: str,
+    planned: Sequence[SnapshotFile],
+    known: Mapping[str, FileInfo],
+    owners: Owners,
 ) -> dict[str, FileInfo] | None:
     """Write or complete the files of one snapshot version. None if it has other files, or files with other bytes.
 
@@ -261,12 +286,13 @@ def _write_take(
         log.warning("%s is no file of this model's snapshots", keys.snapshot(round_, min(foreign), take))
         return None
     infos = dict(known)
-    for each in sorted(planned, key=lambda each: each.name not in existing):
-        if each.name not in infos:
-            key = keys.snapshot(round_, each.name, take)
-            infos[each.name], ours = _write_file(store, key, each, each.name in existing)
+    in_order = sorted(planned, key=lambda each: each.name not in existing)
+    for group in in_groups([each for each in in_order if each.name not in infos], owners):
+        args = [(store, keys.snapshot(round_, each.name, take), each.name in existing) for each in group]
+        for each, (info, ours) in zip(group, with_bytes(owners, group, _write_file, args), strict=True):
+            infos[each.name] = info
             if not ours:
-                log.warning("%s has other bytes than this replica would write", key)
+                log.warning("%s has other bytes than this replica would write", keys.snapshot(round_, each.name, take))
             if not ours and round_:
                 return None
     return infos
@@ -298,9 +324,41 @@ def existing_files(store: Store, round_: int, take: str = keys.SHARED_TAKE) -> s
     return {info.key.removeprefix(folder) for info in store.list(folder)}
 
 
-def _write_file(store: Store, key: str, file: SnapshotFile, exists: bool) -> tuple[FileInfo, bool]:
-    """Create a snapshot's file unless it exists. Returns the entry of `file`, and whether the object has its bytes."""
-    data = file.encode()
+def in_groups(files: Sequence[SnapshotFile], owners: Owners) -> Iterator[Sequence[SnapshotFile]]:
+    """The files in groups of one for each rank, which are written at the same time."""
+    for first in range(0, len(files), owners.ranks):
+        yield files[first : first + owners.ranks]
+
+
+def with_bytes(
+    owners: Owners, files: Sequence[SnapshotFile], task: Callable[..., T], args: Sequence[tuple[Any, ...]]
+) -> list[T]:
+    """The results of `task(data, *args)` for the bytes and arguments of each of some files, at most one for each rank.
+
+    With several ranks, each puts one file together from the shards in all of them and calls the task, which is a
+    function of a module.
+    """
+    if owners.ranks == 1:
+        return [task(file.encode(), *each) for file, each in zip(files, args, strict=True)]
+    sent = [each.of_ranks or each.encode() for each in files]
+    found = owners.each(_with_own_bytes, owners, sent, task, args)
+    return [each for each in found[: len(files)] if each is not None]
+
+
+def _with_own_bytes(
+    owners: Owners, files: Sequence[FileOfRanks | bytes], task: Callable[..., T], args: Sequence[tuple[Any, ...]]
+) -> T | None:
+    """Take part in putting files together, then call the task for this rank's; None for a rank without one."""
+    own = None
+    for writer, file in enumerate(files):
+        data = file if isinstance(file, bytes) else file.assembled(owners, writer)
+        if owners.rank == writer:
+            own = data
+    return None if own is None else task(own, *args[owners.rank])
+
+
+def _write_file(data: bytes, store: Store, key: str, exists: bool) -> tuple[FileInfo, bool]:
+    """Create a snapshot's file unless it exists. Returns the entry of `data`, and whether the object has its bytes."""
     ours = info_of(data)
     if not exists and without_read_back(store).create(key, data):
         return ours, True

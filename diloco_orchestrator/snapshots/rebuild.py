@@ -175,7 +175,7 @@ def rebuild_beside(
     return Comparison(tip.digest, tip.snapshot_round, Rebuilt({}, {}, differing))
 
 
-def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
+def rebuild_files(run_log: RunLog, round_: int, owners: Owners = ALONE) -> tuple[Tip, ModelFiles]:
     """The base after `round_`, before or after a resume, and the other parts of its snapshot.
 
     Those are from snapshot 0, the buffers from the replica that `snapshots.buffers` names. The newest base must descend
@@ -183,7 +183,7 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
     snapshot if a payload that the base needs is gone.
     """
     try:
-        tip = rebuild_base(run_log, round_)
+        tip = rebuild_base(run_log, round_, owners)
     except PayloadGone as gone:
         kept = run_log.snapshots()
         nearest, names = min(kept, key=lambda known: (abs(known - round_), known)), ", ".join(map(str, kept))
@@ -195,13 +195,13 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
     return tip, files_of_run(run_log).with_buffers(changed)
 
 
-def rebuild_base(run_log: RunLog, round_: int) -> Tip:
+def rebuild_base(run_log: RunLog, round_: int, owners: Owners = ALONE) -> Tip:
     """The base after `round_`, from which the newest must descend. Raises as `rebuild` does, and `NoSuchRun`."""
     if run_log.start() is None:
         raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model: there is no base to rebuild.")
     begin = leg_of_base(run_log.begins(), round_)
     assert begin is not None, "the caller has checked that the round has a base"
-    return rebuild(run_log, begin, round_)
+    return rebuild(run_log, begin, round_, owners=owners)
 
 
 def digest_of_base(run_log: RunLog, round_: int) -> str:
@@ -227,16 +227,19 @@ def rebuild_scored(run_log: RunLog, model: int, owners: Owners = ALONE) -> Base:
     return rebuild(run_log, begin, round_, owners=owners).base
 
 
-def write_rebuilt_snapshot(run_log: RunLog, round_: int, stamp: Stamp, by: int | None = None) -> str:
+def write_rebuilt_snapshot(
+    run_log: RunLog, round_: int, stamp: Stamp, by: int | None = None, owners: Owners = ALONE
+) -> str:
     """Rebuild the base after `round_` from the bucket and write its snapshot; returns the digest of the base.
 
     The base is rebuilt until a digest comes out twice, or is that of the log or of a snapshot, because nobody else
-    would notice a wrong bit. `by`: the replica that writes; None for a process that is no replica. Raises as
-    `rebuild_files` does, and `RecordInvalid` if three rebuilds all differ. A failed write of the snapshot is a warning.
+    would notice a wrong bit. `by`: the replica that writes, None for a process that is no replica; `owners`: its ranks.
+    Raises as `rebuild_files` does, and `RecordInvalid` if three rebuilds all differ. A failed write of the snapshot is
+    a warning.
     """
     known = {claimed_base(run_log, round_), *ConfirmedSnapshots(run_log).said_digests(round_)} - {None}
     for _ in range(_REBUILDS):
-        tip, files = rebuild_files(run_log, round_)
+        tip, files = rebuild_files(run_log, round_, owners)
         if (digest := tip.digest) in known:
             try:
                 write_snapshot(run_log.store, round_, tip.base, digest, files, stamp, by=by)

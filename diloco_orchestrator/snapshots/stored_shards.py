@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diloco_orchestrator.allreduce.owners import Owners
+from diloco_orchestrator.allreduce.owners import ALONE, Owners, merged
 from diloco_orchestrator.allreduce.vectors import empty
 from diloco_orchestrator.codecs.plain import little_endian, tensor_over
 from diloco_orchestrator.errors import RecordInvalid
@@ -100,14 +100,22 @@ class StoredShards:
                 f"{self._where} holds base {digest[:12]}, its record names {named[:12]}. Use another snapshot."
             )
 
-    def check_all(self) -> None:
-        """Read all shards of the base; raise `RecordInvalid` unless their digests make up that of `snapshot.json`."""
-        places = [
-            (each, index)
+    def check_all(self, owners: Owners = ALONE) -> None:
+        """Read all shards of the base; raise `RecordInvalid` unless their digests make up that of `snapshot.json`.
+
+        `owners`: each rank reads those that it owns.
+        """
+        found = merged(owners.each(StoredShards.own_digests, self, owners))
+        self.check([found[place] for place in sorted(found)])
+
+    def own_digests(self, owners: Owners) -> dict[tuple[int, int], str]:
+        """Read the shards that this process owns; returns their digests by (fragment, index). Raises as `read` does."""
+        return {
+            (each, index): self.read(each, index).digest()
             for each in range(len(self.layout.fragments))
             for index in range(len(self.layout.shards(each)))
-        ]
-        self.check([self.read(*place).digest() for place in places])
+            if owners.owns(each, index)
+        }
 
     def _places(self, key: str) -> dict[str, _Place]:
         """The locations of an object's tensors, by their names in it. Raises `RecordInvalid` for a bad header."""

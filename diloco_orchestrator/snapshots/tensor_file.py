@@ -109,9 +109,16 @@ def encode_each(specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Ten
 
 def tensor_pieces(specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Tensor]) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file in order: its header, then each tensor, read only when it is reached."""
+    return file_pieces(specs, lambda name: [read(name)])
+
+
+def file_pieces(
+    specs: Mapping[str, TensorSpec], read: Callable[[str], Iterable[torch.Tensor]]
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file in order, as `tensor_pieces`; `read(name)` gives a tensor's numbers in parts."""
     yield _head(specs, _FORMAT)
     for name in _order(specs):
-        yield memory_of(read(name))
+        yield from map(memory_of, read(name))
 
 
 def buffers(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = _FORMAT) -> list[bytes | memoryview]:

@@ -28,6 +28,7 @@ from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.run_store import key_of_run
 from diloco_orchestrator.run_log.seen_store import SeenStore
 from diloco_orchestrator.supervision import fleet_policy
 from diloco_orchestrator.supervision.attempt_types import Alive, AttemptPolicy, Postponed
@@ -57,10 +58,12 @@ class Means:
     def requests(self, run_log: RunLog, launched: Launched, leg: RunConfig | None = None) -> LaunchRequests:
         """The builder of launch requests for the run of `run_log`, whose configuration `launched` pins.
 
-        `leg`: the configuration of the leg (start or resume to stop); None for that in run.json.
+        `leg`: the configuration of the leg (start or resume to stop); None for that in run.json. Raises `ConfigError`
+        for a signed run whose key this process has not.
         """
-        where = run_log.run, launched, run_log.store.url
-        return LaunchRequests(*where, self.storage_options, self.secrets, leg=leg)
+        run, store = run_log.run, run_log.store
+        key = key_of_run(run, store, "launching its replicas")
+        return LaunchRequests(run, launched, store.url, self.storage_options, self.secrets, leg=leg, run_key=key)
 
 
 class Coordinator:

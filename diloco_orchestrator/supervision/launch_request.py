@@ -19,8 +19,10 @@ from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.executors.contract import (
     ChecksMachines,
     LaunchRequest,
+    OffersToMachines,
     ServerlessExecutor,
     hourly_usd,
+    part_of,
     price_of,
 )
 from diloco_orchestrator.executors.places import Places
@@ -34,6 +36,7 @@ from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.redaction import ENV_SECRET_NAMES, redact
 from diloco_orchestrator.run_log.launched_here import why_not_launched_here
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.run_store import RunKey, secrets_of_attempt
 from diloco_orchestrator.store.open_store import options_elsewhere, readable_url
 from diloco_orchestrator.supervision.budgets import check_cost_limit, check_places
 from diloco_orchestrator.supervision.credential_routes import check_route
@@ -76,7 +79,8 @@ class LaunchRequests:
     `launched`: digests of run.json and of settings changed by a resume, for every command. `storage_options` and
     `secrets` reach replicas as secrets of their provider. `dry`: requests are only shown, so no URL is signed (signing
     needs credentials), and `check` does not look for the replicas' credentials. `leg`: the configuration of the leg
-    (start or resume to stop), for the numbers of ranks; None for the run's first.
+    (start or resume to stop), for the numbers of ranks; None for the run's first. `run_key`: the private key of a
+    signed run, from which attempts get theirs; None if it is not signed.
     """
 
     run: Run
@@ -86,6 +90,7 @@ class LaunchRequests:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     dry: bool = False
     leg: RunConfig | None = None
+    run_key: RunKey | None = field(default=None, repr=False)
 
     def without_secrets(self, text: str) -> str:
         """`text`, from a provider, without the credentials sent to it, because the text is recorded."""
@@ -123,6 +128,11 @@ class LaunchRequests:
                 executor.check_machine()
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        if self.run_key is not None and any(isinstance(part_of(executor, each), OffersToMachines) for each in requests):
+            raise ConfigError(
+                "machines that join get no secrets, and so no keys: a signed run cannot be offered to them. Launch it "
+                "unsigned, or with another executor."
+            )
         if isinstance(executor, Places):
             check_places(config, executor, prices_of(executor))
         else:
@@ -149,6 +159,9 @@ class LaunchRequests:
             code = keys.code(self._code())
             signed = "" if self.dry else readable_url(self.url, self.storage_options, code, CODE_URL_LIFETIME_S)
             secrets[bootstrap.ENV_URL] = signed
+        if self.run_key is not None:
+            who = replica_id, attempt
+            secrets |= secrets_of_attempt(self.run_key, self.launched.run_sha256, *who, shares_machine)
         ranks = list(map(self._of_leg.ranks_of, range(replica_id + 1)))
         return LaunchRequest(
             self.run.run_id,

@@ -116,6 +116,7 @@ def claim_attempt(
     if launched is not None and run_json is not None:
         launched.check_run(run_json, store.url)
     log = RunLog(store, run_json=run_json)
+    store = log.store
     replicas = log.run.config.most_replicas
     if not 0 <= replica_id < replicas:
         raise ConfigError(f"replica {replica_id} is outside 0..{replicas - 1} of the run in {store.url}.")
@@ -169,6 +170,7 @@ def adopted_attempt(
     if run_json is not None:
         launched.check_run(run_json, store.url)
     log = RunLog(store, run_json=run_json)
+    store = log.store
     begin = log.begin_of(leg)
     launched.check_leg(begin.record, store.url)
     authors = Authors(store, background)

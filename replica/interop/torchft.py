@@ -25,6 +25,7 @@ from diloco_orchestrator.replica.training.diloco_loop import trainable_parameter
 from diloco_orchestrator.replica.training.fp32_shadow import PseudoGradient
 from diloco_orchestrator.replica.training.fragments import split_fragments
 from diloco_orchestrator.run_log.append import join_or_create_run
+from diloco_orchestrator.run_log.run_store import of_run
 from diloco_orchestrator.snapshots.layout import ModelFiles
 from diloco_orchestrator.store.open_store import open_store
 
@@ -301,7 +302,7 @@ class ObjectStoreManager(TorchftManager):
         """
         clock = clock or SystemClock()
         stamp = Stamp(random_token(), clock.wall_time)
-        store = open_store(uri, storage_options, clock=clock)
+        store = of_run(open_store(uri, storage_options, clock=clock))
         config = make_config(
             {
                 "entrypoint": "__main__:main",

@@ -31,6 +31,7 @@ from diloco_orchestrator.replica.process.run_attempt import (
     load_training_libraries,
     process_environment,
 )
+from diloco_orchestrator.run_log.run_store import of_run
 from diloco_orchestrator.store.open_store import LASTING, open_store
 
 STACKS = signal.SIGUSR2  # makes a rank print the stacks of all its threads
@@ -111,13 +112,14 @@ def _train(
     notice: LeavingNotice,
 ) -> Ending:
     background = ThreadBackground()
-    store = open_store(
+    opened = open_store(
         options.store,
         json.loads(environ.get(ENV_STORAGE_OPTIONS) or "{}"),
         clock=clock,
         retry=LASTING,
         is_leaving=notice,
     )
+    store = of_run(opened, environ)
     attempt: Attempt = adopted_attempt(
         store,
         options.replica_id,

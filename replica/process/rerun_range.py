@@ -29,6 +29,7 @@ from diloco_orchestrator.run_log.attempts import Authors
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.point_in_time_view import PointInTimeView
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.run_store import of_run
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import open_store
 
@@ -141,7 +142,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     environ = process_environment()
-    store = open_store(options.store, json.loads(environ.get(ENV_STORAGE_OPTIONS) or "{}"))
+    store = of_run(open_store(options.store, json.loads(environ.get(ENV_STORAGE_OPTIONS) or "{}")), environ)
     manifest = ContributionReader(store).exact(options.round, options.replica_id, options.sha256)
     load_training_libraries(environ)
     found = rerun(

@@ -50,6 +50,7 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.replica.attempt.attempt import Attempt, claim_attempt
 from diloco_orchestrator.replica.attempt.heartbeat import HeartbeatWriter
+from diloco_orchestrator.run_log.run_store import of_run
 from diloco_orchestrator.store.open_store import LASTING, open_store
 
 log = logging.getLogger(__name__)
@@ -155,7 +156,7 @@ def run_attempt(
     """
     try:
         options = json.loads(environ.get(ENV_STORAGE_OPTIONS) or "{}")
-        store = open_store(url, options, clock=clock, retry=LASTING, is_leaving=should_leave)
+        store = of_run(open_store(url, options, clock=clock, retry=LASTING, is_leaving=should_leave), environ)
     except Exception as error:  # without a store no record can hold it, of whatever kind it is
         return _unclaimed(error, environ)
     stamp = Stamp(random_token(), clock.wall_time)

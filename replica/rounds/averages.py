@@ -3,24 +3,37 @@
 Reduced shards are a cache: the bits are those of averages from all payloads (invariant I11).
 """
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
-from diloco_orchestrator.allreduce.dealing import Dealing
+from diloco_orchestrator.allreduce.aggregate import aggregate_of
+from diloco_orchestrator.allreduce.dealing import REDUCED_CODEC, Dealing
+from diloco_orchestrator.allreduce.mean import write_blocks
 from diloco_orchestrator.allreduce.scatter_reduce import ScatterReduce
+from diloco_orchestrator.allreduce.spool import held
 from diloco_orchestrator.allreduce.vectors import FlatTensors, room
+from diloco_orchestrator.codecs.table import encode
 from diloco_orchestrator.outer.arithmetic import denormals_kept
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.outer_step import ReadShard, part_of
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.allreduce_records import Reduced
-from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.protocol.digests import BulkDigest, bulk_digest
+from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.replica.attempt.attempt import Attempt
-
-log = logging.getLogger(__name__)
+from diloco_orchestrator.run_log.contributions import ContributionReader
 
 _PATIENCE_S = 5.0  # in which the others read the commit, beside their longest pause
+
+
+@dataclass(frozen=True)
+class Averages:
+    """The averages of a round's shards, and what this replica found about those that others published."""
+
+    shards: FlatTensors  # float32, one tensor for each payload shard
+    borrowed: bool  # whether others have made some of them
+    false: Mapping[tuple[int, BulkDigest], tuple[int, ...]]  # (shard, digest) -> replicas that published it, ascending
 
 
 def averages_of(
@@ -31,8 +44,9 @@ def averages_of(
     fragment: int,
     read: ReadShard,
     pause_s: float,
-) -> FlatTensors:
-    """The average of each shard, flat float32 tensors, of which this replica makes those dealt to it and one more.
+    distrusted: Collection[int],
+) -> Averages:
+    """The average of each shard, of which this replica makes those dealt to it and one more.
 
     Others are read where owner and checker agree on their bytes, and made from the payloads where they do not or one is
     missing after some seconds. Safe to repeat. Raises `PayloadCorrupt` for a payload that cannot be read.
@@ -43,6 +57,7 @@ def averages_of(
         fragment: index of the one that is averaged.
         read: (manifest, shard index) -> verified bytes.
         pause_s: the longest pause of a waiting replica, after which every one has read the commit.
+        distrusted: replicas of which no average is used.
     """
     owners, numel = base.owners, base.numel(base.fragments[fragment])
     averages = owners.make(room, numel, base.shard_numel, "the average", owners, fragment)
@@ -53,17 +68,27 @@ def averages_of(
         write=partial(_created, attempt, key),
         aggregate=attempt.config.aggregate,
         patience_s=_PATIENCE_S + pause_s,
+        distrusted=set(distrusted),
         owners=owners,
         fragment=fragment,
     )
     with denormals_kept():
-        parts = [part_of(manifest, weight, read) for manifest, weight in named]
-        for index in reducing.average_into(averages, parts):
-            log.error(
-                "round %d: replicas %d and %d published the same average of shard %d, which the payloads do not give",
-                *(dealing.round, *pairs[index], index),
-            )
-    return averages
+        reducing.average_into(averages, [part_of(manifest, weight, read) for manifest, weight in named])
+    return Averages(averages, reducing.borrowed, reducing.false)
+
+
+def digest_of_average(attempt: Attempt, commit: Commit, index: int, lengths: Sequence[int]) -> BulkDigest:
+    """Digest of the average of one shard that a commit gives, encoded as reduced shards are, made from the payloads.
+
+    Raises `PayloadCorrupt` for a payload that is damaged or deleted, `RecordInvalid` or `ObjectMissing` for a manifest.
+    """
+    reader = ContributionReader(attempt.store, attempt.background)
+    named = [(reader.named(commit.round, answer), answer.weight) for answer in commit.answers if answer.averaged]
+    average = held(lengths[index], "an average")
+    with denormals_kept():
+        parts = [part_of(manifest, weight, reader.shard) for manifest, weight in named]
+        write_blocks(aggregate_of(attempt.config.aggregate, parts, lengths).shard(index), average)
+        return bulk_digest(encode(average, REDUCED_CODEC))
 
 
 def _created(attempt: Attempt, key: str, record: Reduced) -> bool:

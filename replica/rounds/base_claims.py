@@ -171,6 +171,7 @@ class BaseClaims:
             if rebuilt.digest in known:
                 break
         rebuilt.correct(tip.base)
+        tip.borrowed = False
         corrected = replace(tip.value, snapshot_round=rebuilt.snapshot_round)
         self._verified = rebuilt.digest
         if rebuilt.digest == before:
@@ -224,6 +225,7 @@ class BaseClaims:
     def _take(self, tip: Tip, digest: str | None) -> None:
         """Replace the held base by that of `tip`, just rebuilt. `digest`: of that base; None if it was not hashed."""
         self._tip.hold(tip)
+        self._tip.borrowed = False
         self.rebuilt_after = tip.position.round
         self._digest = digest
         self._digests.clear()

@@ -1,4 +1,4 @@
-"""`Checks`: in a round by scatter-reduce, what this replica and others have found in the payload shards they read.
+"""`Checks`: in a round by scatter-reduce, what this replica and others report of payload shards and averages.
 
 Each shard of a contribution is read by two replicas other than its author, its *dealers*; a contribution counts once
 both have found all of its shards good. `allreduce.dealing` assigns the shards, `protocol.void_commits` applies the same
@@ -7,18 +7,19 @@ rule to commits.
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count, islice
 
 from diloco_orchestrator.clock import in_parallel
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.check_records import Checked, CheckNamed, ReadShards
+from diloco_orchestrator.protocol.check_records import Checked, CheckNamed, ReadShards, barred_after
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON
 from diloco_orchestrator.protocol.records import Answer, Contribution
 from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.rounds.false_averages import FalseAverages
 from diloco_orchestrator.replica.rounds.received import (
     ExpectedContribution,
     PayloadShard,
@@ -41,6 +42,7 @@ class Checks:
     """Check records of the open round: this replica's own, and those of others. Not thread-safe."""
 
     def __init__(self, attempt: Attempt, tip: HeldTip) -> None:
+        self.averages = FalseAverages(attempt, tip)
         self._attempt = attempt
         self._tip = tip
         self.clear()
@@ -53,6 +55,7 @@ class Checks:
         self._reported = set[Shard]()  # by this replica
         self._own: dict[Shard, bool] = {}  # own shards that were read back
         self._ready_since: float | None = None
+        self.averages.clear()
 
     def dealt(self, manifests: Iterable[Contribution]) -> list[PayloadShard]:
         """The payload shards that this replica reads as they arrive: all in a gather, else those dealt to it."""
@@ -70,12 +73,18 @@ class Checks:
         found = (each for each in self._keys.values() if each is not None)
         return tuple(sorted(found, key=lambda each: (each.replica_id, each.number)))
 
+    def barred(self, roster: Collection[int]) -> tuple[int, ...] | None:
+        """Replicas that a commit of the open round bars from dealing; None for none. `roster`: of the round."""
+        named = [self.by_sha256[each.sha256] for each in self.named() or ()]
+        return barred_after(self._tip.barred, roster, named) or None
+
     # -- telling and hearing -------------------------------------------------------------------------------------
 
     def exchange(self, received: ReceivedResponses) -> None:
-        """Report what this replica has read since its last record, then read new records of others.
+        """Report what this replica has found since its last record, then read new records of others.
 
-        One PUT if there is something to report; one LIST, and one GET for each new record.
+        One PUT if there is something to report; one LIST, and one GET for each new record. Where others accuse replicas
+        of a false average, its shard is averaged from the payloads, and the result reported.
         """
         if self._tip.dealing is None:
             return
@@ -86,6 +95,9 @@ class Checks:
             if parsed and info.key not in self._keys and parsed[1] < self._attempt.config.most_replicas:
                 new.append((info.key, *parsed[1:]))
         in_parallel(self._attempt.background, [partial(self._hear, *each) for each in new])
+        self.averages.try_accusations()
+        if self.averages.to_report():
+            self._report(received)
 
     def _report(self, received: ReceivedResponses) -> None:
         attempt, found, reported = self._attempt, list[ReadShards](), set[Shard]()
@@ -101,7 +113,8 @@ class Checks:
             if read:
                 found.append(ReadShards(manifest_sha256=sha256, good=good, bad=bad))
                 reported |= {(sha256, index) for index in read}
-        if not found:
+        averages = self.averages.to_report()
+        if not (found or averages):
             return
         numbers = (n for n in count(1) if keys.checked(self._round, attempt.replica_id, n) not in self._keys)
         for number in islice(numbers, _TRIES):
@@ -114,6 +127,7 @@ class Checks:
                 number=number,
                 claim_sha256=attempt.claim_sha256,
                 read=tuple(found),
+                averages=averages or None,
             )
             created = attempt.writer.create(record)
             # Read back: a commit names the bytes that others read. Where it is no record of this process's, an earlier
@@ -121,6 +135,7 @@ class Checks:
             self._hear(keys.checked(self._round, attempt.replica_id, number), attempt.replica_id, number)
             if created is not None and created.sha256 in self.by_sha256:
                 self._reported |= reported
+                self.averages.reported(averages)
                 return
         log.warning("round %d: %d check records of this replica do not count", self._round, _TRIES)
 
@@ -143,6 +158,7 @@ class Checks:
     def _note(self, key: str, record: Checked, sha256: str) -> None:
         self._keys[key] = CheckNamed(replica_id=record.replica_id, number=record.number, sha256=sha256)
         self.by_sha256[sha256] = record
+        self.averages.hear(record)
         for found in record.read:
             for indices, good in ((found.good, True), (found.bad, False)):
                 for index in indices:  # of two reports of one replica the bad one counts
@@ -253,9 +269,10 @@ class Checks:
         return True
 
     def _said(self, answer: Answer, shard: PayloadShard) -> Mapping[int, bool]:
-        """Findings of replicas other than the author about a payload shard, by replica id: whether it is good."""
+        """Findings about a payload shard, by replica id: whether it is good. Without its author's and barred ones'."""
         heard = self._heard.get((answer.manifest_sha256, shard.index), {})
-        return {replica_id: good for replica_id, good in heard.items() if replica_id != answer.replica_id}
+        without = {answer.replica_id, *self._tip.barred}
+        return {replica_id: good for replica_id, good in heard.items() if replica_id not in without}
 
     def _needed(self, shard: PayloadShard) -> int:
         dealing = self._tip.dealing

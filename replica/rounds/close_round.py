@@ -166,6 +166,7 @@ class RoundCloser:
             self._received.receive(unread, expected)
             self._receive_s = attempt.clock.now() - began
             self._checks.exchange(self._received)
+            self._rebuild_if_disproved()
         for each in beside:
             each.result()
         return entry
@@ -219,6 +220,8 @@ class RoundCloser:
         """
         claims = self._received.claims()
         shared = shared_claim(claims, self._claims.digest, own_is_rebuilt=self._claims.is_rebuilt)
+        if self._checks.averages.proved and sum(claim.digest == self._claims.digest for claim in claims) > 1:
+            shared = self._claims.digest  # most may have trained from a false base; two that rebuilt theirs agree
         answers = judged(self._received.answers(), claims, shared)
         view = self._timing.view(answers, self._is_out())
         ready = rounds.is_ready(view, self._attempt.clock.now(), self._timing.policy)
@@ -243,7 +246,13 @@ class RoundCloser:
                 self._note_healed(self._claims.verify_unclaimed())
             else:
                 self._heal({claim.digest for claim in claims})
+                self._search_if_contradicted({shared_claim(claims, self._claims.digest, own_is_rebuilt=True)})
         return True
+
+    def _search_if_contradicted(self, claimed: Collection[str | None]) -> None:
+        """Look for false averages if `claimed`, digests that count, lack that of the base, which was just rebuilt."""
+        if self._claims.is_rebuilt and self._claims.digest not in claimed and self._tip.dealing is not None:
+            self._checks.averages.search()
 
     def _heal(self, claims: Collection[str]) -> None:
         """Rebuild the base if digests in `claims` contradict it; then drop unaveraged work from the wrong base."""
@@ -355,6 +364,7 @@ class RoundCloser:
             clipped=shares.clipped,
             discounted=discounted,
             checks=self._checks.named(),
+            barred=self._checks.barred(opened.roster),
             figures=(figures := round_metrics_of(listed, averaged)),
             applied=conclusion.applied,
             empty_rounds=conclusion.empty_rounds,
@@ -388,7 +398,8 @@ class RoundCloser:
         try:
             if entry.commit.base_digest is not None:
                 self._heal({entry.commit.base_digest})
-            if wrong_bases([entry.commit], self._attempt.replica_id):
+                self._search_if_contradicted({entry.commit.base_digest})
+            if wrong_bases([entry.commit], self._attempt.replica_id) and not self._checks.averages.proved:
                 self.poll()  # if the commit existed first, not all claims were received
                 claims, quorum = self._received.claims(), self._timing.policy.quorum
                 self._claims.leave_if_arithmetic_differs(entry.commit, claims, quorum)
@@ -410,13 +421,33 @@ class RoundCloser:
         )
         # If the commit existed before this replica received the contributions, their times are not recorded yet.
         self._timing.record(manifest for manifest, _ in contributions)
-        averages = None
-        if dealing is not None:
-            base, fragment = self._tip.base, self._tip.open.fragment
-            what = self._attempt, dealing, contributions, base, fragment, read, self._timing.longest_pause_s
-            averages = readable(lambda: averages_of(*what), until=commit.round - 1)
+        if dealing is None:
+            self._claims.note()
+            return self._tip.step(entry, contributions, read, keep_average=keep_average)
+        base, fragment, false = self._tip.base, expected.fragment, self._checks.averages
+        longest_s = self._timing.longest_pause_s
+        what = self._attempt, dealing, contributions, base, fragment, read, longest_s, false.distrusted
+        made = readable(lambda: averages_of(*what), until=commit.round - 1)
         self._claims.note()
-        return self._tip.step(entry, contributions, read, keep_average=keep_average, averages=averages)
+        average = self._tip.step(entry, contributions, read, keep_average=keep_average, averages=made.shards)
+        self._tip.borrowed |= made.borrowed
+        false.note(commit.round, made.false)
+        self._rebuild_if_disproved()
+        return average
+
+    def _rebuild_if_disproved(self) -> bool:
+        """Rebuild the open round's base if a false average may be in it. Returns whether that changed its bits."""
+        changed = self._checks.averages.take_rebuild() and self._claims.verify_unclaimed()
+        self._note_healed(changed)
+        return changed
+
+    def trained_in_vain(self) -> bool:
+        """Whether this replica trained from a base that held a false average; the base is rebuilt then.
+
+        Asked before it contributes: reads what others report in the open round, in one LIST request without any report.
+        """
+        self._checks.exchange(self._received)
+        return self._rebuild_if_disproved()
 
     def _skip_to_newer_snapshot(self, commit: Commit) -> None:
         """Replace the base by one rebuilt from a snapshot after `commit`: that is far ahead, or payloads are gone.
@@ -455,4 +486,6 @@ class RoundCloser:
         self._timing.open_round()
         self._received.clear()
         self._checks.clear()
+        if self._checks.averages.to_report():
+            self._checks.exchange(self._received)  # before training, so that others know before they contribute
         return closed

@@ -113,6 +113,10 @@ class Contributor:
         self._debt.keep(manifest, residual)
         return manifest
 
+    def abstain(self, fields: ContributionFields, reason: str) -> Contribution:
+        """Respond to the open round without a contribution: the inner steps since the last round are dropped."""
+        return self._create("abstention", fields, reason=reason)
+
     def contribute_scores(self, fields: ContributionFields) -> Contribution:
         """Publish this replica's scores in the final evaluation round, in which nobody trains. Returns its manifest."""
         return self._create("scores", fields)
@@ -170,8 +174,8 @@ class Contributor:
         attempt, opened = self._attempt, self._tip.open
         if kind == "delta" and fields.steps and attempt.config.weights == "tokens" and fields.tokens < 1:
             raise ConfigError(
-                'weights="tokens", but observe(tokens=...) reported no token in this round. Report them, or use '
-                '"uniform".'
+                'weights="tokens", the default where replicas have different numbers of ranks, but '
+                'observe(tokens=...) reported no token in this round. Report them, or use "uniform".'
             )
         return Contribution(
             **attempt.stamp(),

@@ -8,8 +8,9 @@ under a random name. `snapshots.layout` stores a base.
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import chain
 
 import torch
@@ -37,11 +38,14 @@ from diloco_orchestrator.snapshots.layout import (
     create_snapshot_record,
     describe,
     existing_files,
+    in_groups,
     info_of,
+    with_bytes,
 )
 from diloco_orchestrator.snapshots.model_tensors import Untrained, digest_of
 from diloco_orchestrator.snapshots.rebuild import FirstBase, stored_base
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
+from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.retrying import without_read_back
 
 log = logging.getLogger(__name__)
@@ -308,7 +312,7 @@ class _FirstSnapshot:
         self.base = own.make_base(attempt.config.outer, own.fragments, shard_numel)
         self.take: str | None = None
         self.buffers = sorted(own.untrained.buffers.first)
-        self._attempt = attempt
+        self._attempt, self._owners = attempt, attempt.owners
         self._files = own.files
         self._planned = own.files.planned(self.base, attempt.object_limit)
         self._infos: dict[str, FileInfo] = {}  # files of the shared version that this replica has written or compared
@@ -318,8 +322,12 @@ class _FirstSnapshot:
 
     def first_files(self) -> dict[str, FileInfo]:
         """The files with the model's tensors, and those without tensors. Encodes one at a time."""
-        named = (each for each in self._planned if self._is_of_model(each) or is_side_file(each.name))
-        return {each.name: info_of(each.encode()) for each in named}
+        named = [each for each in self._planned if self._is_of_model(each) or is_side_file(each.name)]
+        found = dict[str, FileInfo]()
+        for group in in_groups(named, self._owners):
+            infos = with_bytes(self._owners, group, info_of, [()] * len(group))
+            found |= zip((each.name for each in group), infos, strict=True)
+        return found
 
     def existing_on_turn(self) -> set[str] | None:
         """The existing files of snapshot 0's shared version, if this replica is to write the next one; else None.
@@ -336,18 +344,17 @@ class _FirstSnapshot:
 
     def write(self, existing: set[str]) -> bool:
         """Write all missing files and the snapshot record. False if another replica just created a model file."""
-        for each in self._planned:
-            if each.name in self._infos:
-                continue
-            data = each.encode()
-            if each.name in existing or not self._created(keys.SHARED_TAKE, each.name, data):
-                if each.name not in existing and self._is_of_model(each):
+        left = [each for each in self._planned if each.name not in self._infos]
+        for group in in_groups(left, self._owners):
+            yields = {each.name for each in group if self._is_of_model(each)}
+            for each, (info, outcome) in zip(group, self._put(keys.SHARED_TAKE, group, existing, yields), strict=True):
+                if outcome is _Put.LOST:
                     self._lost.add(each.name)
                     return False
-                if not self._holds(keys.SHARED_TAKE, each.name, data):
+                if outcome is _Put.OTHER:
                     self.write_anew()
                     return True
-            self._infos[each.name] = info_of(data)
+                self._infos[each.name] = info
         if self._complete(keys.SHARED_TAKE, self._infos):
             self.take = keys.SHARED_TAKE
         else:
@@ -356,7 +363,7 @@ class _FirstSnapshot:
 
     def write_anew(self) -> None:
         """Write all files into this replica's own version of snapshot 0, or if it holds others, into a new version."""
-        unforeseen = str(10**8 + int(self._attempt.stamp.unforeseen(), 16) % (9 * 10**8))
+        unforeseen = keys.unforeseen_take(self._attempt.stamp.unforeseen())
         for take in (keys.own_take(self._attempt.replica_id), unforeseen):
             log.warning("the shared take of snapshot 0 holds other bytes than this replica's: it writes take %s", take)
             if self._wrote(take):
@@ -365,29 +372,55 @@ class _FirstSnapshot:
 
     def _wrote(self, take: str) -> bool:
         """Write the missing files and record of a snapshot version; False if the version holds other bytes already."""
-        infos = {}
-        for each in self._planned:
-            data = each.encode()
-            if not self._created(take, each.name, data) and not self._holds(take, each.name, data):
+        infos = dict[str, FileInfo]()
+        for group in in_groups(self._planned, self._owners):
+            put = self._put(take, group, (), ())
+            if any(outcome is _Put.OTHER for _, outcome in put):
                 return False
-            infos[each.name] = info_of(data)
+            infos |= {each.name: info for each, (info, _) in zip(group, put, strict=True)}
         return self._complete(take, infos)
 
     def _is_of_model(self, file: SnapshotFile) -> bool:
         return is_tensor_file(self._files.naming.group, file.name)
 
-    def _created(self, take: str, name: str, data: bytes) -> bool:
-        # Without reading back: a replica with equal values would take the file for its own and write the next one too.
-        return without_read_back(self._attempt.store).create(keys.snapshot(0, name, take), data)
+    def _put(
+        self, take: str, files: Sequence[SnapshotFile], existing: Collection[str], yields: Collection[str]
+    ) -> list[tuple[FileInfo, "_Put"]]:
+        """Create files of a snapshot version, at most one for each rank, except `existing` ones.
 
-    def _holds(self, take: str, name: str, data: bytes) -> bool:
-        """Whether the existing file `name` of a snapshot version has the bytes `data`."""
-        return self._attempt.store.get(keys.snapshot(0, name, take), 0, len(data) + 1) == data
+        Returns entry and outcome of each. `yields`: names of those that are left to another replica which creates them
+        first.
+        """
+        store = self._attempt.store
+        names = [each.name for each in files]
+        args = [(store, keys.snapshot(0, name, take), name in existing, name in yields) for name in names]
+        return with_bytes(self._owners, files, _put, args)
 
     def _complete(self, take: str, infos: Mapping[str, FileInfo]) -> bool:
         """Create `snapshot.json` of a snapshot version; False if an existing one names other files."""
         ours = Snapshot(**self._attempt.stamp(), round=0, base_digest=self.base.digest(), by=None, files=dict(infos))
         return create_snapshot_record(self._attempt.store, ours, take)
+
+
+class _Put(Enum):
+    """The outcome of creating a file of snapshot 0."""
+
+    OURS = "it has our bytes"
+    LOST = "another replica just created it"
+    OTHER = "it has other bytes"
+
+
+def _put(data: bytes, store: Store, key: str, exists: bool, yields: bool) -> tuple[FileInfo, _Put]:
+    """Create a file of snapshot 0 unless it exists. Returns its entry and the outcome.
+
+    `yields`: whether it is not even read if another replica creates it first.
+    """
+    # Without reading back: a replica with equal values would take the file for its own and write the next one too.
+    if not exists and without_read_back(store).create(key, data):
+        return info_of(data), _Put.OURS
+    if not exists and yields:
+        return info_of(data), _Put.LOST
+    return info_of(data), _Put.OURS if store.get(key, 0, len(data) + 1) == data else _Put.OTHER
 
 
 # -- whether a replica trains the model of its run --------------------------------------------------------------------

@@ -213,7 +213,13 @@ class Participant:
     def publish(self, form: Callable[[], Vector], fields: ContributionFields, *, in_background: bool = False) -> None:
         fields = replace(fields, buffers=self.buffers.changed())
         if in_background:
-            self._begin(lambda: self._contributor.contribute_delta(form(), fields))
+            self._begin(lambda: self._contribute(form, fields))
+        else:
+            self._contribute(form, fields)
+
+    def _contribute(self, form: Callable[[], Vector], fields: ContributionFields) -> None:
+        if self._closer.trained_in_vain():
+            self._contributor.abstain(fields, "it trained from a base that held an average which no payload gives")
         else:
             self._contributor.contribute_delta(form(), fields)
 

@@ -80,8 +80,9 @@ class SnapshotWriter:
         lower id.
 
         The base is rebuilt first unless the last round left it unchanged and several replicas claimed it, or this one
-        had compared it with a rebuild. The files are read back, because no later commit confirms this base. Returns
-        whether the rebuild changed its bits; this replica then holds the rebuilt base.
+        had compared it with a rebuild. Claims do not count for a base with averages that others made. The files are
+        read back, because no later commit confirms this base. Returns whether the rebuild changed its bits; this
+        replica then holds the rebuilt base.
         """
         commit = self._tip.last
         assert commit is not None
@@ -89,7 +90,8 @@ class SnapshotWriter:
         self._attempt.pulse.phase = "snapshot"
         agreeing = sum(rounds.contributes(answer) for answer in commit.answers)
         same = self._claims.hash() == commit.base_digest
-        agreed = same and not commit.applied and (agreeing > 1 or self._claims.is_verified)
+        checked = self._claims.is_verified or (agreeing > 1 and not self._tip.borrowed)
+        agreed = same and not commit.applied and checked
         healed = not agreed and self._claims.verify_unclaimed()
         before_us = sum(a.replica_id < self._attempt.replica_id for a in commit.answers)
         own = self._tip.value.base_round, self._claims.digest
@@ -111,7 +113,7 @@ class SnapshotWriter:
         default = default_base(run_log).round
         before_us = sum(a.replica_id < self._attempt.replica_id for a in commit.answers)
         self._await_others(_PATIENCE_S * before_us, lambda: ConfirmedSnapshots(run_log).take_of(default) is not None)
-        ensure_default_snapshot(run_log, self._attempt.stamp, self._attempt.replica_id)
+        ensure_default_snapshot(run_log, self._attempt.stamp, self._attempt.replica_id, self._attempt.owners)
 
     def _newest_is_confirmed(self) -> bool:
         snapshots = ConfirmedSnapshots(self._attempt.log)
@@ -187,7 +189,7 @@ class SnapshotWriter:
         assert start is not None
         try:
             snapshot = StoredSnapshot(self._attempt.store, round_, self._attempt.log.snapshot(round_, take), take)
-            StoredShards(self._attempt.store, snapshot, start.record).check_all()
+            StoredShards(self._attempt.store, snapshot, start.record).check_all(self._attempt.owners)
         except RecordInvalid as error:
             log.error("snapshot %d was written wrongly and is written again: %s", round_, error)
             return False

@@ -54,6 +54,7 @@ class HeldTip:
         self._attempt = attempt
         self._adapters = start.record.adapters if start else ()
         self._scatters = scatters(attempt.config, start.record.fragment_numels) if start else False
+        self.borrowed = False  # whether the base holds averages that others made, since it was rebuilt
         self.value = tip
         self.open = self._opened(version=0)  # the open round
 
@@ -99,7 +100,13 @@ class HeldTip:
         return self._dealt([answer.replica_id for answer in commit.answers if answer.attempt])
 
     def _dealt(self, among: Iterable[int]) -> Dealing | None:
-        return dealing_of(self.position.round + 1, self._attempt.config, among) if self._scatters else None
+        left = set(among) - set(self.barred)
+        return dealing_of(self.position.round + 1, self._attempt.config, left) if self._scatters else None
+
+    @property
+    def barred(self) -> tuple[int, ...]:
+        """Replicas that are no dealers in the open round, because most others accused them of a false average."""
+        return (self.last.barred if self.last else None) or ()
 
     # -- closed rounds of this leg -------------------------------------------------------------------------------
 

@@ -130,6 +130,12 @@ class RankOwners(Owners):
             found = None
         self._reply(found, error)
 
+    def send(self, data: torch.Tensor, to: int) -> None:
+        dist.send(data, to, self._group)
+
+    def receive(self, data: torch.Tensor, source: int) -> None:
+        dist.recv(data, source, self._group)
+
     # -- messages --------------------------------------------------------------------------------------------------
 
     def dumps(self, value: Any) -> bytes:

@@ -360,3 +360,16 @@ def test_a_text_folder_with_too_little_in_it_is_refused(tmp_path):
     (tmp_path / "notes" / "a.txt").write_text("a few words")
     done = diloco_here("demo", "--text", "notes", cwd=tmp_path)
     assert done.returncode == 2 and "holds 11 bytes of text in 1 files" in done.stderr
+
+
+@pytest.mark.slow
+def test_bash_completes_commands_options_and_executors():
+    program = Path(sys.executable).parent
+    tries = {"rep": "report", "report --infl": "--influence", "run --executor sl": "slurm"}
+    script = f'PATH="{program}:$PATH"; eval "$(_DILOCO_COMPLETE=bash_source diloco)"\n' + "".join(
+        f"COMP_WORDS=(diloco {typed}); COMP_CWORD={len(typed.split())}; "
+        "_diloco_completion diloco; echo ${COMPREPLY[@]}; COMPREPLY=()\n"
+        for typed in tries
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == list(tries.values())

@@ -107,7 +107,7 @@ def test_uplot_is_the_file_that_npm_has():
         "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
         "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
     }
-    page_files = files("diloco_orchestrator.cli") / "page"
+    page_files = files("diloco_orchestrator.cli") / "html-page"
     assert {name: hashlib.sha256((page_files / name).read_bytes()).hexdigest() for name in pinned} == pinned
     assert "The MIT License" in (page_files / "LICENSE-uPlot").read_text()
 

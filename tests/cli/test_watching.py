@@ -152,6 +152,13 @@ def test_a_fleet_that_does_not_fit_shows_its_unusual_replicas(failed: tuple[RunS
     assert first.split()[0] == "31" and "launching" in first
 
 
+def test_a_replica_of_several_ranks_is_one_row_with_their_number(failed: tuple[RunStatus, RunStatus]):
+    status = running(failed[0], 2, 3)
+    replicas = [replace(each, ranks=8) if each.replica_id == 1 else each for each in status.replicas]
+    lines = lines_on(replace(status, replicas=replicas), 120, 60, 59)
+    assert [line.split("  ")[0] for line in lines if "ranks)" in line] == ["1 (8 ranks)"]
+
+
 def test_a_tall_screen_has_the_whole_guard_and_ten_rounds(failed: tuple[RunStatus, RunStatus]):
     lines = lines_on(running(failed[0], 4, 30), 120, 60, 59)
     assert sum(line.lstrip().startswith("statistic ") for line in lines) == 6

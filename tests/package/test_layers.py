@@ -28,6 +28,7 @@ LAYERS = [
     ),
     ("diloco_orchestrator.config",),
     ("diloco_orchestrator.protocol", "diloco_orchestrator.store"),
+    ("diloco_orchestrator.signing",),
     (
         "diloco_orchestrator.run_log",
         "diloco_orchestrator.guard",

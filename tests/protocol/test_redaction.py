@@ -116,6 +116,7 @@ def test_short_secrets_are_replaced_where_they_stand_alone():
 
 TOKENS = [
     "hf_" + "aB3" * 12,
+    "diloco-key-" + "aB-" * 14 + "_",  # of a signed run
     "github_pat_11ABCDEFG0" + "x9" * 20,
     "ghp_" + "aB3" * 12,
     "glpat-" + "aB3x" * 5,

@@ -34,6 +34,10 @@ def origins(**steps: int) -> tuple[Origin, ...]:
         ({"weights": "tokens"}, {"r7": 30}, 0, 1),
         ({"weights": "tokens"}, {}, 900, 1),
         ({"steps": "equal_time"}, {"r7": 7}, 900, 900),  # by tokens, unless said otherwise
+        ({"ranks_per_replica": [2, 1, 1]}, {"r7": 7}, 900, 900),
+        ({"ranks_per_replica": "2, 1, 1"}, {"r7": 7}, 900, 900),
+        ({"ranks_per_replica": [2, 2, 2]}, {"r7": 7}, 900, 7),
+        ({"ranks_per_replica": [2, 1, 1], "weights": "uniform"}, {"r7": 7}, 900, 7),
         ({"steps": "equal_time"}, {"r7": 7}, 0, 7),
         ({"steps": "equal_time"}, {"r6": 3, "r7": 7}, 0, 10),
         ({"steps": "equal_time", "weights": "uniform"}, {"r7": 7}, 900, 7),

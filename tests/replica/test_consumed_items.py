@@ -125,7 +125,7 @@ def test_a_loop_that_owns_its_batches_compares_them_by_checked():
 
 def test_a_held_out_item_in_training_stops_the_replica_before_its_step_for_good_and_names_its_id():
     run, taken = SmallRun(), []
-    tainted = [*BATCHES[:4], [TRAIN[0], HELD[2].replace(" ", "\n ")]]
+    tainted = [*BATCHES[:4], [TRAIN[0], f"{HELD[2].upper()}.".replace(" ", "\n ")]]
 
     def data() -> Any:
         for batch in tainted:

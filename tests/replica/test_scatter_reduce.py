@@ -9,14 +9,19 @@ import pytest
 import torch
 from protocol_fleet import FAST, Fleet, HurriedClock, close, report, together
 
-from diloco_orchestrator.allreduce.dealing import Dealing, dealers, dealing_of, scatters
+from diloco_orchestrator.allreduce.dealing import Dealing, dealers, dealing_of, scatters, shard_numel_for
 from diloco_orchestrator.allreduce.vectors import FlatTensors
+from diloco_orchestrator.clock import Clock, SystemClock
+from diloco_orchestrator.codecs.table import encode
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.inspection.costs import forecast
+from diloco_orchestrator.inspection.status import NewRows
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.allreduce_records import Reduced
-from diloco_orchestrator.protocol.digests import bulk_digest
+from diloco_orchestrator.protocol.check_records import AverageCheck, Checked, CheckNamed, PublishedAverage, ReadShards
+from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.rebuild import rebuild
@@ -24,6 +29,7 @@ from diloco_orchestrator.store.memory import MemoryStore
 from replica.rounds.participant import Participant
 
 WIDE, HIGH = 256, 128  # 32,896 parameters: nine shards
+FALSE = encode(torch.full((shard_numel_for(WIDE * HIGH + HIGH, 5, 2**24),), 0.5), "fp32")  # no average of the runs'
 REPLICAS = 4
 
 
@@ -33,28 +39,34 @@ class Watched(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
         self.read = Counter[tuple[int, int]]()  # (author, shard)
+        self.bytes_down = 0  # of payloads and reduced shards
         self.change: Callable[[str, bytes], bytes] = lambda _, data: data
 
     def get(self, key: str, *args: Any) -> bytes:
         if (payload := keys.parse_payload(key)) is not None:
             self.read[payload.replica_id, payload.shard] += 1
-        return super().get(key, *args)
+        data = super().get(key, *args)
+        if payload is not None or keys.parse_reduced_shard(key) is not None:
+            self.bytes_down += len(data)
+        return data
 
     def create(self, key: str, data: bytes) -> bool:
         return super().create(key, self.change(key, data))
 
 
-def model() -> torch.nn.Module:
+def model(wide: int = WIDE) -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Linear(WIDE, HIGH)
+    return torch.nn.Linear(wide, HIGH)
 
 
-def fleet_of(path: str, **settings: Any) -> tuple[Fleet, list[Participant]]:
-    clock = HurriedClock()
+def fleet_of(
+    path: str, wide: int = WIDE, clock: Clock | None = None, **settings: Any
+) -> tuple[Fleet, list[Participant]]:
+    clock = clock or HurriedClock()
     timing = {**FAST, "poll_s": 0.2, "round_timeout_s": 600.0, "startup_timeout_s": 600.0}
     settings = {"replicas": REPLICAS, "timing": timing, "quorum": None, "path": path, **settings}
     fleet = Fleet(store=Watched(), clock=clock, **settings)
-    return fleet, [fleet.join(i, model=model()) for i in range(fleet.replicas)]
+    return fleet, [fleet.join(i, model=model(wide)) for i in range(fleet.replicas)]
 
 
 def contribute(participant: Participant) -> Contribution:
@@ -93,6 +105,22 @@ def test_all_hold_the_base_of_a_gather_and_read_fewer_payloads():
     for info in list(fleet.store.list(keys.reduced_shards(1))):
         fleet.engine.delete(info.key)
     assert verify_run(fleet.store).disagreement is None  # which needs no reduced shard
+
+
+@pytest.mark.parametrize(("replicas", "codec"), [(4, "fp32"), (5, "int4"), (8, "int8")])
+def test_plan_and_status_foretell_the_bytes_that_are_read_within_one_per_cent(replicas, codec):
+    """Counted at the store, over rounds enough that what is drawn averages out."""
+    numel, rounds = 4 * replicas * 4096, 6
+    width = numel // 128 - 1
+    fleet, participants = fleet_of(
+        "scatter_reduce", wide=width, clock=SystemClock(), replicas=replicas, codec=codec, rounds=rounds
+    )
+    commits = [in_step(fleet, participants, numel) for _ in range(rounds)]
+    assert all(each.averaged for commit in commits for each in commit.answers)
+    planned = forecast(fleet.config, 60.0, numel).bytes_down
+    assert planned is not None and fleet.engine.bytes_down == pytest.approx(rounds * planned, rel=0.01)
+    rows = NewRows(RunLog(fleet.store)).read()
+    assert [row.bytes_down for row in rows] == [pytest.approx(planned, rel=0.001)] * rounds
 
 
 BAD_RECORDS = {
@@ -176,6 +204,75 @@ def test_a_replica_that_publishes_wrong_averages_decides_nothing(caplog):
     assert "rank 1 published an average of shard" in caplog.text
 
 
+PAIR = (1, 2)
+
+
+def in_step(fleet: Fleet, participants: list[Participant], numel: int = WIDE * HIGH + HIGH) -> Commit:
+    """The next round's commit, after all have contributed what they found when they looked, and closed it."""
+    for each in participants:
+        generator = torch.Generator().manual_seed(each._attempt.replica_id)
+        vector = FlatTensors([torch.randn(numel, generator=generator)])
+        each.publish(lambda vector=vector: vector, report())  # type: ignore[misc]
+    return together([lambda each=each: close(each) for each in participants])[0].commit  # type: ignore[misc]
+
+
+def pair_lies(key: str, data: bytes) -> bytes:
+    """What two replicas write who publish one false average of each shard that both deal, and who deny it."""
+    made = keys.parse_reduced_shard(key)
+    if made is not None and set(dealers(made[0], made[1], 5)) == set(PAIR):
+        return FALSE
+    parsed = keys.reduced.parse(key)
+    if parsed is not None and parsed[1] in PAIR:
+        record = Reduced.from_bytes(data, key)
+        false = bulk_digest(FALSE)
+        told = [
+            each.model_copy(update={"digest": false}) if set(dealers(parsed[0], each.shard, 5)) == set(PAIR) else each
+            for each in record.shards
+        ]
+        return record.model_copy(update={"shards": tuple(told)}).to_bytes()
+    if any(f"checked/{liar}." in key for liar in PAIR) and b'"averages"' in data:
+        return data.replace(b'"false":true', b'"false":false')
+    return data
+
+
+def test_two_dealers_that_publish_one_false_average_are_found_out_and_deal_no_more(caplog):
+    """Whoever draws the shard tells the others, who rebuild, and contribute nothing trained from the false base."""
+    fleet, participants = fleet_of("scatter_reduce", replicas=5, rounds=20)
+    fleet.engine.change = pair_lies
+    honest = [each for each in participants if each._attempt.replica_id not in PAIR]
+    commits = []
+    while not (commits and commits[-1].barred) and len(commits) < 12:
+        commits.append(in_step(fleet, participants))
+    assert commits[-1].barred == PAIR and len(commits) > 1
+    assert {each.kind for each in commits[-1].answers} == {"delta", "abstention"}  # of rebuilt bases, all of them
+    fleet.engine.change = lambda _, data: data  # they deal nothing any more
+    assert "published an average of shard" in caplog.text
+    after = in_step(fleet, participants)
+    assert after.barred == PAIR and all(each.averaged for each in after.answers)
+    assert not {keys.reduced(after.round, liar) for liar in PAIR} & {info.key for info in fleet.store.list("rounds/")}
+    assert_right(fleet, honest)
+
+
+def test_one_replica_that_accuses_another_of_a_right_average_bars_itself_alone():
+    """The others average that shard from the payloads, and all but the accuser report the average as right."""
+    fleet, participants = fleet_of("scatter_reduce", replicas=5)
+    in_step(fleet, participants)
+    accused = Reduced.from_bytes(fleet.engine.get(keys.reduced(1, 3)), "a record")
+    average = {"round": 1, "shard": accused.shards[0].shard, "replicas": (3,), "digest": accused.shards[0].digest}
+    word = AverageCheck(average=PublishedAverage.model_validate(average), false=True)
+
+    def change(key: str, data: bytes) -> bytes:
+        if "checked/1." not in key:
+            return data
+        return Checked.from_bytes(data, key).model_copy(update={"averages": (word,)}).to_bytes()
+
+    fleet.engine.change = change
+    commits = [in_step(fleet, participants) for _ in range(2)]
+    assert commits[-1].barred == (1,)
+    assert all(each.averaged for commit in commits for each in commit.answers)
+    assert_right(fleet, participants)
+
+
 def test_replicas_that_die_after_they_contributed_are_read_and_averaged_for():
     """Replica 3 reads nothing and averages nothing."""
     fleet, participants = fleet_of("scatter_reduce")
@@ -186,8 +283,24 @@ def test_replicas_that_die_after_they_contributed_are_read_and_averaged_for():
     assert_right(fleet, participants[:3])
 
 
-@pytest.mark.parametrize("whose", [(), (0,)], ids=["no records", "its own records"])
-def test_a_commit_of_what_nobody_but_its_author_has_read_averages_nobody(whose):
+def without_readers_of(fleet: Fleet, commit: Commit, author: int, shards: int) -> tuple[CheckNamed, ...]:
+    """The check records that a commit names, written anew: only the author finds its own payload shards good."""
+    own = next(each.manifest_sha256 for each in commit.answers if each.replica_id == author)
+    changed = []
+    for named in commit.checks or ():
+        key = keys.checked(commit.round, named.replica_id, named.number)
+        record = Checked.from_bytes(fleet.engine.get(key), key)
+        read = tuple(each for each in record.read if each.manifest_sha256 != own)
+        if named.replica_id == author:
+            read += (ReadShards(manifest_sha256=own, good=tuple(range(shards))),)
+        data = record.model_copy(update={"read": read}).to_bytes()
+        fleet.engine.put(key, data)
+        changed.append(named.model_copy(update={"sha256": sha256_hex(data)}))
+    return tuple(changed)
+
+
+@pytest.mark.parametrize("vouches", [False, True], ids=["no records", "only the author has read its own payload"])
+def test_a_commit_of_what_nobody_but_its_author_has_read_averages_nobody(vouches):
     """One liar commits its own unreadable payload beside others': in a gather such a run ends with PayloadCorrupt."""
     fleet, participants = fleet_of("scatter_reduce")
     for each in participants:
@@ -196,7 +309,7 @@ def test_a_commit_of_what_nobody_but_its_author_has_read_averages_nobody(whose):
         each._closer._observe(waited=False)  # reads and reports what is dealt to it
     honest = close(participants[0]).commit
     assert {each.replica_id for each in honest.checks or ()} == set(range(REPLICAS))
-    kept = tuple(each for each in honest.checks or () if each.replica_id in whose)
+    kept = without_readers_of(fleet, honest, 0, of_shards(participants)) if vouches else ()
     fleet.engine.put(keys.commit(1), honest.model_copy(update={"checks": kept}).to_bytes())
     for index in range(of_shards(participants)):
         fleet.engine.put(keys.payload(1, 0, 1, index), b"junk")

@@ -79,6 +79,9 @@ def test_a_bucket_says_nothing_of_ranks_but_their_number_in_manifests(alone, isl
     start_of = [json.loads((each[1] / "start.json").read_text()) for each in (alone, islands)]
     assert start_of[0]["parameters"] == start_of[1]["parameters"]
     assert start_of[0]["base_digest"] == start_of[1]["base_digest"]
+    first = [sorted((each[1] / "snapshots/00000000").rglob("*.safetensors")) for each in (alone, islands)]
+    assert [path.name for path in first[0]] == ["model.safetensors", "outer.safetensors"]
+    assert [path.read_bytes() for path in first[1]] == [path.read_bytes() for path in first[0]]
 
 
 def test_the_run_of_islands_verifies(islands):
@@ -112,6 +115,23 @@ def test_a_run_goes_on_with_another_number_of_ranks(start, alone):
     assert verify(str(bucket)).agrees
     newest = sorted(bucket.glob("rounds/*/contributions/1.json"))[-1]
     assert json.loads(newest.read_text())["ranks"] == 3
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "settings"),
+    [
+        ("ddp", [2, 1, 1], {"replicas": 3, "path": "scatter_reduce"}),
+        ("fsdp", [2, 1], {"fragments": 2, "fragment_sync_delay": 1, "codec": "2bit"}),
+    ],
+    ids=["scatter_reduce", "beside training, with residuals"],
+)
+def test_islands_train_what_single_processes_do_however_shards_are_averaged(start, model, ranks, settings):
+    scores = []
+    for ranks_per_replica in (1, ranks):
+        run, bucket = start(args={"model": model}, ranks_per_replica=ranks_per_replica, **settings)
+        scores.append(_scores(run.wait()))
+        assert verify(str(bucket)).agrees
+    assert scores[1] == pytest.approx(scores[0], abs=NEAR)
 
 
 def test_each_rank_holds_and_moves_its_part_of_the_base(start, tmp_path, monkeypatch):
@@ -166,6 +186,19 @@ def test_an_island_that_loses_a_rank_is_named_relaunched_and_ends_with_the_same_
         assert re.search(reason, ended.reason), ended.reason
         assert log in (bucket / "replicas/1/attempts/1/log.txt").read_text()
     assert not _processes_of(bucket)
+
+
+def test_a_bit_that_is_wrong_in_the_shard_of_a_rank_is_corrected(start, tmp_path):
+    once = tmp_path / "once"
+    fault = {"what": "flip", "replica": 1, "rank": 1, "step": 5, "once": str(once)}
+    run, bucket = start(args={"model": "fsdp", "fault": fault}, ranks_per_replica=2)
+    run.wait()
+    assert once.read_text() == "1"  # a shard that rank 1 alone holds
+    assert "and is rebuilt as" in (bucket / "replicas/1/attempts/1/log.txt").read_text()
+    manifests = sorted(bucket.glob("rounds/*/contributions/*.json"))
+    claims = [json.loads(path.read_text())["base_digest"] for path in manifests]
+    wrong = [first != second for first, second in zip(claims[::2], claims[1::2], strict=True)]
+    assert wrong[:2] == [False, True] and not any(wrong[2:]) and verify(str(bucket)).agrees
 
 
 def _processes_of(bucket: Path) -> list[int]:

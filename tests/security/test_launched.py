@@ -11,9 +11,12 @@ from protocol_fleet import Fleet, play
 
 from diloco_orchestrator.cli.join_command import only_own_offers
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
-from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.errors import ConfigError, RunFolderTaken
+from diloco_orchestrator.executors.local_process import LocalProcessExecutor
 from diloco_orchestrator.inspection.logs import executor_of_run
 from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.launching.plan import prepare_launch
+from diloco_orchestrator.launching.run import launch
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Intent, Offer
 from diloco_orchestrator.protocol.launched import settings_sha256
@@ -135,3 +138,16 @@ def test_the_executor_of_a_run_is_not_made_for_a_leg_that_somebody_else_has_begu
         executor_of_run(RunReader(run_log.store), "attach", trust_bucket=False)
     remember_leg(run_log, begin)
     assert not why_not_launched_here(run_log)
+
+
+def test_other_bytes_under_the_key_of_the_code_to_send_are_told_before_the_run_exists(tmp_path):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "tiny_workloads.py").write_text("def train(ctx): ...\n")
+    given = {"code": tmp_path / "code", "executor": LocalProcessExecutor(tmp_path / "executor")}
+    store, stamp = str(tmp_path / "bucket"), {"write_id": "w", "at": 0.0}
+    prepared = prepare_launch("tiny_workloads:train", store, given, run_id="r", stamp=stamp, dry=True)
+    key = keys.code(prepared.archive.sha256)
+    open_store(store).create(key, b"other bytes")
+    with pytest.raises(RunFolderTaken, match=key):
+        launch("tiny_workloads:train", store=store, **given)
+    assert [info.key for info in open_store(store).list("")] == [key]

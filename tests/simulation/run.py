@@ -1,9 +1,9 @@
 """Plays many seeds on all cores: `make simulate SEEDS=100000`, or one with its log: `make simulate SEED=7`.
 
 With `WIDE=1` the runs have more replicas, settings and faults, with `FLIPS=1` they are those in which bits flip in
-memory, with `FORGED=1` those in which somebody forges records, with `SCALED=1` those that grow and shrink; `--kind all`
-plays every kind in turn. Each line printed names the seeds that were played, so an interrupted call goes on with
-`--first`.
+memory, with `FORGED=1` those in which somebody forges records, with `SIGNED=1` signed ones in which somebody does, with
+`SCALED=1` those that grow and shrink; `--kind all` plays every kind in turn. Each line printed names the seeds that
+were played, so an interrupted call goes on with `--first`.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from simulation import simulate, simulate_flips, simulate_forged, simulate_scaled, simulate_wide
+from simulation_signed import simulate_signed
 
 KINDS = {
     "plain": simulate,
@@ -26,6 +27,7 @@ KINDS = {
     "wide": simulate_wide,
     "forged": simulate_forged,
     "scaled": simulate_scaled,
+    "signed": simulate_signed,
 }
 MOST_TOGETHER = 50  # seeds that one process plays for one line of output
 COLLECTED_TOGETHER = 5  # seeds after which their garbage, up to 10 MB each, is collected

@@ -19,6 +19,7 @@ from diloco_orchestrator.inspection.doctor import examine_store
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.store.base import endpoint_of
 from diloco_orchestrator.store.open_store import open_store, readable_url
+from diloco_orchestrator.supervision.launch_request import extras_for
 
 KEYS = {"key": "HFAKx", "secret": "s"}
 
@@ -82,6 +83,10 @@ def test_the_doctor_finds_it_fit_and_leaves_nothing(hf_gateway: HfGateway, url: 
     assert [finding.name for finding in found] == ["credentials", "store", "latency", "throughput"]
     assert all(finding.ok for finding in found)
     assert list(open_store(url, hf_gateway.options()).list("")) == []
+
+
+def test_replicas_elsewhere_install_what_the_gateway_takes():
+    assert extras_for("hf://buckets/me/b/run") == ["s3"] and extras_for("hf://datasets/me/texts") == []
 
 
 @pytest.mark.parametrize(("replicas", "requests"), [(4, 700), (7, 1700)])

@@ -8,7 +8,7 @@ import argparse
 from collections import Counter, defaultdict
 
 from dealers_model import attempt
-from dealers_world import ALL, Broken, Scenario, Unreadable, World
+from dealers_world import ALL, Broken, Scenario, Unreadable, World, digest
 
 
 def lies(*deeds: str) -> frozenset[str]:
@@ -38,8 +38,8 @@ SCENARIOS = {
             (0, lies("bytes"), 0.0, 0.003),
             (n - 1, lies("rot", "grab"), 0.0, 0.0),
             (0, lies("accuse", "bad"), 0.0, 0.003),
-            (1, lies("derived"), 0.0, 0.003),
-            (0, lies("bad", "sum", "accuse", "derived"), 0.03, 0.003),
+            (1, lies("claim"), 0.0, 0.003),
+            (0, lies("bad", "sum", "accuse", "claim"), 0.03, 0.003),
         )
     },
     **{
@@ -57,10 +57,14 @@ SCENARIOS = {
             (lies("sum"), 0.0),
             (lies("sum", "bad"), 0.003),
             (lies("sum", "accuse"), 0.0),
+            (lies("sum", "omit"), 0.0),
             (lies("good", "bad"), 0.003),
         )
     },
     "pair rare snapshots N5": Scenario(5, quorum=3, liars=(0, 1), deeds=lies("sum"), rounds=16, snapshot_every=99),
+    "pair and late": Scenario(
+        5, quorum=3, liars=(0, 1), deeds=lies("sum", "accuse"), speeds=(1.0, 1.0, 1.0, 1.7, 1.8), rounds=12
+    ),
     "pair mute": Scenario(5, quorum=3, liars=(0, 1), deeds=lies("mute")),
     "pair vouches": Scenario(4, liars=(0, 1), deeds=lies("rot", "good", "grab")),
 }
@@ -83,13 +87,15 @@ def check(w: World) -> None:
         raise Broken("the run does not end")
     _check_work(w, last)
     _check_bases(w, last, honest)
+    _check_known(w, last, honest)
     _check_names(w, last, honest)
     if w.awaited:
         raise Broken("the averages of a replica were waited for that had not answered the round")
     if any(w.contradicted[i] > 6 for i in honest):
         raise Broken("liars make others rebuild their bases in every round")
-    if any(w.vain[i] > len(sc.liars) * w.attempts[i] for i in honest):
-        raise Broken("a false claim made a replica rebuild its base again and again")
+    outvoted = 2 * len(sc.liars) < sc.replicas and not sc.speeds  # else nobody can bar them
+    if any(w.vain[i] > len(sc.liars) * (w.attempts[i] + 3 if outvoted else sc.rounds) for i in honest):
+        raise Broken("a false accusation made a replica average a shard again and again")
     if not (sc.crash or sc.slow or sc.liars or sc.speeds or sc.rot) and w.stood_in:
         raise Broken("a round in which all went well waited for a deadline")
 
@@ -130,7 +136,7 @@ def _check_work(w: World, last: int) -> None:
         for r in range(1, last + 1):
             answered = i in w.store["commit", r].answered
             out += answered and bool(w.inputs(r)) and i not in w.inputs(r)
-    if out and len(w.scenario.liars) == 1 and "derived" not in w.scenario.deeds:
+    if out and len(w.scenario.liars) == 1 and "claim" not in w.scenario.deeds:
         raise Broken("a contribution in time and in order was not averaged")
 
 
@@ -155,18 +161,38 @@ def _check_bases(w: World, last: int, honest: list[int]) -> None:
             raise Broken("a false base outlived the falsehoods")
 
 
+def _check_known(w: World, last: int, honest: list[int]) -> None:
+    """Once an honest replica has said in a round that two published a false average, nobody honest counts its base."""
+    for r in range(1, last + 1):
+        commit = w.store["commit", r]
+        accusers = {
+            key[2]
+            for key in w.keys("check", r)
+            if key[2] in honest and any(false and len(word[2]) == 2 for word, false in w.store[key][2])
+        }
+        if not accusers or w.scenario.crash:
+            continue
+        if commit.by in accusers and commit.claim != digest(w.truth(r - 1)):
+            raise Broken(f"the commit of round {r} names a base that its writer knew to be false")
+        if any(w.manifests(r)[i].claim != digest(w.truth(r - 1)) for i in set(w.inputs(r)) & set(honest)):
+            raise Broken(f"round {r} averages what was trained from a base that was known to be false")
+
+
 def _check_names(w: World, last: int, honest: list[int]) -> None:
     """No honest replica is barred by one liar; whoever was found out by two others is."""
     barred, one = set(w.state(last).barred), len(w.scenario.liars) == 1
     if barred & set(honest) and len(w.scenario.liars) < 2:
         raise Broken(f"honest replicas {sorted(barred & set(honest))} are barred from dealing")
     for liar in w.scenario.liars:
-        accusers = [
-            sum(liar in w.manifests(r)[i].accused for i in honest if i in w.store["commit", r].answered)
-            for r in range(1, last)
-            if not w.why_void(r)  # a void commit bars nobody
-        ]
-        if max(accusers, default=0) > 1 and liar not in barred and not w.scenario.deeds & {"accuse", "grab"}:
+        known = any(
+            key[0] == "check"
+            and key[1] <= last - 5
+            and key[2] in honest
+            and any(liar in word[2] for word, false in value[2] if false)
+            for key, value in w.store.items()
+        )
+        outvoted = 2 * len(w.scenario.liars) < w.scenario.replicas and not (w.scenario.speeds or w.scenario.crash)
+        if known and outvoted and liar not in barred:
             raise Broken(f"replica {liar} lied, and deals on")
     if one and "sum" in w.scenario.deeds and not barred and not any(w.attempts[i] > 1 for i in honest):
         raise Broken("a false word was without a name")

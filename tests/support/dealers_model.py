@@ -18,6 +18,7 @@ from dealers_world import (
     Key,
     Manifest,
     Steps,
+    Word,
     World,
     dealt_to,
     digest,
@@ -32,11 +33,11 @@ class Replica:
     def __init__(self, world: World, replica: int, attempt: int) -> None:
         self.w, self.id, self.attempt, self.rng, self.rules = world, replica, attempt, world.rng, world.rules
         self.pace = (world.scenario.speeds or (1.0,) * world.scenario.replicas)[replica]
-        self.accused, self.refuted, self.outvoted = set[int](), set[int](), 0
-        self.words: dict[tuple[int, int], dict[int, str]] = {}  # of dealers about averages: (round, shard) -> dealer
-        self.used = set[tuple[int, ...]]()  # dealers of the reduced shards in the base
-        self.round, self.base, self.derived = 0, world.truth(0), True
-        self.asked, self.rebuilt_in = set[Key](), 0
+        self.found: dict[Word, bool] = {}  # averages that others published: whether they are false
+        self.made = set[Word]()  # of these, what it has said in any round
+        self.distrusted, self.outvoted = set[int](), 0
+        self.round, self.base, self.derived, self.rebuilt_from = 0, world.truth(0), True, 0
+        self.asked, self.rebuilt_in, self.proved_in, self.to_rebuild = set[Key](), 0, 0, False
 
     def _lies(self, deed: str) -> bool:
         return self.id in self.w.scenario.liars and deed in self.w.scenario.deeds
@@ -57,6 +58,7 @@ class Replica:
         yield from self._rebuild()
         while self.round < self.w.scenario.rounds:
             self._open()
+            yield from self._tell()
             yield from self._contribute()
             if self.attempt < self.w.attempts[self.id]:
                 return "superseded"
@@ -75,6 +77,7 @@ class Replica:
         self.said: set[tuple[int, int]] = set()
         self.told: dict[tuple[int, int], dict[int, bool]] = defaultdict(dict)  # words about it, by replica
         self.checks: set[Key] = set()
+        self.accusations, self.said_words = set[Word](), set[Word]()  # heard and made in the round
         self.seen_first: tuple[int, ...] = ()  # whose manifests were there when it first looked
 
     # -- contribute ----------------------------------------------------------------------------------------------
@@ -87,27 +90,30 @@ class Replica:
             return
         if self.attempt < w.attempts[self.id]:
             return
+        if "before" in self.rules:
+            yield from self._hear()
+        abstains = yield from self._rebuild_if_disproved()
+        if self.attempt < w.attempts[self.id]:
+            return
         rotten = self._lies("rot") or self.rng.random() < w.scenario.rot
         bad = self.rng.choice(w.everyone) if rotten else None
         for k in w.everyone:
             w.create(("payload", r, self.id, k), "junk" if k == bad else f"gradient {r} {self.id} {k}")
             yield self._request_s()
-        claim, derived = digest(self.base), self.derived
-        if self._lies("derived"):
-            claim, derived = digest("false", r), True
-        accused = set(w.everyone) - set(w.scenario.liars) if self._lies("accuse") else self.accused
+        claim, fresh = digest(self.base), frozenset({(self.id, r)})
+        if self._lies("claim"):
+            claim = digest("false", r)
         manifest = Manifest(
             digests=tuple(digest(f"gradient {r} {self.id} {k}") for k in w.everyone),
             claim=claim,
-            derived=derived,
-            accused=frozenset(accused),
-            fresh=frozenset({(self.id, r)}),
-            units=units | {(self.id, r)},
-            dropped=dropped,
+            abstains=abstains,
+            fresh=fresh,
+            units=frozenset() if abstains else units | fresh,
+            dropped=dropped | units | fresh if abstains else dropped,
         )
         w.create(("manifest", r, self.id), manifest)
         late = "late " if w.commit(r) else ""
-        w.say("replica", self.id, "contributes", f"{late}to {r}, claims", claim, "derived" if derived else "")
+        w.say("replica", self.id, "contributes", f"{late}to {r}, claims", claim, "ABSTAINS" if abstains else "")
 
     def _owed(self) -> tuple[frozenset[Key], frozenset[Key]]:
         """Work of the last manifest that no commit named: what is carried, and what is dropped for its wrong base."""
@@ -143,14 +149,68 @@ class Replica:
             yield self._dawdle_s()
             yield from self._look_at(mine)
         yield from self._tell()
+        yield from self._hear()
+
+    def _hear(self) -> Steps:
+        """Read check records; average the shards of which others accuse replicas of a false average."""
+        w, r = self.w, self.now_open
         for key in w.keys("check", r):
             if key not in self.checks:
                 self.checks.add(key)
-                for good, shards in zip((True, False), w.store[key], strict=True):
+                for good, shards in zip((True, False), w.store[key][:2], strict=True):
                     for each in sorted(shards):  # of two words of one replica, the bad one counts
                         self.told[each][key[2]] = good and self.told[each].get(key[2], True)
-        for each, right in self.read.items():
-            self.accused |= {who for who, word in self.told[each].items() if word != right and who != each[0]}
+                barred = self.state.barred
+                accused = sorted(word for word, false in w.store[key][2] if false and key[2] not in barred)
+                self.accusations |= set(accused)
+                for word in accused[:1]:
+                    if word not in self.found and "tried" in self.rules and not self._in_pair:
+                        yield self._request_s()
+                        self._try(*word)
+        yield from self._tell()
+
+    def _try(self, round_: int, shard: int, who: tuple[int, ...], said: str) -> None:
+        """Find out by the payloads whether replicas published a false average."""
+        w = self.w
+        published = all(w.store.get(("sums", round_, i), {}).get(shard, ("",))[0] == said for i in who)
+        false = published and said != digest(w.average(round_, shard, w.inputs(round_)))
+        w.vain[self.id] += not false
+        self._note((round_, shard, who, said), false)
+
+    def _note(self, word: Word, false: bool) -> None:
+        """Remember whether replicas published a false average; one of owner and checker may be in bases."""
+        self.found[word] = false
+        if false:
+            self.distrusted |= set(word[2]) if "distrust" in self.rules else set()
+            if len(word[2]) == 2:
+                self.proved_in, self.to_rebuild = self.round + 1, True
+
+    def _rebuild_if_disproved(self) -> Steps:
+        """Rebuild the base if a false average may be in it. Returns whether it was another."""
+        if not self.to_rebuild or "rebuild" not in self.rules or self._in_pair:
+            return False
+        before, self.to_rebuild = digest(self.base), False
+        yield from self._rebuild()
+        if digest(self.base) != before:
+            self.rebuilt_in = self.now_open
+            self.w.say("replica", self.id, "rebuilds", self.round, "as", digest(self.base), "after an accusation")
+        return digest(self.base) != before
+
+    def _statements(self) -> frozenset[tuple[Word, bool]]:
+        """What this replica says in this round about averages that others have published."""
+        words = {
+            (word, false)
+            for word, false in self.found.items()
+            if (false and word not in self.made) or word in self.accusations
+        }
+        if "told" not in self.rules or self._in_pair:
+            words = {(word, False) for word in self.accusations}
+        if self._lies("accuse"):
+            r = self.now_open - 1
+            honest = set(self.w.everyone) - set(self.w.scenario.liars)
+            sums = {i: self.w.store.get(("sums", r, i), {}) for i in honest}
+            words |= {((r, k, (i,), sums[i][k][0]), True) for i in sums for k in sums[i]}
+        return frozenset(each for each in words if each[0] not in self.said_words)
 
     def _look_at(self, shards: Iterable[tuple[int, int]]) -> Steps:
         """Read payload shards of others."""
@@ -163,8 +223,8 @@ class Replica:
 
     def _tell(self) -> Steps:
         """Write a check record about what was read since the last one."""
-        w, r, new = self.w, self.now_open, self.read.keys() - self.said
-        if not new or not self.scatters or self._lies("mute"):
+        w, r, new, words = self.w, self.now_open, self.read.keys() - self.said, self._statements()
+        if not (new or words) or not self.scatters or self._lies("mute"):
             return
         take = next(t for t in count(1) if ("check", r, self.id, t) not in w.store)
         if take > 1 and "takes" not in self.rules:
@@ -172,9 +232,11 @@ class Replica:
         good = {each for each in new if self.read[each]}
         good = new if self._lies("good") else set() if self._lies("bad") else good
         yield self._request_s()
-        w.create(("check", r, self.id, take), (frozenset(good), frozenset(new - good)))
+        w.create(("check", r, self.id, take), (frozenset(good), frozenset(new - good), words))
         self.said |= new
-        w.say("replica", self.id, f"take {take}: good", sorted(good), "bad", sorted(new - good))
+        self.said_words |= {word for word, _ in words}
+        self.made |= self.said_words
+        w.say("replica", self.id, f"take {take}: good", sorted(good), "bad", sorted(new - good), *sorted(words))
 
     # -- decide --------------------------------------------------------------------------------------------------
 
@@ -193,11 +255,12 @@ class Replica:
     def _shared(self) -> str:
         """The claim that a commit would name."""
         mine = digest(self.base)
-        sizes = Counter(each.claim for each in self.manifests.values())
-        if "derived" in self.rules and self.rebuilt_in == self.now_open:
+        if "named" in self.rules and self.proved_in == self.now_open:
             return mine
+        counted = {i: m for i, m in self.manifests.items() if not m.abstains} or self.manifests
+        sizes = Counter(each.claim for each in counted.values())
         largest = max(sizes.values())
-        tied = [each.claim for _, each in sorted(self.manifests.items()) if sizes[each.claim] == largest]
+        tied = [each.claim for _, each in sorted(counted.items()) if sizes[each.claim] == largest]
         return mine if mine in tied or (largest == 1 and self.rebuilt_in == self.now_open) else tied[0]
 
     def _status(self, author: int, shard: int) -> str:
@@ -241,7 +304,7 @@ class Replica:
         if self._lies("mute"):
             return False
         quorum, shared = w.scenario.quorum, self._shared()
-        right = [i for i in sorted(self.manifests) if self.manifests[i].claim == shared]
+        right = [i for i, m in sorted(self.manifests.items()) if m.claim == shared and not m.abstains]
         if self._lies("grab") and len(right) >= quorum and self.id in right and self.rng.random() < 0.3:
             return (yield from self._commit(right, shared))
         if disputed := self._which(right, "disputed"):
@@ -279,14 +342,17 @@ class Replica:
         late = {i for i in w.manifests(r - 1) if i not in w.store["commit", r - 1].answered} if r > 1 else set[int]()
         roster = tuple(sorted({*answered, *late}))
         path = self.rng.choice(("gather", "scatter")) if w.scenario.mixed else "scatter"
+        checks = tuple(sorted(self.checks | set(w.keys("check", r)))) if self.scatters else ()
+        if self._lies("omit"):
+            checks = tuple(key for key in checks if not w.store[key][2])
         commit = Commit(
             by=self.id,
             named=tuple(named),
             answered=answered,
             claim=shared,
-            checks=tuple(sorted(self.checks | set(w.keys("check", r)))) if self.scatters else (),
+            checks=checks,
             roster=roster if len(roster) >= w.scenario.quorum else w.everyone,
-            barred=w.barred_by(r, answered),
+            barred=w.barred_by(r, checks),
             path=path,
         )
         yield self._request_s()
@@ -320,55 +386,45 @@ class Replica:
                     start, base = r, base_there
                     break
         for r in range(start + 1, self.round + 1):
-            named = w.inputs(r)
-            for k in w.everyone if named else ():
-                self._compare(r, k, w.average(r, k, named))
             base = w.after(base, r)
-        self.base, self.derived = base, True
-        self.used.clear()
+        self.base, self.derived, self.rebuilt_from = base, True, start
 
-    def _compare(self, round_: int, shard: int, average: str) -> bool:
-        """Accuse dealers whose word about an average is not this one. Returns whether both agree on another one."""
-        words = self.words.get((round_, shard), {})
-        self.accused |= {who for who, word in words.items() if word != digest(average) and who != self.id}
-        return len(words) == 2 and len(set(words.values())) == 1 and digest(average) not in words.values()
+    def _search(self) -> Steps:
+        """Compare the averages that others published since the snapshot with those that the payloads give."""
+        if "search" not in self.rules or self._in_pair:
+            return
+        yield 5.0
+        for r in range(self.rebuilt_from + 1, self.round + 1):
+            named = self.w.inputs(r)
+            sums = {key[2]: self.w.store[key] for key in self.w.keys("sums", r)}
+            for k in self.w.everyone if named else ():
+                self._compare(r, k, self.w.average(r, k, named), {i: sums[i][k][0] for i in sums if k in sums[i]})
+
+    def _compare(self, round_: int, shard: int, average: str, said: dict[int, str]) -> None:
+        """Note who published a false average of a shard. `said`: digests that its dealers published, by dealer."""
+        for false in sorted({word for word in said.values() if word != digest(average)}):
+            who = tuple(sorted(i for i, word in said.items() if word == false))
+            if self.id not in who:
+                self._note((round_, shard, who, false), True)
 
     def _heal(self) -> Steps:
-        """Rebuild the base if the claims of others contradict it. Returns whether it did."""
+        """Rebuild the base if the claims of others, or a false average, contradict it. Returns whether it did."""
         if self._in_pair:
             return False
-        r, mine, others = self.now_open, digest(self.base), {i: m for i, m in self.manifests.items() if i != self.id}
+        if (yield from self._rebuild_if_disproved()):
+            return True
+        r, mine = self.now_open, digest(self.base)
         sizes = Counter(each.claim for each in self.manifests.values())
         ready = set(self.state.roster) <= set(self.manifests) or self.w.now - self.opened_at > DEADLINE_S
         larger = {c for c in sizes if c != mine and sizes[c] >= sizes[mine]} if ready else set[str]()
-        rebuilt = {
-            i: m.claim
-            for i, m in others.items()
-            if m.derived and m.claim != mine and i not in self.refuted and "derived" in self.rules
-        }
-        if self.derived:
-            self.accused |= rebuilt.keys()
-            rebuilt = {}
-        new = {(r, claim) for claim in larger | set(rebuilt.values())} - self.asked
+        new = {(r, claim) for claim in larger} - self.asked
         if not new:
             return False
         self.asked |= new
         yield from self._rebuild()
         self.rebuilt_in = r
-        self.w.say(
-            "replica",
-            self.id,
-            "rebuilds",
-            r - 1,
-            "as",
-            digest(self.base),
-            "healed" if mine != digest(self.base) else "same",
-        )
-        if digest(self.base) == mine:
-            self.w.vain[self.id] += bool(rebuilt)
-            self.accused |= rebuilt.keys()
-            if "once" in self.rules:
-                self.refuted |= rebuilt.keys()
+        self.w.say("replica", self.id, "rebuilds", r - 1, "as", digest(self.base), digest(self.base) != mine)
+        yield from self._search()
         return True
 
     # -- apply ---------------------------------------------------------------------------------------------------
@@ -379,6 +435,7 @@ class Replica:
         if not w.why_void(r) and commit.claim != digest(self.base) and not self._in_pair:
             yield from self._rebuild()
             self.rebuilt_in = r
+            yield from self._search()
             manifest = w.store.get(("manifest", r, self.id))
             claims = Counter(m.claim for m in w.manifests(r).values())
             here = digest(self.base)
@@ -387,6 +444,7 @@ class Replica:
                 and manifest.claim == here
                 and claims[here] < claims[commit.claim]
                 and self.id in commit.answered
+                and self.proved_in != r
             ):
                 self.outvoted += 1
                 if self.outvoted == 3:
@@ -485,36 +543,27 @@ class Replica:
         words: Words,
     ) -> Steps:
         """Take the outer step: with averages made here, and with those of others that their words bear out."""
-        w, r, borrowed, new, contradicted = self.w, self.now_open, False, list(self.base), False
+        w, r, borrowed, new = self.w, self.now_open, False, list(self.base)
         for k in w.everyone:
             owner, checker = dealers[k]
             told = {who: words[who][k][0] for who in (owner, checker) if k in words.get(who, {})}
-            self.words[r, k] = told
             average = made.get(k)
             if average is None:
                 data = w.store.get(("reduced", r, k, words[owner][k][1])) if owner in told else None
-                if data is not None and digest(data) != told[owner]:
-                    self.accused.add(owner)
+                if data is not None and (digest(data) != told[owner] or self.distrusted & set(dealers[k])):
                     data = None
                 if data is not None and (told.get(checker) == told[owner] or "agree" not in self.rules):
                     average, borrowed = data, True
-                    self.used.add(dealers[k])
             if average is None:
                 yield self._request_s()
                 average = w.average(r, k, named)
                 made[k] = average
             if k in made and not self._in_pair:
-                contradicted |= self._compare(r, k, average)
+                self._compare(r, k, average, told)
             new[k] = digest(self.base[k], average)
-        self.base, self.derived = tuple(new), self.derived and not borrowed
-        barred = w.state(r).barred
-        if any(set(each) <= set(barred) for each in self.used) and "again" in self.rules and not self._in_pair:
-            contradicted = True
-        if contradicted and "derived" in self.rules:
-            self.round = r
-            yield from self._rebuild()
-            w.contradicted[self.id] += 1
-            w.say("replica", self.id, "believes a reduced shard up to round", r, "no more")
+        self.base, self.derived, self.round = tuple(new), self.derived and not borrowed, r
+        self.proved_in = r + 1 if self.to_rebuild else self.proved_in
+        w.contradicted[self.id] += yield from self._rebuild_if_disproved()
 
     def _snapshot(self, named: tuple[int, ...]) -> Steps:
         """Write the snapshot of the round if it is due and this replica's turn."""
@@ -522,8 +571,11 @@ class Replica:
         if self.round % every or not honest or honest[self.round // every % len(honest)] != self.id:
             return
         if "snap" in self.rules and not self.derived:
+            before = digest(self.base)
             yield from self._rebuild()
             self.w.stepped[self.round][self.id] = self.base
+            if digest(self.base) != before:
+                yield from self._search()
         yield self._request_s()
         self.w.create(("snapshot", self.round), (self.id, self.base))
 

@@ -31,12 +31,15 @@ RULES = {
     "payloads": "otherwise, or without their words at the deadline, a shard is averaged from the payloads",
     "draw": "everybody averages one more shard of each round from the payloads, of its own drawing",
     "secret": "nobody can foretell which",
-    "derived": "who holds a base with reduced shards rebuilds it where a base rebuilt from payloads is another",
-    "once": "whose rebuilt base was found wrong is not believed again",
-    "barred": "who is accused of a false word deals no more in the leg",
-    "two": "by two others: one accuser is not enough",
-    "few": "where half of the replicas or fewer may still deal, everybody reads everything",
-    "again": "who used a reduced shard of which both dealers are barred later rebuilds its base",
+    "told": "who finds that replicas published a false average says so in a check record of the next round",
+    "most": "who is accused by more than half of the replicas that may deal deals no more in the leg",
+    "tried": "who hears an accusation averages that shard itself, and says what it found",
+    "denied": "whom so many contradict as accuser deals no more either",
+    "rebuild": "who finds an accusation of owner and checker true rebuilds its base from payloads",
+    "before": "it listens before it contributes, and contributes nothing that it trained from a false base",
+    "named": "who found one true names its own rebuilt base as decider, not that of most manifests",
+    "distrust": "it uses no reduced shard of the accused any more",
+    "search": "who rebuilds a base that others contradict averages all shards since its snapshot, and accuses",
     "snap": "who writes a snapshot rebuilds its base first, if it used reduced shards",
 }
 ALL = frozenset(RULES)
@@ -46,6 +49,7 @@ LASTS_S = 8_000.0  # of model time until a schedule counts as one that never end
 Steps = Generator[float, None, Any]  # seconds until the next line; a process may die at each
 Key = tuple[Any, ...]
 Base = tuple[str, ...]  # one symbol for each shard
+Word = tuple[int, int, tuple[int, ...], str]  # round and shard of an average, who published it, its digest
 
 
 class Broken(Exception):
@@ -79,8 +83,7 @@ class Scenario:
 class Manifest:
     digests: tuple[str, ...]
     claim: str
-    derived: bool  # whether its base holds no average that another replica made
-    accused: frozenset[int]
+    abstains: bool  # with a base that was rebuilt after the training
     fresh: frozenset[Key]  # units of work of this round
     units: frozenset[Key]  # and of those before that it carries
     dropped: frozenset[Key]
@@ -143,7 +146,7 @@ class World:
         self.stepped: dict[int, dict[int, Base]] = defaultdict(dict)  # round -> replica -> base
         self.ended: dict[int, str] = {}
         self.stood_in = 0  # times that somebody read for a silent dealer, or averaged for a silent owner
-        self.vain = Counter[int]()  # rebuilds for the sake of claims which were wrong, by replica
+        self.vain = Counter[int]()  # averages made again for the sake of false accusations, by replica
         self.contradicted = Counter[int]()  # rebuilds because of reduced shards, by replica
         self.awaited = set[int]()  # replicas whose averages somebody waited for in vain
 
@@ -195,22 +198,29 @@ class World:
         return self._states[round_]
 
     def scatters(self, state: State) -> bool:
-        few = self.scenario.replicas // 2 if "few" in self.rules else 1
-        return state.path == "scatter" and len(state.dealers) > max(1, few)
+        """Whether a round is by scatter-reduce: where half of the replicas or fewer may deal, it is a gather."""
+        return state.path == "scatter" and len(state.dealers) > max(1, self.scenario.replicas // 2)
 
-    def barred_by(self, round_: int, answered: Iterable[int]) -> tuple[int, ...]:
-        before, manifests = self.state(round_ - 1), self.manifests(round_)
-        if "barred" not in self.rules:
-            return ()
-        accusers = Counter(who for i in answered if i not in before.barred for who in manifests[i].accused if who != i)
-        needed = 2 if "two" in self.rules else 1
-        return tuple(sorted({*before.barred, *(who for who, by in accusers.items() if by >= needed)}))
+    def barred_by(self, round_: int, checks: Iterable[Key]) -> tuple[int, ...]:
+        """Who deals no more after a round, by what the check records say that its commit names."""
+        before = self.state(round_ - 1)
+        voters = set(before.roster) - set(before.barred)
+        said: dict[Word, dict[bool, set[int]]] = defaultdict(lambda: {True: set(), False: set()})
+        for key in checks:
+            for word, false in self.store[key][2]:
+                said[word][false] |= {key[2]} & voters
+        needed = len(voters) // 2 + 1 if "most" in self.rules else 1
+        barred = set(before.barred)
+        for word, by in said.items():
+            barred |= set(word[2]) if len(by[True]) >= needed else set()
+            barred |= by[True] if len(by[False]) >= needed and "denied" in self.rules else set()
+        return tuple(sorted(barred))
 
     def why_void(self, round_: int) -> str:
         """Why a commit counts for nobody, from the log and the records that it names; empty if it counts."""
         commit, before = self.store["commit", round_], self.state(round_ - 1)
-        if commit.barred != self.barred_by(round_, commit.answered):
-            return "other dealers are barred than follow from its manifests"
+        if commit.barred != self.barred_by(round_, commit.checks):
+            return "other dealers are barred than follow from its records"
         if not self.scatters(before) or commit.named == (commit.by,) or "borne" not in self.rules:
             return ""
         found = {

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from diloco_orchestrator.outer.base import Base
+
 VOCABULARY, WIDTH, LENGTH, BATCH = 29, 18, 8, 8  # no dimension is a multiple of 4, so that pieces are uneven
 _SAMPLE_S = 0.02  # between two measurements of a rank's memory
 HIDDEN = 20_011  # 741 k parameters: three shards of 1 MiB, the last one shorter
@@ -172,11 +174,21 @@ def _fault(ctx: Any, step: int) -> None:
             time.sleep(3600)
         case "return":
             sys.exit(0)
+        case "flip":
+            Path(fault["once"]).write_text(str(_flip_a_bit()))
         case "supervisor":
             os.kill(os.getppid(), signal.SIGKILL)
         case name:
             Path(fault["once"]).write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.Signals[name])
+
+
+def _flip_a_bit() -> int:
+    """Flip the lowest bit of the first number in this process's first shard of the base. Returns the shard's index."""
+    (base,) = (each for each in gc.get_objects() if type(each) is Base)
+    index, shard = base.own_shards(0)[0]
+    shard.parameters.view(torch.int32)[0] ^= 1
+    return int(index)
 
 
 # -- functions that are refused ---------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import EXIT_SUPERSEDED
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Commit, Contribution, Halt, Run
+from diloco_orchestrator.protocol.signatures import SignedBy
 from diloco_orchestrator.run_log.append import create_run, request_scale
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
@@ -90,10 +91,13 @@ class Batches:
 class Simulation:
     """One run. `run()` plays it and checks the invariants."""
 
+    make_bucket: type[Bucket] = Bucket
+    signed_by: SignedBy | None = None
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.time = VirtualTime()
-        self.bucket = Bucket(self.time, plan)
+        self.bucket = self.make_bucket(self.time, plan)
         self.digest = hashlib.sha256()  # of the trace
         self.events = 0
         self.config = self._config()
@@ -118,7 +122,7 @@ class Simulation:
         self._commits = 0
         self._tokens = 0
         stamp = Stamp("founder", lambda: 0.0)
-        run = Run(**stamp(), run_id="simulation", config=self.config, package_version="0")
+        run = Run(**stamp(), run_id="simulation", config=self.config, package_version="0", signed_by=self.signed_by)
         create_run(self.bucket, run, "simulate", stamp)
         for round_, data in plan.no_commits:
             self.bucket.create(keys.commit(round_), data)
@@ -494,8 +498,8 @@ def simulate_forged(seed: int) -> Simulation:
     return played(forged_plan_of(seed), f"make simulate FORGED=1 SEED={seed}")
 
 
-def played(plan: Plan, command: str) -> Simulation:
-    simulation = Simulation(plan)
+def played(plan: Plan, command: str, of: type[Simulation] = Simulation) -> Simulation:
+    simulation = of(plan)
     try:
         simulation.run()
     except (AssertionError, Killed) as error:

@@ -25,7 +25,7 @@ STAMP = Stamp("attacker", lambda: 0.0)
 def forge(simulation: "Simulation", what: str, replica_id: int) -> None:
     """Create the records of one forgery, as far as their keys are free. `what`: a name in `FORGERIES`."""
     for key, record in _MADE_BY[what](simulation, replica_id):
-        if simulation.bucket.create(key, record.to_bytes()):
+        if simulation.bucket.forge(key, record.to_bytes()):
             simulation.forged_keys.add(key)
 
 

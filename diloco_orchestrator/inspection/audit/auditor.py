@@ -71,12 +71,12 @@ class Auditor:
         limit_s: float | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self.store = store
         self._options = dict(storage_options or {})
         self._limit_s = limit_s
-        self._reader = ContributionReader(store)
         self._clock = clock or SystemClock()
         self._log = RunLog(store)
+        self.store = self._log.store
+        self._reader = ContributionReader(self.store)
         self._config = self._log.run.config
         if not trust_bucket:
             _check_trusted(self._log)

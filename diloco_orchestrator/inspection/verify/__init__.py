@@ -23,6 +23,7 @@ def verify(
     heldout_items: Sequence[Any] | None = None,
     tolerance: float = TOLERANCE,
     expect: str | None = None,
+    signed_by: str | None = None,
 ) -> Verification:
     """Derive the run in `url` again, oldest object first, up to the first that disagrees.
 
@@ -37,13 +38,15 @@ def verify(
             what the replicas logged.
         tolerance: by which a mean score may differ from the logged one, relative where that is above 1.
         expect: a head noted before (`RunStatus.head`, `RunResult.head`): a log that was cut or replaced disagrees.
+        signed_by: the public key of whoever launched the run, as `status` names it: a run that this key did not sign
+            disagrees.
         heldout_items: the held-out items; default: those given to `launch(heldout_items=...)`.
 
     Raises `NoSuchRun`, `RecordTooNew`, `StoreError` if the bucket cannot be read, and `ConfigError` for a scorer where
     nothing was scored, or for other items.
     """
     store = open_store(absolute_url(url), storage_options, retry=INTERACTIVE, must_exist=True)
-    done = verify_run(store, on_round, Head.parse(expect) if expect else None)
+    done = verify_run(store, on_round, Head.parse(expect) if expect else None, signed_by)
     if (load or build or score) and done.agrees:
         check_loading(store, done, build, score, heldout_items, tolerance)
     return done

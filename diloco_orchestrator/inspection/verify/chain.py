@@ -38,11 +38,15 @@ from diloco_orchestrator.store.base import Store
 
 
 def verify_run(
-    store: Store, on_round: Callable[[int], None] = lambda round_: None, expect: Head | None = None
+    store: Store,
+    on_round: Callable[[int], None] = lambda round_: None,
+    expect: Head | None = None,
+    signed_by: str | None = None,
 ) -> Verification:
     """Check all objects of a run, oldest first, up to the first that disagrees. `on_round` is called with every round.
 
-    `expect`: a head noted earlier; a log that does not reach it, or has another commit there, disagrees.
+    `expect`: a head noted earlier; a log that does not reach it, or has another commit there, disagrees. `signed_by`:
+    the public key that must have signed the run; None: the one that run.json names, if it names one.
 
     A disagreement is part of the result. Raises `NoSuchRun` if the folder holds no run, `RecordTooNew` if a newer
     version wrote a record, `StoreError` if the bucket cannot be read, and `SpoolFailed` if this machine lacks room.
@@ -50,6 +54,7 @@ def verify_run(
     done = Verification(store.url)
     try:
         log = optional(keys.RUN, lambda: RunLog(store, check_canonical, on_bad_segment=_disagrees))
+        _check_key(log, signed_by, done)
         verifier = _Verifier(log, done, on_round, expect)
     except Differs as difference:
         done.disagreement = difference.found
@@ -59,7 +64,16 @@ def verify_run(
     except Differs as difference:
         done.disagreement = difference.found
         verifier.salvage()
+    done.unsigned = log.unsigned()
     return done
+
+
+def _check_key(log: RunLog, expected: str | None, done: Verification) -> None:
+    """Raise `Differs` unless run.json names `expected` as the key that signs the run. None: whatever it names."""
+    done.signed_by = "" if log.run.signed_by is None else log.run.signed_by.key
+    if expected is not None and done.signed_by != expected:
+        found = done.signed_by or "no key: the run is not signed"
+        raise Differs(keys.RUN, f"names {found}; {expected} was asked for")
 
 
 def _disagrees(key: str, words: str) -> None:
@@ -127,7 +141,7 @@ class _Verifier:
         self._bases.named.legs = len(legs)
         self._bases.named.snapshot_files, self._bases.named.start = self._snapshots.named, self._start
         take_stock(self._store, self._bases.named, self._done)
-        if (stray := next((key for key in self._done.foreign if key.startswith(keys.SNAPSHOTS)), None)) is not None:
+        if (stray := next(filter(self._is_in_a_snapshot, self._done.foreign), None)) is not None:
             raise Differs(stray, "is no file of its snapshot: who loads the folder as it is gets it too")
         if self._underived:
             first, final = self._underived[0], self._underived[-1]
@@ -136,6 +150,16 @@ class _Verifier:
                 f"the averages of {len(self._underived)} rounds ({span}): their payloads were deleted by retention; "
                 "the next snapshots agree with the log"
             )
+
+    def _is_in_a_snapshot(self, key: str) -> bool:
+        """Whether a foreign object lies in the folder of a version of a snapshot.
+
+        In a signed run only a folder with a record is one: anybody may put files elsewhere, and nobody loads them.
+        """
+        found = keys.parse_snapshot_file(key)
+        if found is None:
+            return False
+        return not self._done.signed_by or keys.snapshot(found[0], "", found[1]) in self._snapshots.named
 
     def _check_code(self) -> None:
         """Raise `Differs` unless the code archive has the digest that run.json names."""

@@ -37,6 +37,8 @@ class Verification:
     missing: list[str] = field(default_factory=list)  # objects that others imply, and which: "key: why"
     foreign: list[str] = field(default_factory=list)  # keys that no writer of ours makes
     unreadable: list[str] = field(default_factory=list)  # records that count for nothing: "key: why"
+    signed_by: str = ""  # public key of a signed run, as run.json names it
+    unsigned: list[str] = field(default_factory=list)  # objects that do not exist for a signed run: "name: why"
     without_exit: list[str] = field(
         default_factory=list
     )  # claimed attempts that left no exit record, and what is known
@@ -62,6 +64,8 @@ class Verification:
             "foreign": self.foreign,
             "unreadable": self.unreadable,
             "without_exit": self.without_exit,
+            "signed_by": self.signed_by,
+            "unsigned": self.unsigned,
             "bases": sorted(self.bases),
             "disagreement": None if found is None else {"key": found.key, "words": found.words},
         }

@@ -1,0 +1,76 @@
+"""What signing costs a replica in a round: CPU time of its own writes and of reading the others' records.
+
+    python benchmarks/signing.py
+
+One process plays a round of one replica over memory: it writes payload, manifest and commit, lists the round and reads
+every other manifest and the commit, unsigned and signed. Prints milliseconds of CPU time for each number of replicas.
+"""
+
+import statistics
+import time
+
+from diloco_orchestrator.config import make_config
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.records import Run
+from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY
+from diloco_orchestrator.signing.keys import RunKey
+from diloco_orchestrator.signing.signed_store import SignedStore
+from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.memory import MemoryStore
+
+REPLICAS = (4, 8, 32)
+ROUNDS = 20
+FIELDS = b'"attempt":1,"replica_id":%d,"filler":"' + b"x" * 2000 + b'"}\n'  # a manifest of a small model has 2 KB
+
+
+def manifest(replica_id: int) -> bytes:
+    return b"{" + FIELDS % replica_id
+
+
+def cpu_s(stores: list[Store], round_: int) -> float:
+    """CPU seconds of replica 0 in a round; the others' objects are written before."""
+    for replica_id, store in enumerate(stores[1:], 1):
+        store.create(keys.payload(round_, replica_id, 1, 0), b"payload")
+        store.create(keys.contribution(round_, replica_id), manifest(replica_id))
+    began, ours = time.process_time(), stores[0]
+    ours.create(keys.payload(round_, 0, 1, 0), b"payload")
+    ours.create(keys.state(0, round_, 1), b"state")
+    ours.create(keys.contribution(round_, 0), manifest(0))
+    for info in list(ours.list(keys.contributions(round_))):
+        ours.get(info.key)
+    for replica_id in range(1, len(stores)):
+        ours.get(keys.payload(round_, replica_id, 1, 0))
+    ours.create(keys.commit(round_), b'{"by":"replica 0, attempt 1"}\n')
+    ours.get(keys.commit(round_))
+    return time.process_time() - began
+
+
+def stores_of(replicas: int, signed: bool) -> list[Store]:
+    key, stored = RunKey.generate(), MemoryStore()
+    run = Run(
+        write_id="w",
+        at=0.0,
+        run_id="r",
+        config=make_config({"entrypoint": "m:f", "replicas": replicas}),
+        package_version="0",
+        signed_by=key.signed_by if signed else None,
+    )
+    stored.create(keys.RUN, run.to_bytes())
+    sha256 = sha256_hex(run.to_bytes())
+    secrets = [key.attempt_secret(sha256, replica_id, 1) for replica_id in range(replicas)]
+    return [SignedStore(stored, {ENV_ATTEMPT_KEY: secret}) for secret in secrets]
+
+
+def main() -> None:
+    print("replicas | unsigned, ms | signed, ms | more, ms")
+    for replicas in REPLICAS:
+        plain, signed = (
+            1000 * statistics.median(cpu_s(stores, round_) for round_ in range(2, ROUNDS + 2))
+            for stores in (stores_of(replicas, False), stores_of(replicas, True))
+        )
+        print(f"{replicas:8} | {plain:12.2f} | {signed:10.2f} | {signed - plain:8.2f}")
+
+
+if __name__ == "__main__":
+    main()

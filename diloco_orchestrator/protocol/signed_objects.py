@@ -1,0 +1,84 @@
+"""Which objects of a signed run are signed, under which names they are stored, and which attempt may sign which.
+
+`protocol.signatures` has the formats.
+"""
+
+import re
+
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.allreduce_records import Reduced
+from diloco_orchestrator.protocol.kinds import Role, kind_at
+from diloco_orchestrator.protocol.record_format import By, parse_json
+from diloco_orchestrator.protocol.records import Snapshot
+from diloco_orchestrator.protocol.signatures import to_text
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+# Not named: run.json, which is found without a key; code, whose key is its digest; the files of snapshots, whose
+# folders other libraries read, and whose digests are in a record that is named; machines that join, and trial objects.
+_NAMED = (keys.LEGS, keys.STARTS, keys.REPLICAS, keys.ROUNDS, keys.LOG)
+_NAMED_ALONE = {keys.START, keys.KL_RECORD, keys.KL_REFERENCE, keys.RETENTION}
+_RECORD_OF_SNAPSHOT = re.compile(rf"{keys.SNAPSHOTS}[^/]+/{re.escape(keys.SNAPSHOT_RECORD)}(?:/.*)?", re.DOTALL)
+_NAME = re.compile(r"(.+)/([A-Za-z0-9_-]{86})", re.DOTALL)
+
+
+def is_named(key: str) -> bool:
+    """Whether a signed run stores the object with this key under a name that only holders of its keys can foretell.
+
+    True as well for any object below that key.
+    """
+    if key.startswith(keys.SNAPSHOTS):
+        return _RECORD_OF_SNAPSHOT.fullmatch(key) is not None
+    return key.startswith(_NAMED) or key.partition("/")[0] in _NAMED_ALONE
+
+
+def is_signed(key: str) -> bool:
+    """Whether the object with this key ends with its author's signature in a signed run.
+
+    True for records and segments. Bulk objects are pinned by digests in records, `log.txt` by nothing.
+    """
+    return is_named(key) and (kind_at(key) is not None or keys.parse_segment(key) is not None)
+
+
+def stored_name(key: str, signature: bytes) -> str:
+    """The name under which an object is stored. `signature`: by the name key, over `named_bytes`."""
+    return f"{key}/{to_text(signature)}"
+
+
+def parse_stored(name: str) -> tuple[str, str] | None:
+    """Key and signature of a stored object's name; None for another form. The signature is not checked."""
+    found = _NAME.fullmatch(name)
+    return None if found is None else (found[1], found[2])
+
+
+# -- who may write what -----------------------------------------------------------------------------------------------
+
+
+def why_not_by(who: tuple[int, int], key: str, body: bytes) -> str:
+    """Reason why an attempt's key does not speak for an object; empty if it may. `who`: (replica id, attempt).
+
+    The run's key may sign everything; an attempt's what `protocol.kinds` lets attempts write, and, where the key or the
+    record names its author, only in its own name. If the content cannot be parsed, only the key is checked.
+    """
+    kind = kind_at(key)
+    if kind is None:
+        return ""  # a segment: readers compare it with the commits
+    if Role.ATTEMPT not in kind.writers and kind.record is not Snapshot:
+        return f"attempts write no {kind.record.__name__}"
+    try:
+        found = parse_json(body)
+    except ValueError:
+        found = None
+    fields = found if isinstance(found, dict) else {}
+    # The fields of records that any replica may write. In a snapshot's the author is a number, in others text.
+    named = {"replica_id": fields.get("rank"), "by": fields.get("by")}
+    if kind.record is Snapshot:
+        named = {"replica_id": fields.get("by")}
+    if kind.by_itself:
+        named |= {"replica_id": fields.get("replica_id"), "attempt": fields.get("attempt")}
+    of_key = kind.named_in(key) if kind.by_itself or kind.record is Reduced else {}
+    ours = {"replica_id": who[0], "attempt": who[1], "by": str(By(who))}
+    for field, value in [*of_key.items(), *named.items()]:
+        if value is not None and value != ours[field]:
+            return f"its {field} is {str(value)[:40]!r}, and its key that of attempt {who[1]} of replica {who[0]}"
+    return ""

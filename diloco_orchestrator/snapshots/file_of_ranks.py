@@ -1,0 +1,87 @@
+"""`FileOfRanks`: a safetensors file of a snapshot, put together in one rank from the shards of a base in all of them.
+
+`snapshots.layout` has the files of a base in one process.
+"""
+
+import io
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from diloco_orchestrator.allreduce.owners import Owners, owner_of
+from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.snapshots.tensor_file import TensorSpec, file_pieces
+
+
+class _Rest:
+    """The tensors that are not of the base. Only rank 0 reads them: in the others `read` is never called."""
+
+    read: Callable[[str], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class FileOfRanks:
+    """The tensors of one file, each of which is a parameter or momentum of the base, or one that rank 0 has whole."""
+
+    base: Base
+    names: Mapping[str, str]  # in the base, by stored name
+    momenta: Collection[str]  # stored names of those that are momenta
+    rest: _Rest
+    specs: Mapping[str, TensorSpec] = field(default_factory=dict)  # of the tensors in the file
+
+    @classmethod
+    def of(
+        cls, base: Base, names: Mapping[str, str], momenta: Collection[str], read: Callable[[str], torch.Tensor]
+    ) -> "FileOfRanks":
+        """A file without tensors yet. `read`: gives rank 0 a tensor that is not in `names`, by its stored name."""
+        rest = base.owners.make(_Rest)
+        rest.read = read
+        return cls(base, names, momenta, rest)
+
+    def assembled(self, owners: Owners, writer: int) -> bytes | None:
+        """The file's bytes in the rank `writer`; elsewhere None. Every rank calls it at the same time."""
+        file = io.BytesIO()  # gives its bytes away without a copy
+        for piece in file_pieces(self.specs, lambda stored: self._parts(stored, owners, writer)):
+            if owners.rank == writer:
+                file.write(piece)
+        return file.getvalue() if owners.rank == writer else None
+
+    def _parts(self, stored: str, owners: Owners, writer: int) -> Iterator[torch.Tensor]:
+        """In the rank `writer`: the numbers of one tensor in order, in its dtype in the file; elsewhere nothing."""
+        spec = self.specs[stored]
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        if stored not in self.names:
+            read = partial(self._read_rest, stored)
+            yield from _moved(owners, 0, writer, torch.Size(spec.shape).numel(), dtype, read)
+            return
+        name = self.names[stored]
+        place = self.base.momentum_at(name) if stored in self.momenta else self.base.parameter_at(name)
+        assert place is not None, "momenta are stored of a base that has some"
+        (vector, first), fragment = place, next(i for i, names in enumerate(self.base.fragments) if name in names)
+        last = first + torch.Size(spec.shape).numel()
+        for index, (start, stop) in enumerate(self.base.layout.shards(fragment)):
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                holder = owner_of(fragment, index, owners.ranks)
+                yield from _moved(owners, holder, writer, high - low, dtype, partial(vector.read, low, high))
+
+    def _read_rest(self, stored: str) -> torch.Tensor:
+        return self.rest.read(stored).reshape(-1)
+
+
+def _moved(
+    owners: Owners, holder: int, writer: int, numel: int, dtype: torch.dtype, read: Callable[[], torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """In the rank `writer`: the `numel` numbers that `read` gives in the rank `holder`; elsewhere nothing."""
+    if owners.rank == holder:
+        values = read().to(dtype)
+        if holder == writer:
+            yield values
+        else:
+            owners.send(values.view(torch.uint8), writer)
+    elif owners.rank == writer:
+        values = torch.empty(numel, dtype=dtype, device="cpu")
+        owners.receive(values.view(torch.uint8), holder)
+        yield values

@@ -1,0 +1,100 @@
+"""sdist and wheel as `python -m build` makes them: what is in them, and the commit that `diloco --version` says."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow  # a sdist and two wheels are built
+
+ROOT = Path(__file__).parents[2]
+SAYS = "from diloco_orchestrator.cli.installed_version import installed_version as says; print(says())"
+BACKEND = "import setuptools.build_meta as build, sys; print(getattr(build, sys.argv[1])(sys.argv[2]))"
+
+
+@dataclass(frozen=True)
+class Built:
+    """A checkout with one commit, the sdist built in it, and the wheel built from the unpacked sdist."""
+
+    checkout: Path
+    sdist: Path
+    wheel: Path
+    commit: str
+
+
+def git(*words: str, cwd: Path) -> str:
+    own = ["-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "core.hooksPath=/dev/null"]
+    return subprocess.run(["git", *own, *words], cwd=cwd, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def built(what: str, tree: Path, folder: Path) -> Path:
+    """What setuptools, the build backend that pyproject.toml names, makes of a tree. `what`: a hook of PEP 517."""
+    done = subprocess.run([sys.executable, "-c", BACKEND, what, str(folder)], cwd=tree, capture_output=True, check=True)
+    return folder / done.stdout.decode().splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    folder = tmp_path_factory.mktemp("built")
+    tree = folder / "checkout"
+    for name in git("ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines():
+        if name.startswith(("diloco_orchestrator/", "executors/", "replica/")) or "/" not in name:
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tree / name, follow_symlinks=False)
+    git("init", "-q", cwd=tree)
+    git("add", "-A", cwd=tree)
+    git("commit", "-qm", "all", cwd=tree)
+    sdist = built("build_sdist", tree, folder)
+    with tarfile.open(sdist) as packed:
+        packed.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    shutil.rmtree(tree / "diloco_orchestrator.egg-info", ignore_errors=True)
+    return Built(tree, sdist, built("build_wheel", unpacked, folder), git("rev-parse", "HEAD", cwd=tree))
+
+
+def said(folder: Path) -> str:
+    """The version that an interpreter with our dependencies says of the package in `folder`."""
+    environ = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, "-P", "-c", SAYS]
+    return subprocess.run(command, cwd="/", env=environ, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_wheel_of_an_sdist_says_the_commit_wherever_it_is_installed(made, tmp_path):
+    git("init", "-q", cwd=tmp_path)  # a repository of its user
+    (tmp_path / "a.txt").write_text("a")
+    git("add", "-A", cwd=tmp_path)
+    git("commit", "-qm", "theirs", cwd=tmp_path)
+    zipfile.ZipFile(made.wheel).extractall(tmp_path / "site")
+    assert said(tmp_path / "site") == f"0.3.0 ({made.commit[:7]})"
+
+
+def test_a_checkout_says_its_commit_and_whether_files_differ(made):
+    assert said(made.checkout) == f"0.3.0 ({made.commit[:7]})"
+    assert not (made.checkout / "diloco_orchestrator/COMMIT").exists()  # builds leave none there
+    readme = made.checkout / "README.md"
+    before = readme.read_text()
+    readme.write_text(before + "more")
+    assert said(made.checkout) == f"0.3.0 ({made.commit[:7]}+changes)"
+    readme.write_text(before)
+
+
+def test_a_copy_of_the_files_says_the_version_alone(made, tmp_path):
+    git("init", "-q", cwd=tmp_path)  # of somebody else, a folder above
+    shutil.copytree(made.checkout, tmp_path / "copy", symlinks=True, ignore=shutil.ignore_patterns(".git"))
+    assert said(tmp_path / "copy") == "0.3.0"
+
+
+def test_the_wheel_of_an_sdist_holds_code_page_and_licences(made):
+    names = zipfile.ZipFile(made.wheel).namelist()
+    ours = set(git("ls-files", "diloco_orchestrator", cwd=ROOT).splitlines())
+    kept = {name for name in ours if "/html-page/" in name or name.endswith((".py", ".pyi", "py.typed"))}
+    assert not kept - set(names) and any("/html-page/curves.js" in name for name in kept)
+    licences = [name for name in names if "/licenses/" in name]
+    assert sorted(Path(name).name for name in licences) == ["LICENSE", "LICENSE-uPlot"]
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "docs/"))]

@@ -1,0 +1,141 @@
+"""What launcher, supervisor and commands do with the keys of a signed run."""
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+from cli_support import diloco_here
+
+from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.config import make_config
+from diloco_orchestrator.errors import ConfigError, Superseded
+from diloco_orchestrator.executors.local_process import LocalProcessExecutor
+from diloco_orchestrator.join.executor import JoinExecutor
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.launched import Launched
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Run
+from diloco_orchestrator.redaction import redact
+from diloco_orchestrator.replica.attempt.attempt import claim_attempt
+from diloco_orchestrator.run_log.append import create_run
+from diloco_orchestrator.run_log.attempts import AttemptRecords
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.run_store import keep_key, of_run
+from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, ENV_RUN_KEY, keep
+from diloco_orchestrator.signing.keys import RunKey
+from diloco_orchestrator.store.open_store import open_store
+from diloco_orchestrator.supervision.launch_request import LaunchRequests
+
+STAMP = Stamp("test", lambda: 0.0)
+RUN_KEY = RunKey(bytes(range(32)))
+
+
+def run_of(key: RunKey | None = RUN_KEY) -> Run:
+    config = make_config({"entrypoint": "m:f", "replicas": 2})
+    return Run(
+        **STAMP(), run_id="r", config=config, package_version="0", signed_by=None if key is None else key.signed_by
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A signed run that has begun, whose key is in this user's state folder."""
+    keep_key(RUN_KEY)
+    create_run(of_run(open_store(str(tmp_path / "run"))), run_of(), "launch", STAMP)
+    return tmp_path / "run"
+
+
+def requests(key: RunKey | None = RUN_KEY) -> LaunchRequests:
+    return LaunchRequests(run_of(key), Launched("a" * 64), "/somewhere", run_key=key)
+
+
+def test_each_attempt_gets_a_key_of_its_own_as_a_secret_and_no_attempt_gets_the_runs(tmp_path):
+    executor = LocalProcessExecutor(tmp_path)
+    secrets = [requests().request(*who, True).secrets for who in ((0, 1), (0, 2), (1, 1))]
+    assert len({each[ENV_ATTEMPT_KEY] for each in secrets}) == 3
+    assert requests().request(0, 1, True).secrets == secrets[0], "another coordinator launches it with the same key"
+    assert all(each[ENV_RUN_KEY] == "" for each in secrets), "it would inherit the launcher's"
+    shown = json.dumps(executor.plan(requests().request(0, 1, True)))
+    for private in (RUN_KEY.text(), *json.loads(secrets[0][ENV_ATTEMPT_KEY]).values()):
+        assert str(private) not in shown
+    assert ENV_ATTEMPT_KEY not in requests(None).request(0, 1, True).secrets
+
+
+def test_a_key_is_redacted_wherever_it_is_printed():
+    secret = requests().request(0, 1, True).secrets[ENV_ATTEMPT_KEY]
+    assert "diloco-key-" not in redact(f"keys: {secret} and {RUN_KEY.text()}", {})
+
+
+def test_machines_that_join_get_no_keys_so_that_a_signed_run_is_refused():
+    executor = JoinExecutor()
+    executor.use_store("/somewhere", {})
+    with pytest.raises(ConfigError, match="machines that join get no secrets"):
+        LaunchRequests(run_of().model_copy(update={"code_sha256": "a" * 64}), Launched("a" * 64), "/x", dry=True,
+                       run_key=RUN_KEY).check(executor)  # fmt: skip
+
+
+def test_a_runs_key_is_this_users_alone(tmp_path):
+    path = keep(RUN_KEY, {"XDG_STATE_HOME": str(tmp_path)})
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (path, path.parent)] == [0o600, 0o700]
+    path.parent.chmod(0o777)
+    with pytest.raises(ConfigError, match="only this user can write to"):
+        keep(RUN_KEY, {"XDG_STATE_HOME": str(tmp_path)})
+
+
+def test_a_replica_that_its_user_starts_signs_with_the_runs_key(folder, monkeypatch):
+    claim_attempt(open_store(str(folder)), 0, None, ManualClock(), STAMP)
+    assert AttemptRecords(RunLog(open_store(str(folder))).store).claims(0) == {1}
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder.parent / "elsewhere"))
+    with pytest.raises(ConfigError, match="needs the private key"):
+        claim_attempt(open_store(str(folder)), 1, None, ManualClock(), STAMP)
+
+
+def test_an_attempts_process_claims_its_own_attempt_only(folder):
+    log = RunLog(open_store(str(folder)))
+    claim_attempt(open_store(str(folder)), 0, None, ManualClock(), STAMP)
+    environ = {ENV_ATTEMPT_KEY: RUN_KEY.attempt_secret(log.run_sha256, 0, 1)}
+    with pytest.raises(Superseded):  # it reads the intent that the run's key signed, and the claim
+        claim_attempt(of_run(open_store(str(folder)), environ), 0, 1, ManualClock(), STAMP)
+
+
+@pytest.mark.parametrize("command", ["status", "verify", "key"])
+def test_commands_name_the_key(command, folder):
+    said = diloco_here(command, str(folder), cwd=folder.parent)
+    assert said.returncode == 0 and RUN_KEY.signed_by.key in said.stdout
+
+
+def test_verify_tells_a_run_by_another_key(folder):
+    for key, code in ((RUN_KEY.signed_by.key, 0), (RunKey(bytes(32)).signed_by.key, 4)):
+        said = diloco_here("verify", str(folder), "--signed-by", key, cwd=folder.parent)
+        assert said.returncode == code, said.stdout
+    unsigned = folder.parent / "unsigned"
+    create_run(open_store(str(unsigned)), run_of(None), "launch", STAMP)
+    said = diloco_here("verify", str(unsigned), "--signed-by", RUN_KEY.signed_by.key, cwd=folder.parent)
+    assert said.returncode == 4 and "the run is not signed" in said.stdout
+
+
+def test_verify_and_status_name_what_nobody_signed(folder):
+    junk = folder / keys.begin(2)
+    junk.parent.mkdir(parents=True)
+    junk.write_bytes(b"{}")
+    for command in ("status", "verify"):
+        assert keys.begin(2) in diloco_here(command, str(folder), cwd=folder.parent).stdout
+
+
+def test_without_the_key_nothing_is_written_and_the_key_is_named(folder):
+    here = diloco_here("key", "--export", str(folder), cwd=folder.parent)
+    assert here.stdout.strip() == RUN_KEY.text()
+    elsewhere = {"XDG_STATE_HOME": str(folder.parent / "elsewhere")}
+    before = sorted(folder.rglob("*"))
+    for command in (
+        ["halt", str(folder)],
+        ["key", "--export", str(folder)],
+        ["gc", "--payloads", "needed", str(folder)],
+    ):
+        said = diloco_here(*command, cwd=folder.parent, environ=elsewhere)
+        assert said.returncode == 2 and RUN_KEY.signed_by.key in said.stderr, command
+        assert "diloco key --export" in said.stderr
+    assert sorted(folder.rglob("*")) == before
+    said = diloco_here("halt", str(folder), cwd=folder.parent, environ={**elsewhere, ENV_RUN_KEY: RUN_KEY.text()})
+    assert said.returncode == 0 and RunLog(open_store(str(folder))).halt(1) is not None

@@ -1,0 +1,290 @@
+"""`SignedStore`: what the run's keys did not sign does not exist, blocks nothing and takes no name."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+from record_examples import EXAMPLES
+
+from diloco_orchestrator.config import make_config
+from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreError
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.kinds import KINDS, kind_of
+from diloco_orchestrator.protocol.record_format import By
+from diloco_orchestrator.protocol.records import Run
+from diloco_orchestrator.protocol.signatures import Certificate, Signature, named_bytes, signed_bytes, to_text
+from diloco_orchestrator.protocol.signed_objects import is_named, is_signed
+from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, ENV_RUN_KEY
+from diloco_orchestrator.signing.keys import RunKey, Signer
+from diloco_orchestrator.signing.signed_store import SignedStore
+from diloco_orchestrator.store.memory import MemoryStore
+
+KEY, OTHER_KEY = RunKey(bytes(32)), RunKey(bytes([1] * 32))
+MANIFEST = EXAMPLES["contribution"].model_copy(update={"replica_id": 1, "attempt": 1, "round": 7})
+WHERE = keys.contribution(7, 1)
+
+
+class Fleet:
+    """The folder of a signed run, and how its processes see it."""
+
+    def __init__(self, key: RunKey = KEY) -> None:
+        self.stored = MemoryStore("memory://signed")
+        config = make_config({"entrypoint": "m:f"})
+        run = Run(write_id="w", at=0.0, run_id="r", config=config, package_version="0", signed_by=key.signed_by)
+        self.stored.create(keys.RUN, run.to_bytes())
+        self.key, self.run_sha256 = key, sha256_hex(run.to_bytes())
+        self.coordinator = SignedStore(self.stored, {ENV_RUN_KEY: key.text()})
+        self.reader = SignedStore(self.stored, {})
+
+    def secret(self, replica_id: int, attempt: int = 1) -> str:
+        return self.key.attempt_secret(self.run_sha256, replica_id, attempt)
+
+    def replica(self, replica_id: int, attempt: int = 1) -> SignedStore:
+        return SignedStore(self.stored, {ENV_ATTEMPT_KEY: self.secret(replica_id, attempt)})
+
+    def signer(self, replica_id: int, attempt: int = 1) -> Signer:
+        return Signer.of_secret(self.secret(replica_id, attempt), self.key.signed_by, self.run_sha256)
+
+    def name(self, key: str) -> str:
+        """The name under which the object is stored, as who holds a key can foretell it."""
+        return f"{key}/{to_text(self.key.signer.name_key.sign(named_bytes(self.run_sha256, key)))}"
+
+    def sealed(self, signer: Signer, body: bytes, key: str = WHERE) -> bytes:
+        """`body` with a signature by any signer, whether it may write that or not."""
+        signature = to_text(signer.key.sign(signed_bytes(self.run_sha256, key, body)))
+        return body + Signature(certificate=signer.certificate, signature=signature).line()
+
+    def views(self) -> list[SignedStore]:
+        return [self.coordinator, self.replica(0), self.reader]
+
+
+def absent(store: SignedStore, key: str) -> bool:
+    listed = [info.key for info in store.list(key.rpartition("/")[0] + "/")]
+    try:
+        store.get(key)
+    except ObjectMissing:
+        return True
+    assert key in listed
+    return False
+
+
+def test_everybody_reads_what_was_written_and_only_the_last_line_is_new():
+    fleet = Fleet()
+    assert fleet.replica(1).create(WHERE, MANIFEST.to_bytes())
+    assert [view.get(WHERE) for view in fleet.views()] == 3 * [MANIFEST.to_bytes()]
+    assert all([info.key for info in view.list(keys.contributions(7))] == [WHERE] for view in fleet.views())
+    (name,) = (info.key for info in fleet.stored.list(keys.ROUNDS))
+    assert name == fleet.name(WHERE)
+    body, line = fleet.stored.get(name).splitlines(keepends=True)
+    assert body == MANIFEST.to_bytes()
+    assert json.loads(line)["certificate"]["replica_id"] == 1
+
+
+def test_records_are_signed_and_bulk_is_only_named():
+    for kind in KINDS:
+        (form, *_) = kind.forms
+        key = form(*("0" * 16 if name == "token" else "dl-x" if name == "job" else 2 for name in form.names))
+        outside = key == keys.RUN or key.startswith("join/")
+        assert is_named(key) is is_signed(key) is not outside
+    for key in (keys.payload(1, 0, 1, 0), keys.state(0, 1, 1), keys.reduced_shard(1, 0), keys.log_text(0, 1)):
+        assert is_named(key) and not is_signed(key)
+    for key in (keys.code("a" * 64), keys.snapshot(3, "model.safetensors"), f"{keys.PROBE}x"):
+        assert not is_named(key)
+
+
+# -- without a key ----------------------------------------------------------------------------------------------------
+
+# Name and content that somebody writes who holds no key, before the genuine object is there.
+OUTSIDE: dict[str, Callable[[Fleet], tuple[str, bytes]]] = {
+    "under the key itself": lambda fleet: (WHERE, MANIFEST.to_bytes()),
+    "under a guessed name": lambda fleet: (f"{WHERE}/{'A' * 86}", MANIFEST.to_bytes()),
+    "by a key of another run": lambda fleet: (
+        f"{WHERE}/{to_text(OTHER_KEY.signer.name_key.sign(named_bytes(fleet.run_sha256, WHERE)))}",
+        fleet.sealed(OTHER_KEY.signer, MANIFEST.to_bytes()),
+    ),
+    "under the name of another object": lambda fleet: (
+        f"{WHERE}/{fleet.name(keys.contribution(6, 1)).rpartition('/')[2]}",
+        MANIFEST.to_bytes(),
+    ),
+    "below the genuine name": lambda fleet: (f"{fleet.name(keys.commit(6))}/{'A' * 86}", b"x"),
+    "not a name": lambda fleet: (f"{WHERE}/x", b"x"),
+    "megabytes": lambda fleet: (f"{WHERE}/{'B' * 86}", b"x" * 20_000_000),
+}
+
+
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_what_somebody_without_a_key_writes_does_not_exist_and_blocks_nothing(what):
+    fleet = Fleet()
+    name, data = OUTSIDE[what](fleet)
+    assert fleet.stored.create(name, data)
+    assert all(absent(view, WHERE) for view in fleet.views())
+    assert fleet.replica(1).create(WHERE, MANIFEST.to_bytes())
+    assert [view.get(WHERE) for view in fleet.views()] == 3 * [MANIFEST.to_bytes()]
+    for view in fleet.views():
+        list(view.list(keys.ROUNDS))
+        assert list(view.debris()) == [name]
+
+
+def test_a_name_has_one_spelling():
+    """The last of 86 characters holds two bits: base64 of other spellings decodes to the same signature."""
+    fleet = Fleet()
+    name = fleet.name(WHERE)
+    aliases = {f"{name[:-1]}{last}" for last in "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"}
+    for alias in aliases - {name}:
+        fleet.stored.create(alias, b"x")
+    assert all(absent(view, WHERE) for view in fleet.views())
+
+
+def test_a_genuine_object_that_is_copied_elsewhere_does_not_exist_there():
+    fleet = Fleet()
+    fleet.replica(1).create(WHERE, MANIFEST.to_bytes())
+    genuine, later = fleet.stored.get(fleet.name(WHERE)), keys.contribution(8, 1)
+    fleet.stored.create(fleet.name(later), genuine)  # as who may overwrite objects can, or an insider
+    assert all(absent(view, later) for view in fleet.views())
+
+
+def test_many_stray_keys_are_passed_over():
+    fleet = Fleet()
+    for number in range(510):
+        fleet.stored.create(f"{keys.contributions(7)}{number}.json", b"x")
+        fleet.stored.create(f"{keys.contributions(7)}{number}.json/{'A' * 86}", b"x")
+    for view in fleet.views():
+        assert list(view.list(keys.contributions(7))) == []
+        assert len(view.debris()) == 1000
+
+
+# -- by who may overwrite, or holds one replica's key -----------------------------------------------------------------
+
+
+def changed(line: bytes, **fields: object) -> bytes:
+    body = json.loads(line)
+    body["certificate"] |= fields
+    return Signature(certificate=Certificate(**body["certificate"]), signature=body["signature"]).line()
+
+
+def genuine_line(fleet: Fleet) -> bytes:
+    return fleet.sealed(fleet.signer(1), MANIFEST.to_bytes())[len(MANIFEST.to_bytes()) :]
+
+
+# Content under the name of replica 1's manifest, and words of the reason for which it does not exist.
+INSIDE: dict[str, tuple[Callable[[Fleet], bytes], str]] = {
+    "no signature": (lambda fleet: MANIFEST.to_bytes(), "no signature"),
+    "an empty object": (lambda fleet: b"", "no signature"),
+    "a cut signature": (lambda fleet: fleet.sealed(fleet.signer(1), MANIFEST.to_bytes())[:-40], "no signature"),
+    "a changed record": (
+        lambda fleet: MANIFEST.model_copy(update={"write_id": "changed"}).to_bytes() + genuine_line(fleet),
+        "not by the key that it names",
+    ),
+    "another replica's certificate": (
+        lambda fleet: MANIFEST.to_bytes() + changed(genuine_line(fleet), replica_id=0),
+        "not by the run's key",
+    ),
+    "a key that nobody certified": (
+        lambda fleet: MANIFEST.to_bytes() + changed(genuine_line(fleet), key=OTHER_KEY.signed_by.key),
+        "not by the run's key",
+    ),
+    "the key of another run": (lambda fleet: fleet.sealed(OTHER_KEY.signer, MANIFEST.to_bytes()), "not by the key"),
+    "another replica in its own name": (
+        lambda fleet: fleet.sealed(fleet.signer(0), MANIFEST.model_copy(update={"replica_id": 0}).to_bytes()),
+        "its replica_id is '1'",
+    ),
+    "another replica in this one's name": (
+        lambda fleet: fleet.sealed(fleet.signer(0), MANIFEST.to_bytes()),
+        "its replica_id is '1'",
+    ),
+    "an attempt in the name of the next": (
+        lambda fleet: fleet.sealed(fleet.signer(1), MANIFEST.model_copy(update={"attempt": 2}).to_bytes()),
+        "its attempt is '2'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", INSIDE)
+def test_an_object_that_its_author_did_not_sign_does_not_exist_and_is_named(what):
+    fleet = Fleet()
+    forged, why = INSIDE[what]
+    fleet.stored.create(fleet.name(WHERE), forged(fleet))
+    for view in fleet.views():
+        with pytest.raises(ObjectMissing, match="does not exist"):
+            view.get(WHERE)
+        assert why in view.debris()[fleet.name(WHERE)]
+    with pytest.raises(StoreError, match="its name is taken by an object that was not signed"):
+        fleet.replica(1).create(WHERE, MANIFEST.to_bytes())
+
+
+@pytest.mark.parametrize(
+    "kind", ["halt", "scale", "begin", "intent", "handle", "cancel", "out", "retention"], ids=lambda kind: kind
+)
+def test_an_attempts_key_does_not_speak_for_launcher_or_coordinator(kind):
+    fleet, record = Fleet(), EXAMPLES[kind]
+    where = kind_of(record).key(record) or ""
+    fleet.stored.create(fleet.name(where), fleet.sealed(fleet.signer(1), record.to_bytes(), where))
+    assert all(absent(view, where) for view in fleet.views())
+    with pytest.raises(TypeError, match="attempts write no"):
+        fleet.replica(1).create(keys.halt(9) if kind == "halt" else where, record.to_bytes())
+
+
+@pytest.mark.parametrize("by", [By(None, "coordinator on host"), By((0, 1)), By((1, 2))], ids=str)
+def test_a_commit_is_by_whom_its_signature_names(by):
+    fleet, where = Fleet(), keys.commit(7)
+    body = EXAMPLES["commit"].model_copy(update={"by": by}).to_bytes()
+    fleet.stored.create(fleet.name(where), fleet.sealed(fleet.signer(1), body, where))
+    assert all(absent(view, where) for view in fleet.views())
+
+
+# -- keys -------------------------------------------------------------------------------------------------------------
+
+
+def test_who_has_no_key_reads_and_is_told_which_key_writes():
+    fleet = Fleet()
+    with pytest.raises(ConfigError, match=KEY.signed_by.key) as found:
+        fleet.reader.create(WHERE, MANIFEST.to_bytes())
+    assert ENV_RUN_KEY in str(found.value)
+
+
+def test_the_key_of_another_run_reads_and_does_not_write():
+    fleet = Fleet()
+    stranger = SignedStore(fleet.stored, {ENV_RUN_KEY: OTHER_KEY.text()})
+    fleet.replica(1).create(WHERE, MANIFEST.to_bytes())
+    assert stranger.get(WHERE) == MANIFEST.to_bytes()
+    with pytest.raises(ConfigError, match="needs the private key"):
+        stranger.create(keys.commit(7), b"{}\n")
+
+
+@pytest.mark.parametrize("text", ["diloco-key-AAAA", "AAAA", KEY.text()[:-1], KEY.text() + "A"])
+def test_a_run_key_that_was_cut_is_refused(text):
+    with pytest.raises(ConfigError, match="no key of a run"):
+        RunKey.parse(text)
+    assert RunKey.parse(KEY.text() + "\n") == KEY
+
+
+def test_an_attempts_key_that_was_cut_or_is_of_another_run_is_refused():
+    fleet, other = Fleet(), Fleet(OTHER_KEY)
+    for text, why in (
+        (fleet.secret(1)[:-3], "damaged"),
+        (fleet.secret(1).replace("diloco-key-", "diloco-key-A", 1), "damaged"),
+        (other.secret(1), "of another run"),
+        (KEY.attempt_secret("0" * 64, 1, 1), "of another run"),
+    ):
+        with pytest.raises(ConfigError, match=why) as found:
+            SignedStore(fleet.stored, {ENV_ATTEMPT_KEY: text}).get(WHERE)
+        assert "diloco-key-" not in str(found.value)
+
+
+def test_two_launchers_with_two_keys_do_not_see_each_others_records():
+    """One of them has created run.json. The other's key is not the run's."""
+    fleet = Fleet()
+    theirs = Fleet(OTHER_KEY)
+    theirs.coordinator.create(keys.begin(1), EXAMPLES["begin"].to_bytes())
+    for info in list(theirs.stored.list(keys.LEGS)):
+        fleet.stored.create(info.key, theirs.stored.get(info.key))
+    assert all(absent(view, keys.begin(1)) for view in fleet.views())
+
+
+def test_an_unsigned_run_is_stored_as_it_is():
+    stored = MemoryStore()
+    stored.create(keys.RUN, EXAMPLES["run"].to_bytes())
+    assert SignedStore(stored, {ENV_RUN_KEY: KEY.text()}).create(WHERE, MANIFEST.to_bytes())
+    assert stored.get(WHERE) == MANIFEST.to_bytes()
+    assert b"signed_by" not in EXAMPLES["run"].to_bytes()
