@@ -118,7 +118,7 @@ def plan_(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Show what `run` with the same options would launch and what it would cost. Launches nothing."""
+    """Show what `run` with these options would launch and cost. Launches nothing."""
     from diloco_orchestrator.cli.executor_options import number
     from diloco_orchestrator.launching.plan import plan_launch
 

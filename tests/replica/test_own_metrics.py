@@ -106,7 +106,7 @@ def test_a_metric_of_ones_own_is_in_manifests_rows_status_metrics_and_report(tmp
     assert [row["extra"] for row in json.loads(json.dumps(reader.status().to_json()))["rounds"]] == means
     assert [row["extra"] for row in attach(url, executor=LocalProcessExecutor()).metrics()] == means
     shown = page(Report.read(reader, NoBackground()))
-    (section,) = re.findall(r'<section id="metrics">.*?</section>', shown, re.DOTALL)
+    (section,) = re.findall(r'<section id="metrics"[^>]*>.*?</section>', shown, re.DOTALL)
     assert section.count("<svg") == 1 and ">hacks" in section
     (points,) = re.findall(r'<polyline[^>]*points="([^"]*)"', section)
     assert len(points.split()) == 3
