@@ -38,7 +38,7 @@ text = "not a command"
 
 
 def laid_out(tmp_path: Path, name: str, code: str, **entries: str) -> Path:
-    """A folder with a package of one module and these entry points, as pip lays it out: a second less than pip takes."""
+    """A folder with a package of one module and these entry points, as pip would lay it out."""
     folder, module = tmp_path / name, name.replace("-", "_")
     metadata = folder / f"{module}-1.0.dist-info"
     metadata.mkdir(parents=True)
