@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--store", required=True, help="the run's folder")
     parser.add_argument("--replica-id", type=int, required=True)
     parser.add_argument("--attempt", type=int, required=True)
-    parser.add_argument("--ranks", type=int, default=1, help="processes that train the replica's model together")
+    parser.add_argument("--ranks", type=int, help="processes that train the replica's model together; else the run's")
     Launched.add_options(parser)
     options = parser.parse_args()
     clock, environ = SystemClock(), process_environment()
@@ -41,10 +41,11 @@ def main() -> int:
         environ=environ,
         should_leave=notice,
         # The process above ranks trains nothing, and needs no torch.
-        load_libraries=lambda: load_training_libraries(environ) if options.ranks == 1 else None,
+        load_libraries=lambda: None if (options.ranks or 1) > 1 else load_training_libraries(environ),
         load_entrypoint=load_entrypoint,
         interrupt_if=notice.interrupt_if,
-        train_in_ranks=lambda attempt: RankProcesses(attempt, arguments, environ, clock, notice).run(),
+        ranks=options.ranks,
+        train_in_ranks=lambda attempt, ranks: RankProcesses(attempt, ranks, arguments, environ, clock, notice).run(),
     )
     # Read by providers that report no exit code, and for local processes whose parent has died; by the coordinator for
     # the error of an attempt that wrote no record.
