@@ -48,7 +48,7 @@ def joined_in_group(
             attempt = claimed()
             launched = Launched(attempt.log.run_sha256, settings_sha256(attempt.begin.settings))
             found = [(attempt.number, attempt.begin.leg, attempt.claim_sha256, launched)]
-        except Exception as error:
+        except Exception as error:  # of any kind: the other ranks wait for the result
             dist.broadcast_object_list([f"{type(error).__name__}: {error}"], 0)
             raise
     dist.broadcast_object_list(found, 0)
