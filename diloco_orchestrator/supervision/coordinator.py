@@ -175,7 +175,9 @@ class Coordinator:
     def _perform(self, action: fleet_policy.Action) -> None:
         """Perform an action other than a launch; launches are performed together."""
         match action:
-            case fleet_policy.Cancel(replica_id, attempt, why):
+            case fleet_policy.Cancel(replica_id, attempt, why, keeps_output):
+                if keeps_output:
+                    self._fleet.keep_output((replica_id, attempt))
                 self._fleet.cancel((replica_id, attempt), why)
             case fleet_policy.GiveUp(replica_id, attempt, why):
                 self._fleet.give_up((replica_id, attempt), why)

@@ -60,6 +60,7 @@ class Cancel:
     replica_id: int
     attempt: int
     why: str
+    keeps_output: bool = False  # whether its output is written to its log.txt before, because it cannot do that itself
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ def _for_replica(
             return _after_end(replica, replica.state, now, retry)
         case _:
             hung = hung_reason(replica.state, now, policy, watched_since)
-            return Cancel(*replica.who, hung) if hung else None
+            return Cancel(*replica.who, hung, keeps_output=True) if hung else None
 
 
 # -- attempts that are alive ------------------------------------------------------------------------------------------
