@@ -161,6 +161,7 @@ class LaunchPlan:
     url: str
     replicas: int
     most_replicas: int  # ids of replicas: to so many the run can be scaled, and over so many its data is dealt
+    deal: str  # "open": data is dealt over the replicas that train instead
     code: str  # what travels; empty where nothing has to
     requests: Mapping[str, Mapping[str, Any]]  # of each executor's first replica as its provider gets it, redacted
     hourly_usd: float | None  # of all replicas together; None where the price of one is not known
@@ -221,7 +222,9 @@ class LaunchPlan:
         price = f", ${(self.hourly_usd or 0.0) / self.replicas:.2f} an hour for each" if known else ""
         return [
             f"scaling:   up to {self.most_replicas} replicas by `diloco scale`{price}",
-            f"data:      dealt over {self.most_replicas}: while {self.replicas} train, nobody reads the others' parts",
+            "data:      dealt round by round over the replicas that train, of each pass all of it"
+            if self.deal == "open"
+            else f"data:      dealt over {self.most_replicas}: while {self.replicas} train, nobody reads the others' parts",
         ]
 
     def _requests_at_hugging_face(self) -> list[str]:
@@ -330,6 +333,7 @@ def plan_launch(
         url=prepared.url,
         replicas=config.replicas,
         most_replicas=config.most_replicas,
+        deal=config.deal,
         code="" if archive is None else archive.words(),
         requests=_sent(prepared.executor, prepared.requests),
         hourly_usd=sum(price.hourly_usd for price in known) if len(known) == len(prepared.prices) else None,
