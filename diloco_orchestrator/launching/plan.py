@@ -219,12 +219,13 @@ class LaunchPlan:
         if self.most_replicas == self.replicas:
             return []
         known = self.hourly_usd is not None and not self.places
+        data = f"dealt over {self.most_replicas}: while {self.replicas} train, nobody reads the others' parts"
+        if self.deal == "open":
+            data = "dealt round by round over the replicas that train, of each pass all of it"
         price = f", ${(self.hourly_usd or 0.0) / self.replicas:.2f} an hour for each" if known else ""
         return [
             f"scaling:   up to {self.most_replicas} replicas by `diloco scale`{price}",
-            "data:      dealt round by round over the replicas that train, of each pass all of it"
-            if self.deal == "open"
-            else f"data:      dealt over {self.most_replicas}: while {self.replicas} train, nobody reads the others' parts",
+            f"data:      {data}",
         ]
 
     def _requests_at_hugging_face(self) -> list[str]:

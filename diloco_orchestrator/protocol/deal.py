@@ -22,7 +22,7 @@ class OpenDeal:
     commit has applied work that was trained on it. In a round the replicas that it waits for (its roster) are dealt, in
     the order of their ids, the next `round_steps` lowest numbers each that are neither read nor dealt; others, which
     may start meanwhile, are dealt numbers from the end of a pass. What a replica was dealt and did not train on is
-    dealt again: at once where a commit names its contribution, otherwise four commits later, for its work may come late.
+    dealt again: at once where a commit names its contribution, otherwise four commits later, as its work may come late.
 
     Args:
         size: batches of the data set.
@@ -53,7 +53,7 @@ class OpenDeal:
                 self._read = _merged([*self._read, *self._dealt.pop(who, ())])
             for origin in answer.origins if answer.averaged and commit.applied else ():
                 done = origin.round, answer.replica_id
-                trained = _first(self._dealt.pop(done, None) or self._lapsed.pop(done, []), origin.steps)
+                trained = _first(self._dealt.pop(done, []) or self._lapsed.pop(done, []), origin.steps)
                 self._read = _merged([*self._read, *trained])
         for who in [who for who in self._dealt if who[0] <= commit.round - _AWAITED]:
             self._lapsed[who] = self._dealt.pop(who)

@@ -73,12 +73,12 @@ def train(ctx: ReplicaContext) -> None:
 
 
 def train_dealt(ctx: ReplicaContext) -> None:
-    """On 1000 batches for all replicas together. A file in `args["folder"]` has round, step and batch of each step."""
+    """On a million batches for all replicas together. A file in `args["folder"]` has round, step and batch of each step."""
     model, pause_s = mlp(), float(ctx.args.get("pause_s", 0))  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     path = Path(str(ctx.args["folder"])) / f"took-{ctx.replica_id}-{ctx._attempt.number}"
     with attach(ctx, model, optimizer) as replica, path.open("a") as took:
-        for number in replica.batches(range(1000)):
+        for number in replica.batches(range(10**6)):
             took.write(f"{replica.round} {replica.step_count} {number}\n"), took.flush()
             replica.observe(loss=inner_step(model, optimizer, batch_of(number)), tokens=8)
             time.sleep(pause_s)
