@@ -255,8 +255,8 @@ class RunConfig(Tree):
     deal: Literal["ids", "open"] = Field(
         default="ids",
         description="how `replica.batches(data)` is dealt: the training function gives each id its part; or "
-        '"open": it gives all of a finite data set, which is dealt round by round over the replicas that train, so that '
-        "a pass reads all of it while ids are vacant",
+        '"open": it gives all of a finite data set, which is dealt round by round over the replicas that train, so '
+        "that a pass reads all of it while ids are vacant",
     )
     ranks_per_replica: int | list[int] = Field(
         default=1,

@@ -73,7 +73,7 @@ def train(ctx: ReplicaContext) -> None:
 
 
 def train_dealt(ctx: ReplicaContext) -> None:
-    """On a million batches for all replicas together. A file in `args["folder"]` has round, step and batch of each step."""
+    """One data set for all replicas. A file in `args["folder"]` has round, step and batch of each inner step."""
     model, pause_s = mlp(), float(ctx.args.get("pause_s", 0))  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     path = Path(str(ctx.args["folder"])) / f"took-{ctx.replica_id}-{ctx._attempt.number}"
