@@ -351,8 +351,8 @@ class RunConfig(Tree):
     max_cost_usd: float | None = Field(
         default=None,
         gt=0,
-        description="known machine costs of a leg in US dollars after which the run is halted; it can be resumed. "
-        "Requests, traffic and storage are not counted",
+        description="known machine costs of a leg in US dollars: the run is halted where they do not pay for another "
+        "round; it can be resumed. Requests, traffic and storage are not counted",
     )
     strict: bool = Field(default=True, description="run.wait() raises CollapseStopError when the guard fires")
     on_halt: OnHaltConfig | None = Field(

@@ -202,7 +202,7 @@ class LaunchPlan:
         """
         if self.max_cost_usd is None or not self.hourly_usd:
             return None
-        return math.ceil(round(self.max_cost_usd / (self.hourly_usd * self.round_s / 3600), 6))
+        return max(1, math.floor(round(self.max_cost_usd / (self.hourly_usd * self.round_s / 3600), 6)))
 
     def _cost_limit(self) -> str:
         limit, halts_after = f"${self.max_cost_usd:g}", self.rounds_within_cost

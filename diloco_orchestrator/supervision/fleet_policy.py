@@ -43,6 +43,7 @@ class FleetView:
     halt: str = ""  # reason of a halt request; only needed while a replica cannot take part
     watched_since: float = -math.inf  # since when the coordinator has read records without a long break
     wanted: int | None = None  # replicas to train with; None: all
+    elsewhere: Collection[int] = ()  # whose place failed them, and whom another one may give a machine
     offered: Collection[int] = ()  # ids opened beyond these: their launch is an offer that costs nothing until taken
 
 
@@ -102,6 +103,8 @@ def decide(view: FleetView, now: float, policy: AttemptPolicy, retry: RetryConfi
                 actions.append(vacate)
             continue
         action = _for_replica(replica, now, policy, retry, view.watched_since)
+        if isinstance(action, GiveUp) and isinstance(replica.state, Ended) and replica.replica_id in view.elsewhere:
+            action = Launch(replica.replica_id, replica.attempt + 1, named(replica.attempt, replica.state))
         if isinstance(action, GiveUp):
             lost[replica.replica_id] = action.why
             action = _asked_seldom(replica, action, now)

@@ -45,7 +45,7 @@ class DealtBatches:
         return self._data[self._of(round_).of(self._attempt.replica_id).index(inner_step)]
 
     def position(self) -> dict[str, Any]:
-        """What a manifest says of the data: the number of batches of the data set, as JSON."""
+        """The entry of a manifest about the data, as JSON: the number of batches of the data set."""
         return {DEAL: {"batches": self._size}}
 
     def check_same(self, replica_id: int, theirs: Any) -> None:
