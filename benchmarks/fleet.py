@@ -369,7 +369,7 @@ def play(name: str, seed: int, days: float) -> Sample:
         "highest": ours.highest_usd / market.usd_per_hour,
         "fixed_prices": market.fixed_prices,
         "over_usd": bounded.usd - budget,
-        "a_round_usd": market.usd_per_hour * ROUND_S / 3600,
+        "a_minute_usd": bounded.highest_usd / 60,
         "launches": ours.launches,
         "idle": ours.idle_usd / ours.usd if ours.usd else 0.0,
     }
@@ -402,7 +402,7 @@ def table(samples: Sequence[Sample]) -> str:
                 f"{max(each['moves_an_hour'] for each in of):.2f}",
                 f"{max(each['highest'] for each in of):.2f}, {max(each['above_s'] for each in of) / 60:.0f} min",
                 f"{100 * _mean(of, 'idle'):.0f} %",
-                f"{max(each['over_usd'] / each['a_round_usd'] for each in of):.2f}",
+                f"{max(each['over_usd'] / each['a_minute_usd'] for each in of):.1f}",
             ]
         )
     columns = [
@@ -415,7 +415,7 @@ def table(samples: Sequence[Sample]) -> str:
         "moves an hour, most",
         "highest rate of `usd_per_hour`, for how long above",
         "of the dollars for machines that start or leave",
-        "over `max_cost_usd`, rounds",
+        "over `max_cost_usd`, minutes of all machines",
     ]
     return markdown(columns, rows)
 

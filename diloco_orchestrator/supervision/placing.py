@@ -242,7 +242,7 @@ def _needless(view: PlacesView, now: float, limits: Limits) -> Decision:
     if not known:
         return Wait("")
     dearest = view.dearest(known)
-    if LESS * LESS * view.usd_per_token(dearest) <= max(_cheapest(view, now), LESS * _mean(view, without=dearest)):
+    if LESS * LESS * view.usd_per_token(dearest) <= _worth(view, now, LESS * _mean(view, without=dearest)):
         return Wait("")
     why = f"{view.by_name[dearest.place].words()} costs too much for more than {limits.least} replicas"
     return Vacate(dearest.replica_id, why)
@@ -309,7 +309,7 @@ def _missing(view: PlacesView, now: float, limits: Limits) -> Decision:
     if view.heading in {each.name for each in usable}:
         usable = [view.by_name[view.heading]]
     elif not missing:
-        worth = max(_cheapest(view, now), LESS * LESS * _mean(view))
+        worth = _worth(view, now, LESS * LESS * _mean(view))
         usable = [each for each in usable if LESS * each.usd_per_token <= worth]
     # What the others of `least` will cost at the least is kept for them.
     kept_usd = max(0, missing - 1) * min(map(_hourly_usd, priced), default=0.0)
@@ -354,16 +354,22 @@ def _offer(view: PlacesView, now: float, limits: Limits) -> Decision:
     return Open(free.replica_id, offering.name, "for a machine that joins")
 
 
-def _cheapest(view: PlacesView, now: float) -> float:
-    """US dollars per token at the cheapest place that has machines, or may be expected to have some again."""
+def _worth(view: PlacesView, now: float, mean: float) -> float:
+    """US dollars per token with which places are compared before machines beyond `least` are opened or ended.
+
+    Those of the cheapest place that may be expected to have machines; where that one has none now, those of the
+    cheapest that has, but at most `mean`.
+    """
     used = {each.place for each in view.counted if each.trains}
-    found = math.inf
+    expected = here = math.inf
     for each in view.places:
+        there = each.refused_since is None or each.name in used
         memory_s = _MISSED_S if each.known_by == "measured" else _NEVER_SEEN_S
-        expected = each.refused_since is None or each.name in used or now - each.refused_since < memory_s
-        if expected and not each.offers:
-            found = min(found, each.usd_per_token)
-    return found
+        if not each.offers and (there or now - (each.refused_since or 0.0) < memory_s):
+            expected = min(expected, each.usd_per_token)
+        if not each.offers and there:
+            here = min(here, each.usd_per_token)
+    return max(expected, min(here, mean))
 
 
 def _mean(view: PlacesView, without: SeatView | None = None) -> float:
