@@ -1,4 +1,4 @@
-"""A fake-gcs-server, by obstore and by gcsfs: unusual letters, a missing bucket, a whole run. `test_contract` has more."""
+"""A fake-gcs-server, by obstore and gcsfs: unusual letters, a missing bucket, a run. The contract: `test_contract`."""
 
 from pathlib import Path
 from uuid import uuid4

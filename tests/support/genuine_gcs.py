@@ -1,4 +1,4 @@
-"""A fake-gcs-server on this machine: a GCS server of other authors, in memory, which checks conditions and no credentials.
+"""A fake-gcs-server on this machine, a GCS server of other authors. It checks conditions and no credentials.
 
 Needs `make gcs`, which installs it and gcsfs into an environment of their own (FAKE_GCS). gcsfs speaks GCS's JSON API,
 which the server has whole. obstore speaks the XML API, of which the server lacks two things; a front adds them and

@@ -1,9 +1,10 @@
-"""Training loops as people write them, over tiny models: optimizers of all kinds, complex layers, a GAN, streams, bf16."""
+"""Training loops as people write them, over tiny models: many optimizers, complex layers, a GAN, streams, bf16."""
 
 import os
 import random
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ def train(ctx: ReplicaContext) -> None:
             if isinstance(model, Gan):
                 loss = gan_step(model, x, *optimizers)
             elif kind == "lbfgs":
-                loss = optimizers[0].step(lambda x=x, y=y: closure(model, x, y, optimizers[0]))  # type: ignore[arg-type,misc]
+                loss = optimizers[0].step(partial(closure, model, x, y, optimizers[0]))  # type: ignore[arg-type]
             else:
                 loss = torch.nn.functional.mse_loss(called(x), y) / micro
                 loss.backward()

@@ -267,8 +267,16 @@ def streamed(folder: Path | str, **changes: Any) -> Trainer:
 
 
 MAKERS: dict[str, Any] = {
-    **{"trainer": plain, "sft": sft, "dpo": dpo, "grpo": grpo, "kto": kto, "orpo": orpo, "gkd": gkd},
-    **{"online_dpo": online_dpo, "whisper": whisper, "streamed": streamed},
+    "trainer": plain,
+    "sft": sft,
+    "dpo": dpo,
+    "grpo": grpo,
+    "kto": kto,
+    "orpo": orpo,
+    "gkd": gkd,
+    "online_dpo": online_dpo,
+    "whisper": whisper,
+    "streamed": streamed,
 }
 
 
