@@ -31,9 +31,9 @@ ONLY_THESE = files=$$({ find tests -name 'test_*.py' -ipath '*$(ONLY)*'; grep -r
 test-all: lint .venv/trainers .venv/docs
 	$(BIN)/pytest -n auto --dist worksteal
 
-# The trainers of others, which only slow tests need: 25 s to install.
+# The trainers of others and a notebook's kernel, which only slow tests need: 25 s to install.
 .venv/trainers: .venv/installed
-	$(PIP) install --no-compile -c constraints.txt -e '.[$(EXTRAS),trl,lightning]'
+	$(PIP) install --no-compile -c constraints.txt -e '.[$(EXTRAS),trl,lightning,notebook]'
 	touch $@
 
 # A genuine Slurm for the slow tests of SlurmExecutor, which are skipped without; on Debian and Ubuntu, as root.
