@@ -107,7 +107,9 @@ class NotebookPanel:
 
     def update(self, status: RunStatus) -> None:
         options = {"width": _NOTEBOOK_COLUMNS, "color_system": "standard", "force_jupyter": False}
-        console = Console(file=io.StringIO(), record=True, **options)  # a console in Jupyter prints into the cell itself
+        console = Console(
+            file=io.StringIO(), record=True, **options
+        )  # a console in Jupyter prints into the cell itself
         console.print(fitted(status, console, _NOTEBOOK_LINES))
         html = console.export_html(inline_styles=True, code_format=_IN_A_CELL, clear=False)
         if html != self._drawn:

@@ -8,6 +8,7 @@ nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 
+
 @pytest.mark.slow
 def test_a_cell_shows_the_run_while_it_goes_on_and_keeps_its_last_state(tmp_path: Path):
     """Updates of the one output come as messages of the kernel; nbclient keeps the newest of them."""
