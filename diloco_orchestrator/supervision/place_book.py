@@ -90,6 +90,7 @@ class PlaceBook:
     ) -> None:
         self._places = places
         self.limits = limits_of(config, places.usd_per_hour)
+        self._ranks = config.ranks_of(0)
         self._seen = {name: _Seen() for name in places.places}
         self._prices: Mapping[str, Price | None] = {}
         self._prices_at = -math.inf
@@ -178,7 +179,7 @@ class PlaceBook:
 
     def _place_views(self, now: float) -> list[placing.PlaceView]:
         if now - self._prices_at >= _PRICES_S:
-            self._prices, self._prices_at = prices_of(self._places), now
+            self._prices, self._prices_at = prices_of(self._places, self._ranks), now
         return place_views(self._places, self._prices, self._speeds.measured(), self._seen)
 
 
@@ -218,7 +219,9 @@ def place_views(
 def first_launches(places: Places, config: RunConfig) -> list[placing.Open]:
     """The decisions of a coordinator at the start of a new run, at today's prices. Launches nothing."""
     seats = [placing.SeatView(replica_id, free=True) for replica_id in range(config.most_replicas)]
-    view = placing.PlacesView(place_views(places, prices_of(places), {}), seats, left_usd=config.max_cost_usd)
+    view = placing.PlacesView(
+        place_views(places, prices_of(places, config.ranks_of(0)), {}), seats, left_usd=config.max_cost_usd
+    )
     limits, found = limits_of(config, places.usd_per_hour), list[placing.Open]()
     while isinstance(decision := placing.place(view, 0.0, limits), placing.Open):
         found.append(decision)

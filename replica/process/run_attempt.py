@@ -285,7 +285,15 @@ def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint, interrupt
     rng.seed_all(attempt.config.seed)  # the same on all replicas, so that they build the same model
     context = ReplicaContext(attempt, ranks)
     interrupt_if(lambda: context.session is not None and context.session.is_unheard)
-    function(context)
+    try:
+        function(context)
+    except ValueError as error:
+        if "another FSDP group" not in str(error):
+            raise
+        raise ConfigError(
+            f"{error}\nTied weights, such as an embedding and its head, belong into one group: "
+            "fully_shard([model.embedding, model.head])."
+        ) from error
     session = context.session
     if session is not None and session.preempted:
         return Ending(EXIT_PREEMPTED, "preempted")
