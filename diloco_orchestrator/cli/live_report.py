@@ -14,7 +14,7 @@ from diloco_orchestrator.inspection.status import RunReader, RunStatus
 from diloco_orchestrator.run_log.seen_store import SeenStore
 from diloco_orchestrator.store.base import Store
 
-_POLL_S = 1.0  # between two looks at the run; most of them cost no request
+_POLL_S = 1.0  # between two polls of the run; most of them cost no request
 _REFRESH_S = 5, 60  # a browser asks again after a round's length, within these bounds
 _HERE = "127.0.0.1"
 
@@ -22,7 +22,7 @@ _HERE = "127.0.0.1"
 class PageServer:
     """The newest page about a run at `url`, for browsers of this machine only.
 
-    A browser is told when to ask again, as long as the run goes on; the page itself is the one that the file holds.
+    While the run goes on, a header asks the browser to load it again; the page itself is the one that the file holds.
     Requests that call this machine by another name are refused: otherwise a web site that the user visits could read
     the page, by a name of its own that it points to this machine.
     """
