@@ -7,20 +7,32 @@ torch. `allreduce.scatter_reduce` averages what is dealt.
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.codecs.table import LARGEST_GROUP, get_codec
 from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.protocol.records import Start
 
 log = logging.getLogger(__name__)
 
-REDUCED_CODEC = "fp32"  # of reduced shards: the bits of the mean, whatever the payloads are encoded in
+EXACT = "fp32"  # codec that changes no bit
 _SHARDS_A_RANK = 4  # so that a drawn shard is a small part of all, and the last one hardly shorter
 _FEWEST_DEALERS = 3  # of two, each would read all payloads
 AT_ONCE = 4  # reduced shards that are read at the same time
 
 # The link for which `path="auto"` chooses. All ranks must choose alike, so none goes by what it has measured.
 _ROUND_TRIP_S, _BYTES_PER_S = 0.05, 12.5e6  # 100 Mb/s
+
+
+def average_codec_of(codec: str) -> str | None:
+    """Codec through which an average by scatter-reduce passes; None for payloads in fp32: it stays as it is.
+
+    It is that of the payloads, or the one for fine parameters if theirs needs error feedback: what encoding loses of an
+    average nobody keeps.
+    """
+    found = get_codec(codec).fine or codec
+    return None if found == EXACT else found
 
 
 def shard_numel_for(numel: int, world_size: int, most: int) -> int:
@@ -68,7 +80,7 @@ def bytes_down(lengths: Sequence[int], codec: str, world_size: int) -> tuple[int
     `lengths`: elements of each shard. For scatter-reduce while nobody fails, if all shards have the first one's length.
     """
     sizes = [get_codec(codec).encoded_size(length) for length in lengths]
-    reduced = [get_codec(REDUCED_CODEC).encoded_size(length) for length in lengths]
+    reduced = [reduced_size(length, average_codec_of(codec)) for length in lengths]
     gathered, scattered = world_size * (world_size - 1) * sum(sizes), 0
     for rank in range(world_size):
         own = [index for index in range(len(lengths)) if rank in dealers(0, index, world_size)]
@@ -78,7 +90,12 @@ def bytes_down(lengths: Sequence[int], codec: str, world_size: int) -> tuple[int
     return gathered, scattered
 
 
-def bytes_down_of_round(payload_bytes: float, lengths: Sequence[int], replicas: int) -> int:
+def reduced_size(numel: int, codec: str | None) -> int:
+    """Bytes of the reduced shard of `numel` elements. `codec`: that of averages, None for fp32 as it is."""
+    return get_codec(codec or EXACT).encoded_size(numel)
+
+
+def bytes_down_of_round(payload_bytes: float, lengths: Sequence[int], codec: str | None, replicas: int) -> int:
     """Bytes of payloads and reduced shards that all replicas together read in a round by scatter-reduce of a run.
 
     While nobody fails or is late, on average over what they draw. A run reads more than `bytes_down`, because a third
@@ -87,8 +104,9 @@ def bytes_down_of_round(payload_bytes: float, lengths: Sequence[int], replicas: 
     Args:
         payload_bytes: of all payloads of the round.
         lengths: elements of each shard.
+        codec: of the averages, None for fp32 as it is.
     """
-    shards, averages = len(lengths), sum(get_codec(REDUCED_CODEC).encoded_size(length) for length in lengths)
+    shards, averages = len(lengths), sum(reduced_size(length, codec) for length in lengths)
     not_dealt = shards * (1 - 2 / replicas)  # shards that a replica is no dealer of
     drawn = min(1.0, not_dealt)
     drawn_bytes = drawn * (replicas - 1 - 2 / (replicas - 2)) * payload_bytes / shards
@@ -123,16 +141,27 @@ def chooses_scatter(path: str, numel: int, codec: str, world_size: int, most: in
     return scatter_s < gather_s
 
 
-def scatters(config: RunConfig, fragments: Iterable[int]) -> bool:
-    """Whether the rounds of a run are by scatter-reduce. `fragments`: elements of each fragment that rounds average."""
+def path_of(config: RunConfig, fragments: Iterable[int]) -> Literal["gather", "scatter_reduce"]:
+    """The path of a run that begins now. `fragments`: elements of each fragment that rounds average."""
     if config.path == "auto" and config.adapters == "exact":
-        return False  # steps of products need every payload
+        return "gather"  # steps of products need every payload
     numel = max(fragments, default=0)
-    return chooses_scatter(config.path, numel, config.codec, config.replicas, config.shard_numel)
+    takes = chooses_scatter(config.path, numel, config.codec, config.replicas, config.shard_numel)
+    return "scatter_reduce" if takes else "gather"
 
 
-def shard_numel_of(config: RunConfig, fragments: Sequence[int]) -> int:
-    """Elements in a shard of a run's base and payloads. `fragments`: as of `scatters`."""
-    if not scatters(config, fragments):
+def scatters(config: RunConfig, start: Start) -> bool:
+    """Whether the rounds of a run are by scatter-reduce. What "auto" takes is fixed by the start record.
+
+    Without it in an earlier version's record: the shards of a gather have the length of the setting.
+    """
+    if config.path == "auto":
+        return start.path == "scatter_reduce" if start.path else start.shard_numel < config.shard_numel
+    return config.path == "scatter_reduce" and config.replicas >= _FEWEST_DEALERS
+
+
+def shard_numel_of(config: RunConfig, path: str, fragments: Sequence[int]) -> int:
+    """Elements in a shard of a run's base and payloads. `path`, `fragments`: as of `path_of`."""
+    if path == "gather":
         return config.shard_numel
     return shard_numel_for(max(fragments), config.replicas, config.shard_numel)

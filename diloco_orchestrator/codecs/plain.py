@@ -38,8 +38,10 @@ def little_endian(body: "torch.Tensor", dtype: "torch.dtype") -> "torch.Tensor":
     return body.view(dtype)
 
 
-def pack_fp32(values: "torch.Tensor") -> memoryview:
-    return values.numpy().astype("<f4", copy=False).view("u1").data
+def pack_fp32(values: "torch.Tensor") -> "torch.Tensor":
+    import torch
+
+    return little_endian(values.view(torch.uint8), torch.float32).view(torch.uint8)
 
 
 def unpack_fp32(body: "torch.Tensor", numel: int) -> "torch.Tensor":
@@ -48,10 +50,10 @@ def unpack_fp32(body: "torch.Tensor", numel: int) -> "torch.Tensor":
     return little_endian(body, torch.float32)
 
 
-def pack_bf16(values: "torch.Tensor") -> memoryview:
+def pack_bf16(values: "torch.Tensor") -> "torch.Tensor":
     import torch
 
-    return values.to(torch.bfloat16).view(torch.int16).numpy().astype("<i2", copy=False).view("u1").data
+    return little_endian(values.to(torch.bfloat16).view(torch.uint8), torch.bfloat16).view(torch.uint8)
 
 
 def unpack_bf16(body: "torch.Tensor", numel: int) -> "torch.Tensor":

@@ -28,14 +28,14 @@ def size_int4(numel: int) -> int:
     return (numel + 1) // 2 + _SCALE * -(-numel // GROUP)
 
 
-def pack_int8(values: "torch.Tensor") -> memoryview:
+def pack_int8(values: "torch.Tensor") -> "torch.Tensor":
     import torch
 
     scales, whole = _quantized(values, 127)
-    rows = torch.empty(len(scales), _SCALE + GROUP, dtype=torch.uint8)
+    rows = torch.empty(len(scales), _SCALE + GROUP, dtype=torch.uint8, device=values.device)
     rows[:, :_SCALE] = _bytes_of(scales)
     rows[:, _SCALE:].view(torch.int8).copy_(whole)
-    return rows.view(-1)[: size_int8(values.numel())].numpy().data
+    return rows.view(-1)[: size_int8(values.numel())]
 
 
 def unpack_int8(body: "torch.Tensor", numel: int) -> "torch.Tensor":
@@ -45,25 +45,25 @@ def unpack_int8(body: "torch.Tensor", numel: int) -> "torch.Tensor":
     return (rows.view(torch.int8) * scales).view(-1)[:numel]
 
 
-def pack_int4(values: "torch.Tensor") -> memoryview:
+def pack_int4(values: "torch.Tensor") -> "torch.Tensor":
     import torch
 
     scales, whole = _quantized(values, 7)
     nibbles = whole.add_(8).to(torch.uint8)
-    rows = torch.empty(len(scales), _SCALE + GROUP // 2, dtype=torch.uint8)
+    rows = torch.empty(len(scales), _SCALE + GROUP // 2, dtype=torch.uint8, device=values.device)
     rows[:, :_SCALE] = _bytes_of(scales)
     torch.bitwise_or(nibbles[:, ::2], nibbles[:, 1::2] << 4, out=rows[:, _SCALE:])
     found = rows.view(-1)[: size_int4(values.numel())]
     if values.numel() % 2:
         found[-1] &= 15  # an element that is not there: one vector has one encoding
-    return found.numpy().data
+    return found
 
 
 def unpack_int4(body: "torch.Tensor", numel: int) -> "torch.Tensor":
     import torch
 
     scales, rows = _rows(body, GROUP // 2, numel)
-    values = torch.empty(len(rows), GROUP)
+    values = torch.empty(len(rows), GROUP, device=body.device)
     torch.mul((rows & 15).view(torch.int8) - 8, scales, out=values[:, ::2])
     torch.mul((rows >> 4).view(torch.int8) - 8, scales, out=values[:, 1::2])
     return values.view(-1)[:numel]
@@ -80,7 +80,8 @@ def _quantized(values: "torch.Tensor", levels: int) -> "tuple[torch.Tensor, torc
     missing = -values.numel() % GROUP
     filled = torch.nn.functional.pad(values, (0, missing)) if missing else values
     groups = filled.view(filled.numel() // GROUP, GROUP)
-    scales = groups.abs().amax(1) / levels
+    # Divided by a tensor: by a number, a GPU multiplies with its reciprocal, which rounds differently.
+    scales = groups.abs().amax(1) / torch.tensor(float(levels), dtype=torch.float32, device=values.device)
     scales = torch.where(scales < _SMALLEST, 0.0, scales)
     factors = torch.where((scales > 0) & scales.isfinite(), scales.reciprocal(), 0.0)
     whole = (groups * factors.unsqueeze(1)).round_()
