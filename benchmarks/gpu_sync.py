@@ -31,7 +31,7 @@ INNER_STEPS = 4
 
 
 def codec_rows(device: str, numel: int) -> tuple[list[str], int]:
-    """Lines of a table, one for each codec, and the number of codecs whose bytes on the GPU are not those of the CPU."""
+    """Lines of a table, one for each codec, and the number of codecs with other bytes on the GPU than on the CPU."""
     import torch
 
     from diloco_orchestrator.allreduce.threads import in_threads, ranges
@@ -45,10 +45,15 @@ def codec_rows(device: str, numel: int) -> tuple[list[str], int]:
     for name, codec in CODECS.items():
         pieces: list[Any] = [codec.pack(values[start:stop]) for start, stop in ranges(numel)]
         on_cpu = [
-            _fastest(lambda codec=codec: in_threads([lambda a=a, b=b: codec.pack(values[a:b]) for a, b in ranges(numel)])),
+            _fastest(
+                lambda codec=codec: in_threads([lambda a=a, b=b: codec.pack(values[a:b]) for a, b in ranges(numel)])
+            ),
             _fastest(
                 lambda codec=codec, pieces=pieces: in_threads(
-                    [lambda p=p, n=b - a: codec.unpack(p, n).numel() for p, (a, b) in zip(pieces, ranges(numel), strict=True)]
+                    [
+                        lambda p=p, n=b - a: codec.unpack(p, n).numel()
+                        for p, (a, b) in zip(pieces, ranges(numel), strict=True)
+                    ]
                 )
             ),
         ]
@@ -64,7 +69,9 @@ def codec_rows(device: str, numel: int) -> tuple[list[str], int]:
         differing += not same
         rates = " | ".join(f"{gigabytes / seconds:.1f}" for seconds in (*on_cpu, *on_device))
         lines.append(f"| {name} | {rates} | {'equal' if same else 'DIFFERENT'} |")
-    lines.append(f"\nfp32 to the device: {gigabytes / _fastest(lambda: _finished(values.to(device, copy=True))):.1f} GB/s")
+    lines.append(
+        f"\nfp32 to the device: {gigabytes / _fastest(lambda: _finished(values.to(device, copy=True))):.1f} GB/s"
+    )
     return lines, differing
 
 
@@ -202,7 +209,9 @@ def main() -> int:
     parser.add_argument("--path", default="gather")
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--folder", type=Path, help="where the run is written; default /dev/shm")
-    parser.add_argument("--codec-million", type=float, default=64, help="elements of the vector for the codecs; 0: none")
+    parser.add_argument(
+        "--codec-million", type=float, default=64, help="elements of the vector for the codecs; 0: none"
+    )
     given = parser.parse_args()
     if given.device.startswith("cuda") and not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU on this machine: --device cpu with a small --million tries the script.")

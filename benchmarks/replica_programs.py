@@ -90,6 +90,7 @@ def ours(given: Mapping[str, Any]) -> dict[str, Handler]:
         rounds=_FOREVER,
         codec=given.get("codec", "fp32"),
         snapshot_every=_FOREVER,
+        **({"path": given["path"]} if given.get("path", "gather") != "gather" else {}),  # older checkouts have none
     )
     make_diloco_outer_loop(model, optimizer, manager, 1).__enter__()
 
