@@ -34,7 +34,7 @@ def pack_int8(values: "torch.Tensor") -> "torch.Tensor":
     scales, whole = _quantized(values, 127)
     rows = torch.empty(len(scales), _SCALE + GROUP, dtype=torch.uint8, device=values.device)
     rows[:, :_SCALE] = _bytes_of(scales)
-    rows[:, _SCALE:].view(torch.int8).copy_(whole)
+    rows[:, _SCALE:] = whole.view(torch.uint8)
     return rows.view(-1)[: size_int8(values.numel())]
 
 
@@ -42,17 +42,18 @@ def unpack_int8(body: "torch.Tensor", numel: int) -> "torch.Tensor":
     import torch
 
     scales, rows = _rows(body, GROUP, numel)
-    return (rows.view(torch.int8) * scales).view(-1)[:numel]
+    return rows.view(torch.int8).to(torch.float32).mul_(scales).view(-1)[:numel]
 
 
 def pack_int4(values: "torch.Tensor") -> "torch.Tensor":
     import torch
 
     scales, whole = _quantized(values, 7)
-    nibbles = whole.add_(8).to(torch.uint8)
     rows = torch.empty(len(scales), _SCALE + GROUP // 2, dtype=torch.uint8, device=values.device)
     rows[:, :_SCALE] = _bytes_of(scales)
-    torch.bitwise_or(nibbles[:, ::2], nibbles[:, 1::2] << 4, out=rows[:, _SCALE:])
+    # Two neighbours are one number of 16 bits, whose bytes are joined all at once: strided views are not vectorised.
+    pairs = little_endian(whole.add_(8).view(torch.uint8).view(-1), torch.int16)
+    rows[:, _SCALE:] = (pairs | pairs >> 4).to(torch.uint8).view(len(scales), -1)
     found = rows.view(-1)[: size_int4(values.numel())]
     if values.numel() % 2:
         found[-1] &= 15  # an element that is not there: one vector has one encoding
@@ -63,15 +64,14 @@ def unpack_int4(body: "torch.Tensor", numel: int) -> "torch.Tensor":
     import torch
 
     scales, rows = _rows(body, GROUP // 2, numel)
-    values = torch.empty(len(rows), GROUP, device=body.device)
-    torch.mul((rows & 15).view(torch.int8) - 8, scales, out=values[:, ::2])
-    torch.mul((rows >> 4).view(torch.int8) - 8, scales, out=values[:, 1::2])
-    return values.view(-1)[:numel]
+    pairs = rows.to(torch.int16)
+    pairs = (pairs | pairs << 4) & 0x0F0F
+    nibbles = little_endian(pairs.view(torch.uint8).view(-1), torch.int16).view(torch.int8).view(len(rows), GROUP)
+    return nibbles.sub_(8).to(torch.float32).mul_(scales).view(-1)[:numel]
 
 
 def _quantized(values: "torch.Tensor", levels: int) -> "tuple[torch.Tensor, torch.Tensor]":
-    """The scales of the groups, (g,) fp32, and the quantised elements as fp32, (g, GROUP), in -levels..levels, padded
-    with 0.
+    """The scales of the groups, (g,) fp32, and the quantised elements, (g, GROUP) int8, in -levels..levels, padded with 0.
 
     A group with NaN or infinity has a non-finite scale, so that all its elements are decoded as NaN.
     """
@@ -85,7 +85,7 @@ def _quantized(values: "torch.Tensor", levels: int) -> "tuple[torch.Tensor, torc
     scales = torch.where(scales < _SMALLEST, 0.0, scales)
     factors = torch.where((scales > 0) & scales.isfinite(), scales.reciprocal(), 0.0)
     whole = (groups * factors.unsqueeze(1)).round_()
-    return scales, whole if scales.isfinite().all() else whole.nan_to_num_(0.0)
+    return scales, (whole if scales.isfinite().all() else whole.nan_to_num_(0.0)).to(torch.int8)
 
 
 def _bytes_of(scales: "torch.Tensor") -> "torch.Tensor":
