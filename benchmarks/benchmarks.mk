@@ -80,3 +80,7 @@ bench-gpu: venv
 
 bench-gpu-sync: venv
 	$(BIN)/python benchmarks/gpu_sync.py $(OPTIONS)
+
+# A model sharded by fully_shard over one GPU as a replica and without us, of 1 billion parameters, and of 7 billion with LoRA.
+bench-gpu-islands:
+	$(PYTHON) benchmarks/gpu_islands.py $(OPTIONS)
