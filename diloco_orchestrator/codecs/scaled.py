@@ -53,7 +53,7 @@ def pack_int4(values: "torch.Tensor") -> "torch.Tensor":
     rows[:, :_SCALE] = _bytes_of(scales)
     # Two neighbours are one number of 16 bits, whose bytes are joined all at once: strided views are not vectorised.
     pairs = little_endian(whole.add_(8).view(torch.uint8).view(-1), torch.int16)
-    rows[:, _SCALE:] = (pairs | pairs >> 4).to(torch.uint8).view(len(scales), -1)
+    rows[:, _SCALE:] = (pairs | pairs >> 4).to(torch.uint8).view(len(scales), GROUP // 2)
     found = rows.view(-1)[: size_int4(values.numel())]
     if values.numel() % 2:
         found[-1] &= 15  # an element that is not there: one vector has one encoding
