@@ -6,12 +6,20 @@ fp32 product, which has the same bits on every machine. Per-block absmax needs n
 (arXiv 2505.23725, section 4). torch is imported inside functions, because the cost forecast needs only sizes.
 """
 
+import functools
+import importlib.util
+import logging
+import sys
 from typing import TYPE_CHECKING
 
 from diloco_orchestrator.codecs.plain import little_endian
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import torch
+
+log = logging.getLogger(__name__)
 
 GROUP = 128  # elements that share a scale, which so costs a quarter of a bit each
 _SCALE = 4  # bytes of a scale
@@ -31,6 +39,9 @@ def size_int4(numel: int) -> int:
 def pack_int8(values: "torch.Tensor") -> "torch.Tensor":
     import torch
 
+    if values.is_cpu and (fast := _compiled()) is not None:
+        packed: torch.Tensor = fast.pack(values, 127)
+        return packed[: size_int8(values.numel())]
     scales, whole = _quantized(values, 127)
     rows = torch.empty(len(scales), _SCALE + GROUP, dtype=torch.uint8, device=values.device)
     rows[:, :_SCALE] = _bytes_of(scales)
@@ -41,6 +52,9 @@ def pack_int8(values: "torch.Tensor") -> "torch.Tensor":
 def unpack_int8(body: "torch.Tensor", numel: int) -> "torch.Tensor":
     import torch
 
+    if body.is_cpu and (fast := _compiled()) is not None:
+        values: torch.Tensor = fast.unpack(body, numel, 127)
+        return values
     scales, rows = _rows(body, GROUP, numel)
     return rows.view(torch.int8).to(torch.float32).mul_(scales).view(-1)[:numel]
 
@@ -48,13 +62,17 @@ def unpack_int8(body: "torch.Tensor", numel: int) -> "torch.Tensor":
 def pack_int4(values: "torch.Tensor") -> "torch.Tensor":
     import torch
 
-    scales, whole = _quantized(values, 7)
-    rows = torch.empty(len(scales), _SCALE + GROUP // 2, dtype=torch.uint8, device=values.device)
-    rows[:, :_SCALE] = _bytes_of(scales)
-    # Two neighbours are one number of 16 bits, whose bytes are joined all at once: strided views are not vectorised.
-    pairs = little_endian(whole.add_(8).view(torch.uint8).view(-1), torch.int16)
-    rows[:, _SCALE:] = (pairs | pairs >> 4).to(torch.uint8).view(len(scales), GROUP // 2)
-    found = rows.view(-1)[: size_int4(values.numel())]
+    if values.is_cpu and (fast := _compiled()) is not None:
+        found: torch.Tensor = fast.pack(values, 7)
+    else:
+        scales, whole = _quantized(values, 7)
+        rows = torch.empty(len(scales), _SCALE + GROUP // 2, dtype=torch.uint8, device=values.device)
+        rows[:, :_SCALE] = _bytes_of(scales)
+        # Two neighbours are one number of 16 bits, whose bytes are joined all at once: strided views are slow.
+        pairs = little_endian(whole.add_(8).view(torch.uint8).view(-1), torch.int16)
+        rows[:, _SCALE:] = (pairs | pairs >> 4).to(torch.uint8).view(len(scales), GROUP // 2)
+        found = rows.view(-1)
+    found = found[: size_int4(values.numel())]
     if values.numel() % 2:
         found[-1] &= 15  # an element that is not there: one vector has one encoding
     return found
@@ -63,6 +81,9 @@ def pack_int4(values: "torch.Tensor") -> "torch.Tensor":
 def unpack_int4(body: "torch.Tensor", numel: int) -> "torch.Tensor":
     import torch
 
+    if body.is_cpu and (fast := _compiled()) is not None:
+        values: torch.Tensor = fast.unpack(body, numel, 7)
+        return values
     scales, rows = _rows(body, GROUP // 2, numel)
     pairs = rows.to(torch.int16)
     pairs = (pairs | pairs << 4) & 0x0F0F
@@ -70,8 +91,20 @@ def unpack_int4(body: "torch.Tensor", numel: int) -> "torch.Tensor":
     return nibbles.sub_(8).to(torch.float32).mul_(scales).view(-1)[:numel]
 
 
+@functools.cache
+def _compiled() -> "ModuleType | None":
+    """`codecs.compiled`, of the same bytes, where numba is installed; None elsewhere, and on big-endian machines."""
+    if sys.byteorder == "big" or importlib.util.find_spec("numba") is None:
+        return None
+    try:
+        return importlib.import_module("diloco_orchestrator.codecs.compiled")
+    except Exception as error:  # numba raises several types for a numpy that it does not know
+        log.warning("int8 and int4 are encoded without numba, which cannot be imported: %s", error)
+        return None
+
+
 def _quantized(values: "torch.Tensor", levels: int) -> "tuple[torch.Tensor, torch.Tensor]":
-    """The scales of the groups, (g,) fp32, and the quantised elements, (g, GROUP) int8, in -levels..levels, padded with 0.
+    """Scales of the groups, (g,) fp32, and the quantised elements, (g, GROUP) int8 in -levels..levels, padded with 0.
 
     A group with NaN or infinity has a non-finite scale, so that all its elements are decoded as NaN.
     """
