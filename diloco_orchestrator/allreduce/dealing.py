@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from diloco_orchestrator.allreduce.shards import shard_ranges
+from diloco_orchestrator.clock import MOST_PARALLEL
 from diloco_orchestrator.codecs.table import LARGEST_GROUP, get_codec
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol.records import Start
@@ -19,10 +20,16 @@ log = logging.getLogger(__name__)
 EXACT = "fp32"  # codec that changes no bit
 _SHARDS_A_RANK = 4  # so that a drawn shard is a small part of all, and the last one hardly shorter
 _FEWEST_DEALERS = 3  # of two, each would read all payloads
-AT_ONCE = 4  # reduced shards that are read at the same time
+_FEWEST_AT_ONCE, _IN_FLIGHT = 4, 256 * 2**20  # reduced shards that are read at the same time, and their bytes
+_BYTES_IN_FLIGHT = 8  # of an element: the store engine's buffer and the bytes, in fp32
 
 # The link for which `path="auto"` chooses. All ranks must choose alike, so none goes by what it has measured.
 _ROUND_TRIP_S, _BYTES_PER_S = 0.05, 12.5e6  # 100 Mb/s
+
+
+def at_once_for(numel: int) -> int:
+    """Reduced shards of `numel` elements that are read at the same time, so that they take 256 MiB, or are four."""
+    return max(_FEWEST_AT_ONCE, min(MOST_PARALLEL, _IN_FLIGHT // max(1, _BYTES_IN_FLIGHT * numel)))
 
 
 def average_codec_of(codec: str) -> str | None:
@@ -121,7 +128,7 @@ def predicted_s(numel: int, codec: str, world_size: int, most: int) -> tuple[flo
     lengths = [stop - start for start, stop in shard_ranges(numel, shard_numel_for(numel, world_size, most))]
     shards, own = len(lengths), 2 * len(lengths) / world_size
     # By scatter-reduce: its own shards and one more, the averages that it writes and those that it reads, the records.
-    trips = own + 1 + own / 2 + (shards - own) / AT_ONCE + 2 + (world_size - 1)
+    trips = own + 1 + own / 2 + (shards - own) / at_once_for(max(lengths, default=0)) + 2 + (world_size - 1)
     gathered, scattered = (bytes_ / world_size / _BYTES_PER_S for bytes_ in bytes_down(lengths, codec, world_size))
     return gathered + _ROUND_TRIP_S * (world_size - 1) * -(-numel // most), scattered + _ROUND_TRIP_S * trips
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from diloco_orchestrator.allreduce.aggregate import aggregate_of
-from diloco_orchestrator.allreduce.dealing import AT_ONCE
+from diloco_orchestrator.allreduce.dealing import at_once_for
 from diloco_orchestrator.allreduce.mean import Part, encoded_into
 from diloco_orchestrator.allreduce.owners import ALONE, Owners
 from diloco_orchestrator.allreduce.shards import fetch_shard
@@ -250,7 +250,8 @@ def _read(
             return False
         return True
 
-    done = in_parallel(background, [partial(read, index) for index in indices], AT_ONCE)
+    at_once = at_once_for(max(averages.tensors[index].numel() for index in indices)) if indices else 1
+    done = in_parallel(background, [partial(read, index) for index in indices], at_once)
     return {index for index, is_done in zip(indices, done, strict=True) if is_done}
 
 
