@@ -5,8 +5,10 @@ torch. `allreduce.scatter_reduce` averages what is dealt.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 from diloco_orchestrator.allreduce.shards import shard_ranges
@@ -47,14 +49,16 @@ def shard_numel_for(numel: int, world_size: int, most: int) -> int:
     return min(most, max(1, -(-numel // (_SHARDS_A_RANK * world_size * LARGEST_GROUP))) * LARGEST_GROUP)
 
 
-def dealers(round_id: int, shard: int, world_size: int, among: Iterable[int] | None = None) -> tuple[int, ...]:
+def dealers(
+    round_id: int, shard: int, world_size: int, among: Container[int] | None = None, but: int | None = None
+) -> tuple[int, ...]:
     """The ranks, owner and checker, that average a shard in this round; another pair each round.
 
-    The first two ranks of `among` (default: all) in turn from `round_id + shard` on; fewer if it has fewer.
+    The first two ranks of `among` (default: all) without `but`, in turn from `round_id + shard` on; fewer if there are
+    fewer.
     """
-    allowed = range(world_size) if among is None else set(among)
     in_turn = ((round_id + shard + step) % world_size for step in range(world_size))
-    return tuple(rank for rank in in_turn if rank in allowed)[:2]
+    return tuple(islice((rank for rank in in_turn if rank != but and (among is None or rank in among)), 2))
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Dealing:
 
     def readers(self, author: int, shard: int) -> tuple[int, ...]:
         """The two dealers that read a shard of one contribution before the commit, none of them its author."""
-        return dealers(self.round, shard, self.replicas, self.among - {author})
+        return dealers(self.round, shard, self.replicas, self.among, author)
 
     def averagers(self, shard: int) -> tuple[int, int]:
         """Owner and checker of a shard: the two dealers that average it after the commit."""
@@ -88,13 +92,12 @@ def bytes_down(lengths: Sequence[int], codec: str, world_size: int) -> tuple[int
     """
     sizes = [get_codec(codec).encoded_size(length) for length in lengths]
     reduced = [reduced_size(length, average_codec_of(codec)) for length in lengths]
-    gathered, scattered = world_size * (world_size - 1) * sum(sizes), 0
-    for rank in range(world_size):
-        own = [index for index in range(len(lengths)) if rank in dealers(0, index, world_size)]
-        drawn = min(1, len(lengths) - len(own))
-        scattered += (world_size - 1) * (sum(sizes[index] for index in own) + drawn * sizes[0] if sizes else 0)
-        scattered += sum(reduced) - sum(reduced[index] for index in own) - drawn * reduced[0] if sizes else 0
-    return gathered, scattered
+    pairs = [dealers(0, index, world_size) for index in range(len(lengths))]
+    dealt = Counter(rank for pair in pairs for rank in pair)
+    draws = sum(dealt[rank] < len(lengths) for rank in range(world_size))  # ranks that deal not every shard
+    of_payloads = sum(size * len(pair) for size, pair in zip(sizes, pairs, strict=True)) + draws * max(sizes, default=0)
+    made = sum(size * len(pair) for size, pair in zip(reduced, pairs, strict=True)) + draws * max(reduced, default=0)
+    return world_size * (world_size - 1) * sum(sizes), (world_size - 1) * of_payloads + world_size * sum(reduced) - made
 
 
 def reduced_size(numel: int, codec: str | None) -> int:
