@@ -20,7 +20,9 @@ from diloco_orchestrator.protocol.records import Start
 log = logging.getLogger(__name__)
 
 EXACT = "fp32"  # codec that changes no bit
-_SHARDS_A_RANK = 4  # so that a drawn shard is a small part of all, and the last one hardly shorter
+# So many that a drawn shard is a small part of all, and the last one hardly shorter; but every rank writes and reads
+# objects by their number, and a store takes some thousand requests a second (`benchmarks/scale.py`).
+_SHARDS_A_RANK, _MOST_SHARDS = 4, 256
 _FEWEST_DEALERS = 3  # of two, each would read all payloads
 _FEWEST_AT_ONCE, _IN_FLIGHT = 4, 256 * 2**20  # reduced shards that are read at the same time, and their bytes
 _BYTES_IN_FLIGHT = 8  # of an element: the store engine's buffer and the bytes, in fp32
@@ -46,7 +48,8 @@ def average_codec_of(codec: str) -> str | None:
 
 def shard_numel_for(numel: int, world_size: int, most: int) -> int:
     """Elements per shard, at most `most`, so that every rank has shards to average; whole groups of every codec."""
-    return min(most, max(1, -(-numel // (_SHARDS_A_RANK * world_size * LARGEST_GROUP))) * LARGEST_GROUP)
+    shards = max(world_size, min(_SHARDS_A_RANK * world_size, _MOST_SHARDS))
+    return min(most, max(1, -(-numel // (shards * LARGEST_GROUP))) * LARGEST_GROUP)
 
 
 def dealers(
