@@ -27,8 +27,12 @@ _FEWEST_DEALERS = 3  # of two, each would read all payloads
 _FEWEST_AT_ONCE, _IN_FLIGHT = 4, 256 * 2**20  # reduced shards that are read at the same time, and their bytes
 _BYTES_IN_FLIGHT = 8  # of an element: the store engine's buffer and the bytes, in fp32
 
-# The link for which `path="auto"` chooses. All ranks must choose alike, so none goes by what it has measured.
-_ROUND_TRIP_S, _BYTES_PER_S = 0.05, 12.5e6  # 100 Mb/s
+_WRITTEN_AT_ONCE = 4  # payload shards
+
+# The link for which `path="auto"` chooses. All ranks must choose alike, so none goes by what it has measured. Over the
+# fleets and links of `benchmarks/scale.py` it chooses right most often with this one.
+LINK = "50 ms and 500 Mb/s"
+_ROUND_TRIP_S, _BYTES_PER_S = 0.05, 62.5e6
 
 
 def at_once_for(numel: int) -> int:
@@ -119,7 +123,7 @@ def bytes_down_of_round(payload_bytes: float, lengths: Sequence[int], codec: str
         lengths: elements of each shard.
         codec: of the averages, None for fp32 as it is.
     """
-    shards, averages = len(lengths), sum(reduced_size(length, codec) for length in lengths)
+    shards, averages = max(1, len(lengths)), sum(reduced_size(length, codec) for length in lengths)
     not_dealt = shards * (1 - 2 / replicas)  # shards that a replica is no dealer of
     drawn = min(1.0, not_dealt)
     drawn_bytes = drawn * (replicas - 1 - 2 / (replicas - 2)) * payload_bytes / shards
@@ -127,16 +131,28 @@ def bytes_down_of_round(payload_bytes: float, lengths: Sequence[int], codec: str
 
 
 def predicted_s(numel: int, codec: str, world_size: int, most: int) -> tuple[float, float]:
-    """Seconds that a rank waits for the bytes of others, (by gather, by scatter-reduce), at 50 ms and 100 Mb/s.
+    """Seconds in which a rank moves its bytes and sends its requests, (by gather, by scatter-reduce), over `LINK`.
 
-    `most`: elements of a shard at the most. A rank of a gather reads one payload shard after another.
+    For three ranks or more. Payload shards are written four at a time, and up to `MOST_PARALLEL` objects read at the
+    same time. `most`: elements of a shard at the most.
     """
+    whole = [stop - start for start, stop in shard_ranges(numel, most)]
     lengths = [stop - start for start, stop in shard_ranges(numel, shard_numel_for(numel, world_size, most))]
-    shards, own = len(lengths), 2 * len(lengths) / world_size
-    # By scatter-reduce: its own shards and one more, the averages that it writes and those that it reads, the records.
-    trips = own + 1 + own / 2 + (shards - own) / at_once_for(max(lengths, default=0)) + 2 + (world_size - 1)
-    gathered, scattered = (bytes_ / world_size / _BYTES_PER_S for bytes_ in bytes_down(lengths, codec, world_size))
-    return gathered + _ROUND_TRIP_S * (world_size - 1) * -(-numel // most), scattered + _ROUND_TRIP_S * trips
+    size, average, shards = get_codec(codec).encoded_size, average_codec_of(codec), len(lengths)
+    gathered, payload = world_size * sum(map(size, whole)), sum(map(size, lengths))
+    scattered = payload + bytes_down_of_round(world_size * payload, lengths, average, world_size) / world_size
+    scattered += sum(reduced_size(each, average) for each in lengths) / world_size
+    own = 2 * shards / world_size
+    rest = max(0.0, shards - own - 1)  # averages that others make
+    trips = len(whole) / _WRITTEN_AT_ONCE + _batches((world_size - 1) * len(whole))
+    # Payload shards, what is dealt of others', check records; own averages, the drawn shard, records, others' averages.
+    more = shards / _WRITTEN_AT_ONCE + _batches(2 * shards) + _batches(world_size) + 2
+    more += own / 2 + 1 + 2 * _batches(world_size) + rest / at_once_for(max(lengths, default=0))
+    return gathered / _BYTES_PER_S + _ROUND_TRIP_S * trips, scattered / _BYTES_PER_S + _ROUND_TRIP_S * more
+
+
+def _batches(requests: int) -> int:
+    return -(-requests // MOST_PARALLEL)
 
 
 def chooses_scatter(path: str, numel: int, codec: str, world_size: int, most: int) -> bool:
@@ -149,8 +165,8 @@ def chooses_scatter(path: str, numel: int, codec: str, world_size: int, most: in
     if path == "scatter_reduce":
         return True
     gather_s, scatter_s = predicted_s(numel, codec, world_size, most)
-    chosen, link = "scatter_reduce" if scatter_s < gather_s else "gather", "50 ms and 100 Mb/s"
-    log.info("path %r: %.1f s by gather, %.1f s by scatter_reduce, at %s", chosen, gather_s, scatter_s, link)
+    chosen = "scatter_reduce" if scatter_s < gather_s else "gather"
+    log.info("path %r: %.1f s by gather, %.1f s by scatter_reduce, at %s", chosen, gather_s, scatter_s, LINK)
     return scatter_s < gather_s
 
 

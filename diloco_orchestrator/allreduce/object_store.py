@@ -44,7 +44,7 @@ class ObjectStoreAllReduce:
         storage_options: credentials and endpoint as s3fs spells them.
         codec: the encoding in the bucket, as of a run's setting `codec`.
         path: the same for all ranks. "gather": every rank reads all payloads; "scatter_reduce": about three of them,
-            and averages that others have made; "auto": the one that takes less time at 50 ms and 100 Mb/s. With
+            and averages that others have made; "auto": the one that takes less time at 50 ms and 500 Mb/s. With
             "fp32" the mean has the same bits by each; with another codec that of "scatter_reduce" is encoded too.
     """
 
