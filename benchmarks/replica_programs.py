@@ -159,8 +159,8 @@ def gloo(given: Mapping[str, Any]) -> dict[str, Handler]:
     import torch
     import torch.distributed as dist
 
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    address = f"tcp://127.0.0.1:{given['port']}"
+    os.environ["GLOO_SOCKET_IFNAME"] = given.get("interface", "lo")
+    address = f"tcp://{given.get('address', '127.0.0.1')}:{given['port']}"
     dist.init_process_group("gloo", init_method=address, rank=given["rank"], world_size=given["replicas"])
     torch.set_num_threads(1)
     flat = torch.full((numel_of(given["parameters"]),), 1.0)
