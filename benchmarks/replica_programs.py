@@ -67,6 +67,16 @@ def train_a_little(model: Any, rank: int) -> None:
             parameter.add_(1e-4 * (rank + 1) * (1 if index % 2 else -1))
 
 
+def train_randomly(model: Any, rank: int) -> None:
+    """The same with random numbers, as codecs of few bits are made for: of equal ones they would keep the first."""
+    import torch
+
+    generator = torch.Generator().manual_seed(rank)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=1e-4)
+
+
 def _first_value(model: Any) -> float:
     """For the benchmark to see that a sync happened: replicas agree afterwards."""
     return float(next(iter(model.parameters())).detach().view(-1)[0])
@@ -95,7 +105,7 @@ def ours(given: Mapping[str, Any]) -> dict[str, Handler]:
     make_diloco_outer_loop(model, optimizer, manager, 1).__enter__()
 
     def prepare(_: Mapping[str, Any]) -> Reply:
-        train_a_little(model, given["rank"])
+        train_randomly(model, given["rank"])
         return {}
 
     def sync(_: Mapping[str, Any]) -> Reply:

@@ -12,6 +12,7 @@ forecast needs only sizes.
 
 from typing import TYPE_CHECKING
 
+from diloco_orchestrator.codecs import plain
 from diloco_orchestrator.codecs.plain import little_endian
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ def pack_2bit(values: "torch.Tensor") -> "torch.Tensor":
     import torch
 
     numel = values.numel()
+    if values.is_cpu and (fast := plain.compiled()) is not None:
+        packed: torch.Tensor | None = fast.pack_means(values, GROUP, LARGE)
+        if packed is not None:
+            return packed[: size_2bit(numel)]
     missing = -numel % GROUP
     groups = (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, GROUP)
     classes, means = classified(groups, LARGE, missing)
@@ -49,6 +54,9 @@ def pack_2bit(values: "torch.Tensor") -> "torch.Tensor":
 def unpack_2bit(body: "torch.Tensor", numel: int) -> "torch.Tensor":
     import torch
 
+    if body.is_cpu and (fast := plain.compiled()) is not None:
+        values: torch.Tensor = fast.unpack_means(body, numel, GROUP)
+        return values
     count = -(-numel // GROUP)
     missing = count * (MEANS + GROUP // 4) - body.numel()
     rows = (torch.nn.functional.pad(body, (0, missing)) if missing else body).view(count, MEANS + GROUP // 4)

@@ -1,13 +1,20 @@
-"""Codecs that store each number by itself: fp32 as it is, bf16 rounded to nearest, both little-endian.
+"""Codecs that store each number by itself (fp32 as it is, bf16 rounded to nearest), and what all codecs share.
 
 numpy and torch are imported inside functions, because the cost forecast needs only sizes and must start fast.
 """
 
+import functools
+import importlib.util
+import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import torch
+
+log = logging.getLogger(__name__)
 
 
 class _Unprotected:
@@ -36,6 +43,18 @@ def little_endian(body: "torch.Tensor", dtype: "torch.dtype") -> "torch.Tensor":
     if body.storage_offset() % dtype.itemsize:  # behind another span of an odd number of bytes
         body = body.clone()
     return body.view(dtype)
+
+
+@functools.cache
+def compiled() -> "ModuleType | None":
+    """`codecs.compiled`, of the same bytes, where numba is installed; None elsewhere, and on big-endian machines."""
+    if sys.byteorder == "big" or importlib.util.find_spec("numba") is None:
+        return None
+    try:
+        return importlib.import_module("diloco_orchestrator.codecs.compiled")
+    except Exception as error:  # numba raises several types for a numpy that it does not know
+        log.warning("payloads are encoded without numba, which cannot be imported: %s", error)
+        return None
 
 
 def pack_fp32(values: "torch.Tensor") -> "torch.Tensor":

@@ -6,20 +6,13 @@ fp32 product, which has the same bits on every machine. Per-block absmax needs n
 (arXiv 2505.23725, section 4). torch is imported inside functions, because the cost forecast needs only sizes.
 """
 
-import functools
-import importlib.util
-import logging
-import sys
 from typing import TYPE_CHECKING
 
+from diloco_orchestrator.codecs import plain
 from diloco_orchestrator.codecs.plain import little_endian
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     import torch
-
-log = logging.getLogger(__name__)
 
 GROUP = 128  # elements that share a scale, which so costs a quarter of a bit each
 _SCALE = 4  # bytes of a scale
@@ -39,7 +32,7 @@ def size_int4(numel: int) -> int:
 def pack_int8(values: "torch.Tensor") -> "torch.Tensor":
     import torch
 
-    if values.is_cpu and (fast := _compiled()) is not None:
+    if values.is_cpu and (fast := plain.compiled()) is not None:
         packed: torch.Tensor = fast.pack(values, 127)
         return packed[: size_int8(values.numel())]
     scales, whole = _quantized(values, 127)
@@ -52,7 +45,7 @@ def pack_int8(values: "torch.Tensor") -> "torch.Tensor":
 def unpack_int8(body: "torch.Tensor", numel: int) -> "torch.Tensor":
     import torch
 
-    if body.is_cpu and (fast := _compiled()) is not None:
+    if body.is_cpu and (fast := plain.compiled()) is not None:
         values: torch.Tensor = fast.unpack(body, numel, 127)
         return values
     scales, rows = _rows(body, GROUP, numel)
@@ -62,7 +55,7 @@ def unpack_int8(body: "torch.Tensor", numel: int) -> "torch.Tensor":
 def pack_int4(values: "torch.Tensor") -> "torch.Tensor":
     import torch
 
-    if values.is_cpu and (fast := _compiled()) is not None:
+    if values.is_cpu and (fast := plain.compiled()) is not None:
         found: torch.Tensor = fast.pack(values, 7)
     else:
         scales, whole = _quantized(values, 7)
@@ -81,7 +74,7 @@ def pack_int4(values: "torch.Tensor") -> "torch.Tensor":
 def unpack_int4(body: "torch.Tensor", numel: int) -> "torch.Tensor":
     import torch
 
-    if body.is_cpu and (fast := _compiled()) is not None:
+    if body.is_cpu and (fast := plain.compiled()) is not None:
         values: torch.Tensor = fast.unpack(body, numel, 7)
         return values
     scales, rows = _rows(body, GROUP // 2, numel)
@@ -89,18 +82,6 @@ def unpack_int4(body: "torch.Tensor", numel: int) -> "torch.Tensor":
     pairs = (pairs | pairs << 4) & 0x0F0F
     nibbles = little_endian(pairs.view(torch.uint8).view(-1), torch.int16).view(torch.int8).view(len(rows), GROUP)
     return nibbles.sub_(8).to(torch.float32).mul_(scales).view(-1)[:numel]
-
-
-@functools.cache
-def _compiled() -> "ModuleType | None":
-    """`codecs.compiled`, of the same bytes, where numba is installed; None elsewhere, and on big-endian machines."""
-    if sys.byteorder == "big" or importlib.util.find_spec("numba") is None:
-        return None
-    try:
-        return importlib.import_module("diloco_orchestrator.codecs.compiled")
-    except Exception as error:  # numba raises several types for a numpy that it does not know
-        log.warning("int8 and int4 are encoded without numba, which cannot be imported: %s", error)
-        return None
 
 
 def _quantized(values: "torch.Tensor", levels: int) -> "tuple[torch.Tensor, torch.Tensor]":

@@ -9,6 +9,7 @@ are imported inside functions, because the cost forecast needs only sizes.
 
 from typing import TYPE_CHECKING
 
+from diloco_orchestrator.codecs import plain
 from diloco_orchestrator.codecs.means import MEANS, classified, means_of, packed_pairs, unpacked_pairs
 from diloco_orchestrator.errors import PayloadCorrupt
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK = 4096  # elements; a place among them takes 12 bits
+_BAD_PLACES = "the places of kept elements in a chunk are not ascending, or not in the chunk."
 _LARGE = 1.0  # times the mean of |x|: the kept elements are the tail of a distribution
 
 
@@ -65,6 +67,10 @@ def _pack(kept: int, chunks: "torch.Tensor") -> "torch.Tensor":
     """The encoded bytes, flat uint8, of chunks of n elements, (g, n) fp32, `kept` of each."""
     import torch
 
+    if chunks.is_cpu and (fast := plain.compiled()) is not None:
+        packed: torch.Tensor | None = fast.pack_largest(chunks, kept, _LARGE)
+        if packed is not None:
+            return packed
     # Bits of |x| as whole numbers have the order of |x|, with NaN above all.
     flat = (_largest if chunks.is_cpu else _largest_on_gpu)(kept, chunks.abs().view(torch.int32))
     places = (flat % chunks.shape[1]).view(-1, kept)
@@ -113,11 +119,15 @@ def _unpack(kept: int, rows: "torch.Tensor", values: "torch.Tensor") -> None:
     """Write the kept elements of rows, (g, row size) uint8, into `values`, (g, n) fp32 zeros."""
     import torch
 
+    if rows.is_cpu and (fast := plain.compiled()) is not None:
+        if not fast.unpack_largest(rows, kept, values):
+            raise PayloadCorrupt(_BAD_PLACES)
+        return
     places_size = (3 * kept + 1) // 2
     triples = torch.nn.functional.pad(rows[:, MEANS : MEANS + places_size], (0, -places_size % 3))
     first, second, third = triples.view(len(rows), -1, 3).to(torch.int64).unbind(2)
     places = torch.stack([first | (second & 15) << 8, second >> 4 | third << 4], 2).view(len(rows), -1)[:, :kept]
     if not bool((places[:, 1:] > places[:, :-1]).all()) or bool((places[:, -1:] >= values.shape[1]).any()):
-        raise PayloadCorrupt("the places of kept elements in a chunk are not ascending, or not in the chunk.")
+        raise PayloadCorrupt(_BAD_PLACES)
     classes = unpacked_pairs(rows[:, MEANS + places_size :])[:, :kept]
     values.scatter_(1, places, means_of(rows[:, :MEANS], classes))

@@ -1,53 +1,48 @@
-"""int8 and int4 compiled by numba give the bytes and values of the tensor operations, whatever the numbers."""
+"""Codecs compiled by numba give the bytes and values of the tensor operations, whatever the numbers."""
 
 import math
 
 import pytest
 import torch
 
-from diloco_orchestrator.codecs import scaled
+from diloco_orchestrator.codecs import plain
+from diloco_orchestrator.codecs.table import CODECS
 
-compiled = pytest.importorskip("diloco_orchestrator.codecs.compiled", reason="numba is not installed")
-
-PACKS = {
-    127: (scaled.pack_int8, scaled.unpack_int8, scaled.size_int8),
-    7: (scaled.pack_int4, scaled.unpack_int4, scaled.size_int4),
-}
-SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, 2.0**-126, 3.4e38)
+pytest.importorskip("numba", reason="numba is not installed")
+CODED = [name for name, codec in CODECS.items() if codec.group > 1]
+SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, 2.0**-126, 2.0**-100, 3.4e38)
 
 
 def vectors() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     found = [
         torch.randn(numel, generator=generator) * 2.0**exponent
-        for numel in (0, 1, 2, 127, 128, 129, 300, 4097)
-        for exponent in (-149, -140, -127, -126, -120, 0, 60, 126)
+        for numel in (1, 2, 127, 128, 129, 300, 4097, 9000)
+        for exponent in (-149, -127, -126, -110, -100, -99, 0, 60, 126)
     ]
-    found += [torch.full((130,), value) for value in SPECIAL]
+    found += [torch.full((4100,), value) for value in SPECIAL]
     for value in SPECIAL:
-        found.append(torch.randn(300, generator=generator))
+        found.append(torch.randn(5000, generator=generator))
         found[-1][140] = value
-    return [*found, torch.randint(-14, 15, (4096,), generator=generator) / 2]  # and halves, which are rounded to even
+    # Halves, which are rounded to even, and whole numbers, of which many are as large as the smallest that is kept.
+    return [*found, *(torch.randint(-14, 15, (8192,), generator=generator) / step for step in (2, 1))]
 
 
-@pytest.mark.parametrize("levels", PACKS)
-def test_compiled_codecs_have_the_bits_of_tensor_operations(levels: int, monkeypatch):
-    pack, unpack, size = PACKS[levels]
-    fast, plain = [], []
-    monkeypatch.setattr(scaled, "_compiled", lambda: compiled)
-    for values in vectors():
-        fast.append((pack(values), unpack(pack(values), values.numel())))
-    monkeypatch.setattr(scaled, "_compiled", lambda: None)
-    for values in vectors():
-        plain.append((pack(values), unpack(pack(values), values.numel())))
-    for (ours, decoded), (theirs, expected) in zip(fast, plain, strict=True):
-        assert len(ours) == size(expected.numel()) and torch.equal(ours, theirs)
+@pytest.mark.parametrize("name", CODED)
+def test_compiled_codecs_have_the_bits_of_tensor_operations(name: str, monkeypatch):
+    codec, found = CODECS[name], []
+    for compiled in (plain.compiled(), None):
+        monkeypatch.setattr(plain, "compiled", lambda compiled=compiled: compiled)
+        found.append([(packed := codec.pack(each), codec.unpack(packed, len(each))) for each in vectors()])
+    for (ours, decoded), (theirs, expected) in zip(*found, strict=True):
+        assert len(ours) == codec.body_size(len(expected)) and torch.equal(ours, theirs)
         assert torch.equal(decoded.isnan(), expected.isnan())
         assert torch.equal(decoded.nan_to_num().view(torch.int32), expected.nan_to_num().view(torch.int32))
 
 
-def test_bytes_at_any_place_are_decoded():
-    """Of a span behind others, which begins anywhere; read-only, as mapped files are."""
-    packed = scaled.pack_int4(torch.randn(1000, generator=torch.Generator().manual_seed(1)))
+@pytest.mark.parametrize("name", CODED)
+def test_bytes_at_any_place_are_decoded(name: str):
+    """Of a span behind others, which begins anywhere."""
+    packed = CODECS[name].pack(torch.randn(5000, generator=torch.Generator().manual_seed(1)))
     moved = torch.cat([torch.zeros(3, dtype=torch.uint8), packed])[3:]
-    assert torch.equal(compiled.unpack(moved, 1000, 7), scaled.unpack_int4(packed, 1000))
+    assert torch.equal(CODECS[name].unpack(moved, 5000), CODECS[name].unpack(packed, 5000))
