@@ -1,14 +1,16 @@
-"""The codecs of few bits compiled by numba, where it is installed (extra `[fast]`): the same bytes, sooner.
+"""The codecs of few bits compiled by numba, where it is installed: the same bytes, sooner.
 
 A few passes over the elements of a group, in a core's first cache, instead of fifteen to sixty tensor operations on a
 block. Imported where numba is found, on little-endian machines; `scaled`, `means` and `sparse` say what is encoded.
 """
 
+import importlib
 from typing import Any
 
-import numba
 import numpy as np
 import torch
+
+numba: Any = importlib.import_module("numba")  # whose types are not known where it is not installed
 
 _GROUP = 128  # as `scaled.GROUP`
 _HALVED = 12582912.0  # 1.5 * 2^23: a float32 of at most 2^22 plus this and less this is rounded to the nearest integer
