@@ -88,7 +88,7 @@ def _pack(kept: int, chunks: "torch.Tensor") -> "torch.Tensor":
 def _largest(kept: int, sizes: "torch.Tensor") -> "torch.Tensor":
     """Flat indices, ascending, of the `kept` largest numbers of each row of `sizes`, (g, n) int32 on the CPU.
 
-    Of equal numbers the first ones are kept. numpy finds a row's smallest kept number fastest.
+    The first ones of equal numbers are kept. numpy finds a row's smallest kept number fastest.
     """
     import numpy as np
     import torch
