@@ -174,7 +174,7 @@ class Follows(Record):
 
 
 class Probe(Record):
-    """probe.json: names probe.safetensors, the reference from which `KLProbe` measures drift since the run's start."""
+    """probe.json of earlier versions: names the reference from which `KLProbe` measured drift since the run's start."""
 
     record: ClassVar[str] = "probe"
     base_digest: BulkDigest  # of the run's first base, whose predictions the reference holds
