@@ -114,7 +114,7 @@ def check_defined(entrypoint: str, source: Path) -> None:
 
 
 def _why_no_training_function(module: ast.Module, name: str) -> str:
-    """The reason that replicas cannot train by calling `name` with the context, and the remedy; empty if they can, or may.
+    """The reason that replicas cannot train by calling `name`(context), and the remedy; empty if they can, or may.
 
     Only a plain value or an undecorated function is judged, and only where the module binds the name once.
     """
