@@ -162,6 +162,7 @@ class LaunchPlan:
     url: str
     replicas: int
     most_replicas: int  # ids of replicas: to so many the run can be scaled, and over so many its data is dealt
+    deal: str  # "open": data is dealt over the replicas that train instead
     code: str  # what travels; empty where nothing has to
     requests: Mapping[str, Mapping[str, Any]]  # of each executor's first replica as its provider gets it, redacted
     hourly_usd: float | None  # of all replicas together; None where the price of one is not known
@@ -204,7 +205,7 @@ class LaunchPlan:
         """
         if self.max_cost_usd is None or not self.hourly_usd:
             return None
-        return math.ceil(round(self.max_cost_usd / (self.hourly_usd * self.round_s / 3600), 6))
+        return max(1, math.floor(round(self.max_cost_usd / (self.hourly_usd * self.round_s / 3600), 6)))
 
     def _cost_limit(self) -> str:
         limit, halts_after = f"${self.max_cost_usd:g}", self.rounds_within_cost
@@ -221,10 +222,13 @@ class LaunchPlan:
         if self.most_replicas == self.replicas:
             return []
         known = self.hourly_usd is not None and not self.places
+        data = f"dealt over {self.most_replicas}: while {self.replicas} train, nobody reads the others' parts"
+        if self.deal == "open":
+            data = "dealt round by round over the replicas that train, of each pass all of it"
         price = f", ${(self.hourly_usd or 0.0) / self.replicas:.2f} an hour for each" if known else ""
         return [
             f"scaling:   up to {self.most_replicas} replicas by `diloco scale`{price}",
-            f"data:      dealt over {self.most_replicas}: while {self.replicas} train, nobody reads the others' parts",
+            f"data:      {data}",
         ]
 
     def _ranks(self) -> list[str]:
@@ -242,10 +246,13 @@ class LaunchPlan:
         """A line with the requests in five minutes, which Hugging Face limits; empty for another store."""
         if not self.url.startswith("hf://"):
             return []
-        window = sum(self.round.requests.values()) * 300 / self.round_s
+        each = sum(self.round.requests.values())
+        window = each * 300 / self.round_s
+        # Polls are few of them: longer rounds alone send fewer.
+        fits = f"; rounds of {math.ceil(each * 300 / 1000)} s keep to 1,000" if window > 1000 else ""
         return [
             f"quota:     about {window:.0f} requests in five minutes; the Hub allows 1,000 (free), 2,500 (PRO), 3,000 "
-            "(Team) or 6,000 (Enterprise), and states no other limit for its buckets"
+            f"(Team) or 6,000 (Enterprise), and states no other limit for its buckets{fits}"
         ]
 
     def lines(self) -> list[str]:
@@ -347,6 +354,7 @@ def plan_launch(
         url=prepared.url,
         replicas=config.replicas,
         most_replicas=config.most_replicas,
+        deal=config.deal,
         code="" if archive is None else archive.words(),
         requests=_sent(prepared.executor, prepared.requests),
         hourly_usd=sum(price.hourly_usd for price in known) if len(known) == len(prepared.prices) else None,

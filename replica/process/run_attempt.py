@@ -139,6 +139,7 @@ def run_attempt(
     interrupt_if: InterruptIf = lambda _: None,
     ranks: int | None = None,
     train_in_ranks: Callable[[Attempt, int], Ending] = _refuse_ranks,
+    dump_stacks_after: Callable[[float], None] = lambda _: None,
 ) -> Ending:
     """Claim attempt `number` of a replica, train, and write its exit record. Returns how it ended.
 
@@ -152,6 +153,8 @@ def run_attempt(
         interrupt_if: `LeavingNotice.interrupt_if` of that notice; called before and after training.
         ranks: number of ranks of the replica on this machine; None: that of the configuration.
         train_in_ranks: trains in so many other processes, for a replica of many ranks.
+        dump_stacks_after: called before every heartbeat with a number of seconds: if they pass without another call, so
+            that heartbeats have ceased, it has to print the stacks of all threads.
 
     Raises nothing: errors of imports and training are recorded. If the attempt cannot be claimed, because the store
     cannot be opened or refuses, no record can be written: its error is printed.
@@ -167,7 +170,13 @@ def run_attempt(
         attempt = claim_attempt(store, replica_id, number, clock, stamp, should_leave, background, launched)
         heartbeat_stamp = Stamp(random_token(), clock.wall_time)
         writer = HeartbeatWriter(store, replica_id, number, attempt.pulse, heartbeat_stamp, attempt.config)
-        heartbeat = background.every(attempt.config.timing.heartbeat_s, writer.beat)
+        silent_s = attempt.config.retry.hung_after_s / 2  # before a coordinator counts it as hung and reads the output
+
+        def beat() -> None:
+            dump_stacks_after(silent_s)
+            writer.beat()
+
+        heartbeat = background.every(attempt.config.timing.heartbeat_s, beat)
         return _Joined(attempt, heartbeat, caught(lambda: _ended_before(attempt)))
 
     with OutputTail() as output:
