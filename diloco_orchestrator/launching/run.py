@@ -330,7 +330,8 @@ def launch(
             "given" asks no index; "require" refuses a package without a hash and an image named by tag.
         heldout_items: JSON items for `ctx.heldout_items`.
         signed: sign what launcher and replicas write, so that nothing else in the folder counts. The run's private key
-            is kept in this user's state folder; whoever attaches elsewhere needs it in DILOCO_RUN_KEY.
+            is kept in this user's state folder; whoever attaches elsewhere needs it in DILOCO_RUN_KEY. By default runs
+            in a bucket are signed, but for those that machines join, and runs in a folder of a disk are not.
         **options: also the fields of `RunConfig`: replicas, rounds, sync_every, args, seed, outer, guard, strict, …
             `guard` is {"rule": "sequential"} by default; {"rule": "heldout", …}: `HeldOutGuard`, with a
             `decline_patience` of 6 and not 3, which halts healthy noisy runs; "off": scores are not judged.

@@ -94,9 +94,12 @@ def certified_bytes(run_sha256: Sha256, who: tuple[int, int], key: str) -> bytes
     return b"diloco certificate 1\n%s\n%d %d\n%s\n" % (run_sha256.encode(), *who, key.encode())
 
 
-def named_bytes(run_sha256: Sha256, key: str) -> bytes:
-    """The bytes that the name key signs; the signature is the last part of the name under which `key` is stored."""
-    return b"diloco name 1\n%s\n%s\n" % (run_sha256.encode(), key.encode())
+def named_bytes(run_sha256: Sha256, key: str, take: int = 0) -> bytes:
+    """The bytes that the name key signs; the signature is the last part of the name under which `key` is stored.
+
+    `take`: above 0 for the names that follow where somebody has put an unsigned object under those before.
+    """
+    return b"diloco name 1\n%s\n%d %s\n" % (run_sha256.encode(), take, key.encode())
 
 
 def signed_bytes(run_sha256: Sha256, key: str, body: bytes) -> bytes:

@@ -14,6 +14,8 @@ from diloco_orchestrator.signing.keys import RunKey as RunKey
 from diloco_orchestrator.signing.signed_store import SignedStore, signed_store_in
 from diloco_orchestrator.store.base import Store
 
+KEY_VARIABLES = (ENV_ATTEMPT_KEY, ENV_RUN_KEY)  # environment variables with private keys
+
 
 def of_run(store: Store, environ: Mapping[str, str] | None = None) -> Store:
     """`store`, a run's folder, with only signed objects in it if the run is signed; `store` itself if it is so already.

@@ -128,10 +128,10 @@ class LaunchRequests:
                 executor.check_machine()
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        if self.run_key is not None and any(isinstance(part_of(executor, each), OffersToMachines) for each in requests):
+        if self.run_key is not None and offers_to_machines(executor, config):
             raise ConfigError(
                 "machines that join get no secrets, and so no keys: a signed run cannot be offered to them. Launch it "
-                "unsigned, or with another executor."
+                "with signed=False (--unsigned), or with another executor."
             )
         if isinstance(executor, Places):
             check_places(config, executor, prices_of(executor))
@@ -212,6 +212,12 @@ class LaunchRequests:
                 "cannot start elsewhere. Attach to it there, or launch a new run with this executor."
             )
         return self.run.code_sha256
+
+
+def offers_to_machines(executor: ServerlessExecutor, config: RunConfig) -> bool:
+    """Whether the executor offers a replica of the run to machines that join."""
+    requests = [LaunchRequest("run", each, 1, []) for each in range(config.most_replicas)]
+    return any(isinstance(part_of(executor, each), OffersToMachines) for each in at_each_place(executor, requests))
 
 
 def at_each_place(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> list[LaunchRequest]:

@@ -143,7 +143,8 @@ class World:
         """Something that this attacker can make of what it knows and of what lies there."""
         kinds = [("manifest", REPLICAS), ("commit", 0), ("intent", REPLICAS), ("ring", 0)]
         kind, replicas = self.rng.choice(kinds)
-        key = (kind, 2 if kind == "ring" else self.rng.randint(1, ROUNDS), self.rng.randrange(replicas) if replicas else -1)
+        number = 2 if kind == "ring" else self.rng.randint(1, ROUNDS)
+        key = kind, number, self.rng.randrange(replicas) if replicas else -1
         take = self.rng.choice((0, 0, 1, 2))
         names = [name for _, name in self.stored][-4:]  # copied
         if self.name_key(key) in actor.knows or not self.has("name"):
@@ -169,9 +170,10 @@ class World:
             if body is not None:
                 self.seen[key] = body
             for (where, name), record in self.stored.items():
-                if where == key and record.maker and not self._may_take(record.maker, key):
-                    if any(name == self.name(key, take) for take in range(4)):
-                        raise Broken(f"{record.maker} has taken a name of {key}")
+                if where != key or not record.maker or self._may_take(record.maker, key):
+                    continue
+                if any(name == self.name(key, take) for take in range(4)):
+                    raise Broken(f"{record.maker} has taken a name of {key}")
             if found is None or key[0] == "ring":
                 continue
             if "forged" not in body and body[1] != key[1]:
@@ -203,9 +205,9 @@ class World:
 def play(seed: int, without: str = "") -> None:
     """One schedule: rounds with commits, a rotation between them, and four attackers. Raises `Broken`.
 
-    The outsider knows no key, the insider those of replica 1 in both epochs, the joiner those of its seat. The thieves have
-    the operator's key and all others of epoch 1, which are replaced after round 3; one of them has an insider's help later.
-    Forging within that epoch is what a leak means, and no promise is made about it.
+    The outsider knows no key, the insider those of replica 1 in both epochs, the joiner those of its seat. The thieves
+    have the operator's key and all others of epoch 1, which are replaced after round 3; one of them has an insider's
+    help later. Forging within that epoch is what a leak means, and no promise is made about it.
     """
     rng = random.Random(seed)
     world = World(rng, without)
@@ -227,7 +229,7 @@ def play(seed: int, without: str = "") -> None:
             attackers += thieves
             world.seen = {key: body for key, body in world.seen.items() if key[1] <= EPOCH_ROUND}
         epoch = world.epoch_of(("commit", round_, -1))
-        steps: list[Any] = [lambda: world.forge(rng.choice(attackers))] * rng.randrange(10)
+        steps: list[Any] = [lambda who=tuple(attackers): world.forge(rng.choice(who))] * rng.randrange(10)
         for i, actor in enumerate(everybody):
             author = f"attempt{epoch} {i}"
             made = [("manifest", i, author), ("intent", i, f"operator{epoch}"), ("commit", -1, author)]

@@ -78,7 +78,7 @@ class _Stored(MemoryStore):
 
     def _tell(self, name: str, data: bytes, created: bool) -> None:
         found = parse_stored(name)
-        key = found[0] if found else name
+        key = found.key if found else name
         body = split_signed(data) if is_signed(key) else None
         content = body[0] if body else data
         if created:
