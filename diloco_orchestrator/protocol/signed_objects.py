@@ -10,7 +10,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.allreduce_records import Reduced
 from diloco_orchestrator.protocol.kinds import Role, kind_at
 from diloco_orchestrator.protocol.record_format import By, parse_json
-from diloco_orchestrator.protocol.records import Snapshot
+from diloco_orchestrator.protocol.records import Commit, Snapshot
 from diloco_orchestrator.protocol.signatures import to_text
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def why_not_by(who: tuple[int, int], key: str, body: bytes) -> str:
     """Reason why an attempt's key does not speak for an object; empty if it may. `who`: (replica id, attempt).
 
     The run's key may sign everything; an attempt's what `protocol.kinds` lets attempts write, and, where the key or the
-    record names its author, only in its own name. If the content cannot be parsed, only the key is checked.
+    record names its author, only in its own name. So what cannot be parsed is no commit of an attempt.
     """
     kind = kind_at(key)
     if kind is None:
@@ -97,6 +97,8 @@ def why_not_by(who: tuple[int, int], key: str, body: bytes) -> str:
     of_key = kind.named_in(key) if kind.by_itself or kind.record is Reduced else {}
     ours = {"replica_id": who[0], "attempt": who[1], "by": str(By(who))}
     for field, value in [*of_key.items(), *named.items()]:
+        if value is None and field == "by" and kind.record is Commit:
+            return "it names no author"
         if value is not None and value != ours[field]:
             return f"its {field} is {str(value)[:40]!r}, and its key that of attempt {who[1]} of replica {who[0]}"
     return ""
