@@ -146,7 +146,8 @@ def prepare_launch(
         signed_by=None if key is None else key.signed_by,
     )
     launched = Launched(sha256_hex(run.to_bytes()))
-    launching = LaunchRequests(run, launched, url, storage_options, secrets, dry, run_key=key)
+    operator = None if key is None else key.operator(launched.run_sha256)
+    launching = LaunchRequests(run, launched, url, storage_options, secrets, dry, operator=operator)
     launching.check(executor)
     opened = first_launches(executor, config) if isinstance(executor, Places) else []
     places = {each.replica_id: each.place for each in opened} or dict.fromkeys(range(config.replicas), "")

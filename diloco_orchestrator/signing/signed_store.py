@@ -10,14 +10,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, StoreError
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import Sha256, sha256_hex
+from diloco_orchestrator.protocol.key_records import Colleague, Rotation, epoch_of
 from diloco_orchestrator.protocol.kinds import most_bytes
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.protocol.signatures import (
     LONGEST_LINE,
     Certificate,
+    Operator,
     Signature,
     SignedBy,
     named_bytes,
@@ -34,8 +38,8 @@ from diloco_orchestrator.protocol.signed_objects import (
     stored_name,
     why_not_by,
 )
-from diloco_orchestrator.signing.kept_keys import needs_key, signer_of
-from diloco_orchestrator.signing.keys import Signer, is_by, is_certified
+from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, identity, needs_key, operator_of
+from diloco_orchestrator.signing.keys import RunKey, Signer, is_by, is_certified
 from diloco_orchestrator.store.base import ObjectInfo, Store, endpoint_of, open_file
 from diloco_orchestrator.store.retrying import without_read_back
 
@@ -52,28 +56,49 @@ class _Rules:
     run_sha256: Sha256
     signed_by: SignedBy
     signer: Signer | None
+    rotations: tuple[Rotation, ...] = ()  # of the run's keys, as known when the process began
     names: dict[tuple[str, int], str] = field(default_factory=dict)  # of stored objects, by key and take
     taken: dict[str, int] = field(default_factory=dict)  # takes of a key below this one hold what nobody signed
     certified: dict[object, bool] = field(default_factory=dict)  # whether the run's key signed a certificate
     fresh: dict[str, bytes] = field(default_factory=dict)  # content of an object that a lost create has just read
     debris: dict[str, str] = field(default_factory=dict)  # reasons, by the names of objects that do not exist
 
-    def name_of(self, key: str, take: int = 0) -> str:
-        """The name under which the object is stored. Needs a signer."""
-        assert self.signer is not None, "who only reads looks names up"
+    def epoch_of(self, key: str) -> int:
+        """The epoch (until the first rotation, or from one to the next) whose keys name and sign the object."""
+        return epoch_of(key, self.rotations)
+
+    def private_name_key(self, key: str) -> Ed25519PrivateKey | None:
+        """The key that names this object, if this process holds it."""
+        if self.signer is None:
+            return None
+        if key.startswith(keys.KEYS):
+            return self.signer.run_key
+        epoch = self.epoch_of(key)
+        return self.signer.names[epoch - 1] if epoch <= len(self.signer.names) else None
+
+    def _public_name_key(self, key: str) -> str:
+        if key.startswith(keys.KEYS):
+            return self.signed_by.key
+        epoch = self.epoch_of(key)
+        return self.signed_by.names if epoch == 1 else self.rotations[epoch - 2].names
+
+    def name_of(self, key: str, take: int = 0) -> str | None:
+        """The name under which the object is stored; None if this process holds no key to make it."""
+        if (private := self.private_name_key(key)) is None:
+            return None
         if (key, take) not in self.names:
-            signature = self.signer.name_key.sign(named_bytes(self.run_sha256, key, take))
-            self._remember(key, take, stored_name(key, take, signature))
+            self._remember(key, take, stored_name(key, take, private.sign(named_bytes(self.run_sha256, key, take))))
         return self.names[key, take]
 
     def is_name(self, found: StoredName) -> bool:
         """Whether an object with this key and take is stored under this name."""
         key, take, name = found.key, found.take, str(found)
-        if self.signer is not None:
-            return self.name_of(key, take) == name
+        if (ours := self.name_of(key, take)) is not None:
+            return ours == name
         if self.names.get((key, take)) == name:
             return True
-        is_right = is_by(self.signed_by.names, found.signature, named_bytes(self.run_sha256, key, take))
+        said = named_bytes(self.run_sha256, key, take)
+        is_right = is_by(self._public_name_key(key), found.signature, said)
         if is_right:
             self._remember(key, take, name)
         return is_right
@@ -94,10 +119,14 @@ class _Rules:
     def sealed(self, key: str, body: bytes) -> bytes:
         """`body` with this process's signature. Needs a signer. Raises `TypeError`, a bug of ours, for another's."""
         assert self.signer is not None, "who only reads signs nothing"
-        certificate = self.signer.certificate
-        if certificate is not None and (why := why_not_by(certificate.who, key, body)):
-            raise TypeError(f"{key} is not this attempt's to write: {why}")
-        signature = self.signer.key.sign(signed_bytes(self.run_sha256, key, body))
+        private, certificate = self.signer.key, self.signer.certificate
+        if key.startswith(keys.KEYS):
+            assert self.signer.run_key is not None, "its name could not be made"
+            signature = self.signer.run_key.sign(signed_bytes(self.run_sha256, key, body))
+            return body + Signature(certificate=None, signature=to_text(signature)).line()
+        if why := self._why_not_by(certificate, key, body):
+            raise TypeError(f"{key} is not this process's to write: {why}")
+        signature = private.sign(signed_bytes(self.run_sha256, key, body))
         return body + Signature(certificate=certificate, signature=to_text(signature)).line()
 
     def opened(self, key: str, data: bytes) -> bytes | str:
@@ -107,17 +136,26 @@ class _Rules:
             return "it has no signature"
         body, signature = found
         certificate = signature.certificate
+        if (certificate is None) is not key.startswith(keys.KEYS):
+            return "the run's key itself signs rotations and certificates, and nothing else"
         if certificate is not None and not self._is_certified(certificate):
             return "its author's certificate is not by the run's key"
         author = self.signed_by.key if certificate is None else certificate.key
         if not is_by(author, signature.signature, signed_bytes(self.run_sha256, key, body)):
             return "its signature is not by the key that it names"
-        if certificate is not None and (why := why_not_by(certificate.who, key, body)):
+        if certificate is not None and (why := self._why_not_by(certificate, key, body)):
             return why
         return body
 
-    def _is_certified(self, certificate: Certificate) -> bool:
-        of = certificate.who, certificate.key, certificate.signature
+    def _why_not_by(self, certificate: Certificate | Operator, key: str, body: bytes) -> str:
+        """Reason why this author's key does not speak for an object; empty if it may."""
+        operator = certificate.operator if isinstance(certificate, Certificate) else certificate
+        if operator.epoch < (epoch := self.epoch_of(key)):
+            return f"its author's key is of epoch {operator.epoch} of the run's keys; a rotation began epoch {epoch}"
+        return why_not_by(certificate.who, key, body) if isinstance(certificate, Certificate) else ""
+
+    def _is_certified(self, certificate: Certificate | Operator) -> bool:
+        of = certificate.model_dump_json()
         if of not in self.certified:
             if len(self.certified) >= _MOST_NAMES:
                 self.certified.clear()
@@ -183,10 +221,66 @@ class SignedStore:
             run = Run.from_bytes(run_json, keys.RUN)
         except RecordInvalid:
             return  # whoever reads the run says so
-        rules = None
-        if run.signed_by is not None:
-            rules = _Rules(sha256, run.signed_by, signer_of(run.signed_by, sha256, self.environ))
-        self._known.append(rules)
+        self._known.append(None if run.signed_by is None else self._rules_of(run.signed_by, sha256))
+
+    def _rules_of(self, signed_by: SignedBy, run_sha256: Sha256) -> _Rules:
+        """The rules of a signed run: its rotations, which anybody can check, then the keys of this process."""
+        rules = _Rules(run_sha256, signed_by, None)
+        found = {}
+        for info in self.beneath.list(keys.KEYS):
+            stored = parse_stored(info.key)
+            number = None if stored is None else keys.rotation.parse(stored.key)
+            if stored is None or number is None or not rules.is_name(stored):
+                continue
+            body = rules.opened(stored.key, self._read(info.key, stored.key))
+            if isinstance(body, bytes):
+                found[number[0]] = Rotation.from_bytes(body, stored.key)
+        while (epoch := len(rules.rotations) + 2) in found:
+            rules.rotations += (found[epoch],)
+        rules.names.clear()
+        rules.signer = self._signer(rules)
+        return rules
+
+    def _signer(self, rules: _Rules) -> Signer | None:
+        if text := self.environ.get(ENV_ATTEMPT_KEY):
+            return Signer.parse(text, rules.signed_by, rules.run_sha256)
+        epoch = len(rules.rotations) + 1
+        found = operator_of(rules.signed_by, rules.run_sha256, epoch, self.environ)
+        return found or self._certified_here(rules)
+
+    def _certified_here(self, rules: _Rules) -> Signer | None:
+        """The keys of this user, if the run's key has certified them for this run."""
+        user = identity(self.environ, make=False)
+        if user is None:
+            return None
+        key = keys.colleague(user.public.digest, len(rules.rotations) + 1)
+        try:
+            found = Colleague.from_bytes(self._opened(rules, key), key)
+        except ObjectMissing:
+            return None
+        names = tuple(map(RunKey.parse, user.opened(rules.run_sha256, found.sealed).decode().split()))
+        return Signer(user.signing, tuple(each.private for each in names), found.operator)
+
+    def learn_anew(self) -> None:
+        """Read run.json and the rotations of its keys again with the next call, after a rotation."""
+        self._known.clear()
+
+    @property
+    def operator(self) -> Signer | None:
+        """This process's keys as a launcher or coordinator of the signed run; None if it has none for its newest epoch.
+
+        Also None before run.json was read.
+        """
+        rules = self._known[0] if self._known else None
+        found = None if rules is None else rules.signer
+        if rules is None or found is None or not found.is_operator or len(found.names) <= len(rules.rotations):
+            return None
+        return found
+
+    @property
+    def rotations(self) -> tuple[Rotation, ...]:
+        """The rotations of a signed run's keys that were there when run.json was read."""
+        return self._known[0].rotations if self._known and self._known[0] is not None else ()
 
     def _rules(self, key: str) -> _Rules | None:
         """The rules for the object with this key; None if it is stored as it is."""
@@ -241,8 +335,8 @@ class SignedStore:
 
         Raises `ObjectMissing` if who has no key finds none.
         """
-        if rules.signer is not None:
-            return rules.name_of(key, take)
+        if (ours := rules.name_of(key, take)) is not None:
+            return ours
         if (key, take) not in rules.names:
             for info in self.beneath.list(f"{key}/"):
                 found = parse_stored(info.key)
@@ -259,10 +353,11 @@ class SignedStore:
             if key == keys.RUN and created:
                 self._learn(data)
             return created
+        name = self._name_to_write(rules, key)
         if not is_signed(key):
-            return self.beneath.create(self._to_write(rules, key).name_of(key), data)
-        stored, take = self._to_write(rules, key).sealed(key, data), rules.taken.get(key, 0)
-        while not self.beneath.create(name := rules.name_of(key, take), stored):
+            return self.beneath.create(name, data)
+        stored, take = rules.sealed(key, data), rules.taken.get(key, 0)
+        while not self.beneath.create(name := self._name(rules, key, take), stored):
             found = rules.opened(key, self._read(name, key))
             if isinstance(found, bytes):
                 rules.fresh = {key: found}
@@ -275,14 +370,14 @@ class SignedStore:
         if rules is None:
             self.beneath.put(key, data)
             return
-        signed = self._to_write(rules, key)
-        self.beneath.put(signed.name_of(key), signed.sealed(key, data) if is_signed(key) else data)
+        name = self._name_to_write(rules, key)
+        self.beneath.put(name, rules.sealed(key, data) if is_signed(key) else data)
 
-    def _to_write(self, rules: _Rules, key: str) -> _Rules:
-        """`rules`, with which this process may write the object. Raises `ConfigError` without a key."""
-        if rules.signer is None:
+    def _name_to_write(self, rules: _Rules, key: str) -> str:
+        """The first name of an object that this process writes. Raises `ConfigError` without a key for it."""
+        if (name := rules.name_of(key)) is None:
             raise needs_key(self.url, rules.signed_by, f"writing {key}")
-        return rules
+        return name
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
         rules = None if prefix.startswith(_TRIALS) else self._rules(keys.ROUNDS)

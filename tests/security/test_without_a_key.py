@@ -25,7 +25,6 @@ from diloco_orchestrator.protocol.record_format import By
 from diloco_orchestrator.protocol.records import Commit, Contribution, Halt, Result
 from diloco_orchestrator.protocol.signatures import Signature, named_bytes, signed_bytes, split_signed, to_text
 from diloco_orchestrator.protocol.signed_objects import is_named, is_signed, parse_stored, stored_name
-from diloco_orchestrator.signing.keys import Signer
 from diloco_orchestrator.store.memory import MemoryStore
 
 SETTINGS = {"quorum": "all", "sync_every": 4, "fragments": 1, "fragment_sync_delay": 0, "late": "carry"}
@@ -238,13 +237,13 @@ def inside(make: Callable[[Attacked], Objects]) -> Callable[[Attacked], Objects]
     """The objects of `make` under their first names, signed by replica 1 whether it may or not, and unsigned."""
 
     def attack(run: Attacked) -> Objects:
-        signer = Signer.of_secret(KEY.attempt_secret(run.run_sha256, 1, 1), KEY.signed_by, run.run_sha256)
+        signer = KEY.operator(run.run_sha256).of_attempt(run.run_sha256, 1, 1)
         for number, (key, data) in enumerate(make(run)):
             if is_signed(key) and number % 2:
                 signature = signer.key.sign(signed_bytes(run.run_sha256, key, data))
                 data += Signature(certificate=signer.certificate, signature=to_text(signature)).line()
             for take in range(3 if is_signed(key) else 1):
-                name = stored_name(key, take, signer.name_key.sign(named_bytes(run.run_sha256, key, take)))
+                name = stored_name(key, take, signer.names[0].sign(named_bytes(run.run_sha256, key, take)))
                 if allows(POLICY, Question("s3:PutObject", f"arn:aws:s3:::BUCKET/PREFIX/{name}", {})):
                     yield name, data
 

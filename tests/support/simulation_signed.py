@@ -125,7 +125,8 @@ class SignedSimulation(Simulation):
         bucket, environ = self.bucket, _ENVIRON
         assert isinstance(bucket, SignedBucket)
         if who := re.fullmatch(r"\w+ (\d+)\.(\d+)", clock.world.current.name):
-            environ = {ENV_ATTEMPT_KEY: KEY.attempt_secret(self.run_sha256, int(who[1]), int(who[2]))}
+            operator = KEY.operator(self.run_sha256)
+            environ = {ENV_ATTEMPT_KEY: operator.of_attempt(self.run_sha256, int(who[1]), int(who[2])).text()}
         self.bucket = _Beneath(bucket)
         try:
             return SignedStore(super().network(clock, retry), environ)
