@@ -261,6 +261,7 @@ INSIDE: dict[str, Callable[[Attacked], Objects]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", INSIDE)
 def test_the_key_of_one_replica_changes_no_base(row: str):
     run = Attacked(PLAN, inside(INSIDE[row]))

@@ -8,16 +8,21 @@ from record_examples import EXAMPLES
 from signed_fleet import KEY, MANIFEST, OTHER_KEY, Fleet
 
 from diloco_orchestrator.errors import ConfigError, ObjectMissing
+from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.key_records import Rotation, epoch_of
 from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.protocol.signatures import named_bytes
 from diloco_orchestrator.protocol.signed_objects import stored_name
+from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.run_store import keep_key, of_run
 from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, ENV_RUN_KEY, identity
 from diloco_orchestrator.signing.keys import Signer, public_key_of
 from diloco_orchestrator.signing.signed_store import SignedStore
 from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.open_store import open_store
 from diloco_orchestrator.supervision.rotation import certify
 
 STAMP = Stamp("test", lambda: 0.0)
@@ -197,3 +202,15 @@ def test_who_has_an_operators_keys_certifies_and_rotates_nothing():
     log = log_of(fleet.stored, {ENV_RUN_KEY: KEY.operator(fleet.run_sha256).text()})
     with pytest.raises(ConfigError, match="needs the run's own key"):
         certify(log, "diloco-user-" + "A" * 86, "user", STAMP)
+
+
+def test_verify_tells_a_log_that_is_not_the_one_before_the_rotation(tmp_path: Path):
+    """As who has stolen the keys of before and may overwrite could write it anew."""
+    folder = tmp_path / "run"
+    keep_key(KEY)
+    run = Run.from_bytes(Fleet().stored.get(keys.RUN), keys.RUN)
+    log = create_run(of_run(open_store(str(folder))), run, "launch", STAMP)
+    assert verify_run(of_run(open_store(str(folder)))).agrees
+    assert log.store.create(keys.rotation(2), ROTATION.to_bytes())
+    found = verify_run(of_run(open_store(str(folder)))).disagreement
+    assert found is not None and found.key == keys.rotation(2)

@@ -118,6 +118,7 @@ class _Verifier:
             if (found := next(iter(self._store.list(keys.ROUNDS)), None)) is not None:
                 raise Differs(keys.START, f"is missing, though {found.key} is there")
             self._done.unchecked.append("no replica brought a model: there is nothing to derive")
+            self._check_rotations()
             take_stock(self._store, NamedByTheLog(code_sha256=self._log.run.code_sha256), self._done)
             return
         self._start = start.record
