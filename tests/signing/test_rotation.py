@@ -133,7 +133,7 @@ def test_an_operator_rotates_nothing_and_takes_no_name_of_a_rotation():
     colleague = SignedStore(fleet.stored, {ENV_RUN_KEY: KEY.operator(fleet.run_sha256).text()})
     with pytest.raises(ConfigError, match="needs keys of"):
         colleague.create(keys.rotation(2), ROTATION.to_bytes())
-    for private in (KEY.names(1), OTHER_KEY.private):
+    for private in (KEY.names(1), OTHER_KEY.private, KEY.private):  # the last as who may overwrite
         name = stored_name(keys.rotation(2), 0, private.sign(named_bytes(fleet.run_sha256, keys.rotation(2))))
         operator = KEY.operator(fleet.run_sha256)
         fleet.stored.create(name, fleet.sealed(operator, ROTATION.to_bytes(), keys.rotation(2)))
