@@ -66,7 +66,12 @@ _WHAT_RUNS = (
         help="Hashes of packages: given, or listed by uv now if it can (auto); given alone (given); or refuse packages "
         "without one, and images by tag (require).",
     ),
-    click.option("--signed", is_flag=True, help="Sign what is written: nothing that others write there counts."),
+    click.option(
+        "--signed/--unsigned",
+        default=None,
+        help="Whether what others write into the run's folder counts for nothing: what the run writes is signed.  "
+        "[default: signed in a bucket, unless machines join]",
+    ),
     click.option("--config", type=click.Path(path_type=Path), help="TOML file of settings; options go before it."),
 )
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 EXIT_COMPLETED, EXIT_FAILED, EXIT_USAGE, EXIT_HALTED, EXIT_DISAGREES, EXIT_INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end, on stdout.")
+optional_url_argument = click.argument("url", metavar="[URL]", required=False)
 url_argument = click.argument("url", metavar="URL")
 trust_option = click.option(
     "--trust-bucket", is_flag=True,

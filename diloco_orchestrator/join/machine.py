@@ -166,6 +166,11 @@ class Machine:
                 self._log = RunLog(self._store)
             except NoSuchRun:
                 return ""
+            if self._log.run.signed_by is not None:
+                raise ConfigError(
+                    f"{self._store.url} is a signed run. Its launcher offers nothing to machines that join, so what is "
+                    "offered there is somebody else's. Launch a run with --unsigned for machines that join."
+                )
             self._check_secrets(self._log.run.secret_names, f"run {self._log.run.run_id}")
         try:
             newest = self._log.newest_leg()

@@ -38,6 +38,7 @@ from diloco_orchestrator.store.probe import probe
 from diloco_orchestrator.supervision.coordinator import Coordinator, Means
 from diloco_orchestrator.supervision.launch_request import LaunchRequests, check_images
 from diloco_orchestrator.supervision.next_leg import auto_resume, begin_next_leg
+from diloco_orchestrator.supervision.rotation import rotate
 from diloco_orchestrator.supervision.trackers import RoundTracker, open_tracker
 
 log = logging.getLogger(__name__)
@@ -243,6 +244,15 @@ class Run:
         """
         request_halt(self._reader.log, "user", reason, self._means.stamp)
 
+    def rotate_keys(self, why: str) -> None:
+        """Replace the keys of a signed run, because one of them has leaked. Returns at once.
+
+        The run halts after its open round, and whoever supervises it (`wait`) on the launcher's machine begins the next
+        leg with new keys. What was written before goes on to count. `why`: goes into the records. Raises `ConfigError`
+        without the run's own key, which its launcher's state folder has, and for an unsigned run.
+        """
+        rotate(self._reader.log, "user", why, self._means.stamp)
+
     def scale(self, replicas: int) -> None:
         """Train with another number of replicas from now on, in a run with `max_replicas`. Returns at once.
 
@@ -330,7 +340,8 @@ def launch(
             "given" asks no index; "require" refuses a package without a hash and an image named by tag.
         heldout_items: JSON items for `ctx.heldout_items`.
         signed: sign what launcher and replicas write, so that nothing else in the folder counts. The run's private key
-            is kept in this user's state folder; whoever attaches elsewhere needs it in DILOCO_RUN_KEY.
+            is kept in this user's state folder; whoever attaches elsewhere needs it in DILOCO_RUN_KEY. By default runs
+            in a bucket are signed, but for those that machines join, and runs in a folder of a disk are not.
         **options: also the fields of `RunConfig`: replicas, rounds, sync_every, args, seed, outer, guard, strict, …
             `guard` is {"rule": "sequential"} by default; {"rule": "heldout", …}: `HeldOutGuard`, with a
             `decline_patience` of 6 and not 3, which halts healthy noisy runs; "off": scores are not judged.

@@ -12,6 +12,7 @@ from enum import StrEnum
 from diloco_orchestrator.protocol import allreduce_records as of_averages
 from diloco_orchestrator.protocol import attempt_records as of_attempts
 from diloco_orchestrator.protocol import check_records as of_checks
+from diloco_orchestrator.protocol import key_records as of_keys
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol import records as of_runs
 from diloco_orchestrator.protocol.keys import Form
@@ -104,6 +105,8 @@ KINDS: tuple[Kind, ...] = (
     Kind(of_runs.ReuploadRequest, (keys.want,), _ATTEMPT),
     Kind(of_runs.Commit, (keys.commit,), _ATTEMPT + _COORDINATOR, _LARGE),
     Kind(of_runs.Snapshot, keys.SNAPSHOT_RECORDS, _ANYBODY, _LARGER),
+    Kind(of_keys.Rotation, (keys.rotation,), _LAUNCHER),
+    Kind(of_keys.Colleague, (keys.colleague,), _LAUNCHER),
     Kind(of_runs.Retention, (Form(keys.RETENTION),), _ANYBODY),
 )
 _KIND_OF = {kind.record: kind for kind in KINDS}

@@ -34,6 +34,7 @@ from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.run_store import rotations_of
 from diloco_orchestrator.store.base import Store
 
 
@@ -117,6 +118,7 @@ class _Verifier:
             if (found := next(iter(self._store.list(keys.ROUNDS)), None)) is not None:
                 raise Differs(keys.START, f"is missing, though {found.key} is there")
             self._done.unchecked.append("no replica brought a model: there is nothing to derive")
+            self._check_rotations()
             take_stock(self._store, NamedByTheLog(code_sha256=self._log.run.code_sha256), self._done)
             return
         self._start = start.record
@@ -138,6 +140,7 @@ class _Verifier:
             )
         self._snapshots.check_all(self._digests, self._start)
         self._check_code()
+        self._check_rotations()
         self._bases.named.legs = len(legs)
         self._bases.named.snapshot_files, self._bases.named.start = self._snapshots.named, self._start
         take_stock(self._store, self._bases.named, self._done)
@@ -160,6 +163,18 @@ class _Verifier:
         if found is None:
             return False
         return not self._done.signed_by or keys.snapshot(found[0], "", found[1]) in self._snapshots.named
+
+    def _check_rotations(self) -> None:
+        """Raise `Differs` unless each rotation of the keys names the commit that the log has there.
+
+        So who holds keys of before and may overwrite cannot write the log before anew.
+        """
+        for rotation in rotations_of(self._store):
+            entry = self._log.commit(rotation.after_round) if rotation.after_round else None
+            found = None if entry is None else entry.sha256
+            source = keys.commit(rotation.after_round) if rotation.after_round else "a log without commits"
+            equal(keys.rotation(rotation.epoch), "commit_sha256", rotation.commit_sha256, found, source)
+            self._done.checked["rotations of keys"] += 1
 
     def _check_code(self) -> None:
         """Raise `Differs` unless the code archive has the digest that run.json names."""
@@ -332,7 +347,7 @@ class _Verifier:
 
     def _check_nothing_after(self, round_: int) -> None:
         for info in self._store.list(keys.ROUNDS, start_after=keys.commit(round_)):
-            if keys.commit.parse(info.key):
+            if keys.commit.parse(info.key) and read_optional(self._store, info.key) is not None:
                 raise Differs(keys.commit(round_), f"is missing, though {info.key} is there")
 
     def _halt(self, commit: Commit) -> str:
