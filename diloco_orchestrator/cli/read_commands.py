@@ -282,7 +282,7 @@ def key(url: str | None, export: bool, me: bool, certify: str | None, rotate: bo
     if sum((export, me, certify is not None, rotate)) > 1 or (url is None) is not me:
         raise click.UsageError("say --me alone, or URL with at most one of --export, --certify and --rotate.")
     if url is None:
-        line = identity_of_user().text()
+        line = identity_of_user().public.text()
         say(as_json, {"user": line}, line)
         return
     reader = reader_of(url)

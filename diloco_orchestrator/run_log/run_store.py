@@ -11,10 +11,12 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import Sha256
 from diloco_orchestrator.protocol.key_records import Rotation
 from diloco_orchestrator.protocol.records import Run
+from diloco_orchestrator.signing.identity import Identity as Identity
 from diloco_orchestrator.signing.identity import PublicIdentity as PublicIdentity
 from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, ENV_RUN_KEY, identity, keep, needs_key, run_key_of
 from diloco_orchestrator.signing.keys import RunKey as RunKey
 from diloco_orchestrator.signing.keys import Signer as Signer
+from diloco_orchestrator.signing.keys import is_by as is_by
 from diloco_orchestrator.signing.keys import public_key_of as public_key_of
 from diloco_orchestrator.signing.keys import text_of as text_of
 from diloco_orchestrator.signing.signed_store import SignedStore, signed_store_in
@@ -87,11 +89,11 @@ def key_of_run(run: Run, store: Store, what: str) -> RunKey:
     return found
 
 
-def identity_of_user() -> PublicIdentity:
-    """The public identity of this user, made on first use. Raises `ConfigError` if it cannot be kept."""
+def identity_of_user() -> Identity:
+    """The identity of this user, made on first use. Raises `ConfigError` if it cannot be kept."""
     found = identity(os.environ, make=True)
     assert found is not None, "it was made"
-    return found.public
+    return found
 
 
 def rotations_of(store: Store) -> tuple[Rotation, ...]:
