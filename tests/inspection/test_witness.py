@@ -1,11 +1,11 @@
 """A witness states heads of a log; a log that its own launcher cut, forked or wrote anew is told by them."""
 
 import shutil
-import tarfile
 from pathlib import Path
 
 import pytest
 from cli_support import diloco_here
+from kept_run import kept_run
 
 from diloco_orchestrator import verify
 from diloco_orchestrator.errors import ConfigError
@@ -18,17 +18,13 @@ from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
 
-KEPT = Path(__file__).parents[1] / "fixtures" / "kept_runs" / "runs.tar.xz"
 STAMP = Stamp("witness", lambda: 1_700_000_000.0)
 ME, OTHER = Identity(bytes(32)), Identity(bytes([1] * 32))
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kept")
-    with tarfile.open(KEPT) as archive:
-        archive.extractall(folder, filter="data")
-    return next(path.parent for path in sorted(folder.rglob("run.json")))
+    return kept_run(tmp_path_factory.mktemp("kept"))
 
 
 @pytest.fixture
