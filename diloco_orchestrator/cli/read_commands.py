@@ -18,6 +18,7 @@ from diloco_orchestrator.cli.shared import (
     reader_of,
     say,
     score_option,
+    signed_by_option,
     store_of,
     trust_option,
     url_argument,
@@ -114,12 +115,13 @@ sign_option = click.option("--sign", is_flag=True, help="Add model.sig, your sig
     help="The model after this round.  [default: the newest; after a halt by the guard the best by held-out score]",
 )
 @sign_option
+@signed_by_option
 @json_option
-def pull(url: str, destination: Path, round_: int | None, sign: bool, as_json: bool) -> None:
+def pull(url: str, destination: Path, round_: int | None, sign: bool, signed_by: str | None, as_json: bool) -> None:
     """Copy the model files out of URL into the new folder DESTINATION, rebuilding the round if it has no snapshot."""
     from diloco_orchestrator.inspection.pull import copy_model
 
-    reader = reader_of(url)
+    reader = reader_of(url, signed_by)
     if round_ is not None:
         pulled = copy_model(reader.log, destination, round_, sign=sign)
         say(as_json, {"round": pulled, "destination": str(destination)}, f"round {pulled} is in {destination}")
@@ -142,10 +144,13 @@ def pull(url: str, destination: Path, round_: int | None, sign: bool, as_json: b
 )
 @click.option("--public", is_flag=True, help="Make the repository public, or send to one that is.")
 @sign_option
+@signed_by_option
 @json_option
-def push(url: str, repository: str, rounds: tuple[int, ...], public: bool, sign: bool, as_json: bool) -> None:
+def push(
+    url: str, repository: str, rounds: tuple[int, ...], public: bool, sign: bool, signed_by: str | None, as_json: bool
+) -> None:
     """Send models of URL to the Hugging Face Hub with a model card, each round as a tagged commit. Private if new."""
-    reader = reader_of(url)
+    reader = reader_of(url, signed_by)
     from diloco_orchestrator.inspection.push import push_models
 
     pushed = push_models(reader, repository, rounds, public=public, sign=sign)

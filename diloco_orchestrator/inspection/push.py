@@ -19,6 +19,7 @@ from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol.legs import bases, check_base
 from diloco_orchestrator.protocol.version import VERSION
 from diloco_orchestrator.redaction import redact
+from diloco_orchestrator.run_log.run_store import check_signed_by
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
 _OUTER = "outer*"  # the outer optimizer's state, which nobody loads from there
@@ -44,6 +45,7 @@ def push(
     token: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     sign: bool = False,
+    signed_by: str | None = None,
 ) -> list[PushedSnapshot]:
     """Send the model after each of `rounds` of the run in `url` to the Hub's repository `repo_id` ("user/model").
 
@@ -56,13 +58,16 @@ def push(
         token: of the Hub; default: the one that huggingface_hub finds.
         storage_options: credentials and endpoint of the bucket in s3fs spelling.
         sign: add a signature of all files by this user (`model.sig`), in the format of OpenSSF's model-signing.
+        signed_by: the public key that must have signed the run.
 
     Raises `ConfigError` for an invalid repository name, without a token, for a public repository without `public`, and
     for a round that has no base or was sent before; `StoreDenied`, `StoreUnavailable` or `StoreError` for the Hub's
     answers; and the errors of `pull`.
     """
     store = open_store(absolute_url(url), storage_options, retry=INTERACTIVE, must_exist=True)
-    return push_models(RunReader(store), repo_id, rounds, public=public, token=token, sign=sign)
+    reader = RunReader(store)
+    check_signed_by(reader.run, store.url, signed_by)
+    return push_models(reader, repo_id, rounds, public=public, token=token, sign=sign)
 
 
 def push_models(

@@ -5,7 +5,9 @@ The library does it; the key is this user's, derived from the identity in the st
 
 import tempfile
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -22,7 +24,7 @@ _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # o
 def check_can_sign() -> None:
     """Raise `ConfigError` unless the library is installed."""
     try:
-        import model_signing  # noqa: F401
+        import_module("model_signing")
     except ImportError:
         raise ConfigError(
             "signing a model needs OpenSSF's library: pip install 'diloco-orchestrator[sign]', or model-signing."
@@ -35,8 +37,8 @@ def sign_folder(folder: Path, but: Iterable[str] = ()) -> None:
     Raises `ConfigError` without the library, or if this user's identity cannot be read.
     """
     check_can_sign()
-    from model_signing import hashing, signing
-
+    hashing: Any = import_module("model_signing.hashing")  # in parts without types
+    signing: Any = import_module("model_signing.signing")
     private = _model_key(identity_of_user())
     with tempfile.TemporaryDirectory(prefix="diloco-sign-") as secret:  # made with mode 0700
         path = Path(secret) / "key.pem"
