@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.head import Head, Noted
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.signatures import Signature, split_signed, to_text
 from diloco_orchestrator.protocol.witnessed import HEADS, Witnessed, witnessed_bytes
+from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.run_store import Identity, is_by
 from diloco_orchestrator.store.base import Store
@@ -20,7 +22,7 @@ from diloco_orchestrator.store.base import Store
 
 @dataclass(frozen=True)
 class Sight:
-    """What a look at a run has shown."""
+    """The result of one reading of a run by a witness."""
 
     stated: Witnessed | None  # the new statement; None if the head is that of the last one
     contradiction: str = ""  # between the log and the statements before
@@ -35,6 +37,7 @@ class Witness:
 
     def __init__(self, store: Store, place: Store, identity: Identity, stamp: Stamp) -> None:
         self._store, self._place, self._identity, self._stamp = store, place, identity, stamp
+        self._log: RunLog | None = None
         stated = statements(place)
         self._last = stated[-1] if stated else None
         if self._last is not None and self._last.witness != identity.public.key:
@@ -49,10 +52,13 @@ class Witness:
         A contradiction is stated too: both heads are then in the place, each signed. Raises the store's errors,
         `NoSuchRun`, and `RecordInvalid` for a log that cannot be read.
         """
-        log = RunLog(self._store)
+        last = self._last
+        why = "" if last is None else self._why_not_there(last)
+        if self._log is None or why:  # a kept one remembers what it has read
+            self._log = RunLog(self._store)
+        log = self._log
         begin = log.newest_begin().record
-        newest, last = log.newest(begin), self._last
-        why = "" if last is None else _why_not_there(log, last)
+        newest = log.newest(begin)
         is_over = log.result(begin.leg) is not None
         if newest is None or (last is not None and last.head == Head(newest.commit.round, newest.sha256)):
             return Sight(None, why, is_over)
@@ -71,17 +77,17 @@ class Witness:
             self._last = stated
         return Sight(stated, why, is_over)
 
-
-def _why_not_there(log: RunLog, last: Witnessed) -> str:
-    """Difference between the log and an earlier statement about it; empty if the log goes on from there."""
-    if log.run_sha256 != last.run_sha256:
-        return f"{keys.RUN} is another one than that of round {last.round}, seen {_time_of(last)}"
-    entry = log.commit(last.round)
-    if entry is None:
-        return f"{keys.commit(last.round)} is gone, which was the head {last.head.short} {_time_of(last)}"
-    if entry.sha256 != last.commit_sha256:
-        return f"{keys.commit(last.round)} is another one than {last.head.short}, seen {_time_of(last)}"
-    return ""
+    def _why_not_there(self, last: Witnessed) -> str:
+        """Difference between the log and an earlier statement about it; empty if the log goes on from there."""
+        for key, sha256, what in (
+            (keys.RUN, last.run_sha256, f"the run of round {last.round}"),
+            (keys.commit(last.round), last.commit_sha256, f"the head {last.head.short}"),
+        ):
+            data = read_optional(self._store, key)
+            if data is None or sha256_hex(data) != sha256:
+                found = "is gone" if data is None else "is another one"
+                return f"{key} {found}, which was {what}, seen {_time_of(last)}"
+        return ""
 
 
 def statements(place: Store) -> list[Witnessed]:
