@@ -18,6 +18,7 @@ from diloco_orchestrator.cli.shared import (
     reader_of,
     say,
     score_option,
+    signed_by_option,
     store_of,
     trust_option,
     url_argument,
@@ -101,6 +102,9 @@ def snapshots(url: str, as_json: bool) -> None:
         echo(f"round {each['round']}  {each['url']}{score}")
 
 
+sign_option = click.option("--sign", is_flag=True, help="Add model.sig, your signature in OpenSSF's format.")
+
+
 @click.command()
 @url_argument
 @click.argument("destination", type=click.Path(path_type=Path))
@@ -110,18 +114,20 @@ def snapshots(url: str, as_json: bool) -> None:
     type=click.IntRange(min=0),
     help="The model after this round.  [default: the newest; after a halt by the guard the best by held-out score]",
 )
+@sign_option
+@signed_by_option
 @json_option
-def pull(url: str, destination: Path, round_: int | None, as_json: bool) -> None:
+def pull(url: str, destination: Path, round_: int | None, sign: bool, signed_by: str | None, as_json: bool) -> None:
     """Copy the model files out of URL into the new folder DESTINATION, rebuilding the round if it has no snapshot."""
     from diloco_orchestrator.inspection.pull import copy_model
 
-    reader = reader_of(url)
+    reader = reader_of(url, signed_by)
     if round_ is not None:
-        pulled = copy_model(reader.log, destination, round_)
+        pulled = copy_model(reader.log, destination, round_, sign=sign)
         say(as_json, {"round": pulled, "destination": str(destination)}, f"round {pulled} is in {destination}")
         return
     model = reader.model()
-    pulled = copy_model(reader.log, destination, model.round)
+    pulled = copy_model(reader.log, destination, model.round, sign=sign)
     found = {"round": pulled, "destination": str(destination), "model": asdict(model)}
     say(as_json, found, f"{destination}: {model.words()}")
 
@@ -137,13 +143,17 @@ def pull(url: str, destination: Path, round_: int | None, as_json: bool) -> None
     help="The model after this round; repeatable.  [default: the one that pull takes]",
 )
 @click.option("--public", is_flag=True, help="Make the repository public, or send to one that is.")
+@sign_option
+@signed_by_option
 @json_option
-def push(url: str, repository: str, rounds: tuple[int, ...], public: bool, as_json: bool) -> None:
+def push(
+    url: str, repository: str, rounds: tuple[int, ...], public: bool, sign: bool, signed_by: str | None, as_json: bool
+) -> None:
     """Send models of URL to the Hugging Face Hub with a model card, each round as a tagged commit. Private if new."""
-    reader = reader_of(url)
+    reader = reader_of(url, signed_by)
     from diloco_orchestrator.inspection.push import push_models
 
-    pushed = push_models(reader, repository, rounds, public=public)
+    pushed = push_models(reader, repository, rounds, public=public, sign=sign)
     body = {"repository": repository, "pushed": [asdict(each) for each in pushed]}
     say(as_json, body, "\n".join(f"round {each.round} is {each.url} (tag {each.tag})" for each in pushed))
 
@@ -271,19 +281,31 @@ def _prefix(line: "LogLine") -> str:
 @optional_url_argument
 @click.option("--export", is_flag=True, help="Print an operator's private keys, for DILOCO_RUN_KEY on another machine.")
 @click.option("--me", is_flag=True, help="Print the line by which a launcher certifies you. It is no secret.")
+@click.option("--models", is_flag=True, help="Print the public key that checks models which you have signed, as PEM.")
 @click.option("--certify", metavar="LINE", help="Let the user with this line (`diloco key --me`) supervise the run.")
 @click.option("--rotate", is_flag=True, help="Replace all keys but the run's own after the open round: one has leaked.")
 @click.option("--why", default="diloco key --rotate", show_default=True, help="Goes into the log.")
 @json_option
-def key(url: str | None, export: bool, me: bool, certify: str | None, rotate: bool, why: str, as_json: bool) -> None:
+def key(
+    url: str | None,
+    export: bool,
+    me: bool,
+    models: bool,
+    certify: str | None,
+    rotate: bool,
+    why: str,
+    as_json: bool,
+) -> None:
     """Show which key signs the run in URL, and whether this machine has its private key; certify or rotate keys."""
     from diloco_orchestrator.run_log.run_store import identity_of_user, operator_of_run, why_only_watching
 
-    if sum((export, me, certify is not None, rotate)) > 1 or (url is None) is not me:
-        raise click.UsageError("say --me alone, or URL with at most one of --export, --certify and --rotate.")
+    if sum((export, me, models, certify is not None, rotate)) > 1 or (url is None) is not (me or models):
+        raise click.UsageError("say --me or --models alone, or URL with one of --export, --certify, --rotate or none.")
     if url is None:
-        line = identity_of_user().text()
-        say(as_json, {"user": line}, line)
+        from diloco_orchestrator.inspection.sign_model import public_pem
+
+        line = identity_of_user().public.text() if me else public_pem().strip()
+        say(as_json, {"user" if me else "models": line}, line)
         return
     reader = reader_of(url)
     run, store = reader.run, reader.store

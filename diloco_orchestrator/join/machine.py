@@ -13,7 +13,7 @@ from pathlib import Path
 from diloco_orchestrator.clock import Clock
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, RecordInvalid, StoreFull, StoreUnavailable
 from diloco_orchestrator.executors.contract import ReplicaState, ReplicaStatus
-from diloco_orchestrator.executors.process_contract import EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED
+from diloco_orchestrator.executors.process_contract import EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED, KEY_VARIABLES
 from diloco_orchestrator.join.attempt import LocalProcess, Start, TakenAttempt
 from diloco_orchestrator.join.offers import name_of, offers_in, records_about, who
 from diloco_orchestrator.protocol import keys
@@ -246,7 +246,7 @@ class Machine:
             offer,
             taken.sha256,
             folder,
-            env={**self._environ, **gpus},
+            env={**{name: value for name, value in self._environ.items() if name not in KEY_VARIABLES}, **gpus},
             clock=self._clock,
             stamp=self._stamp,
             every_s=self._settings.every_s,

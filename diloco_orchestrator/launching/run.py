@@ -30,7 +30,7 @@ from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.run_log.append import create_run, request_halt, request_scale
 from diloco_orchestrator.run_log.launched_here import note_failure, note_head, remember, remember_leg
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.run_log.run_store import keep_key, of_run
+from diloco_orchestrator.run_log.run_store import check_signed_by, keep_key, of_run
 from diloco_orchestrator.run_log.seen_store import SeenStore
 from diloco_orchestrator.snapshots.default_base import url_of_snapshot
 from diloco_orchestrator.store.open_store import SUPERVISING, absolute_url, open_store
@@ -390,6 +390,7 @@ def attach(
     trust_bucket: bool = False,
     track: str | None = None,
     clock: Clock | None = None,
+    signed_by: str | None = None,
 ) -> Run:
     """Supervise a run that somebody launched, from its bucket alone: after the launcher died, or beside it.
 
@@ -397,8 +398,9 @@ def attach(
     with this process's credentials, which is refused unless this user launched the run on this machine, or
     `trust_bucket` is set; an executor class of your own must be passed. Digests of images that a lock gave the run are
     used on the same terms. `storage_options`, `secrets`: as for `launch`. `track`: as the setting; by default no
-    metrics are sent from here, whatever run.json says.
-    Raises `NoSuchRun`, and `ConfigError` if the executor or secrets are missing.
+    metrics are sent from here, whatever run.json says. `signed_by`: the public key that must have signed the run.
+    Raises `NoSuchRun`, and `ConfigError` if the executor, secrets, or keys of a signed run are missing, and for an
+    unsigned run while DILOCO_RUN_KEY is set.
     """
     check_track(track)
     clock = clock or SystemClock()
@@ -408,6 +410,7 @@ def attach(
         raise ConfigError(str(error)) from None
     store = open_store(absolute_url(url), storage_options, clock=clock, retry=SUPERVISING, must_exist=True)
     reader = RunReader(SeenStore.of(of_run(store), clock))
+    check_signed_by(reader.run, store.url, signed_by)
     made = given or executor_of_run(reader, "attach", trust_bucket)
     # The log that was checked is the log that runs.
     run = Run(

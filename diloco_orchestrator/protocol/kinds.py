@@ -110,6 +110,11 @@ KINDS: tuple[Kind, ...] = (
     Kind(of_runs.Retention, (Form(keys.RETENTION),), _ANYBODY),
 )
 _KIND_OF = {kind.record: kind for kind in KINDS}
+_FOLDERS = {form.text.partition("/")[0] for kind in KINDS for form in kind.forms}  # first parts of keys
+_IN_FOLDER = {
+    folder: tuple(kind for kind in KINDS if any(form.text.partition("/")[0] == folder for form in kind.forms))
+    for folder in sorted(_FOLDERS)
+}
 
 
 def kind_of(record: Record) -> Kind:
@@ -120,7 +125,7 @@ def kind_of(record: Record) -> Kind:
 @functools.lru_cache(maxsize=4096)  # whoever polls asks about a few keys again and again
 def kind_at(key: str) -> Kind | None:
     """The kind of record that belongs under `key`; None if no record does."""
-    return next((kind for kind in KINDS if kind.has(key)), None)
+    return next((kind for kind in _IN_FOLDER.get(key.partition("/")[0], ()) if kind.has(key)), None)
 
 
 def most_bytes(key: str) -> int:

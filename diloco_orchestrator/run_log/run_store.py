@@ -7,20 +7,21 @@ import os
 from collections.abc import Mapping
 
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.executors.process_contract import KEY_VARIABLES as KEY_VARIABLES
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import Sha256
 from diloco_orchestrator.protocol.key_records import Rotation
 from diloco_orchestrator.protocol.records import Run
+from diloco_orchestrator.signing.identity import Identity as Identity
 from diloco_orchestrator.signing.identity import PublicIdentity as PublicIdentity
 from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, ENV_RUN_KEY, identity, keep, needs_key, run_key_of
 from diloco_orchestrator.signing.keys import RunKey as RunKey
 from diloco_orchestrator.signing.keys import Signer as Signer
+from diloco_orchestrator.signing.keys import is_by as is_by
 from diloco_orchestrator.signing.keys import public_key_of as public_key_of
 from diloco_orchestrator.signing.keys import text_of as text_of
 from diloco_orchestrator.signing.signed_store import SignedStore, signed_store_in
 from diloco_orchestrator.store.base import Store
-
-KEY_VARIABLES = (ENV_ATTEMPT_KEY, ENV_RUN_KEY)  # environment variables with private keys
 
 
 def of_run(store: Store, environ: Mapping[str, str] | None = None) -> Store:
@@ -87,11 +88,11 @@ def key_of_run(run: Run, store: Store, what: str) -> RunKey:
     return found
 
 
-def identity_of_user() -> PublicIdentity:
-    """The public identity of this user, made on first use. Raises `ConfigError` if it cannot be kept."""
+def identity_of_user() -> Identity:
+    """The identity of this user, made on first use. Raises `ConfigError` if it cannot be kept."""
     found = identity(os.environ, make=True)
     assert found is not None, "it was made"
-    return found.public
+    return found
 
 
 def rotations_of(store: Store) -> tuple[Rotation, ...]:
@@ -107,15 +108,24 @@ def follow_rotation(store: Store) -> None:
         signed.get(keys.RUN)
 
 
-def secrets_of_attempt(
-    operator: Signer, run_sha256: Sha256, replica_id: int, attempt: int, shares_machine: bool
-) -> dict[str, str]:
-    """The secret environment variables of an attempt of a signed run: its own keys, and not the launcher's.
+def secrets_of_attempt(operator: Signer, run_sha256: Sha256, replica_id: int, attempt: int) -> dict[str, str]:
+    """The secret environment variables of an attempt of a signed run: its own keys, and not the launcher's."""
+    return {ENV_ATTEMPT_KEY: operator.of_attempt(run_sha256, replica_id, attempt).text()}
 
-    `shares_machine`: whether the replica inherits the environment of its launcher, where the run's key may be.
+
+def check_signed_by(run: Run, url: str, expected: str | None) -> None:
+    """Raise `ConfigError` unless run.json names `expected` as the key that signs the run. None: whatever it names.
+
+    If keys of a signed run are in this process's environment, an unsigned run is refused as well: its run.json may have
+    been replaced.
     """
-    secrets = {ENV_ATTEMPT_KEY: operator.of_attempt(run_sha256, replica_id, attempt).text()}
-    return {**secrets, ENV_RUN_KEY: ""} if shares_machine else secrets
+    found = None if run.signed_by is None else run.signed_by.key
+    wanted = f"{expected} was asked for" if expected else f"{ENV_RUN_KEY} is set" if ENV_RUN_KEY in os.environ else ""
+    if wanted and found != (expected or found or ""):
+        signed = f"signed by {found}" if found else "not signed"
+        raise ConfigError(
+            f"{url} is {signed}, and {wanted}: is the address right? If it is, somebody has replaced {keys.RUN}."
+        )
 
 
 def why_only_watching(run: Run, store: Store) -> str:

@@ -93,7 +93,7 @@ class Identity:
         )
 
     def opened(self, run_sha256: Sha256, sealed: str) -> bytes:
-        """What `PublicIdentity.seal` made of. Raises `ConfigError` if it was sealed for somebody else or changed."""
+        """The secret in `sealed`. Raises `ConfigError` if it was sealed for somebody else, or changed."""
         try:
             data = base64.urlsafe_b64decode(sealed)
             shared = self._sealing.exchange(X25519PublicKey.from_public_bytes(data[:KEY_BYTES]))

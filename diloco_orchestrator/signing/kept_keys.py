@@ -7,13 +7,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.executors.process_contract import KEY_VARIABLES
 from diloco_orchestrator.protocol.digests import Sha256
 from diloco_orchestrator.protocol.signatures import KEY_BYTES, SignedBy, from_text, to_text
 from diloco_orchestrator.signing.identity import Identity
 from diloco_orchestrator.signing.keys import RunKey, Signer
 
-ENV_RUN_KEY = "DILOCO_RUN_KEY"  # an operator's private keys or the run's, where no state folder holds them
-ENV_ATTEMPT_KEY = "DILOCO_ATTEMPT_KEY"  # the keys of a replica's attempt, from its launcher; a secret
+ENV_RUN_KEY, ENV_ATTEMPT_KEY = KEY_VARIABLES  # private keys of an operator or the run; of an attempt
 
 
 def state_folder(environ: Mapping[str, str], name: str) -> Path:

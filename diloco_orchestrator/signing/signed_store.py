@@ -155,7 +155,9 @@ class _Rules:
         return why_not_by(certificate.who, key, body) if isinstance(certificate, Certificate) else ""
 
     def _is_certified(self, certificate: Certificate | Operator) -> bool:
-        of = certificate.model_dump_json()
+        operator = certificate.operator if isinstance(certificate, Certificate) else certificate
+        who = certificate.who if isinstance(certificate, Certificate) else None
+        of = who, certificate.key, certificate.signature, operator.epoch, operator.key, operator.signature
         if of not in self.certified:
             if len(self.certified) >= _MOST_NAMES:
                 self.certified.clear()
@@ -389,7 +391,7 @@ class SignedStore:
             found = parse_stored(info.key)
             if found is None or not is_named(found.key) or not rules.is_name(found):
                 rules.note(info.key, _FOREIGN)
-            elif found.key > start_after and found.key != newest:  # takes of one key stand side by side
+            elif found.key > start_after and found.key != newest:  # takes of one key follow each other
                 newest = found.key
                 yield ObjectInfo(newest, info.size)
 

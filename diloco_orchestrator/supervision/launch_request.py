@@ -160,8 +160,7 @@ class LaunchRequests:
             signed = "" if self.dry else readable_url(self.url, self.storage_options, code, CODE_URL_LIFETIME_S)
             secrets[bootstrap.ENV_URL] = signed
         if self.operator is not None:
-            who = replica_id, attempt
-            secrets |= secrets_of_attempt(self.operator, self.launched.run_sha256, *who, shares_machine)
+            secrets |= secrets_of_attempt(self.operator, self.launched.run_sha256, replica_id, attempt)
         ranks = list(map(self._of_leg.ranks_of, range(replica_id + 1)))
         return LaunchRequest(
             self.run.run_id,
