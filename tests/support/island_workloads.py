@@ -116,6 +116,9 @@ class StorageMeter(threading.Thread):
         self._idle.set()
         self._rest = threading.Event()  # never set
         self._last = self._most = 0
+        # No other thread may run while `_measure` holds a list of all objects: in it are tuples that a thread is still
+        # making, for which that raises `SystemError` ("bad argument to internal function", of `_PyTuple_Resize`).
+        sys.setswitchinterval(5.0)
         self.start()
 
     def go_on(self, optimizer: torch.optim.Optimizer) -> None:
