@@ -81,13 +81,11 @@ def watch(url: str, as_json: bool) -> int:
 @json_option
 def snapshots(url: str, as_json: bool) -> None:
     """List the snapshots in URL; the model after any other round is rebuilt by `pull`."""
-    from diloco_orchestrator.snapshots.default_base import url_of_snapshot
-
     reader = reader_of(url)
     found = [
         {
             "round": round_,
-            "url": url_of_snapshot(reader.log, round_),
+            "url": reader.snapshot_url(round_),
             "heldout": reader.heldout_of_base(round_),
         }
         for round_ in reader.snapshots()

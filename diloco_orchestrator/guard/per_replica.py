@@ -7,9 +7,10 @@ faults (a corrupt data shard, a broken machine, a hack in one environment), not 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
+from statistics import median
 from typing import Any
 
-from diloco_orchestrator.guard.robust import median, weighted_mean
+from diloco_orchestrator.guard.robust import weighted_mean
 from diloco_orchestrator.protocol.records import Quarantine, Score
 
 WARM_UP = 12  # rounds in which a replica's usual gain is learnt; only numbers that are not finite are judged in them

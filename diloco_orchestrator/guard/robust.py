@@ -6,6 +6,7 @@ Pure, and with the same bits on every machine: sums are exactly rounded (`math.f
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 from diloco_orchestrator.guard.rule import Evidence
@@ -208,9 +209,3 @@ def weighted_mean(values: Sequence[tuple[int, float]]) -> float:
     if math.isfinite(mean) or not all(math.isfinite(value) for _, value in values):
         return mean
     return math.fsum(weight / total * value for weight, value in values)  # of numbers that replicas made up
-
-
-def median(values: Sequence[float]) -> float:
-    """The middle one of the sorted values, or the mean of the two middle ones. `values` must not be empty."""
-    ordered, half = sorted(values), len(values) // 2
-    return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2

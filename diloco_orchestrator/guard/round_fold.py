@@ -7,6 +7,7 @@ start record and the roster assign to its author. `guard.fold` updates the guard
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from pydantic import JsonValue
@@ -16,7 +17,7 @@ from diloco_orchestrator.errors import RecordTooNew
 from diloco_orchestrator.guard.fold import FoldResult, fold
 from diloco_orchestrator.guard.per_replica import fold_local, local_gain
 from diloco_orchestrator.guard.registry import first_state, rule_of_state
-from diloco_orchestrator.guard.robust import RoundReports, median
+from diloco_orchestrator.guard.robust import RoundReports
 from diloco_orchestrator.guard.shares import deal
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON
 from diloco_orchestrator.protocol.records import (

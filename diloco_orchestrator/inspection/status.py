@@ -22,7 +22,7 @@ from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.snapshots.default_base import default_base
+from diloco_orchestrator.snapshots.default_base import default_base, url_of_snapshot
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.local_files import why_no_room
 
@@ -214,6 +214,10 @@ class RunReader:
     def snapshots(self) -> list[int]:
         """The rounds with a complete snapshot, oldest first; 0 is the first base."""
         return self.log.snapshots()
+
+    def snapshot_url(self, round_: int) -> str:
+        """The URL of the folder with a round's snapshot; of several versions, that of the confirmed one."""
+        return url_of_snapshot(self.log, round_)
 
     def rows(self) -> list[RoundRow]:
         """One `RoundRow` per commit, oldest first, all in memory. Raises `RecordInvalid` for a broken hash chain."""

@@ -32,7 +32,6 @@ from diloco_orchestrator.run_log.launched_here import note_failure, note_head, r
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.run_store import keep_key, of_run
 from diloco_orchestrator.run_log.seen_store import SeenStore
-from diloco_orchestrator.snapshots.default_base import url_of_snapshot
 from diloco_orchestrator.store.open_store import SUPERVISING, absolute_url, open_store
 from diloco_orchestrator.store.probe import probe
 from diloco_orchestrator.supervision.coordinator import Coordinator, Means
@@ -202,7 +201,7 @@ class Run:
             outer_steps=result.outer_steps,
             reason=result.reason,
             verdict=result.verdict,
-            snapshot=url_of_snapshot(self._reader.log, status.model.round),
+            snapshot=self._reader.snapshot_url(status.model.round),
             model=status.model,
             metrics=status.rounds,
             head=status.head,

@@ -28,11 +28,10 @@ from diloco_orchestrator.inspection.doctor import Finding, remove_attempts
 from diloco_orchestrator.launching.plan import images_by_tag, images_words
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS
-from diloco_orchestrator.redaction import ENV_SECRET_NAMES
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import INTERACTIVE, open_store, options_elsewhere, readable_url
 from diloco_orchestrator.supervision.credential_routes import check_route
-from diloco_orchestrator.supervision.launch_request import extras_for
+from diloco_orchestrator.supervision.launch_request import extras_for, names_of
 
 _PROGRAM = "diloco_orchestrator.inspection.examination"
 _PATIENCE_S = 1800.0  # long enough to start a node, pull an image and install torch into it
@@ -95,7 +94,7 @@ def _request(
     wanted = ["--gpu-wanted"] if _wants_gpu(executor) else []
     where = ["--store", url, *wanted]
     sent = dict(secrets)
-    given = {**env, **({ENV_SECRET_NAMES: ",".join(sorted(secrets))} if secrets else {})}
+    given = {**env, **names_of(secrets)}
     options = dict(storage_options) if executor.shares_machine else options_elsewhere(url, storage_options)
     if options:
         sent[ENV_STORAGE_OPTIONS] = json.dumps(options)

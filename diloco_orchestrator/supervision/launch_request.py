@@ -5,7 +5,7 @@ A replica on this machine imports our modules and the user's directly. A replica
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -72,6 +72,11 @@ def extras_for(url: str) -> list[str]:
     return ["s3"] if url.startswith(("s3://", "s3a://", "fsspec+s3", "hf://buckets/")) else []
 
 
+def names_of(secrets: Collection[str]) -> dict[str, str]:
+    """The variable that tells a process which of its environment variables are secrets; empty without secrets."""
+    return {ENV_SECRET_NAMES: ",".join(sorted(secrets))} if secrets else {}
+
+
 @dataclass(frozen=True)
 class LaunchRequests:
     """Builds the launch request of any attempt of one run.
@@ -95,7 +100,7 @@ class LaunchRequests:
     def without_secrets(self, text: str) -> str:
         """`text`, from a provider, without the credentials sent to it, because the text is recorded."""
         sent = {**self.secrets, ENV_STORAGE_OPTIONS: json.dumps(dict(self.storage_options), default=str)}
-        return redact(text, {**sent, ENV_SECRET_NAMES: ",".join(self.secrets)})
+        return redact(text, {**sent, **names_of(self.secrets)})
 
     def check_secrets(self) -> None:
         """Raise `ConfigError` if a secret that the run was launched with is missing here."""
@@ -187,8 +192,7 @@ class LaunchRequests:
             where += ["--ranks", str(ranks)]
         where += self.launched.arguments()
         env = {**config.env, ENV_RANK: str(replica_id), ENV_WORLD_SIZE: str(config.most_replicas)}
-        if self.secrets:
-            env[ENV_SECRET_NAMES] = ",".join(sorted(self.secrets))
+        env |= names_of(self.secrets)
         if shares_machine:
             return ["python", "-P", "-m", "diloco_orchestrator.replica", *where], env
         env = {**ALLOCATOR_ENV, **env}  # on this machine they come below the environment that replicas inherit

@@ -5,6 +5,7 @@ import importlib
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,31 @@ def layer_of(name: str) -> int:
 def test_imports_go_down_only(name):
     for imported in imports_of(modules()[name]):
         assert layer_of(imported) <= layer_of(name), f"{name} imports {imported}, which lies above it"
+
+
+def rooms(depth: int) -> dict[str, set[str]]:
+    """By room, the others that it imports. A room is a file or a folder, `depth` levels below the package."""
+    found: dict[str, set[str]] = {}
+    known = modules()
+    for name, path in known.items():
+        room = name.split(".")[: depth + 1]
+        imported = {i if i in known else i.rpartition(".")[0] for i in imports_of(path)}
+        reached = {".".join(i.split(".")[: depth + 1]) for i in imported if i != "diloco_orchestrator"}
+        found.setdefault(".".join(room), set()).update(reached - {".".join(room)})
+    return {room: to for room, to in found.items() if room != "diloco_orchestrator"}  # whose face hands on names only
+
+
+@pytest.mark.parametrize("depth", [1, 2, 9])
+def test_no_rooms_import_each_other_in_a_circle(depth):
+    """Neither the package's rooms, nor the files and folders inside one, nor single files."""
+    assert list(TopologicalSorter(rooms(depth)).static_order())  # raises CycleError, which names the circle
+
+
+def test_the_package_has_few_rooms_and_few_ways_between_them():
+    """Bounds of the last reorganisation: a new room or way takes the place of one that is no longer needed."""
+    ways = rooms(1)
+    assert len(ways) <= 26
+    assert sum(map(len, ways.values())) <= 145
 
 
 def test_our_code_uses_long_names_only():

@@ -7,9 +7,9 @@ counts without what they lost.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median
 
 from diloco_orchestrator.guard.channels.remembered import Remembered, added
-from diloco_orchestrator.guard.robust import median
 
 _MEMORY = 128  # rounds in which a share's usual distance from the mean is learnt: slow drifts are none
 _NEW = 0.1  # weight of a round in a share's drift, and in the spread
