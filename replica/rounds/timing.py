@@ -60,12 +60,9 @@ class RoundTiming:
         config, records = self._attempt.config, AttemptRecords(self._attempt.store)
         if self._now() - self._first_waiting_since >= config.retry.unavailable_for_s:
             return False
-        scaled = range(
-            self.policy.replicas, self.policy.most_replicas
-        )  # whoever of these comes may complete the quorum
-        launching = [
-            i for i in sorted({*missing, *scaled}) if max(records.numbers(i), default=0) > records.newest_claim(i)
-        ]
+        # Whoever of those that a scale-up may launch comes, may complete the quorum.
+        awaited = sorted({*missing, *range(self.policy.replicas, self.policy.most_replicas)})
+        launching = [i for i in awaited if max(records.numbers(i), default=0) > records.newest_claim(i)]
         if launching:
             log.warning(
                 "round %d: no quorum for %.0f s, but replicas %s are being launched: waiting on",
@@ -126,6 +123,11 @@ class RoundTiming:
     def longest_pause_s(self) -> float:
         """The longest pause in seconds between two polls of a replica that waits."""
         return pace.longest_wait_s(self._attempt.config, self.usual_s or self.train_s)
+
+    @property
+    def seldom_s(self) -> float:
+        """Seconds between two requests of a waiting replica for what hardly ever comes (`pace.waits_long_s`)."""
+        return pace.waits_long_s(self.usual_s)
 
     def until_expected_s(self, missing: Iterable[int]) -> float:
         """Seconds until the next of the missing replicas usually responds, at most `_EXPECTED_S`; 0 if all are late."""
