@@ -12,7 +12,7 @@ import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from diloco_orchestrator.config import FIRST, LAST, RunConfig
+from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError
 
 _ELSEWHERE = {"entrypoint", "args", "env", "heldout_items"}  # an argument; own options; for Python callers only
@@ -21,6 +21,28 @@ _SHORT: dict[tuple[str, ...], str] = {
 }  # names of options that are shorter than those of the setting
 _JOIN = "__"  # between the names of a nested setting, in click's parameter names
 
+# By how often a setting is needed: `run --help` lists FIRST, `--help-experts` LAST, `--help-settings` the others.
+FIRST = (
+    *(
+        "replicas",
+        "max_replicas",
+        "ranks_per_replica",
+        "rounds",
+        "sync_every",
+        "seed",
+        "quorum",
+        "codec",
+        "snapshot_every",
+        "replica_state",
+    ),
+    *("max_hours", "max_cost_usd", "track", "strict", "on_halt", "outer.lr", "outer.momentum", "guard.rule"),
+)
+LAST = (  # right as they are for nearly every run
+    *("fragment_update_alpha", "clip_factor", "shard_mib", "outer.nesterov"),
+    *("guard.gap_sigmas", "guard.pause_after", "guard.vault_sigmas", "guard.item_sd"),
+    *("guard.decline_patience", "guard.ema_alpha", "guard.rise_eps", "timing.poll_s", "timing.heartbeat_s"),
+    *("retry.max_timeouts", "retry.max_no_capacity", "retry.unavailable_for_s", "retry.backoff_s"),
+)
 
 SECTIONS = ("Settings that most runs choose", "Settings for now and then", "Settings for experts")
 _MORE = {"--help-settings": SECTIONS[1], "--help-experts": SECTIONS[2]}
