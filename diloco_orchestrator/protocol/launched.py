@@ -58,7 +58,11 @@ class Launched:
             )
 
     def check_leg(self, begin: Begin, url: str) -> None:
-        """Raise `ConfigError` unless `begin` changes exactly the settings whose digest is on the command line."""
+        """Raise `ConfigError` unless the settings that `begin`, a start or resume, changes have the digest on the
+        command line.
+
+        `url`: the run's address, for the error.
+        """
         if settings_sha256(begin.settings) != self.settings_sha256:
             names = ", ".join(sorted(begin.settings)) or "no setting"
             raise ConfigError(

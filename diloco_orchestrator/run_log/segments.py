@@ -96,7 +96,7 @@ def _manifest_line(store: Store, round_: int, answer: Answer) -> bytes:
 
 
 def is_line(data: bytes) -> bool:
-    """Whether an object's bytes can be a line of a segment, which joins records; true for every record."""
+    """Whether an object's bytes can be a line of a segment, a file that joins many records; true for every record."""
     return data.endswith(b"\n") and data.count(b"\n") == 1
 
 
@@ -118,7 +118,9 @@ class SegmentReader:
         self._listed = list_segments(self._store)
 
     def holding(self, round_: int) -> SegmentKey | None:
-        """The segment (commits of many rounds in one object) that holds `round_` and reaches furthest; else None."""
+        """The segment (commits of many rounds in one object) that contains `round_` and reaches furthest; None without
+        one.
+        """
         usable = (
             segment
             for segment in self._listed
