@@ -22,7 +22,7 @@ _SHORTEST = 4096  # elements of a piece that is sorted at once, at the least; al
 
 
 class Aggregate(Protocol):
-    """One pseudo-gradient computed shard by shard from several contributions, each given as a `Part`."""
+    """One pseudo-gradient computed shard by shard from several replicas' contributions, each given as a `Part`."""
 
     @property
     def left_out(self) -> Sequence[LeftOut]:
@@ -56,9 +56,10 @@ def aggregate_of(how: str, parts: Sequence[Part], lengths: Sequence[int]) -> Agg
 
 
 def trimmed(how: str, count: int) -> int:
-    """Number of values left out at each end when `count` values of a coordinate are averaged.
+    """Number of values that an aggregate leaves out at each end when it averages `count` values of a coordinate.
 
-    A median keeps the middle one or two; a trimmed mean leaves out a quarter, one of three, none of two; a mean none.
+    `how`: its name. A median keeps the middle one or two; a trimmed mean leaves out a quarter, one of three, none of
+    two; a mean none.
     """
     if how == "mean" or count < 3:
         return 0

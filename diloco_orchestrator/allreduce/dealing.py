@@ -1,7 +1,7 @@
-"""Which replicas read and average which payload shards by scatter-reduce, what that costs, and when a run does so.
+"""Scatter-reduce: which replicas read and average which payload shards, what that costs, and when a run uses it.
 
-Pure functions of numbers and settings, so that all replicas, and all readers of the commit log, deal alike. Needs no
-torch. `allreduce.scatter_reduce` averages what is dealt.
+Pure functions of numbers and settings, so that all replicas, and all readers of the commit log, assign shards alike.
+Needs no torch. `allreduce.scatter_reduce` computes the averages.
 """
 
 import logging
@@ -24,12 +24,15 @@ _ROUND_TRIP_S, _BYTES_PER_S = 0.05, 12.5e6  # 100 Mb/s
 
 
 def shard_numel_for(numel: int, world_size: int, most: int) -> int:
-    """Elements per shard, at most `most`, so that every rank has shards to average; whole groups of every codec."""
+    """Elements per shard, at most `most`: a multiple of every codec's group, small enough that every rank averages
+    shards.
+    """
     return min(most, max(1, -(-numel // (_SHARDS_A_RANK * world_size * LARGEST_GROUP))) * LARGEST_GROUP)
 
 
 def dealers(round_id: int, shard: int, world_size: int, among: Iterable[int] | None = None) -> tuple[int, ...]:
-    """The ranks, owner and checker, that average a shard in this round; another pair each round.
+    """The two ranks, owner and checker, that both average a shard for all others in this round; another pair each
+    round.
 
     The first two ranks of `among` (default: all) in turn from `round_id + shard` on; fewer if it has fewer.
     """
@@ -40,24 +43,31 @@ def dealers(round_id: int, shard: int, world_size: int, among: Iterable[int] | N
 
 @dataclass(frozen=True)
 class Dealing:
-    """The replicas that read and average payload shards in one round by scatter-reduce, called its dealers."""
+    """The assignment of payload shards to the replicas that read and average them for all in one round by
+    scatter-reduce.
+    """
 
     round: int
     replicas: int  # ids of the run
     among: frozenset[int]  # the dealers
 
     def readers(self, author: int, shard: int) -> tuple[int, ...]:
-        """The two dealers that read a shard of one contribution before the commit, none of them its author."""
+        """The two replicas that read and verify a shard of one contribution before the commit; neither is its
+        author.
+        """
         return dealers(self.round, shard, self.replicas, self.among - {author})
 
     def averagers(self, shard: int) -> tuple[int, int]:
-        """Owner and checker of a shard: the two dealers that average it after the commit."""
+        """Owner and checker of a shard: the two replicas that average it for the others after the commit."""
         owner, checker = dealers(self.round, shard, self.replicas, self.among)
         return owner, checker
 
 
 def dealing_of(round_: int, config: RunConfig, among: Iterable[int]) -> Dealing | None:
-    """Dealing of a round's shards among some replicas; None for fewer than three, or half of the run's: a gather."""
+    """The assignment of a round's shards to the replicas `among`; None if they are too few for scatter-reduce.
+
+    Fewer than three, or than half of the run's replicas, are too few: then every replica reads every payload.
+    """
     dealing = Dealing(round_, config.most_replicas, frozenset(among))
     return dealing if len(dealing.among) >= max(_FEWEST_DEALERS, config.replicas // 2 + 1) else None
 
@@ -79,14 +89,15 @@ def bytes_down(lengths: Sequence[int], codec: str, world_size: int) -> tuple[int
 
 
 def bytes_down_of_round(payload_bytes: float, lengths: Sequence[int], replicas: int) -> int:
-    """Bytes of payloads and reduced shards that all replicas together read in a round by scatter-reduce of a run.
+    """Bytes of payloads and averaged shards that all replicas together read in a round by scatter-reduce of a run.
 
-    While nobody fails or is late, on average over what they draw. A run reads more than `bytes_down`, because a third
-    replica reads the shards whose author is one of their dealers. What such a reader draws it has read in part.
+    The number is a mean over rounds in which nobody fails or is late. A run reads more than `bytes_down`, because a
+    third replica reads the shards whose author is one of the two that average them, and every replica averages one more
+    shard.
 
     Args:
-        payload_bytes: of all payloads of the round.
-        lengths: elements of each shard.
+            payload_bytes: of all payloads of the round.
+            lengths: elements of each shard.
     """
     shards, averages = len(lengths), sum(get_codec(REDUCED_CODEC).encoded_size(length) for length in lengths)
     not_dealt = shards * (1 - 2 / replicas)  # shards that a replica is no dealer of
@@ -98,7 +109,7 @@ def bytes_down_of_round(payload_bytes: float, lengths: Sequence[int], replicas: 
 def predicted_s(numel: int, codec: str, world_size: int, most: int) -> tuple[float, float]:
     """Seconds that a rank waits for the bytes of others, (by gather, by scatter-reduce), at 50 ms and 100 Mb/s.
 
-    `most`: elements of a shard at the most. A rank of a gather reads one payload shard after another.
+    `most`: the largest number of elements in a shard. A rank of a gather reads one payload shard after another.
     """
     lengths = [stop - start for start, stop in shard_ranges(numel, shard_numel_for(numel, world_size, most))]
     shards, own = len(lengths), 2 * len(lengths) / world_size
@@ -124,7 +135,9 @@ def chooses_scatter(path: str, numel: int, codec: str, world_size: int, most: in
 
 
 def scatters(config: RunConfig, fragments: Iterable[int]) -> bool:
-    """Whether the rounds of a run are by scatter-reduce. `fragments`: elements of each fragment that rounds average."""
+    """Whether a run averages by scatter-reduce. `fragments`: elements of each fragment of the model that rounds
+    average.
+    """
     if config.path == "auto" and config.adapters == "exact":
         return False  # steps of products need every payload
     numel = max(fragments, default=0)
@@ -132,7 +145,7 @@ def scatters(config: RunConfig, fragments: Iterable[int]) -> bool:
 
 
 def shard_numel_of(config: RunConfig, fragments: Sequence[int]) -> int:
-    """Elements in a shard of a run's base and payloads. `fragments`: as of `scatters`."""
+    """Elements in a shard of a run's base and payloads. `fragments`: elements of each fragment of the model."""
     if not scatters(config, fragments):
         return config.shard_numel
     return shard_numel_for(max(fragments), config.replicas, config.shard_numel)

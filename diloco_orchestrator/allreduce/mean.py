@@ -37,7 +37,7 @@ class Part:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A contribution that was left out of the average of one shard."""
+    """A contribution that an aggregate left out of the average of one shard, and how far it pointed from the others."""
 
     replica_id: int
     shard: int

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class _Unprotected:
-    """Wraps read-only memory so that numpy treats it as writable, and torch does not warn of it."""
+    """Read-only memory wrapped so that numpy treats it as writable and torch gives no warning."""
 
     def __init__(self, body: memoryview) -> None:
         import numpy as np
