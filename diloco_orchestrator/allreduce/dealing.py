@@ -96,8 +96,8 @@ def bytes_down_of_round(payload_bytes: float, lengths: Sequence[int], replicas: 
     shard.
 
     Args:
-            payload_bytes: of all payloads of the round.
-            lengths: elements of each shard.
+        payload_bytes: of all payloads of the round.
+        lengths: elements of each shard.
     """
     shards, averages = len(lengths), sum(get_codec(REDUCED_CODEC).encoded_size(length) for length in lengths)
     not_dealt = shards * (1 - 2 / replicas)  # shards that a replica is no dealer of

@@ -101,9 +101,9 @@ def why_unread(
     payloads.
 
     Args:
-            manifests: those that the commit names, by replica id.
-            checks: the replicas' findings that the commit names.
-            barred: replicas whose findings do not count, because they published or reported false averages.
+        manifests: those that the commit names, by replica id.
+        checks: the replicas' findings that the commit names.
+        barred: replicas whose findings do not count, because they published or reported false averages.
     """
     averaged = [answer for answer in commit.answers if answer.averaged]
     if commit.by.who is not None and [answer.replica_id for answer in averaged] == [commit.by.who[0]]:
