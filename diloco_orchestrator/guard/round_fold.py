@@ -153,12 +153,15 @@ def why_verdict_differs(
 
 
 def vault_base(state: Mapping[str, Any] | None) -> int | None:
-    """The round whose base the confirmation set is compared on, if an alarm awaits it. `state`: before the round."""
+    """The round whose base the confirmation set is compared on, if an alarm awaits confirmation; else None.
+
+    `state`: the guard's state before the round.
+    """
     return rule_of_state(state, "off", "the guard's state").vault_base(state.get("guard")) if state else None
 
 
 def outlook(state: Mapping[str, Any] | None, config: GuardConfig) -> str:
-    """A sentence of the state's guard rule about what it can judge by now; empty if the rule is not installed."""
+    """A sentence of the guard rule that `state` names about what it can judge by now; empty if it is not installed."""
     try:
         return (
             rule_of_state(state, config.rule, "the guard's state").outlook(state.get("guard"), config) if state else ""
@@ -192,9 +195,10 @@ def _without_suspects(
     dealt: Mapping[int, Sequence[int]],
     named: Sequence[Contribution],
 ) -> tuple[Sequence[Contribution], dict[str, Any] | None, tuple[Quarantine, ...]]:
-    """The manifests left after the per-replica guard's quarantine, that guard's state, and the quarantined ones.
+    """(manifests without those that the per-replica guard quarantines, that guard's state, the quarantined ones).
 
-    The state is None, and none is quarantined, in a run without that guard.
+    `named`: manifests to judge. `dealt`: replica id -> the held-out shares assigned to it. The state is None, and none
+    is quarantined, in a run without that guard.
     """
     if not config.per_replica:
         return named, None, ()
@@ -210,7 +214,9 @@ def _without_suspects(
 
 
 def _allowed(scores: Sequence[Score], heldout: HeldoutSet, dealt: Sequence[int]) -> list[Score]:
-    """The scores of shares that are assigned to a manifest's author, each once and over all items of its share."""
+    """`scores` of held-out shares in `dealt`, those assigned to the manifest's author; each once and of its whole
+    share.
+    """
     first = {score.share: score for score in reversed(scores)}
     return [first[share] for share in dealt if share in first and first[share].count == heldout.shares[share]]
 

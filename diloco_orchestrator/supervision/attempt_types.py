@@ -35,7 +35,7 @@ BUDGETED = frozenset({Outcome.PREEMPTED, Outcome.TIMED_OUT, Outcome.NO_CAPACITY,
 
 @dataclass(frozen=True)
 class Beat:
-    """The newest heartbeat that this coordinator has read, and when its counter last moved."""
+    """The newest heartbeat of an attempt that this coordinator has read, and when its counter last increased."""
 
     counter: int
     at: float

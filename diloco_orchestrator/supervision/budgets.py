@@ -42,7 +42,7 @@ def check_cost_limit(config: RunConfig, hourly_usd: Sequence[float | None]) -> N
 def check_places(config: RunConfig, places: Places, prices: Mapping[str, Price | None]) -> None:
     """Raise `ConfigError` if a price is missing, or if a money limit does not pay for `replicas` at the cheapest place.
 
-    `prices`: US dollars an hour of one replica's machine by the name of each of `places`, or None.
+    A place is one of a run's several executors. `prices`: US dollars an hour of a replica's machine by place, or None.
     """
     for name, price in sorted(prices.items()):
         if price is None:

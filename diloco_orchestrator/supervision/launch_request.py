@@ -185,7 +185,9 @@ class LaunchRequests:
         return self.leg or self.run.config
 
     def program(self, replica_id: int, attempt: int, shares_machine: bool) -> tuple[list[str], dict[str, str]]:
-        """Command and environment of an attempt, from run.json. Raises `ConfigError` for code that was not uploaded."""
+        """Command and environment of an attempt, from run.json. Raises `ConfigError` for code that was never
+        uploaded.
+        """
         config = self.run.config
         where = ["--store", self.url, "--replica-id", str(replica_id), "--attempt", str(attempt)]
         if (ranks := self._of_leg.ranks_of(replica_id)) > 1:
@@ -219,7 +221,9 @@ class LaunchRequests:
 
 
 def at_each_place(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> list[LaunchRequest]:
-    """The requests, for every place of an executor that has several: any replica may be launched at any of them."""
+    """`requests` once for every place (executor) of an executor that has several: any replica may be launched at
+    any.
+    """
     names = list(executor.places) if isinstance(executor, Places) else [""]
     return [replace(request, place=name) for request in requests for name in names]
 

@@ -1,6 +1,6 @@
-"""`MetricChannels`: what `SequentialGuard` judges of held-out score and training metric, model after model.
+"""`MetricChannels`: all statistics by which `SequentialGuard` judges held-out score and training metric.
 
-All statistics are in units of the measured noise, so that a metric times 100 gives the same verdicts.
+They are in units of the measured noise, so that a metric times 100 gives the same verdicts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,10 @@ from diloco_orchestrator.guard.channels.step_down import StepDown
 
 @dataclass
 class MetricChannels:
-    """All statistics of `SequentialGuard` so far. Values are kept relative to the first: a shift changes no fall."""
+    """All statistics of `SequentialGuard` about held-out score and training metric, updated once a round.
+
+    Values are kept relative to the first round's: a constant added to a metric changes no verdict.
+    """
 
     count: int = 0  # models judged
     origin: list[float | None] = field(default_factory=lambda: [None, None])  # first held-out score, training metric
@@ -49,12 +52,12 @@ class MetricChannels:
         tolerance: float | None,
         gains: Mapping[str, float],
     ) -> tuple[list[Alarm], list[Alarm]]:
-        """Judge the scores of the next base, and add them to every statistic.
+        """Judge the scores of the base of round `model`, and add them to every statistic.
 
-        `weight`: fraction of the held-out items that were scored. `threshold`: value of a sum above which it halts (a
-        setting). `tolerance`: gap, in sigmas, of training metric to held-out score that does not halt; None: no gap
-        does. `gains`: by share of the held-out set, its score's gain since the start; empty if not known. Returns
-        (alarms that may fire in any round, alarms that may fire after `min_steps`).
+        `weight`: fraction of the held-out items that were scored. `threshold`: value of a statistic above which it
+        halts (a setting). `tolerance`: gap, in sigmas, of training metric to held-out score that does not halt; None:
+        no gap does. `gains`: by share of the held-out set, its score's gain since the start; empty if not known.
+        Returns (alarms that may fire in any round, alarms that may fire after `min_steps`).
         """
         if self.count == 0:
             self.falls.begin(model)
@@ -78,16 +81,20 @@ class MetricChannels:
         return at_once + self.new_low.alarms(self.noise.last, trained or 0.0), slow
 
     def compare(self, trained: Mapping[int, float]) -> None:
-        """Compare the replicas' training metrics of a judged round, by replica id, to find one far from all others."""
+        """Compare the replicas' training metrics of the round, by replica id, to find one far from all others."""
         self.far = self.apart.judge(trained)
 
     @property
     def warning(self) -> str:
-        """Sentences about the last judged round that halt nothing (shares that fall alone, a far replica), or ""."""
+        """Sentences about the last round that halt nothing, such as one replica far from all others; empty without
+        any.
+        """
         return "; ".join(filter(None, [self.narrow, self.far]))
 
     def dismiss(self, model: int) -> None:
-        """Start the statistics anew from this model, because what they added up was no fall; noise and levels stay."""
+        """Restart the statistics at the base of round `model`, because their alarm was dismissed; noise and levels
+        stay.
+        """
         self.falls.begin(model)
         self.gap.begin(model)
         self.early.stop()
@@ -116,7 +123,7 @@ class MetricChannels:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
-        """(name, value, threshold) of each statistic, as the verdict lists them."""
+        """(name, value, threshold) of each statistic, as the guard's verdict lists them."""
         early = self.early.fall(self.noise.last)
         low = self.new_low.fall(self.noise.last, self.trained or 0.0)
         return [
@@ -134,16 +141,18 @@ class MetricChannels:
 
     @property
     def best_model(self) -> int | None:
-        """The model with the highest held-out score; None before the first one."""
+        """The round whose base has the highest held-out score; None before the first score."""
         return None if self.falls.top is None else int(self.falls.top[1])
 
     def gained_apart(self, heldout: float, in_loop: float) -> float:
-        """Gain of the training metric minus gain of the held-out score since their first values; 0.0 before these."""
+        """Gain of the training metric minus gain of the held-out score since the first round; 0.0 before it."""
         held, trained = self.origin
         return 0.0 if held is None or trained is None else (in_loop - trained) - (heldout - held)
 
     def outlook(self, threshold: float) -> str:
-        """Words about what can be judged by now: rounds that are missing, or the fall that halts within 15."""
+        """A sentence for readers: how many rounds the statistics still need, or the fall that they notice within 15
+        rounds.
+        """
         if self.count < FIRST_JUDGED:
             missing = FIRST_JUDGED - self.count
             return f"needs {missing} more round{'s' if missing > 1 else ''} to know the noise of the held-out score"
@@ -158,13 +167,13 @@ class MetricChannels:
         )
 
     def state(self) -> dict[str, Any]:
-        """The fields by name, as JSON. It shares its lists with the channels."""
+        """All statistics as JSON, by name. The lists in it are shared with this object."""
         parts = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
         return {name: part.state() if isinstance(part, Remembered) else part for name, part in parts.items()}
 
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> Self:
-        """The statistics with the fields in `state`, whose lists they will change."""
+        """The statistics stored in `state`, whose lists they will change."""
         made = cls()
         for each in [each for each in fields(cls) if each.init]:
             part, kept = getattr(made, each.name), state[each.name]

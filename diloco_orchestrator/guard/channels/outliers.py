@@ -1,4 +1,4 @@
-"""`FallingShares`: which shares of the held-out set fall beside the others, so that their word alone is no fall.
+"""`FallingShares`: which shares of the held-out set fall while the others do not, so that they alone cause no halt.
 
 A share that is reported too low from some round on lowers the mean, however little it is off in each round. A quarter
 of the shares may be wrong: where that many or fewer drift down from their usual distance to the mean of all, a fall
@@ -22,9 +22,9 @@ _DRIFTED, _NAMED = 0.9, 1.7
 
 @dataclass
 class FallingShares(Remembered):
-    """The distance that each held-out share's score has moved from its usual distance to the mean of all shares.
+    """The drift of each held-out share's score from its usual distance to the mean of all shares.
 
-    State: 2 numbers per share, and 2.
+    Stored state: 2 numbers per share, and 2.
     """
 
     count: int = 0  # rounds learnt

@@ -1,4 +1,4 @@
-"""`Remembered`: base class of the guard's statistics, which stores their state as JSON; and a reproducible sum."""
+"""`Remembered`: base class of the guard's statistics, which converts them to JSON and back; and a reproducible sum."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -7,18 +7,18 @@ from typing import Any, Self
 
 @dataclass
 class Remembered:
-    """A statistic whose state is the list of its fields; fields with init=False belong to one round and are not stored.
+    """A statistic of the guard that is stored as the list of its fields, except fields with init=False.
 
-    Order and form of the fields are part of the rule: to change them takes a new rule name.
+    Order and form of the fields are part of the guard rule: to change them takes a new rule name.
     """
 
     def state(self) -> Any:
-        """The stored fields as JSON. It shares its lists with this object."""
+        """The stored fields as JSON. The lists in it are shared with this object."""
         return [getattr(self, each.name) for each in fields(self) if each.init]
 
     @classmethod
     def restore(cls, state: Any) -> Self:
-        """The object with the fields in `state`, whose lists it will change."""
+        """The statistic stored in `state`, whose lists it will change."""
         return cls(*state)
 
 
