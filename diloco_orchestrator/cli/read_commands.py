@@ -177,7 +177,6 @@ def report(
 
 
 def _influence(reader: "RunReader", given: Mapping[str, str | None]) -> "Influence":
-    """The influence of each contribution; with `--score` its effect on the held-out score too."""
     from diloco_orchestrator.inspection.whatif.influence import influence_of
     from diloco_orchestrator.inspection.whatif.models import BaseScorer, ModelWriter
 
@@ -260,7 +259,6 @@ def _follow(reader: "RunReader", replica: int | None, tail: int | None, trust_bu
 
 
 def _prefix(line: "LogLine") -> str:
-    """Replica and attempt of a line, in the replica's colour; click drops colours if there is no terminal."""
     return click.style(f"{line.replica_id}.{line.attempt} |", fg=_COLOURS[line.replica_id % len(_COLOURS)])
 
 

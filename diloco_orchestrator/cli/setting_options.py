@@ -49,7 +49,7 @@ _MORE = {"--help-settings": SECTIONS[1], "--help-experts": SECTIONS[2]}
 
 
 class SettingOption(click.Option):
-    """The option of a setting. `section`: of the help text in which it is listed."""
+    """The command-line option of a setting. `section`: heading under which help lists it."""
 
     section = ""
 
@@ -70,7 +70,7 @@ def _write_section(section: str, command: click.Command, ctx: click.Context, for
 
 
 def help_options() -> list[click.Parameter]:
-    """The options that print one further tier of settings and exit."""
+    """The options that print the help of one further tier of settings and exit."""
     return [
         click.Option([flag], is_flag=True, expose_value=False, is_eager=True, callback=_show_tier, help=f"List {what}.")
         for flag, what in (("--help-settings", "further settings"), ("--help-experts", "the rest of the settings"))
@@ -92,7 +92,7 @@ def setting_options(part: str = "") -> list[click.Parameter]:
 
 
 def take_part(part: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The given command-line options for one group of settings, by field; all of that group leave `given`."""
+    """Remove the parsed options of one part of the settings, such as "guard", from `given`; returns them by field."""
     taken = {name: given.pop(name) for name in list(given) if name.startswith(f"{part}{_JOIN}")}
     found: dict[str, Any] = nested(taken).get(part, {})
     return found
@@ -124,7 +124,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Two settings trees as one: values of `above` override `below`, nested dicts are merged field by field."""
+    """Two nested dicts of settings as one: values of `above` override `below`, nested dicts are merged field by
+    field.
+    """
     result = dict(below)
     for name, value in above.items():
         mine = result.get(name)

@@ -46,7 +46,9 @@ class AttemptCost:
     ended: float | None  # None while it runs
 
     def usd(self, at: float) -> float | None:
-        """US dollars until its end, or until `at` while it runs; None if the price is not known."""
+        """US dollars for the attempt's machine until its end, or until `at` while it runs; None if the price is not
+        known.
+        """
         if self.hourly_usd is None:
             return None
         return self.hourly_usd * max(0.0, (at if self.ended is None else self.ended) - self.began) / _HOUR_S
@@ -62,7 +64,7 @@ class LegCost:
     rate_usd: float = 0.0  # an hour, of the machines that run now and whose price is known
 
     def words(self) -> str:
-        """The cost as text; empty if no price is known."""
+        """The cost of a leg (start or resume to stop) as text; empty if no price is known."""
         if self.usd is None:
             return ""
         unknown = f", {self.unpriced} attempts of unknown price not counted" if self.unpriced else ""
@@ -91,7 +93,9 @@ class Spent:
         self._legs = legs
 
     def by(self, leg: int, at: float) -> float | None:
-        """Dollars until `at`, seconds since 1970, in a leg; None if no price of that leg or one before is known."""
+        """US dollars for the run's machines until `at` (seconds since 1970), a time in `leg`; None if a price is not
+        known.
+        """
         known = [self._legs[number].usd for number in sorted(self._legs) if number <= leg]
         if None in known:
             return None
@@ -108,7 +112,7 @@ class EndForecast:
     usd: float | None  # of the whole leg; None if no price is known
 
     def words(self) -> str:
-        """The forecast as text."""
+        """The forecast of hours and dollars to the run's planned stop, as text."""
         cost = "" if self.usd is None else f", ${self.usd:.2f} in all"
         return f"about {self.hours:.1f} h to the end{cost}"
 
@@ -290,7 +294,8 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
 def _while_waiting(config: RunConfig, round_s: float) -> tuple[float, float]:
     """Requests of all replicas that wait for the slowest in a round of `round_s` seconds, mean of `_DRAWS` draws.
 
-    (listings of manifests, the one after a replica's own response included; polls for each of what hardly ever comes)
+    Returns (listings of manifests, the one after a replica's own response included; polls for rare events, for each
+    kind of them).
     """
     rng, deviation_s = random.Random(0), _DIFFERENCE * round_s
     pauses = pace.waiting(config, round_s, _MEASURED * deviation_s)
@@ -305,7 +310,7 @@ def _while_waiting(config: RunConfig, round_s: float) -> tuple[float, float]:
 
 
 def _commit_polls(round_s: float) -> float:
-    """GET requests of a coordinator for the commit of a round of `round_s` seconds, the one that finds it included."""
+    """GET requests of a coordinator for the commit of a round of `round_s` seconds, including the successful one."""
     open_s = polls = 0.0
     while open_s < round_s:
         open_s += pace.commits_read_s(round_s, open_s)

@@ -68,7 +68,9 @@ class _Sums:
 
 
 class _Round:
-    """One applied round, repeated without each contribution. `before`: commit of its base; None for the first base."""
+    """One applied round, to be repeated without each contribution. `before`: commit of its base; None for the first
+    base.
+    """
 
     def __init__(self, run_log: RunLog, commit: Commit, before: Commit | None, scorer: BaseScorer | None) -> None:
         self._log = run_log
@@ -81,7 +83,9 @@ class _Round:
         self._ids = [answer.replica_id for answer, _ in self._pairs]
 
     def rows(self, base: Base) -> tuple[list[InfluenceRow], Base]:
-        """The influence of each contribution, and the base after the round. `base`: the one before, overwritten."""
+        """The influence of each contribution on the base, and the base after the round. `base`: the one before,
+        overwritten.
+        """
         start = self._log.start()
         assert start is not None, "an applied round has a first base"
         whole = base.copy() if self._scorer is not None or start.record.adapters else None
@@ -109,7 +113,7 @@ class _Round:
     # -- shard by shard ------------------------------------------------------------------------------------------
 
     def _by_shard(self, base: Base) -> tuple[float, list[_Sums]]:
-        """The norm of the outer step, which `base` takes in place without residuals, and each contribution's sums."""
+        """The norm of the outer step, which is applied to `base` without residuals, and each contribution's sums."""
         shards = base.shards(self._commit.fragment)
         lengths = [len(shard.parameters) for shard in shards]
         manifests = {a.replica_id: self._reader.named(self._commit.round, a) for a, _ in self._pairs}
@@ -176,7 +180,11 @@ class _Round:
 def _add(
     sums: _Sums, before: BaseShard, after: BaseShard, part: Part, others: Aggregate, index: int, outer: OuterConfig
 ) -> None:
-    """Add the elements of one shard to the sums of a contribution, a block at a time."""
+    """Add the elements of one shard to the sums of one contribution, a block at a time.
+
+    `before`, `after`: the shard of the base before and after the step; `part`: the contribution; `others`: the average
+    without it.
+    """
     start = 0
     numel = len(before.parameters)
     own = Encoded(part.read(index), part.payload.codec, numel).blocks(0, numel, BLOCK)
