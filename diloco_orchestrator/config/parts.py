@@ -25,7 +25,7 @@ class Tree(BaseModel):
 
 
 class OuterConfig(Tree):
-    """The outer optimizer (Nesterov, arXiv 2311.08105 §2)."""
+    """Settings of the outer optimizer: SGD with Nesterov momentum (arXiv 2311.08105 §2)."""
 
     lr: float = Field(default=0.7, gt=0, description="outer learning rate; the paper's value")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="outer momentum; the paper's value; 0 switches it off")
@@ -36,7 +36,7 @@ SPARSE = OuterConfig(lr=1.0, momentum=0.0)  # outer="sparse": SparseLoCo, arXiv 
 
 
 class TimingConfig(Tree):
-    """Timeouts and intervals, each measured on the process's own clock."""
+    """Timeouts and intervals of a run, each measured on the process's own clock."""
 
     round_timeout_s: float = Field(
         default=1800.0, gt=0, description="s without quorum, and without a launch under way, until QuorumLost is raised"
@@ -108,7 +108,7 @@ class OnHaltConfig(Tree):
 
 
 class GuardConfig(Tree):
-    """The guard's rule over the global model's held-out score, and its settings.
+    """Settings of the guard: which rule judges the global model's held-out score, and with which limits.
 
     Settings that only the rule "heldout" reads select it where no rule is named.
     """
@@ -182,7 +182,10 @@ class GuardConfig(Tree):
         return self
 
     def gap_that_fires(self, metric: str) -> float | None:
-        """`max_proxy_real_gap`, or its default for the metric, "loss" or "reward"; None if the rule has no such gap."""
+        """The gap between training and held-out gains above which the guard halts; None if its rule has no such gap.
+
+        `max_proxy_real_gap`, or its default for `metric`, "loss" or "reward".
+        """
         if self.rule != "heldout":
             return None
         return _GAPS[metric] if self.max_proxy_real_gap is None else self.max_proxy_real_gap

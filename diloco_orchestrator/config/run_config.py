@@ -176,7 +176,7 @@ class RunConfig(Tree):
     @model_validator(mode="before")
     @classmethod
     def _weights_of_unequal_work(cls, values: Any) -> Any:
-        """Weigh by tokens, unless `weights` is given, where replicas take unequal steps or have unequal ranks."""
+        """Set `weights` to "tokens", unless it is given, where replicas take unequal steps or have unequal ranks."""
         if not isinstance(values, Mapping):
             return values
         ranks = cls._listed(values.get("ranks_per_replica"))
@@ -403,7 +403,10 @@ class RunConfig(Tree):
 
 
 def make_config(values: Mapping[str, Any]) -> RunConfig:
-    """The validated configuration. Raises `ConfigError` naming the field, its error and the nearest known name."""
+    """The validated configuration from nested dicts.
+
+    Raises `ConfigError` naming the field, its error and the nearest known name.
+    """
     try:
         config = RunConfig.model_validate(dict(values))
     except ValidationError as error:
@@ -462,7 +465,7 @@ def config_of_leg(config: RunConfig, change: Mapping[str, JsonValue], *, guard: 
 
 
 def changed(config: BaseModel, change: Mapping[str, JsonValue]) -> dict[str, Any]:
-    """The configuration as nested dicts, with the values of `change`, {"outer.lr": 0.5}, in place of its own.
+    """A configuration as nested dicts, where the values of `change`, {"outer.lr": 0.5}, replace its own.
 
     The result is not validated. A name without a parent in the configuration is kept, so that validation refuses it.
     """

@@ -49,7 +49,7 @@ def examine_over_there(
     secrets: Mapping[str, str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Iterator[Finding]:
-    """Findings of one process that is launched as replica 0 would be; objects it left in the bucket are deleted.
+    """Findings of one process that is launched like replica 0; objects it left in the bucket are deleted.
 
     Nothing is launched if it would have no credentials for the bucket. A finding that is not ok names the error that a
     replica would fail with.
@@ -155,9 +155,9 @@ def _launched(
 
 
 def clock_finding(who: str, at: float, began_at: float, ended_at: float) -> Finding:
-    """The finding about the clock of the machine `who`; not ok if it is ten minutes or more off this machine's.
+    """The finding about the clock of the machine named `who`; not ok if it is ten minutes or more off this machine's.
 
-    `at`: its time. `began_at`, `ended_at`: this machine's times between which `at` was read. All in s since 1970.
+    `at`: its time. `began_at`, `ended_at`: this machine's times between which `at` was read. All in seconds since 1970.
     """
     off_s = at - ended_at if at > ended_at else min(0.0, at - began_at)
     if abs(off_s) < _CLOCK_S:

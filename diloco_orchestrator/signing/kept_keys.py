@@ -64,9 +64,10 @@ def run_key_of(signed_by: SignedBy, environ: Mapping[str, str]) -> RunKey | None
 
 
 def signer_of(signed_by: SignedBy, run_sha256: Sha256, environ: Mapping[str, str]) -> Signer | None:
-    """The keys with which this process writes to the run: its attempt's, else the run's; None: it only reads.
+    """The private keys with which this process signs what it writes to the run: its attempt's, else the run's.
 
-    Raises `ConfigError` for an attempt's key that is damaged or of another run.
+    None if it has neither, and so can only read. Raises `ConfigError` for an attempt's key that is damaged or of
+    another run.
     """
     if text := environ.get(ENV_ATTEMPT_KEY):
         return Signer.of_secret(text, signed_by, run_sha256)
@@ -75,7 +76,9 @@ def signer_of(signed_by: SignedBy, run_sha256: Sha256, environ: Mapping[str, str
 
 
 def needs_key(url: str, signed_by: SignedBy, what: str) -> ConfigError:
-    """The error for an action, `what`, in the run at `url` whose private key this process has not."""
+    """The error for an action, named `what`, that needs the private key of the run at `url`, which this process
+    lacks.
+    """
     return ConfigError(
         f"{what} needs the private key of {url}, which is signed by {signed_by.key}. It is in the state folder of who "
         f"launched the run: `diloco key --export {url}` prints it there; here, put it into {ENV_RUN_KEY}."

@@ -1,4 +1,4 @@
-"""Ed25519 keys of a signed run: the run's own, and what launched attempts get, which is derived from it.
+"""Ed25519 keys of a signed run: the run's own, and those of launched attempts, which are derived from it.
 
 `cryptography` does the arithmetic; `protocol.signatures` has the bytes that are signed.
 """
@@ -33,7 +33,7 @@ _PRIVATE = "diloco-key-"  # begins a private key's text; `redaction` removes wha
 
 
 class _Secret(Part):
-    """The environment variable by which an attempt gets its keys, as JSON."""
+    """The keys of an attempt as JSON, as they are in its environment variable."""
 
     key: str  # private, of the attempt
     name_key: str  # private, the same for all attempts of the run
@@ -83,12 +83,14 @@ class RunKey:
 
     @classmethod
     def generate(cls) -> Self:
-        """A new key, from the system's random numbers."""
+        """A new private key of a run, from the system's random numbers."""
         return cls(os.urandom(KEY_BYTES))
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The key from its `text`. Raises `ConfigError` for another text, such as one that was cut."""
+        """The private key of a run from its text form. Raises `ConfigError` for another text, such as one that was
+        cut.
+        """
         try:
             return cls(_seed(text.strip()))
         except ValueError:
@@ -102,18 +104,19 @@ class RunKey:
 
     @cached_property
     def signed_by(self) -> SignedBy:
-        """The public keys, for run.json."""
+        """The public keys of the run, for run.json."""
         return SignedBy(key=_public(self.signer.key), names=_public(self.signer.name_key))
 
     @cached_property
     def signer(self) -> Signer:
-        """The keys of a launcher or coordinator."""
+        """The keys with which a launcher or coordinator signs: the run's own."""
         return Signer(Ed25519PrivateKey.from_private_bytes(self.seed), self._derived(b"names"))
 
     def attempt_secret(self, run_sha256: Sha256, replica_id: int, attempt: int) -> str:
-        """The keys of an attempt as JSON, the same whenever and by whomever it is launched: they are derived.
+        """The keys of an attempt as JSON. They are derived, so they are the same whenever and by whomever it is
+        launched.
 
-        `run_sha256`: of the bytes of run.json, the only run that they sign for.
+        `run_sha256`: digest of run.json, of the only run for which they sign.
         """
         who = replica_id, attempt
         key = self._derived(b"attempt %s %d %d" % (run_sha256.encode(), *who))
