@@ -314,7 +314,7 @@ def create_snapshot_record(store: Store, ours: Snapshot, take: str) -> bool:
 
 
 def info_of(data: bytes) -> FileInfo:
-    """Digest and size of a file, as its entry in `snapshot.json`."""
+    """The entry of a file in `snapshot.json`: digest and size of `data`."""
     return FileInfo(digest=bulk_digest(data), size=len(data))
 
 
@@ -348,7 +348,9 @@ def with_bytes(
 def _with_own_bytes(
     owners: Owners, files: Sequence[FileOfRanks | bytes], task: Callable[..., T], args: Sequence[tuple[Any, ...]]
 ) -> T | None:
-    """Take part in putting files together, then call the task for this rank's; None for a rank without one."""
+    """Assemble files together with the other ranks, then call the task for this rank's file; None for a rank without
+    one.
+    """
     own = None
     for writer, file in enumerate(files):
         data = file if isinstance(file, bytes) else file.assembled(owners, writer)

@@ -121,7 +121,7 @@ class LoaderStream:
         return state if self._unseeded is None else {**state, "chance": {"process": self._unseeded}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. The caller restores the process's random state."""
+        """Continue from `state`, a result of `state_dict`. The caller restores the process's random state."""
         self.epoch, self._taken, self._before = state["epoch"], state["taken"], state["before"]
         self._earlier, chance = state.get("order", {}), state.get("chance", {})
         self._unseeded = chance.get("process")
@@ -164,12 +164,11 @@ class LoaderStream:
         return [rng.capture_generator(each) for each in self._generators]
 
     def _is_ours(self, index: int) -> bool:
-        """Whether batch `index` of the stream is this replica's."""
         return (index // self._block) % self._replicas == self._replica_id
 
 
 class _Epochs:
-    """Iterates over one epoch after another; all batches are made, and those of other replicas dropped."""
+    """Iterates over one epoch of a loader after another. All batches are made, and those of other replicas dropped."""
 
     def __init__(
         self, base: Iterable[Any], is_ours: Callable[[int], bool], order: DealtOrder, chance: rng.Apart
@@ -239,7 +238,7 @@ class _MapEpochs(_Epochs):
 
 
 class _Window:
-    """A sampler of a DataLoader, whose iterator of indices is set anew for each epoch."""
+    """A sampler for a DataLoader that yields the indices set for the current epoch."""
 
     def __init__(self) -> None:
         self.indices: Iterator[Any] = iter(())

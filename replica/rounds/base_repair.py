@@ -1,6 +1,7 @@
-"""`BaseRepair`: rebuilds the open round's base where digests or false averages contradict it, then unaveraged work too.
+"""`BaseRepair`: rebuilds the open round's base where digests or false averages contradict it.
 
-`base_claims` rebuilds the base and compares digests, `false_averages` finds averages that the payloads do not give.
+Work that was trained from a wrong base is dropped then. `base_claims` rebuilds the base and compares digests,
+`false_averages` finds averages that the payloads do not give.
 """
 
 import logging
@@ -21,7 +22,9 @@ log = logging.getLogger(__name__)
 
 
 class BaseRepair:
-    """Repairs one replica's base, and drops the work that it has not published yet from a wrong base."""
+    """Rebuilds one replica's base where others contradict it, and drops unpublished work that was trained from a wrong
+    one.
+    """
 
     def __init__(
         self, attempt: Attempt, tip: HeldTip, claims: BaseClaims, averages: FalseAverages, contributor: Contributor
@@ -41,14 +44,16 @@ class BaseRepair:
         self._note(self._claims.heal(claimed))
 
     def search_if_contradicted(self, claimed: Collection[str | None]) -> None:
-        """Look for false averages if `claimed`, digests that count, lack that of the base, which was just rebuilt."""
+        """Look for false averages if the base was just rebuilt and its digest is still not in `claimed`, those of
+        others.
+        """
         if self._claims.is_rebuilt and self._claims.digest not in claimed and self._tip.dealing is not None:
             self._averages.search()
 
     def before_decision(self, claims: Sequence[BaseClaim], *, alone: bool) -> None:
-        """Rebuild the base before the round ends, because of `claims`, the digests in its manifests.
+        """Rebuild the base before the round ends, because of `claims`, the base digests in its manifests.
 
-        `alone`: nobody else claims this base, and a snapshot of it is due. Does nothing if the payloads are gone.
+        `alone`: nobody else names this base, and a snapshot of it is due. Does nothing if the payloads are gone.
         """
         with suppress(PayloadGone):  # others are rounds ahead: the commit of this round exists, and is applied
             if alone:

@@ -125,7 +125,6 @@ class RoundCloser:
 
     @property
     def _round(self) -> int:
-        """Number of the open round."""
         return self._tip.position.round + 1
 
     # -- observe and decide --------------------------------------------------------------------------------------
@@ -193,7 +192,9 @@ class RoundCloser:
         )
 
     def _put_wanted(self) -> None:
-        """Upload payload shards that others request again: if this replica waits for long, or in its turn."""
+        """Upload payload shards again that others have requested, once this replica has waited for long, or in its
+        turn.
+        """
         roster = self._tip.open.roster or (self._attempt.replica_id,)
         in_turn = roster[self._round % len(roster)] == self._attempt.replica_id
         if in_turn or self._attempt.clock.now() - self._waiting_since >= max(WANTS_EVERY_S, self._timing.usual_s / 10):
@@ -204,7 +205,8 @@ class RoundCloser:
         self._halt = self._attempt.log.halt(self._attempt.begin.leg)
 
     def _decide(self) -> tuple[rounds.Decision, str | None, tuple[Answer, ...]]:
-        """(what this replica does now: wait, commit or give up; base digest that a commit would name; its responses).
+        """(the next action: wait, commit or give up; base digest that a commit would name; responses that it would
+        list).
 
         The digest is that of most manifests received so far, None without any.
         """
@@ -221,8 +223,11 @@ class RoundCloser:
         return decision, shared, answers
 
     def _heal_if_unsure(self) -> bool:
-        """Once the round can end, rebuild a base that is not the one most manifests name, or of which a snapshot is due
-        and that nobody else names. Returns whether it tried: True also if the payloads for it are gone.
+        """Once the round can end, rebuild a doubtful base. Returns whether it tried, also if the payloads for it are
+        gone.
+
+        A base is doubtful if most manifests name another digest, or if a snapshot of it is due and nobody else names
+        it.
         """
         claims = self._received.claims()
         alone = self._claims.confirms_alone(claims)
@@ -309,7 +314,8 @@ class RoundCloser:
     # -- apply ---------------------------------------------------------------------------------------------------
 
     def _apply(self, entry: CommitEntry, keep_average: bool) -> ClosedRound:
-        """Apply a commit: rebuild a base that contradicts its claim, take its outer step, and open the next round.
+        """Apply a commit: rebuild the base if the commit names another digest, take the outer step, and open the next
+        round.
 
         Skips to a newer snapshot if one is far ahead or if payloads are gone. A void commit averages nobody and stops
         nothing. Raises as `close` does.

@@ -25,7 +25,7 @@ from diloco_orchestrator.snapshots.model_tensors import trainable
 
 
 class DiLoCoLoop:
-    """Counts inner steps; at the end of each round synchronises one fragment.
+    """Counts inner steps, and at the end of each round synchronises one fragment of the model with the other replicas.
 
     `fields` returns a manifest's content beside the pseudo-gradient. Inside the loop's context every step of
     `inner_optimizer` counts; without an `inner_optimizer` the caller calls `after_inner_step`.
@@ -75,7 +75,11 @@ class DiLoCoLoop:
             self._publish(self._pseudo_gradient, in_background=False)
 
     def publish_part(self) -> None:
-        """Publish the pseudo-gradient of the steps so far, unless one is published, it is zero, or nobody trains."""
+        """Publish the pseudo-gradient of the inner steps so far.
+
+        Does nothing if the round's is published, if it is zero, or in the final evaluation round, in which nobody
+        trains.
+        """
         if self.published or self._rounds.open.final_evaluation:
             return
         pseudo_gradient = self._pseudo_gradient()
@@ -84,7 +88,7 @@ class DiLoCoLoop:
             self._publish(lambda: pseudo_gradient, in_background=False)
 
     def synchronise(self) -> ClosedRound:
-        """Close the open round after any number of inner steps (partial if few), and go on from the new base."""
+        """Close the open round after any number of inner steps (partial if few), and continue from the new base."""
         whole = self.inner_step == self.schedule.round_steps
         fragment = self._fragments[self._rounds.open.fragment]
         self.publish_part()
@@ -137,7 +141,7 @@ class DiLoCoLoop:
 
     @contextmanager
     def showing_base(self) -> Iterator[None]:
-        """Context in which the model's parameters are the base's; it restores the local parameters afterwards."""
+        """Context in which the model's parameters are the base's; the local parameters are restored after it."""
         if len(self._fragments) == 1 and not self.schedule.alpha:
             yield
             return
@@ -146,7 +150,9 @@ class DiLoCoLoop:
 
     @contextmanager
     def holding(self, base: Base) -> Iterator[None]:
-        """Context in which the model's parameters are those of `base`, perhaps an earlier one; restores its own."""
+        """Context in which the model's parameters are those of `base`, perhaps an earlier one; restores its own after
+        it.
+        """
         with ExitStack() as stack:
             for fragment in self._fragments:
                 stack.enter_context(fragment.holding(base))
@@ -170,7 +176,7 @@ class DiLoCoLoop:
 
 
 class RoundsManager(Protocol):
-    """The factory of rounds for `make_diloco_outer_loop`: an `ObjectStoreManager`, or a `MockManager` in tests."""
+    """A factory of rounds for `make_diloco_outer_loop`: an `ObjectStoreManager`, or a `MockManager` in tests."""
 
     def start(
         self,
@@ -179,10 +185,10 @@ class RoundsManager(Protocol):
         files: ModelFiles,
         outer: OuterConfig | None,
     ) -> Rounds:
-        """Join the rounds with this model. `parameters`, `fragments`: trainable ones, and their names per fragment.
+        """Join the rounds with a model. `parameters`: its trainable ones; `fragments`: their names per fragment.
 
-        `outer`: None for the run's own. Raises `ModelMismatch` if the model is not the run's, `ConfigError` if `outer`
-        is not.
+        `outer`: settings of the outer optimizer; None for the run's own. Raises `ModelMismatch` if the model is not the
+        run's, `ConfigError` if `outer` is not.
         """
         ...
 

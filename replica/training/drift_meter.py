@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 
 class DriftMeter:
-    """Measures the drift of bases; `kl`: that of the last one in nats per token, None if its round is not measured.
+    """Measures the KL drift of bases from the run's start. `kl`: of the last base, in nats per token; None: not
+    measured.
 
     Rounds 1, 1 + `every`, 1 + 2 `every`… are measured, by the probe's setting. The run's start has drift 0 by
     definition; in that round the lowest replica id that the round waits for writes the reference.
@@ -39,7 +40,7 @@ class DriftMeter:
         self._written = False
 
     def is_of(self, opened: OpenRound) -> bool:
-        """Whether `kl` was measured on the base that the open round starts from."""
+        """Whether `kl` is the drift of the base that the open round starts from."""
         return self._measured == (opened.round, opened.version)
 
     def measure(self, shown: ShownBase) -> None:
@@ -66,7 +67,7 @@ class DriftMeter:
     # -- the reference -------------------------------------------------------------------------------------------
 
     def _load(self, shown: ShownBase) -> None:
-        """Load the model outputs from which drift is measured, after creating them from the first base if missing."""
+        """Load the reference outputs from which drift is measured; they are created from the first base if missing."""
         attempt = shown.attempt
         record = self._record(attempt)
         if record is None:

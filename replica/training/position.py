@@ -17,7 +17,7 @@ from diloco_orchestrator.replica.training.observed_metrics import ObservedMetric
 
 
 class DataCursor:
-    """Iterates over `data` again and again.
+    """An endless iterator over the user's `data`, epoch after epoch, whose position can be saved and restored.
 
     If `data` has `state_dict` and `load_state_dict`, they give the position. Otherwise the batches already seen are
     skipped, one by one, in an epoch that starts from the same random numbers, so that a shuffle gives the same order.
@@ -53,7 +53,9 @@ class DataCursor:
         )
 
     def position(self) -> dict[str, Any]:
-        """The position where `next` continues, as JSON. Raises `ConfigError` if the data's own state is not JSON."""
+        """The position in the data where `next` continues, as JSON. Raises `ConfigError` if the data's own state is not
+        JSON.
+        """
         position: dict[str, Any] = {"epoch": self._epoch, "batches": self._batches}
         if self._stateful:
             state = self._data.state_dict()  # type: ignore[attr-defined]
@@ -113,7 +115,9 @@ class TrainingPosition:
         self._seek()
 
     def take(self, data: Iterable[Any]) -> DataCursor:
-        """A cursor over the data from where an earlier attempt ended. Sets the random generators to that point."""
+        """A cursor over the user's data that starts where an earlier attempt ended. Sets the random generators to that
+        point.
+        """
         self._cursor = DataCursor(data)
         self._seek()
         return self._cursor
