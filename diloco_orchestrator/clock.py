@@ -42,9 +42,7 @@ class Periodic(Protocol):
     """Handle of a repeated background call, by which it can be stopped."""
 
     def stop(self) -> None:
-        """Stop the repeated calls. Returns once a running call has ended. Safe to call twice, and from within the
-        call.
-        """
+        """Stop the repeated calls, once a running one has ended. Safe to call twice, and from within the call."""
         ...
 
 
@@ -56,9 +54,7 @@ class Background(Protocol):
         ...
 
     def every(self, interval_s: float, call: Callable[[], None]) -> Periodic:
-        """Call `call` in the background, at once and after every `interval_s` seconds until stopped. It handles its own
-        errors.
-        """
+        """Call `call` in the background, at once and after every `interval_s` seconds until stopped."""
         ...
 
 

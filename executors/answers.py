@@ -22,9 +22,7 @@ TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522
 
 
 class Failure(NamedTuple):
-    """One row of a provider's error table: `error` is raised for a message with one of `parts` and a status in
-    `statuses`.
-    """
+    """A row of a provider's error table: `error`, for a message with one of `parts` and a status in `statuses`."""
 
     error: type[ExecutorError]
     parts: Sequence[str]  # empty: any message

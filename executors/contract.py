@@ -253,9 +253,7 @@ class ServerlessExecutor(Protocol):
         ...
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        """Lines of the attempt's output, while it runs and after. `follow`: until its end; `tail`: the last ones
-        only.
-        """
+        """Lines of the attempt's output, during it and after. `follow`: until its end; `tail`: the last ones only."""
         ...
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
@@ -350,9 +348,7 @@ class UsesRunStore(Protocol):
 
 @runtime_checkable
 class OffersToMachines(Protocol):
-    """An executor whose launch costs nothing until a machine that somebody else started takes the attempt (`diloco
-    join`).
-    """
+    """An executor whose launch costs nothing until somebody's machine takes the attempt (`diloco join`)."""
 
     free_until_taken: Literal[True]
 

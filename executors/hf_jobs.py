@@ -204,9 +204,7 @@ class HFJobsExecutor(RemoteExecutor):
         return self._exit_codes[handle.native_id]
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """End the attempt's job; every process then sees CANCELLED. The service decides whether the replica gets
-        SIGTERM first.
-        """
+        """End the attempt's job; every process then sees CANCELLED. The service decides about SIGTERM."""
         self._check_endpoint(handle)
         self._cancel(handle.native_id, handle.native["namespace"])
 
@@ -221,9 +219,7 @@ class HFJobsExecutor(RemoteExecutor):
             # Otherwise the service refused because the job had ended.
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        """Lines of the job's output; none if it was deleted. Without `follow`, the SDK may take 5 s for a running
-        job.
-        """
+        """Lines of the job's output; none if it was deleted. Without `follow`, a running job's may take 5 s."""
         self._check_endpoint(handle)
         yield from self._api.log_lines(handle.native_id, handle.native["namespace"], follow, tail)
 

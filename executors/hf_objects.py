@@ -135,9 +135,7 @@ def job_of(reply: Any, what: str) -> Job:
 
 
 def jobs_of(reply: Any, what: str) -> list[Job]:
-    """The Hugging Face Jobs on a page of a listing. Raises `Unavailable` for another reply. `what`: the action, for
-    errors.
-    """
+    """The jobs on a page of Hugging Face's listing. Raises `Unavailable` for another reply. `what`: the action."""
     if not isinstance(reply, list):
         raise odd_reply(what, "a list of jobs", reply)
     return [job_of(each, what) for each in reply]
@@ -173,9 +171,7 @@ def has_ended(job: Job) -> bool:
 
 
 def status_of(job: Job, exit_code: int | None = None) -> ReplicaStatus:
-    """The status of an attempt from its Hugging Face Job. `exit_code`: from the exit line that a failed job printed, or
-    None.
-    """
+    """The status of an attempt from its Hugging Face Job. `exit_code`: from a failed job's exit line, or None."""
     stage, message = str(job["status"]["stage"]), str(job["status"].get("message") or "")
     if stage == "ERROR" and job.get("finishedAt") and not job.get("startedAt"):
         # The service documents none of its texts, so they are passed on and not read.

@@ -72,9 +72,7 @@ class KubernetesApi:
     def call(
         self, verb: str, about: str, *args: Any, answers: tuple[int, ...] = (), **options: Any
     ) -> dict[str, Any] | None:
-        """The reply of the SDK's method `verb` about the object `about`; None if the server answers with a status in
-        `answers`.
-        """
+        """The reply of the SDK's method `verb` about the object `about`; None for an HTTP status in `answers`."""
         response = self._send(verb, about, *args, answers=answers, timeout_s=_CALL_S, **options)
         if response is None:
             return None

@@ -183,9 +183,7 @@ class KubernetesExecutor(RemoteExecutor):
     # -- polling -------------------------------------------------------------------------------------------------
 
     def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """The attempts' statuses, by one listing per run while all of its pods run, else by two or three: of pods and
-        of Jobs.
-        """
+        """The attempts' statuses, by one listing per run while all pods run, else by two or three."""
         fleets: dict[tuple[str, str], list[ReplicaHandle]] = {}
         for handle in handles:
             fleets.setdefault((handle.native["namespace"], handle.run_id), []).append(handle)

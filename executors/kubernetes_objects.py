@@ -91,9 +91,7 @@ class PodOptions:
 
 
 def job_body(request: LaunchRequest, options: PodOptions) -> dict[str, Any]:
-    """The body of the call that creates an attempt's Job. Raises ValueError for a pod template that sets the same
-    fields.
-    """
+    """The body that creates an attempt's Job. Raises ValueError for a pod template that sets the same fields."""
     template, theirs = options.template, container_of(options.template)
     name, labels = attempt_name(request), attempt_labels(request)
     container: dict[str, Any] = {
@@ -366,9 +364,7 @@ def _failed_status(end: Mapping[str, Any], pod: Mapping[str, Any] | None) -> Rep
 
 
 def condition(item: Mapping[str, Any], *types: str, status: str = "True") -> Mapping[str, Any] | None:
-    """The first condition in a Kubernetes object's status of one of `types` and with the value `status`; None without
-    any.
-    """
+    """The first condition in an object's status of one of `types` and the value `status`; None without any."""
     conditions = item.get("status", {}).get("conditions") or []
     return next((each for each in conditions if each["type"] in types and each["status"] == status), None)
 

@@ -192,9 +192,7 @@ class LocalProcessExecutor(RemoteExecutor):
             _signal_group(process, signal.SIGKILL)
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """Send SIGTERM to the attempt now; `poll` sends SIGKILL after `grace_s`. Raises `ExecutorError` on another
-        host.
-        """
+        """Send SIGTERM now; `poll` sends SIGKILL after `grace_s`. Raises `ExecutorError` on another host."""
         process, folder = ProcessId.from_native(handle.native), _folder_of(handle)
         if process.host != platform.node():
             raise ExecutorError(f"replica {handle.replica_id} runs on {process.host}; cancel it there.")

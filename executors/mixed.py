@@ -66,9 +66,7 @@ class SeveralExecutors(RemoteExecutor):
         return self.part(handle).poll(self._theirs(handle))
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """The attempts' statuses; errors are raised, because each executor has already turned transient ones into
-        UNKNOWN.
-        """
+        """The attempts' statuses; each executor has already turned transient errors into UNKNOWN."""
         return self.statuses(handles)
 
     def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
@@ -88,9 +86,7 @@ class SeveralExecutors(RemoteExecutor):
         return self.part(handle).logs(self._theirs(handle), follow=follow, tail=tail)
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
-        """The handles of the run's attempts. An attempt that two executors of one account both list has the first one's
-        handle.
-        """
+        """The handles of the run's attempts, each once, though two executors of one account both list it."""
         return in_order(self._ours(each, executor) for executor in self._executors for each in executor.find(run_id))
 
     def forget(self, run_id: str) -> None:

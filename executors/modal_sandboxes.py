@@ -250,9 +250,7 @@ class ModalExecutor(RemoteExecutor):
         return handle.native_id in self._started
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        """Lines of the attempt's output. Before the call at most 20,000 entries were kept, which is all that Modal
-        returns.
-        """
+        """Lines of the attempt's output; of output before the call the last 20,000 entries, all that Modal returns."""
         what = f"reading the output of Sandbox {handle.native_id}"
         sandbox = self._ask(what, lambda: self._app.with_id(handle.native_id))
         if sandbox is None:

@@ -77,9 +77,7 @@ class Places(SeveralExecutors):
         return price_of(part, request) or free
 
     def offers(self, place: str) -> bool:
-        """Whether a launch at `place` costs nothing until a machine started by somebody takes the attempt (`diloco
-        join`).
-        """
+        """Whether a launch at `place` costs nothing until somebody's machine takes the attempt (`diloco join`)."""
         return isinstance(self.places[place], OffersToMachines)
 
     def _ours(self, handle: ReplicaHandle, executor: ServerlessExecutor) -> ReplicaHandle:

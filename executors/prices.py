@@ -197,9 +197,7 @@ def modal_price(gpus: Sequence[str], cpu: float | None, memory_mib: int | None, 
 
 
 def checked_usd(hourly_usd: float | None) -> float | None:
-    """The user's `hourly_usd`, US dollars an hour. Raises ValueError unless it is None or a number of dollars, at least
-    0.
-    """
+    """The user's `hourly_usd`. Raises ValueError unless it is None or a number of dollars, at least 0."""
     if hourly_usd is not None and not (isinstance(hourly_usd, int | float) and 0 <= hourly_usd < math.inf):
         raise ValueError(f"hourly_usd={hourly_usd!r} is no number of US dollars an hour, 0 or more.")
     return hourly_usd

@@ -53,7 +53,7 @@ def unpacked_code() -> Iterator[None]:
 
 
 def print_exit_line(code: int, **fields: Any) -> None:
-    """Print the last line of a process's output, which tells executors its exit code where the provider gives none.
+    """Print the last line of a process's output, which holds its exit code for providers that report none.
 
     `fields` are JSON beside the code; a `value` that JSON cannot hold becomes null.
     """

@@ -53,9 +53,7 @@ class RayApi:
         self.address = address.rstrip("/")
 
     def submit(self, body: Mapping[str, Any], what: str) -> bool:
-        """Submit a job. Returns False if the cluster has one of the same id, running or ended. `what`: the action, for
-        errors.
-        """
+        """Submit a job; False if the cluster has one of this id, even ended. `what`: the action, for errors."""
         try:
             answer = self._json("POST", "/api/jobs/", what, json=body)
         except _Exists:

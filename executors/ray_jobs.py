@@ -214,9 +214,7 @@ class RayExecutor(RemoteExecutor):
         return ReplicaStatus(ReplicaState.UNKNOWN, native_state=state, message=f"Ray's state {state!r} is not known")
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """Stop the attempt's job: SIGTERM, and SIGKILL two minutes later; a job that waits for resources stops as it
-        begins.
-        """
+        """Stop the attempt's job: SIGTERM, and SIGKILL two minutes later; a waiting job stops as it begins."""
         if self._api.stop(handle.native_id):
             self._cancelled.add(handle.native_id)
 

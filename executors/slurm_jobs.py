@@ -111,9 +111,7 @@ class SlurmExecutor(RemoteExecutor):
     # -- launching -----------------------------------------------------------------------------------------------
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
-        """The arguments of sbatch for an attempt, the script for its stdin, and the file of secrets with their values
-        redacted.
-        """
+        """The arguments of sbatch for an attempt, its script, and the file of secrets with values redacted."""
         folder = self._folder(request)
         arguments, script = self._job(request, folder)
         plan: dict[str, Any] = {"command": ["sbatch", *arguments], "script": script.splitlines()}
@@ -209,9 +207,7 @@ class SlurmExecutor(RemoteExecutor):
         return status
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """Cancel the attempt's job, waiting or running; every process then sees CANCELLED, even once Slurm has dropped
-        it.
-        """
+        """Cancel the attempt's job; every process then sees CANCELLED, even once Slurm has dropped it."""
         folder = AttemptFolder(Path(handle.native["dir"]))
         job = self._cli.jobs([handle.native["user"]]).get(handle.native_id)
         if job is None or not _is_job_of(handle, job) or status_of(job, timed=False).state.ended:

@@ -299,9 +299,7 @@ _STATES: Mapping[str, tuple[ReplicaState, str]] = {
 
 
 def status_of(job: Job, timed: bool) -> ReplicaStatus:
-    """The status of an attempt from its Slurm job. `timed`: whether the batch script enforces a time limit of the
-    request.
-    """
+    """The status of an attempt from its Slurm job. `timed`: the batch script enforces the request's time limit."""
     if job.restarts and job.state not in ("CANCELLED", "COMPLETING"):
         words = "Slurm put the job back into the queue; it will not run the attempt again"
         return ReplicaStatus(ReplicaState.PREEMPTED, "lost", None, job.state, words)

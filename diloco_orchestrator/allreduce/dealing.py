@@ -24,9 +24,7 @@ _ROUND_TRIP_S, _BYTES_PER_S = 0.05, 12.5e6  # 100 Mb/s
 
 
 def shard_numel_for(numel: int, world_size: int, most: int) -> int:
-    """Elements per shard, at most `most`: a multiple of every codec's group, small enough that every rank averages
-    shards.
-    """
+    """Elements per shard, at most `most`: a multiple of every codec's group, small enough that each rank has some."""
     return min(most, max(1, -(-numel // (_SHARDS_A_RANK * world_size * LARGEST_GROUP))) * LARGEST_GROUP)
 
 
@@ -43,18 +41,14 @@ def dealers(round_id: int, shard: int, world_size: int, among: Iterable[int] | N
 
 @dataclass(frozen=True)
 class Dealing:
-    """The assignment of payload shards to the replicas that read and average them for all in one round by
-    scatter-reduce.
-    """
+    """The assignment of payload shards to the replicas that verify and average them for all in one round."""
 
     round: int
     replicas: int  # ids of the run
     among: frozenset[int]  # the dealers
 
     def readers(self, author: int, shard: int) -> tuple[int, ...]:
-        """The two replicas that read and verify a shard of one contribution before the commit; neither is its
-        author.
-        """
+        """Two replicas that read and verify a shard of one contribution before the commit; neither is its author."""
         return dealers(self.round, shard, self.replicas, self.among - {author})
 
     def averagers(self, shard: int) -> tuple[int, int]:
@@ -135,9 +129,7 @@ def chooses_scatter(path: str, numel: int, codec: str, world_size: int, most: in
 
 
 def scatters(config: RunConfig, fragments: Iterable[int]) -> bool:
-    """Whether a run averages by scatter-reduce. `fragments`: elements of each fragment of the model that rounds
-    average.
-    """
+    """Whether a run averages by scatter-reduce. `fragments`: elements of each fragment of the model."""
     if config.path == "auto" and config.adapters == "exact":
         return False  # steps of products need every payload
     numel = max(fragments, default=0)

@@ -95,8 +95,8 @@ class PayloadCache:
             return data
 
     def kept(self, name: Name, read: Callable[[], bytes]) -> bytes | memoryview:
-        """The payload bytes under `name`, stored there from `read()` if there are none yet. Raises `SpoolFailed` if the
-        disk is full.
+        """The payload bytes under `name`, stored there from `read()` if missing. Raises `SpoolFailed` for a full
+        disk.
         """
         if name not in self:
             self.put(name, read())

@@ -97,9 +97,7 @@ class ScatterReduce:
             self._digests |= made
 
     def _each_owner(self, task: Callable[..., T], indices: Sequence[int], *args: Any) -> list[T]:
-        """Call `task(own, *args)` in each process of this rank; `own`: the shards in `indices` that the process
-        holds.
-        """
+        """Call `task(own, *args)` in each process of this rank; `own`: the shards in `indices` that it holds."""
         return self.owners.each(_of_owner, self.owners, self.fragment, indices, task, *args)
 
     # -- what this rank publishes --------------------------------------------------------------------------------
@@ -121,9 +119,7 @@ class ScatterReduce:
     # -- what others published -----------------------------------------------------------------------------------
 
     def _words(self, needed: Iterable[int], until: float) -> Words:
-        """The averages that the ranks `needed` have published, by rank and shard; waits for them until the time
-        `until`.
-        """
+        """Averages that the ranks `needed` have published, by rank and shard; waits for them until the time `until`."""
         found, missing, pauses = dict[int, Mapping[int, ReducedShard]](), set(needed), _POLL.pauses()
         while missing:
             for info in self.store.list(keys.reduced_shards(self.round_id)):
@@ -171,9 +167,7 @@ class ScatterReduce:
 
 
 def published_by(store: Store, round_id: int, rank: int) -> Mapping[int, ReducedShard]:
-    """The averages that a rank has published in a round, by shard; none, with a warning, if its record is of
-    another.
-    """
+    """Averages that a rank has published in a round, by shard; none, with a warning, if its record is of another."""
     key = keys.reduced(round_id, rank)
     try:
         record = Reduced.from_bytes(store.get(key, 0, most_bytes(key) + 1), key)

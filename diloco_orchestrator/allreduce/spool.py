@@ -46,9 +46,7 @@ class Allocation:
 
 
 class MemoryBudget:
-    """A limit on the bytes of this process's long-lived buffers in memory. `where`: what set it, for errors.
-    Thread-safe.
-    """
+    """A limit, set by `where`, on the bytes of this process's long-lived buffers in memory. Thread-safe."""
 
     def __init__(self, limit: int, where: str = ENV_MEMORY) -> None:
         self.limit = limit

@@ -83,9 +83,7 @@ def _table_of(found: "Comparison") -> "Table":
 
 
 def html_of(found: "Comparison") -> str:
-    """The HTML page of a comparison: the table, and curves over rounds, tokens and dollars, one drawing per metric and
-    axis.
-    """
+    """The HTML page of a comparison: a table, and curves over rounds, tokens and dollars for each metric."""
     from diloco_orchestrator.cli.html_page import document, section, table
 
     head = ["", *(run.name for run in found.runs)]

@@ -158,9 +158,7 @@ _TITLE = "payload"
 
 
 class _AuditTable:
-    """Prints the last commit audited and the seed of the draw, then a line for each finding. `silent`: prints
-    nothing.
-    """
+    """Prints the last commit audited and the seed, then a line for each finding. `silent`: prints nothing."""
 
     def __init__(self, *, silent: bool = False) -> None:
         self._silent = silent

@@ -103,9 +103,7 @@ def only_own_offers(store: "Store") -> Callable[["Offer"], str]:
     run = run_log.run
 
     def launched(offer: "Offer", settings: str) -> tuple[str, list[str], dict[str, str], str]:
-        """Run id, command, environment and code that an offer (attempt for machines that join) must have with
-        `settings`.
-        """
+        """Run id, command, environment and code that this run's offer of an attempt must have with `settings`."""
         pinned, secrets = Launched(run_log.run_sha256, settings), dict.fromkeys(run.secret_names, "")
         requests = LaunchRequests(run, pinned, store.url, secrets=secrets)
         command, env = requests.program(offer.replica_id, offer.attempt, shares_machine=False)

@@ -15,9 +15,7 @@ _MOST_BYTES = 2_000_000  # so that a page can be mailed
 
 
 def page(report: Report) -> str:
-    """The HTML page about a run, of at most 2 MB: where it would be larger, its curves have fewer points, its tables
-    rows.
-    """
+    """The HTML page about a run, of at most 2 MB: a larger one gets fewer points in curves and rows in tables."""
     for detail in (3000, 1000, 300, 100):
         html = _page(report, detail)
         if len(html.encode()) <= _MOST_BYTES:
@@ -26,9 +24,7 @@ def page(report: Report) -> str:
 
 
 def _page(report: Report, detail: int) -> str:
-    """The HTML page with at most `detail` points in a drawing, boxes in a strip of participation, and rows in a
-    table.
-    """
+    """The HTML page with at most `detail` points in a drawing, boxes of participation, and rows in a table."""
     status, rows = report.status, report.status.rounds
     trained = [row for row in rows if row.stop != "completed"]  # the final evaluation round only carries scores
     by_now = f". By round {status.round} the guard {status.outlook}" if status.outlook else ""
@@ -89,9 +85,7 @@ def _summary(report: Report) -> str:
 
 
 def _verdict(status: RunStatus) -> str:
-    """The guard's verdict after the last round as text, without its reason where that is the run's; empty without
-    one.
-    """
+    """Guard's verdict after the last round as text, without its reason where that is the run's; empty without one."""
     if (verdict := status.verdict) is None:
         return ""
     why = f": {verdict.reason}" if verdict.reason and verdict.reason not in status.reason else ""
@@ -136,9 +130,7 @@ def _losses(rows: Sequence[RoundRow], detail: int) -> str:
 
 
 def _by_replica(report: Report, detail: int) -> str:
-    """A drawing with a curve of the training metric per replica; empty for a single replica, whose curve is the
-    run's.
-    """
+    """Drawing with a curve of the training metric per replica; empty for a single replica, whose curve is the run's."""
     if report.config.most_replicas == 1:
         return ""
     return chart(_replica_lines(report.losses), points=detail)
@@ -159,9 +151,7 @@ def _share_of(row: RoundRow, name: str) -> float | None:
 
 
 def _extra(rows: Sequence[RoundRow], detail: int) -> str:
-    """A drawing for each of the first `_MOST_METRICS` metrics that the user defined, and a sentence naming the
-    others.
-    """
+    """Drawing for each of the first `_MOST_METRICS` metrics that the user defined, and a sentence naming the others."""
     found = sorted({name for row in rows for name in row.extra})
     names, others = found[:_MOST_METRICS], found[_MOST_METRICS:]
     each = max(50, detail // max(1, len(names) // 4))

@@ -124,9 +124,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Two nested dicts of settings as one: values of `above` override `below`, nested dicts are merged field by
-    field.
-    """
+    """Two nested dicts of settings as one: `above` overrides `below`, nested dicts are merged field by field."""
     result = dict(below)
     for name, value in above.items():
         mine = result.get(name)

@@ -58,9 +58,7 @@ class ExecutorCommand(click.Command):
 
 
 def store_of(url: str) -> "Store":
-    """The store at `url`, which must exist. Until a request succeeds, retries end after 10 s, because the URL may be
-    wrong.
-    """
+    """The existing store at `url`. Until a request succeeds, retries end after 10 s: the URL may be wrong."""
     from diloco_orchestrator.run_log.run_store import of_run
     from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 

@@ -53,9 +53,7 @@ _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 
 
 class Stopped(Exception):
-    """The replica's process cannot start on this machine. `code`: its exit code, which says whether a relaunch could
-    help.
-    """
+    """The replica cannot start on this machine. `code`: its exit code, which says whether a relaunch could help."""
 
     def __init__(self, words: str, code: int = EXIT_ERROR) -> None:
         super().__init__(words)

@@ -132,9 +132,7 @@ def pack(
 
 
 def pack_ours(extras: Sequence[str] = (), requirements: Requirements | None = None) -> Archive:
-    """Pack an archive of our own package alone. `extras`, `requirements`: extras of it and packages to install with
-    it.
-    """
+    """Pack an archive of our own package with these `extras` of it, and packages to install with it."""
     files = {f"{bootstrap.OURS}/{name}": data for name, data in our_files()}
     data = _zip(files | _list_files(_details(extras, ()), requirements))
     return Archive(data, hashlib.sha256(data).hexdigest(), {})

@@ -279,9 +279,7 @@ def installed_here() -> list[str]:
 
 
 def limits_beside(asked: Sequence[Requirement]) -> list[str]:
-    """The packages installed here with their versions as constraints, without those that `asked` wants in another
-    version.
-    """
+    """Constraints: the versions of packages installed here, without those that `asked` wants in another version."""
     other = {canonical(each.name) for each in asked if not is_installed(each)}
     return [line for line in installed_here() if canonical(line.partition("==")[0]) not in other]
 

@@ -171,9 +171,7 @@ def _package_and_hashes(line: str) -> tuple[Requirement, list[str]]:
 
 
 def package_of(line: str) -> Requirement:
-    """A requirement parsed from pip's syntax. Raises `ConfigError` if it is invalid, a local path, or has a
-    credential.
-    """
+    """A requirement parsed from pip's syntax. Raises `ConfigError` if invalid, a local path, or with a credential."""
     try:
         found = Requirement(line)
     except InvalidRequirement as error:
@@ -233,9 +231,7 @@ _IMAGE_LINE = re.compile(rf"# diloco: image ({NAME_FORM}) ({DIGEST_FORM})", re.A
 
 
 def image_lines(digests: Mapping[str, str]) -> str:
-    """The lines of a lock file with the digests of container images, by `digests` (name to digest), in order of
-    names.
-    """
+    """Lines of a lock file with the digests of container images, by `digests` (name to digest), in order of names."""
     return "".join(f"# diloco: image {name} {digest}\n" for name, digest in sorted(digests.items()))
 
 

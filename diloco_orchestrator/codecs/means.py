@@ -27,8 +27,8 @@ _UP, _DOWN = 253 + _BITS, _BITS - 1
 
 
 def size_2bit(numel: int) -> int:
-    """Encoded size in bytes of `numel` elements from the beginning of a group on; a quarter of a byte each, rounded up,
-    and four means per group.
+    """Encoded size in bytes of `numel` elements from a group's beginning on: a quarter of a byte each, and four means
+    per group.
     """
     return (numel + 3) // 4 + MEANS * -(-numel // GROUP)
 

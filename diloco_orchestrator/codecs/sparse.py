@@ -20,9 +20,7 @@ _LARGE = 1.0  # times the mean of |x|: the kept elements are the tail of a distr
 
 
 def size_topk(kept: int, numel: int) -> int:
-    """Encoded size in bytes of `numel` elements from the beginning of a chunk on, where `kept` of each 4,096 are
-    stored.
-    """
+    """Encoded size in bytes of `numel` elements from a chunk's beginning on; `kept` of each 4,096 are stored."""
     whole, rest = divmod(numel, CHUNK)
     return whole * _row_size(kept) + (_row_size(_share(kept, rest)) if rest else 0)
 

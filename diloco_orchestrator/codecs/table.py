@@ -209,9 +209,7 @@ class Encoded:
         self._body = tensor_over(self._data[self._header_size :])
 
     def _read_lengths(self) -> list[int]:
-        """The numbers of elements of the ranges in one codec each that the header lists. Raises `struct.error` if it is
-        too short.
-        """
+        """Numbers of elements of the ranges that the header lists. Raises `struct.error` if it is too short."""
         if not self._codec.fine:
             return [self.numel]
         (count,) = _COUNT.unpack_from(self._data, _HEADER.size)

@@ -1,6 +1,6 @@
 """The parts of a run's configuration: outer optimizer, timing, retries, retention, resume after a halt, guard.
 
-Default, unit and reason stand beside each field. `run_config` has the settings that belong to no part.
+Each field has its default, unit and reason beside it. `run_config` has the settings that belong to no part.
 """
 
 from collections.abc import Mapping

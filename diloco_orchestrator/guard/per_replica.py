@@ -112,15 +112,13 @@ class _Usual:
     def at(self, level: float, sigma: float) -> float:
         """The usual difference of the replica's gain in a round where the fleet's median gain is `level`.
 
-        `sigma`: the fleet's noise; levels closer to each other than that are not told apart.
+        `sigma`: the fleet's noise, below which levels are not distinguished.
         """
         apart = self.variance + _RIDGE * sigma * sigma
         return self.difference + (self.covariance / apart * (level - self.level) if apart else 0.0)
 
     def is_new(self, level: float, sigma: float) -> bool:
-        """Whether the fleet's median gain `level` is unlike that of any round before, as for 15 rounds after a new
-        learning rate.
-        """
+        """Whether no round before had a median gain like `level`, as for 15 rounds after a new learning rate."""
         return abs(level - self.level) > _NEW * (math.sqrt(self.variance) + sigma)
 
     def sigma(self, fleet: float) -> float:

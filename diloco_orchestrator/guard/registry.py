@@ -62,9 +62,7 @@ def first_state(written: Mapping[str, Any] | None, setting: str) -> dict[str, An
 
 @cache  # the search of installed packages takes long beside a fold
 def _installed(name: str) -> type[GuardRule]:
-    """The guard rule that another package registers as `name`. Raises `LookupError` if none does, `ConfigError` if it
-    is none.
-    """
+    """The guard rule that another package registers. Raises `LookupError` if none does, `ConfigError` if it is none."""
     try:
         kind, where = registered("guard rule", ENTRY_POINTS, name)
     except ValueError as error:

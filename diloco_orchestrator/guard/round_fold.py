@@ -214,9 +214,7 @@ def _without_suspects(
 
 
 def _allowed(scores: Sequence[Score], heldout: HeldoutSet, dealt: Sequence[int]) -> list[Score]:
-    """`scores` of held-out shares in `dealt`, those assigned to the manifest's author; each once and of its whole
-    share.
-    """
+    """`scores` of held-out shares that are assigned to the manifest's author (`dealt`), each once and whole."""
     first = {score.share: score for score in reversed(scores)}
     return [first[share] for share in dealt if share in first and first[share].count == heldout.shares[share]]
 

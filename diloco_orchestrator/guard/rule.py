@@ -68,9 +68,7 @@ class GuardRule(ABC):
     @classmethod
     @abstractmethod
     def of(cls, config: GuardConfig, heldout: HeldoutSet) -> Self:
-        """The rule with the settings in `config`. `heldout`: the run's held-out set from start.json, which names the
-        metric.
-        """
+        """The rule with the settings in `config`, for the held-out set of start.json, which names the metric."""
 
     @abstractmethod
     def fold(self, state: Mapping[str, Any] | None, evidence: Evidence) -> tuple[dict[str, Any] | None, Verdict]:

@@ -66,9 +66,7 @@ class SequentialGuard(GuardRule):
 
     @classmethod
     def of(cls, config: GuardConfig, heldout: HeldoutSet) -> Self:
-        """The rule with the settings in `config`. It judges a Hacking Gap of rewards only: of losses it is
-        memorisation.
-        """
+        """Rule with the settings in `config`. It judges a Hacking Gap of rewards only: of losses it is memorisation."""
         return cls(
             min_steps=config.min_steps,
             threshold=config.threshold,

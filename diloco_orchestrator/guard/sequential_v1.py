@@ -198,9 +198,7 @@ _WITHOUT_EXTREMES = 2.2
 
 @dataclass
 class Breadth(Remembered):
-    """The part of each share of the held-out set in two statistics. Stored state: 1 number per share, and per
-    statistic.
-    """
+    """Part of each share of the held-out set in two statistics. Stored state: 1 number per share, and per statistic."""
 
     count: int = 0  # rounds learnt
     usual: dict[str, float] = field(default_factory=dict)  # by share: distance from the mean, in the metric's unit
@@ -213,9 +211,7 @@ class Breadth(Remembered):
         self.now = {share: gains[share] - mean for share in sorted(gains)}
 
     def add(self, index: int, *, zero: bool) -> None:
-        """Add the round to each share's part in statistic number `index`. `zero`: the statistic is zero now, so drop
-        the parts.
-        """
+        """Add the round to each share's part in statistic number `index`. `zero`: it is zero now, so drop the parts."""
         parts = self.parts[index]
         if zero:
             parts.clear()
@@ -244,9 +240,7 @@ class Breadth(Remembered):
         return sorted(int(share) for share in sorted(parts, key=lambda s: -parts[s])[: len(parts) // _LIARS])
 
     def learn(self, *, calm: bool) -> None:
-        """Update each share's usual distance from the mean of all. `calm`: whether no statistic indicates a falling
-        score.
-        """
+        """Update each share's usual distance from the mean. `calm`: no statistic indicates a falling score."""
         self.count += 1
         weight = max(1 / self.count, 1 / _BREADTH_MEMORY)
         for share, distance in self.now.items():
@@ -321,9 +315,7 @@ OF_THE_HELD_GAIN = 0.25  # of what held-out has gained: a gap this size is no re
 
 @dataclass
 class HackingGap(Remembered):
-    """A statistic that adds up the sigmas by which training has outrun the held-out score since the latter last
-    improved.
-    """
+    """A statistic of the sigmas by which training has outrun the held-out score since that last improved."""
 
     statistic: float = 0.0
     zero: int = 0  # the last model at which it was zero
@@ -447,9 +439,7 @@ IMPROVED = 3.5  # standard errors by which a block of held-out scores must beat 
 
 
 class _NewLow(NewLow):
-    """`NewLow` as in the rule "sequential-v1": scores between the two groups that belong to neither are not
-    compared.
-    """
+    """`NewLow` of the rule "sequential-v1": scores between the groups that belong to neither are not compared."""
 
     def _joined(self, last: Sequence[float], place: int, lowest: float) -> tuple[int, float]:
         while place > 0 and last[place - 1] < lowest:
@@ -512,9 +502,7 @@ class MetricChannels:
         return at_once + self.new_low.alarms(self.noise.last, trained or 0.0), slow
 
     def dismiss(self, model: int) -> None:
-        """Restart the statistics at the base of round `model`, because their alarm was dismissed; noise and levels
-        stay.
-        """
+        """Restart the statistics at the base of round `model` after a dismissed alarm; noise and levels stay."""
         self.falls.begin(model)
         self.breadth.dismiss()
         self.gap.begin(model)

@@ -32,9 +32,7 @@ class Answer:
 
 
 class Vault:
-    """The best base so far, and the alarm that awaits scores on the confirmation set. Stored state: 2 numbers, the
-    alarm.
-    """
+    """The best base so far, and the alarm that awaits scores on the confirmation set. Stored state: 3 values."""
 
     def __init__(self) -> None:
         self._best: list[Any] | None = None  # held-out score and round of the best base that can be rebuilt

@@ -46,9 +46,7 @@ class AttemptCost:
     ended: float | None  # None while it runs
 
     def usd(self, at: float) -> float | None:
-        """US dollars for the attempt's machine until its end, or until `at` while it runs; None if the price is not
-        known.
-        """
+        """US dollars for the attempt's machine until its end, or until `at` while it runs; None if unknown."""
         if self.hourly_usd is None:
             return None
         return self.hourly_usd * max(0.0, (at if self.ended is None else self.ended) - self.began) / _HOUR_S
@@ -93,9 +91,7 @@ class Spent:
         self._legs = legs
 
     def by(self, leg: int, at: float) -> float | None:
-        """US dollars for the run's machines until `at` (seconds since 1970), a time in `leg`; None if a price is not
-        known.
-        """
+        """US dollars for the run's machines until `at` (seconds since 1970), a time in `leg`; None if unknown."""
         known = [self._legs[number].usd for number in sorted(self._legs) if number <= leg]
         if None in known:
             return None

@@ -107,9 +107,7 @@ def gpus_of_driver() -> list[str]:
 
 
 def gpu_finding(gpus: list[str], wanted: bool) -> Finding:
-    """The finding about the GPUs that the driver reports. `wanted`: then no GPU is not ok, and more than one is a
-    waste.
-    """
+    """Finding about the GPUs that the driver reports. `wanted`: then no GPU is not ok, and more than one is a waste."""
     if not gpus:
         todo = "Check the machine's type, and that the image may use its GPU (NVIDIA driver, device plugin)."
         return Finding("GPU", not wanted, "none that nvidia-smi reports", todo if wanted else "")

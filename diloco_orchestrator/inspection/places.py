@@ -64,9 +64,7 @@ class PlaceRow:
 
     @property
     def usd_per_million(self) -> float | None:
-        """US dollars for a million tokens of one replica at this place, while it trains; None without a price or a
-        speed.
-        """
+        """US dollars for a million tokens of one replica at this place; None without a price or a speed."""
         if self.hourly_usd is None or not self.tokens_per_s:
             return None
         return 1e6 * self.hourly_usd / 3600 / self.tokens_per_s

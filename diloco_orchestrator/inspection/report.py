@@ -67,9 +67,7 @@ Points = Sequence[tuple[int, float]]  # (round, value)
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Code, machines and duration of a run, for its report. Times: seconds since 1970 on the clocks of the records'
-    writers.
-    """
+    """Code, machines and duration of a run, for its report. Times are seconds since 1970 on the writers' clocks."""
 
     entrypoint: str
     settings: Mapping[str, str]  # by dotted name, where they are not the default
@@ -107,9 +105,7 @@ class Report:
 
     @classmethod
     def read(cls, reader: RunReader, background: Background, influence: Influence | None = None) -> Self:
-        """Read all data of the report from the run. Manifests are read several at a time. Raises as `RunReader.status`
-        does.
-        """
+        """Read all data of the report, several manifests at a time. Raises as `RunReader.status` does."""
         status, attempts = reader.status(), reader.all_attempts()
         losses = losses_by_replica(reader.log, background)
         config, facts = reader.run.config, facts_of(reader, status)

@@ -167,9 +167,7 @@ class RunStatus:
     )
 
     def place_words(self) -> list[str]:
-        """Lines about the places (executors) of a run whose supervision chooses among several; empty for any other
-        run.
-        """
+        """Lines about the places (executors) of a run whose supervision chooses among several; else empty."""
         if not self.placed:
             return []
         return [*(row.words() for row in self.places), f"last decision about places: {self.placed}"]
@@ -234,9 +232,7 @@ class RunReader:
         return list(self._rows)
 
     def model(self) -> DefaultModel:
-        """The model that commands use if the user names no round. Raises `RecordInvalid` where the hash chain
-        breaks.
-        """
+        """Model that commands use if the user names no round. Raises `RecordInvalid` where the hash chain breaks."""
         self.rows()
         return self._model(self.log.begins())
 
@@ -438,9 +434,7 @@ class NewRows:
             yield entry.commit, row
 
     def _scattered(self, start: Start, commit: Commit, payload_bytes: int) -> int:
-        """Bytes that the replicas of a round by scatter-reduce read together if nobody failed, for those that
-        responded.
-        """
+        """Bytes that all replicas of a round by scatter-reduce read together if none of those that responded failed."""
         numels, config = start.fragment_numels, self._log.configs.of(commit.leg)
         lengths = [b - a for a, b in shard_ranges(numels[commit.fragment], shard_numel_of(config, numels))]
         return bytes_down_of_round(payload_bytes, lengths, max(3, sum(each.attempt > 0 for each in commit.answers)))

@@ -31,9 +31,7 @@ _SHOWN_UNREADABLE = 3
 
 
 class Console(rich.console.Console):
-    """rich's console without markup and highlighting, which replaces control characters in all text
-    (`redaction.shown`).
-    """
+    """A console of rich without markup and highlighting, which replaces control characters in all text."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, "highlight": False, "emoji": False, **options})
@@ -212,9 +210,7 @@ class PlainLines:
 
 
 def _furthest_from_training(status: RunStatus) -> list[tuple[Sequence[int], str]]:
-    """Replicas that need longest until they train, by what they wait for; empty once a round of the leg is
-    committed.
-    """
+    """Replicas that need longest until they train, by what they wait for; empty once a round is committed."""
     alive = [each for each in status.replicas if status.state == "starting" and each.state in _BEFORE_TRAINING]
     last = min((_BEFORE_TRAINING.index(each.state) for each in alive), default=0)
     return grouped((each.replica_id, each.words()) for each in alive if each.state == _BEFORE_TRAINING[last])

@@ -192,9 +192,7 @@ class TakenAttempt:
             self._process.kill()
 
     def begin(self) -> None:
-        """Fetch the attempt's code and start its process. Raises OSError if that cannot be started, and the store's
-        errors.
-        """
+        """Fetch the attempt's code and start its process. Raises OSError if that fails, and the store's errors."""
         self._file.touch(mode=0o600)
         self._patiently(self._renew)
         if (key := self._offer.code) is not None:

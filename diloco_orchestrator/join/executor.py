@@ -215,9 +215,7 @@ class JoinExecutor(RemoteExecutor):
         return self._ended[name]
 
     def _silence_s(self, name: str, counter: int) -> float:
-        """Seconds, on this process's clock, since the counter in a machine's lease was seen to change; 0 when first
-        seen.
-        """
+        """Seconds, on this process's clock, since the counter in a machine's lease changed; 0 when first seen."""
         now = self._clock.now()
         if self._leases.get(name, (-1, 0.0))[0] != counter:
             self._leases[name] = (counter, now)

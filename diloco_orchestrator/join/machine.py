@@ -216,9 +216,7 @@ class Machine:
         return self._read[name]
 
     def _offer(self, name: str, data: bytes) -> Entry[Offer] | None:
-        """The offered attempt that `data` describes; None if it cannot be read, may not run here, or needs secrets
-        missing here.
-        """
+        """The offered attempt in `data`; None if it is unreadable, may not run here, or needs secrets missing here."""
         key = keys.join_offer(name)
         try:
             offer = Offer.from_bytes(data, key)

@@ -66,9 +66,7 @@ class PreparedLaunch:
         return [self.archive.words(), f"packages: {self.archive.package_words()}", *images]
 
     def images(self) -> tuple[str, ...]:
-        """Container images that the launch requests name by tag, in order. A provider's default image has no name
-        here.
-        """
+        """Container images that the launch requests name by tag, in order, without the provider's defaults."""
         return tuple(sorted(set(images_by_tag(_sent(self.executor, self.requests)))))
 
 
@@ -184,9 +182,7 @@ class LaunchPlan:
 
     @property
     def round_usd(self) -> float | None:
-        """US dollars for one round: machines, requests and, for a model of known size, transfer; None without a
-        price.
-        """
+        """US dollars for a round: machines, requests, transfer of a model of known size; None without a price."""
         if self.hourly_usd is None:
             return None
         moved = (self.round.bytes_down or 0) / 1e9 * self.egress_usd_per_gb

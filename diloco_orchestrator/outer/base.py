@@ -105,9 +105,7 @@ def _same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 class _ByName(Mapping[str, torch.Tensor]):
-    """The tensors of several flat vectors as one mapping, in name order. `vectors`: tensor name -> the vector that
-    holds it.
-    """
+    """The tensors of several flat vectors in name order. `vectors`: tensor name -> the vector that holds it."""
 
     def __init__(self, vectors: Mapping[str, NamedVector]) -> None:
         self._vectors = vectors
@@ -261,9 +259,7 @@ class Base:
         return base
 
     def _vectors(self, shapes: Mapping[str, torch.Size], what: str) -> dict[str, NamedVector]:
-        """A flat vector of zeros for each fragment of the model, by parameter name. `what`: names the vectors in
-        errors.
-        """
+        """A flat vector of zeros for each fragment, by parameter name. `what`: names the vectors in errors."""
         found: dict[str, NamedVector] = {}
         for fragment, names in enumerate(self.fragments):
             numels = [stop - start for start, stop in self.layout.shards(fragment)]

@@ -107,9 +107,7 @@ def _with_adapters(
     outer: OuterConfig,
     adapters: Sequence[AdapterPair],
 ) -> Mapping[str, torch.Tensor]:
-    """Average and step like `average_and_step`, for a fragment with exactly averaged LoRA adapters. Reads each payload
-    once.
-    """
+    """Do the work of `average_and_step` for a fragment with exactly averaged LoRA adapters."""
     read_once = functools.cache(lambda replica_id, index: read(manifests[replica_id], index))
     manifests = {manifest.replica_id: manifest for manifest, _ in named}
     before, shapes = factors_of(base, adapters), base.shapes(base.fragments[fragment])

@@ -22,9 +22,7 @@ class AllReducePart(Record):
 
 
 class ReducedShard(Part):
-    """The average of one payload shard over all contributions, as the replica that averages it for the others computed
-    it.
-    """
+    """The average of one payload shard over all contributions, as one replica computed it for the others."""
 
     shard: int = Field(ge=0)
     digest: BulkDigest  # of its encoded bytes

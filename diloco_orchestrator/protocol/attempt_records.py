@@ -182,9 +182,7 @@ def fault_in(ended: Exit) -> str:
 
 
 def reason_of(ended: Exit) -> str:
-    """The end of an attempt as one line: the reason in its exit record, and the last line of its traceback if it has
-    one.
-    """
+    """The end of an attempt as one line: reason in its exit record, and last line of its traceback if any."""
     lines = [line for line in (ended.error or "").splitlines() if line and not line[0].isspace()]
     cause = re.sub(r"^(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_]\w*(?::|$))", "", lines[-1]) if lines else ""  # without its module
     if not cause or cause == ended.reason:

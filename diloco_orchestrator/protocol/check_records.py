@@ -61,9 +61,7 @@ class Checked(Record):
 
 
 class CheckNamed(Part):
-    """A reference from a commit to a replica's findings (`Checked`) on which it relies: key and sha256 of the
-    record.
-    """
+    """Reference from a commit to a replica's findings (`Checked`) on which it relies: key and sha256 of the record."""
 
     replica_id: int = Field(ge=0)
     number: int = Field(ge=1)

@@ -246,9 +246,7 @@ _later_reduced = Form("rounds/<round>/reduced/<shard>.<version>.bin")
 
 
 def payload(round_: int, replica_id: int, attempt: int, shard: int, take: int = 1) -> str:
-    """The key of a payload shard. `take`: version, 1 for the author's upload, higher for later uploads of the same
-    bytes.
-    """
+    """The key of a payload shard. `take`: version, 1 for the author's upload, higher for later uploads of it."""
     where = round_, replica_id, attempt, shard
     return _first_payload(*where) if take == 1 else _later_payload(*where, take)
 
@@ -262,9 +260,7 @@ def reduced_shard(round_: int, shard: int, take: int = 1) -> str:
 
 
 def parse_reduced_shard(key: str) -> tuple[int, int] | None:
-    """(round, shard) from the key of a shard's average that one replica computed for the others; None for any other
-    key.
-    """
+    """(round, shard) from the key of a shard's average computed for others; None for any other key."""
     found = _first_reduced.parse(key) or _later_reduced.parse(key)
     return (found[0], found[1]) if found else None
 

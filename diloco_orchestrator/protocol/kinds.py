@@ -52,9 +52,7 @@ class Kind:
         return self.forms[0](*(getattr(record, field) for field in fields))
 
     def named_in(self, key: str) -> dict[str, int]:
-        """The replica id and attempt number in `key`, a key of this kind of record, by the names of the record's
-        fields.
-        """
+        """Replica id and attempt number in `key`, a key of this kind of record, by the names of the record's fields."""
         for form in self.forms:
             if (parts := form.parse(key)) is not None:
                 fields = zip(form.names, parts, strict=True)

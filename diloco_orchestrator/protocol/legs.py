@@ -94,9 +94,7 @@ class BaseScores:
 
 @dataclass(frozen=True)
 class DefaultBase:
-    """The base that commands use when the user names no round, and the newest one. Held-out scores: higher is
-    better.
-    """
+    """Base that commands use when the user names no round, and the newest one. Held-out scores: higher is better."""
 
     round: int  # whose base is the default
     score: float | None  # held-out score of that base; None if none was measured

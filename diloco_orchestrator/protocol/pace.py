@@ -53,9 +53,7 @@ def waiting(config: RunConfig, round_s: float, spread_s: float) -> Backoff:
 
 
 def waits_long_s(round_s: float) -> float:
-    """Seconds between two polls of a waiting replica for rare events, such as a replica given up: 10, in long rounds up
-    to 60.
-    """
+    """Seconds between a waiting replica's polls for rare events, as a replica given up: 10, in long rounds 60."""
     return max(10.0, min(round_s / 20, 60.0))
 
 

@@ -363,9 +363,7 @@ class Metric(Part):
 
 
 class Origin(Part):
-    """The inner steps of one `round` whose work a contribution contains: its own round's, or earlier ones' that came
-    late.
-    """
+    """The inner steps of one `round` whose work a contribution contains: its own, or earlier ones that came late."""
 
     round: int = Field(ge=1)
     steps: int = Field(ge=0, le=MOST_COUNTED)
@@ -433,9 +431,7 @@ class Contribution(Record):
 
     @property
     def own_steps(self) -> int:
-        """Inner steps taken in this round whose work the payload contains, without those of earlier rounds that came
-        late.
-        """
+        """Inner steps of this round whose work the payload contains, without those of earlier rounds."""
         return sum(origin.steps for origin in self.origins if origin.round == self.round)
 
 
@@ -467,9 +463,7 @@ class Quarantine(Part):
 
 
 class Clipped(Part):
-    """A contribution whose weight in the average was reduced: its norm is too large, it is all zeros, or equals another
-    one.
-    """
+    """A contribution whose weight was reduced: its norm is too large, it is all zeros, or equals another one."""
 
     replica_id: int = Field(ge=0)
     reason: str
@@ -484,9 +478,7 @@ class UsualNorms(Part):
 
 
 class Discounted(Clipped):
-    """A contribution whose scores or training metric are clipped or ignored by the guard; its pseudo-gradient is
-    averaged.
-    """
+    """A contribution whose scores or metric are clipped or ignored by the guard; its payload is averaged."""
 
 
 class RoundMetrics(Part):

@@ -290,9 +290,7 @@ def told_with(
 
 
 def named_answers(answers: Sequence[Answer], averaged: Sequence[int]) -> tuple[Answer, ...]:
-    """The replicas' responses to a round, with `averaged` set to true for the replica ids in `averaged`, to false for
-    others.
-    """
+    """Replicas' responses to a round with `averaged` set, true for the ids in `averaged`, false for others."""
     return tuple(answer.model_copy(update={"averaged": answer.replica_id in averaged}) for answer in answers)
 
 

@@ -62,9 +62,7 @@ class SignedBy(Part):
 
 
 class Certificate(Part):
-    """The run key's signed statement that a public key belongs to one attempt (launched process) of a replica of the
-    run.
-    """
+    """The run key's signed statement that a public key belongs to one attempt (launched process) of the run."""
 
     replica_id: int = Field(ge=0)
     attempt: int = Field(ge=1)

@@ -87,9 +87,7 @@ class RoundTimes:
         return self._with([(manifest.round, manifest) for manifest in manifests], seen_s)
 
     def with_answers(self, round_: int, answers: Iterable[Answer]) -> "RoundTimes":
-        """A copy of these times with those in `answers`, the responses that the commit of `round_` lists, without late
-        ones.
-        """
+        """A copy of these times with those in `answers`, the responses that the commit of `round_` lists."""
         readable = [answer for answer in answers if answer.train_s]  # 0: its manifest could not be read
         return self._with([(round_, answer) for answer in readable], None)
 

@@ -46,9 +46,7 @@ class Before:
 
 
 def first_of_leg(rules: LegRules, position: Position) -> Before:
-    """The state of the run before the first round after a start or resume. `position`: the position in the commit log
-    there.
-    """
+    """The state of the run before the first round after a start or resume, which is at `position` in the log."""
     return Before(position, rules.begin.guard, tuple(range(rules.config.replicas)), norms=None)
 
 

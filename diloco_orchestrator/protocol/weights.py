@@ -88,9 +88,7 @@ def shares_of(
 
 
 def is_said(answer: Answer, manifest: Contribution) -> bool:
-    """Whether `answer`, a response as a commit lists it, agrees with its `manifest` in steps, tokens, norm and payload
-    digest.
-    """
+    """Whether a response in a commit agrees with its `manifest` in steps, tokens, norm and payload digest."""
     norm, payload = (manifest.payload.norm, manifest.payload.digest) if manifest.payload else (0.0, "")
     said = manifest.origins, manifest.tokens, norm, payload
     return said == (answer.origins, answer.tokens, answer.norm, answer.payload)

@@ -63,9 +63,7 @@ class CommitEntry:
         return replace(self, commit=commit, void=why, contradicts=why, unlinked=unlinked)
 
     def counted(self, commit: Commit) -> Self:
-        """This entry for a commit whose only fault is its weights: readers use `commit`, which averages nobody, in its
-        place.
-        """
+        """This entry with `commit`, which averages nobody, for a commit whose only fault is its weights."""
         return replace(self, commit=commit)
 
     @property

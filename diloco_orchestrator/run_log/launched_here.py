@@ -108,9 +108,7 @@ def why_not_launched_here(run_log: RunLog) -> str:
 
 
 def settings_begun_here(run_log: RunLog) -> frozenset[Sha256]:
-    """Digests of the settings of all starts and resumes that this user made on this machine; empty for a run launched
-    elsewhere.
-    """
+    """Digests of the settings of all starts and resumes by this user on this machine; empty if not launched here."""
     return frozenset(each for each in _known_of(run_log).get("settings", ()) if isinstance(each, str))
 
 

@@ -183,9 +183,7 @@ class LegRecords:
         return leg
 
     def has_result(self, leg: int) -> bool:
-        """Whether the last listing by `newest_leg` held a result.json of the leg (start or resume to stop); anybody may
-        write one.
-        """
+        """Whether the last listing by `newest_leg` held a result.json of the leg, which anybody may write."""
         return (leg, keys.result(leg).rpartition("/")[2]) in self._listed
 
     def passed_over(self) -> dict[str, str]:

@@ -244,9 +244,7 @@ class RunLog(LegRecords):
         return self._kept(found)
 
     def doubt(self) -> None:
-        """Check every verdict of the guard since the start or last resume from now on, because a record contradicts the
-        commits.
-        """
+        """Check all verdicts since the last start or resume from now on: a record contradicts the commits."""
         if not self.in_doubt:
             self.in_doubt, self._newest = True, None
 

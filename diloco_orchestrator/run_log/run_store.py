@@ -24,9 +24,7 @@ def of_run(store: Store, environ: Mapping[str, str] | None = None) -> Store:
 
 
 def unsigned_in(store: Store) -> list[str]:
-    """The objects in a signed run's folder that this process has ignored for their signatures, as "name: why"; at most
-    1,000.
-    """
+    """Objects in a signed run's folder that this process ignored for their signatures: "name: why"; at most 1,000."""
     signed = signed_store_in(store)
     return [] if signed is None else [f"{name}: {why}" for name, why in sorted(signed.debris().items())]
 

@@ -147,9 +147,7 @@ class SeenStore:
     # -- pauses --------------------------------------------------------------------------------------------------
 
     def _pause_s(self, key: str) -> float:
-        """Seconds for which a cached answer about the object or listing at `key` is used; 0: the store is asked at
-        every call.
-        """
+        """Seconds for which a cached answer about the object or listing at `key` is used; 0: none is."""
         if keys.commit.parse(key):
             return pace.commits_read_s(self.round_s, self._open_s)
         if keys.heartbeat.parse(key):

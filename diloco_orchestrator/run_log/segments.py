@@ -118,9 +118,7 @@ class SegmentReader:
         self._listed = list_segments(self._store)
 
     def holding(self, round_: int) -> SegmentKey | None:
-        """The segment (commits of many rounds in one object) that contains `round_` and reaches furthest; None without
-        one.
-        """
+        """The segment (many rounds' commits in one object) that has `round_` and reaches furthest; or None."""
         usable = (
             segment
             for segment in self._listed

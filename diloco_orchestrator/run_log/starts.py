@@ -77,9 +77,7 @@ class Starts:
         return [] if start is None else self.takes_of(start.sha256)
 
     def settle_take(self, take: str) -> None:
-        """Use this version (`take`) of snapshot 0, which holds the chosen first base, from now on if that choice is
-        final.
-        """
+        """Use this version of snapshot 0, which holds the chosen first base, from now on if that choice is final."""
         if self.is_final:
             self._take = take
 
@@ -102,9 +100,7 @@ class Starts:
 
     @property
     def began(self) -> dict[int, Sha256]:
-        """The digest of the start record (first base) that each replica's newest attempt votes for (`Began`), by
-        replica id.
-        """
+        """The digest of the start record (first base) that each replica's newest attempt votes for, by replica."""
         return self._that_count(self._began)
 
     @property

@@ -76,9 +76,7 @@ def signer_of(signed_by: SignedBy, run_sha256: Sha256, environ: Mapping[str, str
 
 
 def needs_key(url: str, signed_by: SignedBy, what: str) -> ConfigError:
-    """The error for an action, named `what`, that needs the private key of the run at `url`, which this process
-    lacks.
-    """
+    """Error for an action, named `what`, that needs the private key of the run at `url`, which this process lacks."""
     return ConfigError(
         f"{what} needs the private key of {url}, which is signed by {signed_by.key}. It is in the state folder of who "
         f"launched the run: `diloco key --export {url}` prints it there; here, put it into {ENV_RUN_KEY}."

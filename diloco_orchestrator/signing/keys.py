@@ -88,9 +88,7 @@ class RunKey:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The private key of a run from its text form. Raises `ConfigError` for another text, such as one that was
-        cut.
-        """
+        """Private key of a run from its text form. Raises `ConfigError` for another text, such as one that was cut."""
         try:
             return cls(_seed(text.strip()))
         except ValueError:

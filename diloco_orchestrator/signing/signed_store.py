@@ -38,9 +38,7 @@ _MOST_DEBRIS = 1_000  # objects that `debris` names one by one
 
 @dataclass
 class _Rules:
-    """The stored names and signatures of one signed run's objects. `signer`: this process's keys; None: it can only
-    read.
-    """
+    """Stored names and signatures of one signed run's objects. `signer`: this process's keys; None: it only reads."""
 
     run_sha256: Sha256
     signed_by: SignedBy

@@ -100,9 +100,7 @@ class ConfirmedSnapshots:
             return None
 
     def _rounds_from(self, round_: int) -> Iterator[int]:
-        """The rounds that started from the base after `round_`, both before the next stop and after a resume from that
-        base.
-        """
+        """Rounds that started from the base after `round_`: before the next stop, and after a resume from it."""
         entry = self._log.commit(round_) if round_ else None
         if entry is None and round_:
             return

@@ -16,9 +16,7 @@ from diloco_orchestrator.snapshots.tensor_file import TensorSpec, file_pieces
 
 
 class _Rest:
-    """The tensors of a file that are no parameter of the base. Only rank 0 reads them: in others `read` is never
-    called.
-    """
+    """Tensors of a file that are no parameter of the base. Only rank 0 reads them: in others `read` is never called."""
 
     read: Callable[[str], torch.Tensor]
 
@@ -54,9 +52,7 @@ class FileOfRanks:
         return file.getvalue() if owners.rank == writer else None
 
     def _parts(self, stored: str, owners: Owners, writer: int) -> Iterator[torch.Tensor]:
-        """In the rank `writer`: the numbers of one tensor of the file in order, in its stored dtype; elsewhere
-        nothing.
-        """
+        """In the rank `writer`: the numbers of one tensor of the file in its stored dtype; elsewhere nothing."""
         spec = self.specs[stored]
         dtype: torch.dtype = getattr(torch, spec.dtype)
         if stored not in self.names:

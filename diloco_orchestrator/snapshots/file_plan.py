@@ -111,9 +111,7 @@ def index_bytes(files: Iterable[PlannedFile]) -> bytes:
 
 
 def group_files(group: str, names: Collection[str], where: str) -> list[str]:
-    """Files in `names` that hold a group's tensors ("model", "outer"), in order. Raises `RecordInvalid` if one is
-    missing.
-    """
+    """Files in `names` with a group's tensors ("model", "outer"), in order. Raises `RecordInvalid` if one lacks."""
     if (whole := f"{group}.safetensors") in names:
         return [whole]
     shard = re.compile(rf"{group}-(\d{{5}})-of-(\d{{5}})\.safetensors")

@@ -62,9 +62,7 @@ def why_no_file(name: str, start: Start) -> str:
 
 
 def _copies(run_log: RunLog, name: str, info: FileInfo) -> Iterator[bytes]:
-    """The bytes of one file from each complete snapshot, oldest snapshot first, truncated to the size that `info`
-    names.
-    """
+    """Bytes of one file from each complete snapshot, oldest snapshot first, truncated to the size that `info` names."""
     for round_, take in _takes(run_log):
         with suppress(ObjectMissing):
             yield run_log.store.get(keys.snapshot(round_, name, take), 0, info.size + 1)

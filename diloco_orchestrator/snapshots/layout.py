@@ -348,9 +348,7 @@ def with_bytes(
 def _with_own_bytes(
     owners: Owners, files: Sequence[FileOfRanks | bytes], task: Callable[..., T], args: Sequence[tuple[Any, ...]]
 ) -> T | None:
-    """Assemble files together with the other ranks, then call the task for this rank's file; None for a rank without
-    one.
-    """
+    """Assemble files together with the other ranks, then call the task for this rank's file, if it has one."""
     own = None
     for writer, file in enumerate(files):
         data = file if isinstance(file, bytes) else file.assembled(owners, writer)

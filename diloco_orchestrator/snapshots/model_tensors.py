@@ -102,9 +102,7 @@ class LiveBuffers:
         return digest_of(self.first) if self.first else None
 
     def adopt(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Replace the recorded first values of buffers by `values`, which another replica wrote into the first
-        snapshot.
-        """
+        """Replace the recorded first values of buffers by those that another replica wrote into the first snapshot."""
         for name in values.keys() & self.first.keys():
             self.first[name] = _copied(values[name])
         if values.keys() & self.first.keys():

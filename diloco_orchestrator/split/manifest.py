@@ -122,9 +122,7 @@ class HeldoutManifest(_Part):
         return {bytes.fromhex(each.hash): each.id for each in (*self.excluded, *self.items)}
 
     def content_of(self, record: Any) -> Any:
-        """The part of a record that is compared with held-out items: its text field, or the whole record if it has
-        none.
-        """
+        """Part of a record that is compared with held-out items: its text field, or the whole record if it has none."""
         field = self.settings.text_field
         return record[field] if field is not None and isinstance(record, Mapping) and field in record else record
 

@@ -93,9 +93,7 @@ def _tokens(text: str) -> _Hashes:
 
 
 def _grams(tokens: _Hashes) -> _Hashes:
-    """The hashes of a text's grams, sorted and distinct: 2 and 3 tokens, or 3 and 4 if the first is a single
-    character.
-    """
+    """Hashes of a text's grams, sorted and distinct: 2 and 3 tokens, or 3 and 4 if the first is a single character."""
     if len(tokens) < 2:
         return tokens
     grams = []

@@ -74,9 +74,7 @@ class FsspecEngine:
         return self._do("read", key, lambda path: self._range(path, start, end))
 
     def _from_start(self, path: str, end: int | None) -> bytes:
-        """The first `end` bytes of an object, or all, in one request, because a heartbeat may change between two
-        requests.
-        """
+        """The first `end` bytes of an object, or all, in one request: a heartbeat may change between two."""
         if end is None:
             return bytes(self._fs.cat_file(path, **self._bound))
         try:

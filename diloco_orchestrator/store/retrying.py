@@ -32,7 +32,7 @@ _RENEW = " Every try reads the credentials again: renew them where they come fro
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long transient faults are retried. Each pause is uniform from 0 to a bound that doubles with every try."""
+    """Duration of retries of transient faults. Each pause is uniform from 0 to a bound that doubles with every try."""
 
     first_pause_s: float = 0.2  # about one round trip to a far bucket
     longest_pause_s: float = 10.0  # throttling asks for seconds, not minutes

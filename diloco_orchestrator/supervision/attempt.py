@@ -122,9 +122,7 @@ def on(states: _States, events: _Events, to: _States = ()) -> Callable[[_Rule], 
 
 
 def refuse(states: _States, events: _Events, why: str) -> None:
-    """Enter into the transition table that `events` cannot occur in `states`, except in pairs with a rule. `why`: the
-    reason.
-    """
+    """Enter into the table that `events` cannot occur in `states`, except in pairs with a rule, and `why`."""
     for pair in _pairs(states, events):
         if pair not in MOVES:
             REFUSED.setdefault(pair, why)
@@ -588,9 +586,7 @@ def _faults(view: ReplicaView, state: State) -> tuple[str, int]:
 
 
 def _counted(endings: Mapping[Outcome, int], state: State, change: int) -> Mapping[Outcome, int]:
-    """`endings`, number of ends by outcome, plus `change` for the outcome of `state` if it is an end and not
-    superseded.
-    """
+    """`endings`, number of ends by outcome, plus `change` for the outcome of `state` if that counts as an end."""
     if not isinstance(state, Ended) or state.outcome is Outcome.SUPERSEDED:
         return endings
     return {**endings, state.outcome: endings.get(state.outcome, 0) + change}

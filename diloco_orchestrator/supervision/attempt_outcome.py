@@ -18,9 +18,7 @@ _BY_CODE = {
 
 
 def is_conclusive(code: int) -> bool:
-    """Whether an exit code alone determines an attempt's outcome. Others are errors, unless the provider reports
-    why.
-    """
+    """Whether an exit code alone determines the outcome. Others are errors, unless the provider reports why."""
     return code in _BY_CODE
 
 

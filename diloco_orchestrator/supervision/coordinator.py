@@ -182,9 +182,7 @@ class Coordinator:
                 self.stop(status, why)
 
     def _keep_house(self) -> None:
-        """Enforce cost limits and delete old objects until the run stops; not later, when a resume may need any
-        object.
-        """
+        """Enforce cost limits and delete old objects until the run stops; later a resume may need any object."""
         self._budget.enforce(self._clock.now(), self._clock.wall_time())
         try:
             self._sweeper.step()

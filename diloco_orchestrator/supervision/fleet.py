@@ -122,9 +122,7 @@ class Fleet:
         self._advance_all((view.who, TookPart()) for view in self.views if self._has_taken_part(view))
 
     def tick(self, stopped: bool) -> None:
-        """Advance every attempt by the time that has passed, so that timeouts apply. `stopped`: whether the run has
-        stopped.
-        """
+        """Advance every attempt by the time that has passed, for timeouts. `stopped`: the run has stopped."""
         if stopped:
             self._advance_all((view.who, LegStopped()) for view in self.views)
         self._advance_all((view.who, Tick()) for view in self.views)

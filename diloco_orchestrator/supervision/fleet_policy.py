@@ -267,9 +267,7 @@ def silence_s(state: State, now: float, policy: AttemptPolicy) -> float:
 
 @dataclass(frozen=True)
 class _Budget:
-    """The number of relaunches of a replica allowed after attempts with one outcome, and the first pause (s) between
-    them.
-    """
+    """Number of relaunches allowed after attempts with one outcome, and the first pause (s) between them."""
 
     relaunches: int
     words: str

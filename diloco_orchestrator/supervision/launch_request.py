@@ -73,7 +73,7 @@ def extras_for(url: str) -> list[str]:
 
 
 def names_of(secrets: Collection[str]) -> dict[str, str]:
-    """The variable that tells a process which of its environment variables are secrets; empty without secrets."""
+    """The environment variable with the names of variables that are secrets; empty without secrets."""
     return {ENV_SECRET_NAMES: ",".join(sorted(secrets))} if secrets else {}
 
 
@@ -185,9 +185,7 @@ class LaunchRequests:
         return self.leg or self.run.config
 
     def program(self, replica_id: int, attempt: int, shares_machine: bool) -> tuple[list[str], dict[str, str]]:
-        """Command and environment of an attempt, from run.json. Raises `ConfigError` for code that was never
-        uploaded.
-        """
+        """Command and environment of an attempt, from run.json. Raises `ConfigError` for code not uploaded."""
         config = self.run.config
         where = ["--store", self.url, "--replica-id", str(replica_id), "--attempt", str(attempt)]
         if (ranks := self._of_leg.ranks_of(replica_id)) > 1:
@@ -221,9 +219,7 @@ class LaunchRequests:
 
 
 def at_each_place(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> list[LaunchRequest]:
-    """`requests` once for every place (executor) of an executor that has several: any replica may be launched at
-    any.
-    """
+    """`requests` once for every place (executor), of an executor that has several."""
     names = list(executor.places) if isinstance(executor, Places) else [""]
     return [replace(request, place=name) for request in requests for name in names]
 

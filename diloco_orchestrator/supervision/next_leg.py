@@ -108,9 +108,7 @@ def _config(
     override_guard: str,
     guard: Mapping[str, JsonValue],
 ) -> RunConfig:
-    """The configuration of the run after a resume from the leg of `before`. Raises `ConfigError` for invalid
-    settings.
-    """
+    """Configuration of the run after a resume from the leg of `before`. Raises `ConfigError` for invalid settings."""
     config_of_leg(run_log.run.config, change)
     if guard and not override_guard:
         raise ConfigError(

@@ -143,9 +143,7 @@ class PlacesView:
         return not known or seat.place in known
 
     def hourly_usd(self, seat: SeatView) -> float:
-        """US dollars an hour of a replica id's attempt; 0 if it waits for a machine to join, and for an unknown
-        place.
-        """
+        """US dollars an hour of a replica id's attempt; 0 if it waits for a machine to join, or if unknown."""
         if seat.place not in self.by_name or (self.is_offer(seat) and not seat.trains):
             return 0.0
         return self.by_name[seat.place].hourly_usd or 0.0
@@ -155,9 +153,7 @@ class PlacesView:
         return math.fsum(self.hourly_usd(each) for each in self.seats if each.place)
 
     def dearest(self, seats: Sequence[SeatView]) -> SeatView:
-        """The replica id with the highest cost per token; of equals one that waits for a machine, then the highest
-        id.
-        """
+        """Replica id with the highest cost per token; of equals one that waits for a machine, then the highest id."""
         return max(seats, key=lambda each: (self.usd_per_token(each), not each.trains, each.replica_id))
 
     def after(self, decision: Open | Vacate) -> "PlacesView":
@@ -208,9 +204,7 @@ def _too_dear(view: PlacesView, now: float, limits: Limits) -> Decision:
 
 
 def _too_many(view: PlacesView, now: float, limits: Limits) -> Decision:
-    """Decision to end an attempt beyond the number that a user requested, or one that is no longer needed; else to
-    wait.
-    """
+    """Decision to end an attempt beyond the number that a user requested, or a needless one; else to wait."""
     if not limits.scales:
         return Wait("")
     if view.asked is not None:
@@ -230,9 +224,7 @@ def _too_many(view: PlacesView, now: float, limits: Limits) -> Decision:
 
 
 def _needless(view: PlacesView, now: float, limits: Limits) -> Decision:
-    """Decision to end the dearest of more than `limits.least` machines, if its tokens cost half more than the cheapest
-    place's.
-    """
+    """Decision to end the dearest of more than `least` machines, if a token costs half more than at the cheapest."""
     training = [each for each in view.counted if each.trains]
     if not limits.scales or view.asked is not None or not view.round_ended or len(training) <= limits.least:
         return Wait("")
@@ -282,9 +274,7 @@ def _move(view: PlacesView, now: float, limits: Limits) -> Decision:
 
 
 def _hoped_cost(view: PlacesView, place: PlaceView) -> float:
-    """US dollars per token at a place; one where nobody has trained is taken to be `HOPED` times as fast as
-    expected.
-    """
+    """US dollars per token at a place; `HOPED` times the expected speed is assumed where nobody has trained."""
     tried = any(each.place == place.name for each in view.seats)
     measured = any(each.known_by == "measured" for each in view.places)
     return place.usd_per_token / (1.0 if place.known_by == "measured" or tried or not measured else HOPED)
@@ -330,9 +320,7 @@ def _missing(view: PlacesView, now: float, limits: Limits) -> Decision:
 
 
 def _instead(view: PlacesView, usable: Sequence[PlaceView], limits: Limits) -> Decision:
-    """Decision to end a machine that costs more than two at another place, if that keeps `least` replicas from being
-    paid for.
-    """
+    """Decision to end a machine that costs more than two elsewhere, if `least` replicas cannot be paid with it."""
     training = [each for each in view.counted if each.trains]
     if not training or not limits.scales or any(each.leaving for each in view.seats):
         return Wait("")

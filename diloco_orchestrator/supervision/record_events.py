@@ -207,9 +207,7 @@ class RecordEvents:
             yield who, ended or event
 
     def heartbeats(self, views: Iterable[ReplicaView], now: float) -> Iterator[Addressed]:
-        """New heartbeats as events. Each read is a GET; one whose counter has increased is read again only after a
-        pause.
-        """
+        """New heartbeats as events. Each read is a GET, repeated after a pause if the counter has increased."""
         for view in views:
             state, who = view.state, view.who
             if not isinstance(state, Reserved | Launching | Postponed | Running | Unreachable):

@@ -170,9 +170,7 @@ class Vendor:
         return list(zip(whose, map(self._said, statuses), strict=True))
 
     def _said(self, status: ReplicaStatus) -> VendorSaid | VendorBlind:
-        """The event for a provider's status: `VendorBlind` if UNKNOWN, else `VendorSaid` with our credentials
-        redacted.
-        """
+        """Event for a provider's status: `VendorBlind` if UNKNOWN, else `VendorSaid` with our credentials redacted."""
         if status.state is ReplicaState.UNKNOWN:
             return VendorBlind()
         message = self._requests.without_secrets(status.message) if status.message else ""

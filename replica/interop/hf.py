@@ -183,9 +183,7 @@ class ReplicaCallback(TrainerCallback):
         control.should_training_stop = self._ended
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Report the inner step, and synchronise at a round's end. Called after the optimizer's and the schedule's
-        step.
-        """
+        """Report the inner step, and synchronise at a round's end, after optimizer and schedule have stepped."""
         assert self.session is not None and self._stream is not None
         seen, tokens = self._observed(), self._count_tokens(state)
         going = self.session.step(

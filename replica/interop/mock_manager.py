@@ -1,4 +1,4 @@
-"""`MockManager`: stands in for `ObjectStoreManager` in tests of a training loop, with rounds in memory."""
+"""`MockManager`: an `ObjectStoreManager` for tests of a training loop, with rounds in memory instead of a bucket."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence

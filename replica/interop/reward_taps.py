@@ -35,9 +35,7 @@ class ListensToRewards(Protocol):
         ...
 
     def new_tap(self, weight: float) -> RewardTap:
-        """A new recorder of one reward function's results, read and emptied after each inner step. `weight`: in the
-        sum.
-        """
+        """A new recorder of one reward function's results, emptied after each inner step. `weight`: in the sum."""
         ...
 
 

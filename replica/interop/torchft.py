@@ -82,9 +82,7 @@ class TorchftManager:
         files: ModelFiles,
         outer: OuterConfig | None,
     ) -> Rounds:
-        """Join the rounds with a model's `parameters`; called by `make_diloco_outer_loop`. See
-        `RoundsManager.start`.
-        """
+        """Join the rounds with a model's `parameters`, for `make_diloco_outer_loop` (`RoundsManager.start`)."""
         self._rounds = rounds = self._join_rounds(parameters, fragments, files, outer)
         return rounds
 
@@ -131,9 +129,7 @@ class TorchftManager:
         """Does nothing: no other replica reads a live state here (see `allow_state_dict_read`)."""
 
     def start_quorum(self) -> None:
-        """Begin a round, as torchft asks. Raises `ConfigError` without `attach`, and for LocalSGD without plain
-        averaging.
-        """
+        """Begin a round. Raises `ConfigError` without `attach`, and for LocalSGD without plain averaging."""
         self._attached()
         outer = self.outer_config()
         if self._averages_parameters and (outer.lr != 1.0 or outer.momentum):
@@ -266,9 +262,7 @@ def _leave(participant: "weakref.ref[Participant]") -> None:
 
 
 class ObjectStoreManager(TorchftManager):
-    """Takes part in the rounds of a run in a bucket, as torchft's manager or for our own loop. Create it with
-    `join`.
-    """
+    """Takes part in the rounds of a run in a bucket, as torchft's manager or for our loop. Create it with `join`."""
 
     def __init__(self, attempt: Attempt) -> None:
         super().__init__()

@@ -16,9 +16,7 @@ from diloco_orchestrator.snapshots.saved_state import read_state
 
 @dataclass(frozen=True)
 class RangeRecord:
-    """The recorded state before one replica's training in one round (a range). `manifest`: of the contribution that it
-    made.
-    """
+    """The recorded state before one replica's training in one round. `manifest`: of the contribution it made."""
 
     run_log: RunLog
     manifest: Contribution

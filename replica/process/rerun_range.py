@@ -131,9 +131,7 @@ def _know_the_claim(past: RunLog, whole: RunLog, begin: Begin, round_: int) -> N
 
 
 def main() -> None:
-    """Repeat one replica's training in one round, both named on the command line; write the comparison into a
-    folder.
-    """
+    """Repeat one replica's training in the round named on the command line; write the comparison into a folder."""
     parser = argparse.ArgumentParser(prog="python -m diloco_orchestrator.replica.process.rerun_range")
     parser.add_argument("--store", required=True, help="the run's folder")
     parser.add_argument("--replica-id", type=int, required=True)

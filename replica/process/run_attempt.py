@@ -340,9 +340,7 @@ def configure_logging(replica_id: int, number: int) -> None:
 
 
 def load_training_libraries(environ: Mapping[str, str]) -> None:
-    """Import torch and the training loop, and set torch's number of threads to OMP_NUM_THREADS, on which bits
-    depend.
-    """
+    """Import torch and the training loop; set torch's threads to OMP_NUM_THREADS, on which bits depend."""
     # The collector would traverse what an import has made again and again, a sixth of the CPU time of importing torch
     # and making the first optimizer. What is imported stays: no later collection need traverse it either.
     gc.disable()

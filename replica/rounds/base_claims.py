@@ -228,9 +228,7 @@ class BaseClaims:
             return None
 
     def _take(self, tip: Tip, digest: str | None) -> None:
-        """Replace the held base by that of `tip`, which was just rebuilt. `digest`: its digest; None if it was not
-        hashed.
-        """
+        """Replace the held base by that of `tip`, just rebuilt. `digest`: its digest; None if it was not hashed."""
         self._tip.hold(tip)
         self._tip.borrowed = False
         self.rebuilt_after = tip.position.round
@@ -242,9 +240,7 @@ class BaseClaims:
         return self._tip.position.round + 1
 
     def _asked_now(self) -> set[str]:
-        """The base digests of others because of which this replica has rebuilt its base in the open round; a mutable
-        set.
-        """
+        """Base digests of others for which this replica has rebuilt its base in the open round; a mutable set."""
         if self._asked[0] != self._round:
             self._asked = self._round, set()
         return self._asked[1]

@@ -22,9 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class BaseRepair:
-    """Rebuilds one replica's base where others contradict it, and drops unpublished work that was trained from a wrong
-    one.
-    """
+    """Rebuilds a replica's base where others contradict it, and drops work that was trained from a wrong one."""
 
     def __init__(
         self, attempt: Attempt, tip: HeldTip, claims: BaseClaims, averages: FalseAverages, contributor: Contributor
@@ -44,9 +42,7 @@ class BaseRepair:
         self._note(self._claims.heal(claimed))
 
     def search_if_contradicted(self, claimed: Collection[str | None]) -> None:
-        """Look for false averages if the base was just rebuilt and its digest is still not in `claimed`, those of
-        others.
-        """
+        """Look for false averages if the base was just rebuilt and its digest is not in `claimed`, others' digests."""
         if self._claims.is_rebuilt and self._claims.digest not in claimed and self._tip.dealing is not None:
             self._averages.search()
 

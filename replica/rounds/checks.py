@@ -39,9 +39,7 @@ Shard = tuple[str, int]  # sha256 of a manifest, index of a payload shard
 
 
 class Checks:
-    """Findings about payload shards and averages in the open round: this replica's own, and others'. Not
-    thread-safe.
-    """
+    """Findings about payload shards and averages in the open round, by this replica and others. Not thread-safe."""
 
     def __init__(self, attempt: Attempt, tip: HeldTip) -> None:
         self.averages = FalseAverages(attempt, tip)
@@ -69,9 +67,7 @@ class Checks:
         ]
 
     def named(self) -> tuple[CheckNamed, ...] | None:
-        """The records of findings on which a commit of the open round relies, in order of replicas; None without
-        scatter-reduce.
-        """
+        """Records of findings on which a commit of the open round relies, by replicas; None without scatter-reduce."""
         if self._tip.dealing is None:
             return None
         found = (each for each in self._keys.values() if each is not None)
@@ -147,9 +143,7 @@ class Checks:
         log.warning("round %d: %d check records of this replica do not count", self._round, _TRIES)
 
     def _hear(self, key: str, replica_id: int, number: int) -> None:
-        """Read the record of findings at `key`. One that is invalid, or not by the attempt that it names, does not
-        count.
-        """
+        """Read the record of findings at `key`. An invalid one, or by another attempt than it names, does not count."""
         try:
             data = read_record(self._attempt.store, key)
             record = Checked.from_bytes(data, key)
@@ -228,18 +222,14 @@ class Checks:
         return self._ready_since is not None
 
     def _alone(self, answers: Sequence[Answer], statuses: Mapping[int, str], late: bool) -> bool:
-        """Whether this replica may commit its own contribution, which nobody else has verified: no other replica
-        responded.
-        """
+        """Whether this replica may commit its own unverified contribution, because no other replica responded."""
         quorum, others = self._attempt.config.contributions_needed, set(statuses) - {self._attempt.replica_id}
         return late and quorum == 1 and not any(statuses[each] == "good" for each in others)
 
     def _of(
         self, answer: Answer, manifests: Mapping[str, Contribution], received: ReceivedResponses, late: bool
     ) -> str:
-        """The status of a contribution: "bad" or "open" if one of its shards is, else "good". Open: not verified
-        yet.
-        """
+        """Status of a contribution: "bad" or "open" if one of its shards is, else "good". Open: not verified yet."""
         shards = everything([manifests[answer.manifest_sha256]])
         if answer.replica_id != self._attempt.replica_id:
             found = {self._status(answer, shard, received) for shard in shards}
@@ -285,9 +275,7 @@ class Checks:
         return True
 
     def _said(self, answer: Answer, shard: PayloadShard) -> Mapping[int, bool]:
-        """Reports about a payload shard, by replica id: whether it is good. Without its author's and those that do not
-        count.
-        """
+        """Reports that count about a payload shard, by replica id: whether the shard is good."""
         heard = self._heard.get((answer.manifest_sha256, shard.index), {})
         without = {answer.replica_id, *self._tip.barred}
         return {replica_id: good for replica_id, good in heard.items() if replica_id not in without}

@@ -192,9 +192,7 @@ class RoundCloser:
         )
 
     def _put_wanted(self) -> None:
-        """Upload payload shards again that others have requested, once this replica has waited for long, or in its
-        turn.
-        """
+        """Upload payload shards again that others have requested, after a long wait, or in this replica's turn."""
         roster = self._tip.open.roster or (self._attempt.replica_id,)
         in_turn = roster[self._round % len(roster)] == self._attempt.replica_id
         if in_turn or self._attempt.clock.now() - self._waiting_since >= max(WANTS_EVERY_S, self._timing.usual_s / 10):

@@ -189,9 +189,7 @@ class Debt:
         return self._owners.make(_fetched, self._owners, self._attempt.store, self._background, carried)
 
     def _residual_of_newest(self, fragment: int) -> tuple[list[Term], Missing]:
-        """The residual (what encoding lost) of the newest contribution to a fragment, and a list of it if it is
-        missing.
-        """
+        """Residual (what encoding lost) of the newest contribution to a fragment, and a list of it if it is missing."""
         newest = self._newest.get(fragment)
         if newest is None or newest.residual is None:
             return [], ()

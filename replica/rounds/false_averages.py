@@ -49,9 +49,7 @@ class FalseAverages:
         return self._proved_before == self._round
 
     def take_rebuild(self) -> bool:
-        """Whether the base must be rebuilt because a false average may be in it. Later calls return False until a new
-        one.
-        """
+        """Whether a false average may be in the base, which must be rebuilt. True once for each found."""
         due, self._rebuild_due = self._rebuild_due, False
         return due
 
@@ -66,9 +64,7 @@ class FalseAverages:
         self._to_try += [each for each in accused if each not in self._found][:1]
 
     def try_accusations(self) -> None:
-        """Average the accused shards from the payloads, as far as these exist, and note whether the accusations are
-        right.
-        """
+        """Average the accused shards from payloads that still exist, and note whether the accusations are right."""
         for average in sorted(self._to_try, key=_order):
             if average not in self._found and (is_false := self._is_false(average)) is not None:
                 self._note(average, is_false)
@@ -88,9 +84,7 @@ class FalseAverages:
     # -- what this replica finds ---------------------------------------------------------------------------------
 
     def note(self, round_: int, false: Mapping[tuple[int, BulkDigest], tuple[int, ...]]) -> None:
-        """Note who published false averages in a round. `false`: ids of replicas, ascending, by (shard, digest of the
-        average).
-        """
+        """Note who published false averages in a round. `false`: (shard, digest) -> ids of replicas, ascending."""
         for (shard, digest), replicas in sorted(false.items()):
             self._note(PublishedAverage(round=round_, shard=shard, replicas=replicas, digest=digest), True)
 

@@ -321,9 +321,7 @@ class _FirstSnapshot:
         self._since = 0.0  # when the newest of them was first listed
 
     def first_files(self) -> dict[str, FileInfo]:
-        """Entries (digest, size) of snapshot 0's files with the model's tensors and those without. Encodes one at a
-        time.
-        """
+        """Entries (digest, size) of snapshot 0's files with tensors and of those without. Encodes one at a time."""
         named = [each for each in self._planned if self._is_of_model(each) or is_side_file(each.name)]
         found = dict[str, FileInfo]()
         for group in in_groups(named, self._owners):
@@ -364,9 +362,7 @@ class _FirstSnapshot:
         return True
 
     def write_anew(self) -> None:
-        """Write all files into this replica's own version of snapshot 0, or if that holds others, into a new
-        version.
-        """
+        """Write all files into this replica's own version of snapshot 0; if that holds others, into a new one."""
         unforeseen = keys.unforeseen_take(self._attempt.stamp.unforeseen())
         for take in (keys.own_take(self._attempt.replica_id), unforeseen):
             log.warning("the shared take of snapshot 0 holds other bytes than this replica's: it writes take %s", take)

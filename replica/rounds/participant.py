@@ -98,18 +98,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A round that a background thread publishes and closes, and the open round as the training thread sees it
-    meanwhile.
-    """
+    """A round that a background thread publishes and closes, and the open round as training sees it meanwhile."""
 
     open: OpenRound
     transfer: Transfer
 
 
 class OwnValues(Protocol):
-    """The values of this replica's trainable parameters before the first round, in one process or sharded over
-    ranks.
-    """
+    """Values of this replica's trainable parameters before the first round, in one process or sharded over ranks."""
 
     def first_base(self, outer: OuterConfig, fragments: Sequence[Sequence[str]], shard_numel: int) -> Base:
         """A base with these values of the parameters. The arguments are those of `Base.fresh`."""

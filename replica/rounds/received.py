@@ -256,9 +256,7 @@ class ReceivedResponses:
         )
 
     def _kind(self, manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> tuple[str, str]:
-        """(the response kind that a commit lists for `manifest` if its payload is good, reason if it is no
-        contribution).
-        """
+        """(kind of response that a commit lists for a good `manifest`, reason if it is no contribution)."""
         if not _belongs(manifest, replica_id, expected):
             log.warning("round %d: replica %d's manifest was copied from elsewhere", expected.round, replica_id)
             return "unverifiable", "the manifest was copied from another round, leg or replica"
@@ -305,9 +303,7 @@ class ReceivedResponses:
 
 @dataclass(frozen=True)
 class ReadVerified:
-    """A function that returns the verified bytes of payload shard `index` of a manifest, from the cache if they are
-    there.
-    """
+    """A function of (manifest, shard index) that returns the verified bytes, from the cache if they are there."""
 
     store: Store
     cache: RecentPayloads
@@ -374,9 +370,7 @@ def _verify(store: Store, cache: RecentPayloads, shard: PayloadShard) -> Payload
 
 
 def _breaks_its_promise(manifest: Contribution, expected: ExpectedContribution) -> str:
-    """Reason why a payload cannot be averaged: its fragment, codec, lengths or norms are not those expected; else
-    "".
-    """
+    """Reason why a payload cannot be averaged: fragment, codec, lengths or norms are not as expected; else ""."""
     payload = manifest.payload
     try:
         if payload is None or manifest.fragment != expected.fragment:

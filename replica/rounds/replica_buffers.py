@@ -56,9 +56,7 @@ class ReplicaBuffers:
 
     @contextmanager
     def showing_base(self) -> Iterator[None]:
-        """Context in which the model has the base's buffers (its own if those cannot be read); restores its own after
-        it.
-        """
+        """Context in which the model has the base's buffers (its own if those are unreadable), then its own again."""
         of_base = self._of_base() if self._live.first else None
         if of_base is None:
             yield

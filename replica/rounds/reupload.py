@@ -189,9 +189,7 @@ def _put_again(store: Store, payloads: RecentPayloads, wanted: Sequence[PayloadK
 
 
 def _check_own(owners: Owners, store: Store, payloads: RecentPayloads, manifest: Contribution) -> None:
-    """Read back this replica's own payload shards that this process owns; upload those again that are damaged or
-    lost.
-    """
+    """Read back own payload shards that this process holds; upload those again that are damaged or lost."""
     reader = ContributionReader(store)
     for own in everything([manifest]):
         while own.is_of(owners):

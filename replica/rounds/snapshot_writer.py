@@ -197,9 +197,7 @@ class SnapshotWriter:
 
 @contextmanager
 def _going_on_without(round_: int) -> Iterator[None]:
-    """Context that logs `RecordInvalid` instead of raising it: without the snapshot every base can be rebuilt from
-    payloads.
-    """
+    """Context that logs `RecordInvalid` instead of raising it: any base can be rebuilt without the snapshot."""
     try:
         yield
     except RecordInvalid as error:

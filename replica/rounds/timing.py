@@ -157,9 +157,7 @@ class RoundTiming:
         return True
 
     def may_be_committed(self) -> bool:
-        """Whether others may end the open round without the response of this replica, or of one that this replica waits
-        for.
-        """
+        """Whether others may end the open round without this replica's response, or one that it waits for."""
         deadline = self.deadline()
         if not self.elastic or self._tip.open.final_evaluation:
             return False

@@ -72,9 +72,7 @@ class HeldTip:
         return self.value.last.commit if self.value.last else None
 
     def _opened(self, version: int) -> OpenRound:
-        """The round that is open after the last commit included in the base. `version`: number of the base in this
-        process.
-        """
+        """The round that is open after the held base. `version`: number of that base in this process."""
         position, last, begin = self.value.position, self.last, self._attempt.begin
         fragment = position.outer_step % len(self.fragments)
         return OpenRound(
@@ -91,9 +89,7 @@ class HeldTip:
 
     @property
     def dealing(self) -> Dealing | None:
-        """The assignment of the open round's payload shards to the replicas that verify them; None if everybody reads
-        all.
-        """
+        """The assignment of the open round's payload shards to replicas that verify them; None: all read all."""
         return None if self.open.final_evaluation else self._dealt(self.open.roster)
 
     def dealing_of_averages(self, commit: Commit) -> Dealing | None:

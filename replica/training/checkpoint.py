@@ -104,9 +104,7 @@ class Checkpoint:
                 log.warning("stateful %r begins anew: this replica's newest manifest lacks it", name)
 
     def go_back(self, saved: SavedState) -> None:
-        """Load the optimizer and large objects of an earlier training state, but keep the learning rates of
-        schedules.
-        """
+        """Load the optimizer and large objects of an earlier state, but keep the learning rates of schedules."""
         hyperparameters = self.small.hyperparameters()
         self.load(saved)
         self.small.set_hyperparameters(hyperparameters)

@@ -37,9 +37,7 @@ class DealtOrder:
         self._epoch, self._digests, self._earlier = {"epoch": epoch, "before": before}, {}, {}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Expect that the epoch just begun has the batch order in `state`, a result of `state()` in an earlier
-        attempt.
-        """
+        """Expect the batch order in `state`, a result of `state()` in an earlier attempt, of the epoch just begun."""
         self._earlier = state.get("batches", {})
 
     def add(self, number: int, batch: Any) -> None:

@@ -150,9 +150,7 @@ class DiLoCoLoop:
 
     @contextmanager
     def holding(self, base: Base) -> Iterator[None]:
-        """Context in which the model's parameters are those of `base`, perhaps an earlier one; restores its own after
-        it.
-        """
+        """Context in which the model has the parameters of `base`, perhaps an earlier one, then its own again."""
         with ExitStack() as stack:
             for fragment in self._fragments:
                 stack.enter_context(fragment.holding(base))

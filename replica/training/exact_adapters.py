@@ -116,9 +116,7 @@ class ExactAdapters:
 
 
 class ExactView:
-    """Access to the only fragment of a model with exactly averaged adapters: also sets the frozen weights'
-    residuals.
-    """
+    """Access to the only fragment of a model with exact adapters; also sets the frozen weights' residuals."""
 
     def __init__(self, trained: FragmentView, adapters: ExactAdapters) -> None:
         self._trained = trained

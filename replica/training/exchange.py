@@ -19,9 +19,7 @@ from diloco_orchestrator.outer.base import BaseLayout
 
 @dataclass(frozen=True)
 class Range:
-    """Elements [start, stop) of a tensor, flat in row-major order, which a rank's piece holds from its element `at`
-    on.
-    """
+    """Elements [start, stop) of a tensor, flat in row-major order, held by a rank's piece from its element `at` on."""
 
     start: int
     stop: int

@@ -69,9 +69,7 @@ class Follower:
         self.stopped, self.preempted = bool(flags & _STOPPED), bool(flags & _PREEMPTED)
 
     def begin(self) -> None:
-        """Wait until rank 0 has restored the replica's state and opened the round, running the methods that it
-        calls.
-        """
+        """Wait until rank 0 has restored the replica's state and opened the round, running what it calls."""
         self.serve()
 
     def step(self) -> bool:

@@ -155,9 +155,7 @@ class Fp32View:
 
     @contextmanager
     def holding(self, base: Base) -> Iterator[None]:
-        """Context in which the model's parameters are those of a base; restored after it. fp32 shadows stay
-        unchanged.
-        """
+        """Context in which the model's parameters are those of a base; then restored. fp32 shadows stay unchanged."""
         local = self.values()
         with torch.no_grad():
             base.copy_into(self._parameters)

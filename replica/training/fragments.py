@@ -43,9 +43,7 @@ class SyncSchedule:
 
     @property
     def overlaps(self) -> bool:
-        """Whether local parameters differ from the base after a synchronisation: with a sync delay or an update
-        alpha.
-        """
+        """Whether local parameters differ from the base after synchronising: with a sync delay or update alpha."""
         return self.delay > 0 or self.alpha > 0
 
 

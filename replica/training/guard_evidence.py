@@ -45,9 +45,7 @@ class GuardEvidence:
         return self._is_scored(opened) and all(each.is_of(opened) for each in others)
 
     def measure(self, shown: ShownBase) -> None:
-        """Score the base in `shown` and measure its KL drift. Parameters, modes and random generators stay
-        unchanged.
-        """
+        """Score the base in `shown` and measure its KL drift. Parameters, modes and generators stay unchanged."""
         if self._scorer is not None and not self._is_scored(shown.open):
             self._scorer.score(shown.model, shown.attempt.replica_id, shown.open.version, shown.open.roster)
         if self._drift is not None:

@@ -168,9 +168,7 @@ def _check_distinct(items: Sequence[Any]) -> None:
 
 @contextmanager
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """Context in which `model` is in evaluation mode and has no gradients; modes and random generators are restored
-    after it.
-    """
+    """Context with `model` in evaluation mode and without gradients; restores modes and random generators."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -172,9 +172,7 @@ class InnerOptimizers:
         return {key for key, p in numbered if not _all_finite(self.all[key[0]].state.get(p, {}))}
 
     def clear_numbers(self, numbers: set[tuple[int, int]]) -> int:
-        """Drop the optimizers' state of the parameters with these numbers (`numbered_parameters`). Returns how many had
-        some.
-        """
+        """Drop the state of the parameters with these numbers (`numbered_parameters`). Returns how many had some."""
         numbered = self.numbered_parameters()
         found = [(self.all[key[0]].state, numbered[key]) for key in sorted(numbers)]
         found = [(state, parameter) for state, parameter in found if parameter in state]

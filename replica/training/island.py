@@ -265,7 +265,7 @@ class Island:
         return _gathered(self.ranks, sharded) if sharded else {}
 
     def metrics(self) -> list[RankMetrics]:
-        """What each rank has observed of the inner steps since the last call, in rank order."""
+        """The observations of each rank since the last call: metrics of its inner steps, in rank order."""
         return self.ranks.everyone(self.take_metrics())
 
     # -- training state --------------------------------------------------------------------------------------------
@@ -281,9 +281,7 @@ class Island:
         return found
 
     def load_optimizer_state(self) -> None:
-        """Load the optimizer state that rank 0 has, a result of `optimizer_state` by any number of ranks, into all
-        ranks.
-        """
+        """Load the optimizer state that rank 0 has, of a replica of any number of ranks, into all ranks."""
         state, parameters = self._source, self._optimizers.numbered_parameters()
         numbers = {}
         if not self.ranks.rank:
@@ -358,9 +356,7 @@ class Island:
 
 
 class RankedOptimizers(InnerOptimizers):
-    """The inner optimizers of a replica of several ranks, in rank 0: state is saved, loaded and dropped in all
-    ranks.
-    """
+    """Inner optimizers of a replica of several ranks, in rank 0: state is saved, loaded and dropped in all ranks."""
 
     island: Island  # set once it is made, of these optimizers
 

@@ -17,9 +17,7 @@ _NO_START = 5.0  # times the hard stop: no drift of a first round
 
 
 class ObservedMetrics:
-    """Inner steps, tokens and metrics that a replica has observed. `metric`: the training metric, "loss" or
-    "reward".
-    """
+    """Steps, tokens and metrics that a replica has observed. `metric`: the training metric, "loss" or "reward"."""
 
     def __init__(self, metric: str) -> None:
         self.metric = metric
@@ -47,9 +45,7 @@ class ObservedMetrics:
         return taken
 
     def taken_raw(self) -> tuple[dict[str, list[float]], int]:
-        """(observed values by name, in step order; tokens) of one rank since the last call, for rank 0 of the
-        replica.
-        """
+        """(values by name, in step order; tokens) that one rank observed since the last call, for rank 0."""
         taken = self._values, self.tokens
         self._values, self.tokens = {}, 0
         return taken

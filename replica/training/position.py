@@ -53,9 +53,7 @@ class DataCursor:
         )
 
     def position(self) -> dict[str, Any]:
-        """The position in the data where `next` continues, as JSON. Raises `ConfigError` if the data's own state is not
-        JSON.
-        """
+        """The position where `next` continues, as JSON. Raises `ConfigError` if the data's own state is not JSON."""
         position: dict[str, Any] = {"epoch": self._epoch, "batches": self._batches}
         if self._stateful:
             state = self._data.state_dict()  # type: ignore[attr-defined]
@@ -115,9 +113,7 @@ class TrainingPosition:
         self._seek()
 
     def take(self, data: Iterable[Any]) -> DataCursor:
-        """A cursor over the user's data that starts where an earlier attempt ended. Sets the random generators to that
-        point.
-        """
+        """A cursor over the data from where an earlier attempt ended; random generators are set to that point."""
         self._cursor = DataCursor(data)
         self._seek()
         return self._cursor

@@ -78,9 +78,7 @@ class TrainingSession:
         return self._rounds.open.stopped
 
     def detach(self) -> None:
-        """Remove the hooks that count the optimizers' steps, and end a round in flight where it would wait for
-        others.
-        """
+        """Remove the hooks that count optimizer steps; end a round in flight where it would wait for others."""
         self._rounds.give_up()
         for hook in self._hooks:
             hook.remove()
@@ -125,9 +123,7 @@ class TrainingSession:
         return self._going
 
     def _signal_others(self) -> None:
-        """Let the other ranks of this replica, which wait at this step boundary, continue or end. Does nothing without
-        any.
-        """
+        """Let the other ranks of this replica, which wait at this step boundary, continue or end."""
         if self._has_others:
             said = {"stopped": self.stopped, "preempted": self.preempted}
             signal_state(self._island.ranks, self._going, self.step_count, self.round, **said)
@@ -338,9 +334,7 @@ class TrainingSession:
         self._rounds.announce()
 
     def _continue_from(self, point: ResumePoint) -> None:
-        """Load the saved training state at `point`: data cursor, random generators, counters, optimizer, buffers,
-        parameters.
-        """
+        """Load the saved state at `point`: data cursor, generators, counters, optimizer, buffers, parameters."""
         self._checkpoint.resume(point.progress, point.state)
         self._position.continue_from(point.progress)
         if point.round < self.round:
@@ -352,9 +346,7 @@ class TrainingSession:
             self._lead(int(cursor.get("epoch", 0)), int(cursor.get("batches", 0)))  # type: ignore[arg-type]
 
     def _lead(self, epoch: int = -1, batches: int = 0) -> None:
-        """Send the other ranks this one's stateful objects and learning rates, and, unless negative, position in the
-        data.
-        """
+        """Send the other ranks stateful objects, learning rates and, unless negative, position in the data."""
         if self._has_others:
             small = self._checkpoint.small
             self._island.call("follow", small.encode(), small.large(), epoch, batches)

@@ -32,9 +32,7 @@ NEEDS = 4.0  # times their own range by which they lie below
 
 @dataclass(frozen=True)
 class Fall:
-    """A split of consecutive rounds into two groups, where all scores of the later one are below all of the earlier
-    one.
-    """
+    """A split of consecutive rounds into two groups, all scores of the later below all of the earlier one."""
 
     best: int  # round of the best model before the later group
     since: int  # round of the later group's first model
@@ -45,9 +43,7 @@ class Fall:
 
     @property
     def share(self) -> float:
-        """The fall's ratio, distance of the two groups over their width, divided by the ratio above which the run
-        halts.
-        """
+        """Fall's ratio, distance of the two groups over their width, divided by the ratio above which the run halts."""
         return self.ratio / self.needs
 
     @property

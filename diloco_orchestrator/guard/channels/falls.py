@@ -41,9 +41,7 @@ _WITHIN = 12
 
 @dataclass(frozen=True)
 class Level:
-    """A level that a held-out score has surely reached: its mean over some rounds, and the mean less what chance
-    explains.
-    """
+    """A level that a held-out score has surely reached: its mean over some rounds, less what chance explains."""
 
     bound: float  # the level less what chance explains
     mean: float  # the level as measured

@@ -39,9 +39,7 @@ class HackingGap(Remembered):
     reference: list[Any] | None = None
 
     def begin(self, model: int) -> None:
-        """Set the CUSUM of the gap to zero at the base of round `model`; the reference (last best block of rounds)
-        stays.
-        """
+        """Set the sum of gaps to zero at the base of round `model`; the reference (best block of rounds) stays."""
         self.total, self.zero = 0.0, model
 
     def judge(
@@ -74,9 +72,7 @@ class HackingGap(Remembered):
         return [Alarm(what, self.zero, advice, AlarmKind.GAP, gap - allowed)]
 
     def _is_best(self, held: float) -> bool:
-        """Whether the last eight rounds, with held-out gain `held` in this one, have the best mean held-out score of
-        all.
-        """
+        """Whether the last eight rounds, this one's held-out gain `held` included, have the best mean of all."""
         newest = [*self.last[0], held][-BLOCK:]
         return self.best is None or added(newest) / len(newest) >= self.best[0]
 

@@ -14,9 +14,7 @@ _AHEAD = 2.0  # windows
 
 @dataclass
 class KLChannel(Remembered):
-    """Guard statistic of the model's KL divergence from the run's start, in nats per token. Stored state: 12
-    numbers.
-    """
+    """Guard statistic of the model's KL divergence from the start in nats per token. Stored state: 12 numbers."""
 
     last: list[float] = field(default_factory=list)  # 8 values, oldest first
     count: int = 0

@@ -86,15 +86,11 @@ class MetricChannels:
 
     @property
     def warning(self) -> str:
-        """Sentences about the last round that halt nothing, such as one replica far from all others; empty without
-        any.
-        """
+        """Sentences about the last round that halt nothing, such as one replica far from all others; or empty."""
         return "; ".join(filter(None, [self.narrow, self.far]))
 
     def dismiss(self, model: int) -> None:
-        """Restart the statistics at the base of round `model`, because their alarm was dismissed; noise and levels
-        stay.
-        """
+        """Restart the statistics at the base of round `model` after a dismissed alarm; noise and levels stay."""
         self.falls.begin(model)
         self.gap.begin(model)
         self.early.stop()
@@ -150,9 +146,7 @@ class MetricChannels:
         return 0.0 if held is None or trained is None else (in_loop - trained) - (heldout - held)
 
     def outlook(self, threshold: float) -> str:
-        """A sentence for readers: how many rounds the statistics still need, or the fall that they notice within 15
-        rounds.
-        """
+        """A sentence: how many rounds the statistics still need, or the fall that they notice within 15 rounds."""
         if self.count < FIRST_JUDGED:
             missing = FIRST_JUDGED - self.count
             return f"needs {missing} more round{'s' if missing > 1 else ''} to know the noise of the held-out score"

@@ -63,9 +63,7 @@ class Found:
 
 @dataclass
 class StepDown(Remembered):
-    """Guard statistic: likelihood of the last held-out scores with a step down against without. Stored state: 1
-    number.
-    """
+    """Guard statistic: likelihood of the last held-out scores with a step down and without. Stored state: 1 number."""
 
     seen: int = 0  # rounds since the start, or since an alarm was dismissed; 32 at most
     found: Found | None = field(default=None, init=False)  # in the last judged round
@@ -129,9 +127,7 @@ def _best(scores: Sequence[float], coarse: float, lost: float) -> Found | None:
 
 
 def _compared(values: Sequence[float], before: int, coarse: float) -> Found | None:
-    """The likelihood of a step after the first `before` of `values` against no step; None if the best fit does not go
-    down.
-    """
+    """The likelihood of a step after the first `before` of `values`; None if the best fit does not go down."""
     count, scale = len(values), max(abs(value) for value in values)
     if not 0 < scale < math.inf:
         return None
@@ -180,9 +176,7 @@ def _whitened(column: Sequence[float], rho: float) -> list[float]:
 
 
 def _orthonormal(columns: Sequence[Sequence[float]], rho: float) -> tuple[_Row, ...]:
-    """Regressors whitened for AR(1) noise and orthonormalised in order (Gram and Schmidt). `rho`: the
-    autocorrelation.
-    """
+    """Regressors whitened for AR(1) noise of autocorrelation `rho`, orthonormalised in order (Gram and Schmidt)."""
     found: list[_Row] = []
     for column in columns:
         left = _whitened(column, rho)

@@ -184,9 +184,7 @@ class Auditor:
         return Path(self._folder.name) / f"{number}"
 
     def _environment(self, replica_id: int, threads: int) -> dict[str, str]:
-        """The environment of the training process: this process's, the run's `env`, the replica's rank, and its CPU
-        threads.
-        """
+        """The training process's environment: this one's, the run's `env`, the replica's rank, and its CPU threads."""
         fixed = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         secret = {ENV_STORAGE_OPTIONS: json.dumps(self._options)} if self._options else {}
         names = {ENV_SECRET_NAMES: ",".join(self._log.run.secret_names)} if self._log.run.secret_names else {}
@@ -228,9 +226,7 @@ class Auditor:
     # -- the record ----------------------------------------------------------------------------------------------
 
     def _follows_a_cut(self, manifest: Contribution) -> bool:
-        """Whether the last contribution of the same attempt before this one was partial: fewer inner steps than a
-        round.
-        """
+        """Whether the same attempt's contribution before this one was partial: fewer inner steps than a round."""
         begin = self._log.begin_of(manifest.leg).record
         for round_ in range(manifest.round - 1, begin.after_round, -1):
             before = self._reader.of(round_, manifest.replica_id)

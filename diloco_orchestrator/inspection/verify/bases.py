@@ -59,9 +59,7 @@ class SegmentChecker:
             raise Differs(str(ours.segment), f"lacks a manifest that the commit of round {round_} names")
 
     def is_deleted(self, round_: int, key: str) -> bool:
-        """Whether a listing showed that the object at `key`, of a round, does not exist; False if no listing covers the
-        round.
-        """
+        """Whether a listing that covers the round showed that the object at `key` does not exist."""
         return self._segment is not None and round_ <= self._until and key not in self._sizes
 
     def check_commit(self, round_: int, size: int) -> None:
@@ -92,9 +90,7 @@ class SegmentChecker:
             self._ahead = next(self._listing, None)
 
     def _check_single(self, key: str, size: int) -> None:
-        """Raise `Differs` if a commit or manifest that a segment contains has no object of its own with the same
-        size.
-        """
+        """Raise `Differs` if a commit or manifest in a segment has no object of its own with the same size."""
         found = self._sizes.get(key)
         if found != size:
             words = "is missing" if found is None else f"has {found} bytes, not {size}"

@@ -188,9 +188,7 @@ class SnapshotChecker:
                     self._done.bases.add(round_)
 
     def _deleted_meanwhile(self, round_: int, take: str) -> bool:
-        """Whether the record of a snapshot version was deleted since the verification began; the snapshot is then
-        ignored.
-        """
+        """Whether the record of a snapshot version was deleted since the verification began; it is then ignored."""
         gone = read_optional(self._log.store, keys.snapshot(round_, keys.SNAPSHOT_RECORD, take)) is None
         if gone:
             self._takes.pop(round_, None)

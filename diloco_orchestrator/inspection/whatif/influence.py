@@ -68,9 +68,7 @@ class _Sums:
 
 
 class _Round:
-    """One applied round, to be repeated without each contribution. `before`: commit of its base; None for the first
-    base.
-    """
+    """One applied round, to be repeated without each contribution. `before`: commit that made its base, or None."""
 
     def __init__(self, run_log: RunLog, commit: Commit, before: Commit | None, scorer: BaseScorer | None) -> None:
         self._log = run_log
@@ -83,9 +81,7 @@ class _Round:
         self._ids = [answer.replica_id for answer, _ in self._pairs]
 
     def rows(self, base: Base) -> tuple[list[InfluenceRow], Base]:
-        """The influence of each contribution on the base, and the base after the round. `base`: the one before,
-        overwritten.
-        """
+        """The influence of each contribution, and the base after the round. `base`: the one before, overwritten."""
         start = self._log.start()
         assert start is not None, "an applied round has a first base"
         whole = base.copy() if self._scorer is not None or start.record.adapters else None

@@ -20,9 +20,7 @@ from diloco_orchestrator.snapshots.reader_folder import Files, files_of
 
 
 class ModelWriter:
-    """Makes model files for bases of one run; untrained tensors come from snapshot 0. Raises `NoSuchRun` without
-    one.
-    """
+    """Makes model files for bases of one run, with untrained tensors of snapshot 0. Raises `NoSuchRun`."""
 
     def __init__(self, run_log: RunLog) -> None:
         start = run_log.start()
