@@ -257,5 +257,5 @@ def _reduced_size(shard: torch.Tensor) -> int:
 
 
 def _given(data: bytes | memoryview, index: int) -> bytes | memoryview:
-    """The bytes `data` of one shard, in place of reading them again: a `Part.read` for that shard."""
+    """The bytes `data` of one shard that was read before, returned by a function of the form of `Part.read`."""
     return data

@@ -176,7 +176,7 @@ def get_codec(name: str) -> Codec:
 def encode(values: "torch.Tensor", codec: str, fine: Ranges = ()) -> bytes:
     """Encode `values`, (numel,) float32 on the CPU, as header and body. Raises `ConfigError` for an unknown codec.
 
-    `fine`: ranges of elements in the codec for fine parameters, where `codec` has one.
+    `fine`: ranges of elements that are encoded with more bits, such as embeddings, if `codec` has another one for them.
     """
     found, flat = get_codec(codec), values.contiguous()
     spans = found.spans(values.numel(), fine)

@@ -101,14 +101,13 @@ def fold_of_commit(
     config: RunConfig,
     outer_step: int,
 ) -> FoldResult | None:
-    """The guard's state and verdict after the round of `commit`, derived from its manifests; None without a held-out
-    set.
+    """The guard's state and verdict after the round of `commit`, from its manifests; None without a held-out set.
 
     Args:
         guard: the guard's state before the round.
         manifests: by replica id, without those that cannot be read or that were copied from another key.
-        roster: of the round.
-        config: of the leg.
+        roster: the replicas that the round waited for.
+        config: of the leg (start or resume to stop).
         outer_step: outer steps in the base before the round.
     """
     contributing = [answer.replica_id for answer in commit.answers if answer.kind in ("delta", "scores")]

@@ -135,7 +135,9 @@ def _said(verdict: Verdict | None) -> str:
 
 
 def _settings(reader: RunReader, status: RunStatus, facts: RunFacts, heldout: HeldoutSet | None) -> dict[str, str]:
-    """The settings of the newest leg as text by dotted name; each argument of the training function has its own."""
+    """The run's settings since its last start or resume, as text by dotted name, with the training function's
+    arguments.
+    """
     found: dict[str, str] = {}
     for name, value, _ in leaves(reader.log.configs.of(status.leg)):
         if isinstance(value, Mapping):

@@ -83,10 +83,15 @@ def leg_cost(attempts: Sequence[AttemptCost], began: float, now: float) -> LegCo
 
 
 class Spent:
-    """Dollars that the machines of a run had cost by a time. A leg's cost is spread evenly over its hours."""
+    """US dollars that the machines of a run had cost by a given time.
+
+    The cost of a leg (start or resume to stop) is spread evenly over its hours.
+    """
 
     def __init__(self, began: Mapping[int, float], legs: Mapping[int, LegCost]) -> None:
-        """`began`: when each leg began, in seconds since 1970. `legs`: the cost of each. Both by number of the leg."""
+        """`began`: when each leg (start or resume to stop) began, in seconds since 1970. `legs`: the cost of each. By
+        number.
+        """
         self._began = began
         self._legs = legs
 
@@ -181,9 +186,10 @@ class CostReader:
         return costs, at
 
     def _of_attempt(self, replica_id: int, attempt: int, leg: int, replaced: bool) -> AttemptCost | None:
-        """Price and times of one attempt; None before a process claimed it, and for an attempt of another leg.
+        """Price and times of one attempt of `leg` (start or resume to stop).
 
-        `replaced`: whether the replica has a later attempt.
+        None before a process claimed it, and for an attempt of another leg. `replaced`: whether the replica has a later
+        one.
         """
         who = replica_id, attempt
         known = self._known.get(who)

@@ -108,7 +108,7 @@ def place_rows(
 
 
 def newest_decision(attempts: AttemptRecords, numbers: Mapping[int, Sequence[int]], leg: int) -> str:
-    """The newest decision in a leg about a replica's place, as text; empty if there was no place to choose.
+    """The newest decision since the last start or resume at which place (executor) a replica trains, as text; or empty.
 
     `numbers`: the numbers of all attempts by replica id, oldest first. Reads the cancel record of each newest attempt.
     """

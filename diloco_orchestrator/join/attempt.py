@@ -1,4 +1,6 @@
-"""`TakenAttempt`: an attempt that a joined machine runs: its process, its lease, its output and its end record."""
+"""`TakenAttempt`: an attempt that a joined machine runs: its process, its signs of life, its output and its end
+record.
+"""
 
 import logging
 import os

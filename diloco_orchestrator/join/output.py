@@ -40,8 +40,8 @@ class OutputPieces:
         """Write the new complete lines to the bucket. `to_end`: the process has ended, so also write an incomplete last
         line.
 
-        Otherwise at most a MiB per call, because the caller must renew its lease. Safe to repeat after an error. Raises
-        the store's errors.
+        Otherwise at most a MiB per call, because the caller must write its next sign of life. Safe to repeat after an
+        error. Raises the store's errors.
         """
         most = self._pieces + _PIECES_AT_ONCE
         while (to_end or self._pieces < most) and (pending := self._pending or self._next(to_end)) is not None:

@@ -387,7 +387,7 @@ def is_take(take: str) -> bool:
 
 
 def parse_snapshot_file(key: str) -> tuple[int, str] | None:
-    """(round, version) of the snapshot that a file belongs to, or None for any other key."""
+    """(round, version) of the snapshot to which the file at `key` belongs, or None for any other key."""
     found = _SNAPSHOT_FILE.fullmatch(key)
     return (int(found[1]), found[2] or SHARED_TAKE) if found else None
 

@@ -35,7 +35,9 @@ class Launched:
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        """Add the command line options by which a process gets the digests of run.json and of a leg's settings."""
+        """Add the command line options by which a process gets the digests of run.json and of settings changed by a
+        resume.
+        """
         parser.add_argument(_RUN, required=True, help="of run.json, as the launcher knows it")
         parser.add_argument(_SETTINGS, default="", help="of the settings that the leg changes")
 

@@ -98,7 +98,9 @@ def _words(parameter: ParameterInfo | None) -> str:
 
 @dataclass(frozen=True)
 class SnapshotFile:
-    """A file of a snapshot to be written. `encode` produces its bytes at every call, of a base in one process."""
+    """A file of a snapshot that is to be written. Each call of `encode` produces its bytes, if one process holds the
+    base.
+    """
 
     name: str
     size: int  # bytes
@@ -203,7 +205,11 @@ def _group(
     limit: int,
     of_ranks: FileOfRanks | None,
 ) -> Iterator[SnapshotFile]:
-    """The safetensors files of a group ("model", "outer") for these tensors, and their index if there are several."""
+    """The safetensors files of a group of tensors ("model", "outer"), and their index if there are several.
+
+    `specs`: shapes and dtypes by name; `read`: returns a tensor; `limit`: bytes of a file; `of_ranks`: for a base in
+    several ranks.
+    """
     planned = plan_files(group, specs, limit)
 
     for each in planned:

@@ -51,7 +51,8 @@ def named(number: int, ended: Ended) -> str:
 
 
 def named_in(why: str, number: int) -> Replaced:
-    """The event with the outcome of attempt `number`, parsed from `why`, text of the next attempt's intent.
+    """The event with the outcome of attempt `number`, parsed from `why`, text in the record that announces the next
+    attempt.
 
     Text of another form, such as that of version 0.1.0, gives an event whose outcome is None.
     """

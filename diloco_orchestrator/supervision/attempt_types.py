@@ -279,7 +279,7 @@ class LegStopped:
 
 @dataclass(frozen=True)
 class Replaced:
-    """Event: a later attempt of the replica exists. Its intent may name `outcome` and `took_part` of this attempt."""
+    """Event: a later attempt of the replica exists. The record that announces it may name how this one ended."""
 
     outcome: Outcome | None = None
     reason: str = ""

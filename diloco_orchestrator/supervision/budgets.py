@@ -84,9 +84,10 @@ class LegBudget:
         self.left_usd = config.max_cost_usd  # as of the last `enforce` that read costs; None: no limit
 
     def enforce(self, now: float, wall_time: float) -> None:
-        """Request a halt of the run once the hours or dollars of its leg are used up. Reads costs at most every 5 s.
+        """Request a halt of the run once it has used its hours or dollars since its last start or resume.
 
-        `now`: seconds on this process's monotonic clock; `wall_time`: seconds since 1970.
+        Reads costs at most every 5 s. `now`: seconds on this process's monotonic clock; `wall_time`: seconds since
+        1970.
         """
         if self._spent_or_unlimited or (self._next_at is not None and now < self._next_at):
             return

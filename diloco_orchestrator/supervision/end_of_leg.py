@@ -77,7 +77,7 @@ class EndOfLeg:
             ensure_default_snapshot(self._log, self._stamp)
 
     def last_base(self) -> int:
-        """The round after which the leg's newest base exists: of its last applied commit, else that it began from."""
+        """The round after which the run's newest base exists: of the last applied commit, else the one resumed from."""
         entry = self._last()
         while entry is not None and not entry.commit.applied and entry.commit.round - 1 > self._begin.after_round:
             entry = self._log.commit(entry.commit.round - 1)

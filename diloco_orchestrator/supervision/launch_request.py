@@ -225,7 +225,7 @@ def at_each_place(executor: ServerlessExecutor, requests: Sequence[LaunchRequest
 
 
 def prices_of(places: Places) -> dict[str, Price | None]:
-    """The price of one replica's machine at each place, by the place's name; None where it is not known."""
+    """The price of one replica's machine at each place (executor), by name; None where it is not known."""
     return {name: price_of(places, LaunchRequest("run", 0, 1, [], place=name)) for name in places.places}
 
 

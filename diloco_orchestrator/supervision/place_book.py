@@ -66,7 +66,7 @@ class _Seen:
         self.at, self.words = now, words
 
     def give(self, launched_at: float) -> None:
-        """Record that an attempt launched at `launched_at` trains at the place."""
+        """Record that an attempt launched at `launched_at` trains at this place (executor)."""
         if launched_at >= self.at:
             self.times, self.since, self.words, self.wastes = 0, None, "", False
 
@@ -101,7 +101,7 @@ class PlaceBook:
         self._said = ""
 
     def read(self, commits: Iterator[Commit]) -> None:
-        """Measure the places' speeds by `commits`, those that have come since the last call."""
+        """Measure the speeds at each place (executor) by `commits`, those that have come since the last call."""
         for commit in commits:
             self._round, self._round_ended = max(self._round, commit.round), True
             self._speeds.add(commit)
@@ -195,7 +195,7 @@ def place_views(
     measured: Mapping[str, float],
     seen: Mapping[str, _Seen] | None = None,
 ) -> list[placing.PlaceView]:
-    """All places as a coordinator knows them, by name: their prices, measured speeds and refusals.
+    """All places (executors) as a coordinator knows them, by name: their prices, measured speeds and refusals.
 
     `seen`: the answers of places so far.
     """

@@ -51,7 +51,9 @@ class PlaceView:
 
 @dataclass(frozen=True)
 class SeatView:
-    """A replica id as a coordinator knows it: at which place its attempt is, or whether one may be launched."""
+    """A replica id as a coordinator knows it: at which place (executor) its attempt is, or whether one may be
+    launched.
+    """
 
     replica_id: int
     place: str = ""  # of its attempt that is alive; empty: none is
@@ -75,7 +77,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Open:
-    """Decision: launch an attempt of a vacant replica id at a place."""
+    """Decision: launch an attempt of a vacant replica id at a place, one of the run's executors."""
 
     replica_id: int
     place: str

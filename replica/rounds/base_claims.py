@@ -118,14 +118,13 @@ class BaseClaims:
         return contradictions(claims, self.digest, self._asked_now())
 
     def confirms_alone(self, claims: Iterable[BaseClaim]) -> bool:
-        """Whether only this replica names its base digest, has not verified it by a rebuild, and a snapshot needs a
-        second one.
+        """Whether a snapshot of the base needs a second opinion: only this replica names its digest, and never verified
+        it.
 
-        Two snapshots need that two processes agree: that of the last base, and a due one of a base made of several
-        contributions, because its writer does not rebuild it. Otherwise a commit of the open round would confirm the
-        base by the memory that it came from. The rebuild with which an attempt begins is compared with nothing, so it
-        verifies nothing. The first base of the run is the start record's. `claims`: the digests that the round's
-        manifests name.
+        It needs one if it is that of the last base, or a due one of a base made of several contributions, because its
+        writer does not rebuild it. Otherwise a commit of the open round would confirm the base by the memory that it
+        came from. The rebuild with which an attempt begins is compared with nothing, so it verifies nothing. The first
+        base of the run is the start record's. `claims`: the base digests that the round's manifests name.
         """
         made_in = self._tip.value.base_round
         if made_in == 0 or self.is_verified or self._not_rebuilt_in == self._round:

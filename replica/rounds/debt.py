@@ -354,7 +354,7 @@ class WithDebt:
         self._debt = debt
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of pseudo-gradient plus debt, (stop - start,) float32."""
+        """Elements [start, stop) of pseudo-gradient plus unaveraged work and residual, (stop - start,) float32."""
         values = self._pseudo_gradient.read(start, stop)
         for vector, weight in self._debt:
             values.add_(vector.read(start, stop) * weight)

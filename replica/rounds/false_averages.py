@@ -143,7 +143,9 @@ class FalseAverages:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def _lengths(self, round_: int) -> list[int]:
-        """Elements of each shard that a closed round averaged; none if it averaged nobody or is not of this leg."""
+        """Elements of each shard that a closed round since the last start or resume averaged; none if it averaged
+        nobody.
+        """
         if round_ not in self._tip.closed_rounds or not (commit := self._tip.commit_of(round_)).applied:
             return []
         numel = self._tip.base.numel(self._tip.fragments[commit.fragment])

@@ -74,7 +74,7 @@ class ReceivedContribution:
 
 @dataclass(frozen=True)
 class ExpectedContribution:
-    """Properties of every contribution to the open round: round, number of the leg, fragment, length, codec."""
+    """Properties of every valid contribution to the open round: round, leg, fragment, length, codec."""
 
     round: int
     leg: int

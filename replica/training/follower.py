@@ -129,7 +129,7 @@ class FollowerHooks:
             function(self._newest)
 
     def call(self, view: RoundView) -> None:
-        """Call every function with the view of a commit."""
+        """Call every function given to `on_round` with `view`, the metrics of a committed round."""
         self._newest = view
         for function in self._functions:
             function(view)
