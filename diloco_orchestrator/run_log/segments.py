@@ -160,9 +160,10 @@ class SegmentReader:
         return found
 
     def previous_of(self, round_: int) -> str | None:
-        """`previous` of the commit of `round_` as the segment (many rounds' commits) that begins with it stores it.
+        """The digest of the commit before round `round_`, from the segment (many rounds' commits) that begins with that
+        round.
 
-        The value is the digest of the commit before. None if there is no such segment or if it cannot be parsed.
+        None if there is no such segment or if it cannot be parsed.
         """
         segment = self.holding(round_)
         if segment is None or segment.first != round_:

@@ -111,7 +111,9 @@ def index_bytes(files: Iterable[PlannedFile]) -> bytes:
 
 
 def group_files(group: str, names: Collection[str], where: str) -> list[str]:
-    """Files in `names` with a group's tensors ("model", "outer"), in order. Raises `RecordInvalid` if one lacks."""
+    """Files in `names` with tensors of a group ("model", "outer"), in order. Raises `RecordInvalid` if one is
+    missing.
+    """
     if (whole := f"{group}.safetensors") in names:
         return [whole]
     shard = re.compile(rf"{group}-(\d{{5}})-of-(\d{{5}})\.safetensors")

@@ -50,7 +50,7 @@ _TRANSIENT = {"ConnectionError", "TimeoutError", "ClientConnectionError", "HTTPC
 
 
 class FsspecEngine:
-    """The store interface over an fsspec filesystem; on a local disk with an exclusive create of its own."""
+    """The store interface over an fsspec filesystem. On a local disk creates are exclusive by an atomic rename."""
 
     def __init__(self, filesystem: AbstractFileSystem, root: str, url: str) -> None:
         self._fs = filesystem

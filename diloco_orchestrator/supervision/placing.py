@@ -241,7 +241,7 @@ def _needless(view: PlacesView, now: float, limits: Limits) -> Decision:
 
 
 def _waits_too_long(view: PlacesView, now: float, limits: Limits) -> Decision:
-    """Decision to end an attempt that has waited too long for a machine, if another place can take it; else to wait."""
+    """Decision to end an attempt that has waited too long for a machine, if another place (executor) can take it."""
     for seat in view.kept:
         if not seat.waits or view.is_offer(seat) or now < seat.gives_up_at:
             continue

@@ -73,7 +73,9 @@ class PseudoGradient:
         return out
 
     def _subtract(self, piece: Piece, first: int, last: int, out: torch.Tensor) -> None:
-        """Write elements [first, last) of one part's `base - local` to `out`."""
+        """Write elements [first, last) of `base - local` to `out`. `piece`: a part of a parameter that contains
+        them.
+        """
         local = self._flattened(piece.values)[first:last].to("cpu")
         vector, start = self._base.parameter_at(piece.name)
         parts = ((FlatTensors([out]), 0), (vector, start + piece.start + first), (FlatTensors([local]), 0))

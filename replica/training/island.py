@@ -399,7 +399,9 @@ class IslandView:
         """Does nothing: ranks take the base when it is installed, in the training thread."""
 
     def install(self, base: Base, keep: float = 0.0) -> None:
-        """Set the parameters of all ranks to the base. Raises `ValueError` for `keep`."""
+        """Set the fragment's parameters in all ranks to the base. Raises `ValueError` if a share of the local values is
+        to stay.
+        """
         if keep:
             raise ValueError("a share of sharded local values cannot be kept.")
         self._island.call("install", self._names, base)
