@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,composer,dev
 
-.PHONY: venv demo test test-all test-loaded mutants simulate fuzz docs docs-settings docker slurm ray ceph azurite kubernetes lint clean
+.PHONY: venv demo test quick-tests test-all test-loaded mutants simulate fuzz docs docs-settings docker slurm ray ceph azurite kubernetes lint clean
 
 venv: .venv/installed
 
@@ -21,8 +21,12 @@ demo: venv
 	$(BIN)/diloco demo
 
 # `make test ONLY=fold`: the tests whose folder, file or own name holds the word, in one process, without lint.
-test: $(if $(ONLY),venv,lint)
-	$(if $(ONLY),@$(ONLY_THESE),$(BIN)/pytest -n 2 --dist worksteal -m 'not slow')
+# Lint beside the tests: mypy takes one core for most of a minute.
+test: venv
+	$(if $(ONLY),@$(ONLY_THESE),@$(MAKE) --no-print-directory -j 2 lint quick-tests)
+
+quick-tests: venv
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
 
 # Files first, because -k alone has pytest import every one of them: 15 s.
 ONLY_THESE = files=$$({ find tests -name 'test_*.py' -ipath '*$(ONLY)*'; grep -rliE --include='test_*.py' 'def test_\w*$(ONLY)' tests; } | sort -u); \

@@ -77,3 +77,7 @@ bench-heldout_leaks: venv
 
 bench-gpu: venv
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/gpu_overlap.py --docs $(SOURCES) $(OPTIONS)
+
+# A model sharded by fully_shard over one GPU as a replica and without us, of 1 billion parameters, and of 7 billion with LoRA.
+bench-gpu-islands:
+	$(PYTHON) benchmarks/gpu_islands.py $(OPTIONS)

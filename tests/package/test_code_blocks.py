@@ -231,7 +231,7 @@ def marked(which: tuple[str, int]) -> Any:
     return pytest.param(which, marks=pytest.mark.slow if FRAGMENTS[which] in (of_a_checkpoint, of_trl) else ())
 
 
-@pytest.mark.parametrize("which", map(marked, FRAGMENTS), ids=lambda which: f"{which[0]}-{which[1]}")
+@pytest.mark.parametrize("which", [marked(each) for each in FRAGMENTS], ids=lambda which: f"{which[0]}-{which[1]}")
 def test_a_fragment_does_what_its_page_says(which, tmp_path, monkeypatch, one_thread):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("REPLICA_KEY_ID", "id")
