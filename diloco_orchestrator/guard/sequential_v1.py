@@ -7,13 +7,13 @@ sudden falls; early collapse, new low, KL drift and the breadth over shares are 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
 from diloco_orchestrator.guard.channels.early import ADVICE, ROUNDS, EarlyCollapse, NewLow
-from diloco_orchestrator.guard.channels.remembered import Remembered, added
+from diloco_orchestrator.guard.channels.remembered import Remembered, RememberedTogether, added
 from diloco_orchestrator.guard.sequential import SequentialGuard
 from diloco_orchestrator.protocol.records import HeldoutSet
 
@@ -448,11 +448,9 @@ class _NewLow(NewLow):
 
 
 @dataclass
-class MetricChannels:
+class MetricChannels(RememberedTogether):
     """All statistics of the rule "sequential-v1". Values are relative to the first round's: a shift changes nothing."""
 
-    count: int = 0  # models judged
-    origin: list[float | None] = field(default_factory=lambda: [None, None])  # first held-out score, training metric
     noise: Noise = field(default_factory=Noise)  # of the held-out score
     gap_noise: Noise = field(default_factory=Noise)  # of the training metric minus it
     best: BestLevel = field(default_factory=BestLevel)
@@ -485,8 +483,8 @@ class MetricChannels:
         if self.count == 0:
             self.falls.begin(model)
             self.gap.begin(model)
-        held = self._since_the_first(0, heldout)
-        trained = None if in_loop is None else self._since_the_first(1, in_loop)
+        held = self.since_the_first(0, heldout)
+        trained = None if in_loop is None else self.since_the_first(1, in_loop)
         self.breadth.begin_round(gains)
         at_once, slow = self.sudden.judge(model, held, self.noise.last), []
         if self.count >= FIRST_JUDGED:
@@ -509,12 +507,6 @@ class MetricChannels:
         self.sudden.begin(model)
         self.early.stop()
         self.new_low = _NewLow()
-
-    def _since_the_first(self, which: int, value: float) -> float:
-        first = self.origin[which]
-        if first is None:
-            first = self.origin[which] = value
-        return value - first
 
     def _learn(self, model: int, held: float, trained: float | None) -> None:
         self.sudden.learn(model, held, trained, self.noise.last)
@@ -566,25 +558,6 @@ class MetricChannels:
     def outlook(self, threshold: float) -> str:
         """Empty: only later guard rules say what they can judge by now."""
         return ""
-
-    def gained_apart(self, heldout: float, in_loop: float) -> float:
-        """Gain of the training metric minus gain of the held-out score since the first model."""
-        held, trained = self.origin
-        return 0.0 if held is None or trained is None else (in_loop - trained) - (heldout - held)
-
-    def state(self) -> dict[str, Any]:
-        """All statistics as JSON, by name. The lists in it are shared with this object."""
-        parts = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: part.state() if isinstance(part, Remembered) else part for name, part in parts.items()}
-
-    @classmethod
-    def restore(cls, state: Mapping[str, Any]) -> Self:
-        """The statistics stored in `state`, whose lists they will change."""
-        made = cls()
-        for each in fields(cls):
-            part, kept = getattr(made, each.name), state[each.name]
-            setattr(made, each.name, part.restore(kept) if isinstance(part, Remembered) else kept)
-        return made
 
 
 class SequentialV1(SequentialGuard):

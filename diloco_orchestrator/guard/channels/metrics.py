@@ -4,8 +4,7 @@ They are in units of the measured noise, so that a metric times 100 gives the sa
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from dataclasses import dataclass, field
 
 from diloco_orchestrator.guard.channels.alarm import Alarm
 from diloco_orchestrator.guard.channels.apart import Apart
@@ -15,19 +14,17 @@ from diloco_orchestrator.guard.channels.hacking_gap import FIRST_JUDGED as FIRST
 from diloco_orchestrator.guard.channels.hacking_gap import HackingGap
 from diloco_orchestrator.guard.channels.noise import Noise
 from diloco_orchestrator.guard.channels.outliers import FallingShares
-from diloco_orchestrator.guard.channels.remembered import Remembered
+from diloco_orchestrator.guard.channels.remembered import RememberedTogether
 from diloco_orchestrator.guard.channels.step_down import StepDown
 
 
 @dataclass
-class MetricChannels:
+class MetricChannels(RememberedTogether):
     """All statistics of `SequentialGuard` about held-out score and training metric, updated once a round.
 
     Values are kept relative to the first round's: a constant added to a metric changes no verdict.
     """
 
-    count: int = 0  # models judged
-    origin: list[float | None] = field(default_factory=lambda: [None, None])  # first held-out score, training metric
     trained: float | None = None  # training metric of the last model that has one
     noise: Noise = field(default_factory=Noise)  # of the held-out score
     gap_noise: Noise = field(default_factory=Noise)  # of the training metric minus it
@@ -62,8 +59,8 @@ class MetricChannels:
         if self.count == 0:
             self.falls.begin(model)
             self.gap.begin(model)
-        held = self._since_the_first(0, heldout)
-        trained = None if in_loop is None else self._since_the_first(1, in_loop)
+        held = self.since_the_first(0, heldout)
+        trained = None if in_loop is None else self.since_the_first(1, in_loop)
         fallen, lost = self.shares.judge(gains)
         self.narrow = _narrow(fallen)
         at_once: list[Alarm] = []
@@ -95,12 +92,6 @@ class MetricChannels:
         self.gap.begin(model)
         self.early.stop()
         self.new_low, self.step_down = NewLow(), StepDown()
-
-    def _since_the_first(self, which: int, value: float) -> float:
-        first = self.origin[which]
-        if first is None:
-            first = self.origin[which] = value
-        return value - first
 
     def _learn(self, model: int, held: float, trained: float | None) -> None:
         self.count += 1
@@ -140,11 +131,6 @@ class MetricChannels:
         """The round whose base has the highest held-out score; None before the first score."""
         return None if self.falls.top is None else int(self.falls.top[1])
 
-    def gained_apart(self, heldout: float, in_loop: float) -> float:
-        """Gain of the training metric minus gain of the held-out score since the first round; 0.0 before it."""
-        held, trained = self.origin
-        return 0.0 if held is None or trained is None else (in_loop - trained) - (heldout - held)
-
     def outlook(self, threshold: float) -> str:
         """A sentence: how many rounds the statistics still need, or the fall that they notice within 15 rounds."""
         if self.count < FIRST_JUDGED:
@@ -159,20 +145,6 @@ class MetricChannels:
             f"would halt within 15 rounds of a held-out score that stays {worse:.2g} worse than its best level, that "
             f"of rounds {level.last - level.rounds + 1} to {level.last} (noise {sigma:.2g})"
         )
-
-    def state(self) -> dict[str, Any]:
-        """All statistics as JSON, by name. The lists in it are shared with this object."""
-        parts = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
-        return {name: part.state() if isinstance(part, Remembered) else part for name, part in parts.items()}
-
-    @classmethod
-    def restore(cls, state: Mapping[str, Any]) -> Self:
-        """The statistics stored in `state`, whose lists they will change."""
-        made = cls()
-        for each in [each for each in fields(cls) if each.init]:
-            part, kept = getattr(made, each.name), state[each.name]
-            setattr(made, each.name, part.restore(kept) if isinstance(part, Remembered) else kept)
-        return made
 
 
 def _narrow(fallen: Sequence[int]) -> str:
