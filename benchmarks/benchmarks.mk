@@ -1,7 +1,7 @@
 # Targets of the benchmarks; the Makefile above includes it, so all are called from there: `make bench-sync`, `make chaos`.
 
 .PHONY: chaos chaos-table soak soak-table transfer large-model requests requests-live bench-allreduce bench bench-sync bench-link bench-overlap bench-latency bench-memory \
-	bench-busy bench-history bench-startup bench-heldout_split bench-heldout_leaks bench-guard bench-guard-runs bench-gpu bench-quality bench-unequal bench-fleet
+	bench-busy bench-history bench-startup bench-heldout_split bench-heldout_leaks bench-guard bench-guard-scaled bench-guard-runs bench-gpu bench-quality bench-unequal bench-fleet
 
 # What faults cost: `make chaos MINUTES=10 RATE=15` as often as wished (RATE=0 for the undisturbed twin), then the table.
 MINUTES := 10
@@ -53,6 +53,10 @@ bench-sync bench-link bench-overlap bench-latency bench-memory bench-busy bench-
 # False halts and delays of the guard's rules: the table of docs/reference/kill-switch.md, about five minutes.
 bench-guard: venv
 	PYTHONPATH=. $(BIN)/python benchmarks/guard.py --runs 1000 --seed 2 --docs $(OPTIONS)
+
+# The same rule with 4 of 16 replicas, and with fleets that grow and shrink: the table below that one.
+bench-guard-scaled: venv
+	PYTHONPATH=. $(BIN)/python benchmarks/guard_scaled.py --docs $(OPTIONS)
 
 # The same rule over 20 real healthy runs and 9 others: the second table there, about eight minutes on 2 cores.
 bench-guard-runs: venv

@@ -11,6 +11,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from spot_records import G2_USD, LOOK_S, V100_MACHINES
+
 TICK_S = 60.0
 
 
@@ -214,4 +216,35 @@ def lone(draw: random.Random, ticks: int) -> Market:
     return Market(sites, least=1, most=3, usd_per_hour=5.0)
 
 
+# -- published records, transcribed after the policy of the markets above had been measured on these ------------------
+
+
+def v100_zones(draw: random.Random, ticks: int) -> Market:
+    """V100s in three zones as they ran in August 2023, up to four in each; on demand beside them."""
+    usd = 3.06  # of a p3.2xlarge on demand
+    speed = 100 * 125 * draw.uniform(0.5, 1.1)
+    sites = [Site("v100", speed, 125.0, [usd] * ticks, [_PLENTY] * ticks)]
+    for zone, looks in V100_MACHINES.items():
+        begin, price = draw.randrange(len(looks)), round(usd * draw.uniform(0.25, 0.45), 3)
+        machines = [looks[(begin + int(tick * TICK_S / LOOK_S)) % len(looks)] for tick in range(ticks)]
+        sites.append(Site(f"v100 spot {zone}", speed, 125.0, [price] * ticks, machines))
+    return Market(sites)
+
+
+def g2_auction(draw: random.Random, ticks: int) -> Market:
+    """Three zones with the prices of one day's auction of g2.8xlarge, each from another minute on; on demand for $2.60.
+
+    The bid is that price: where the auction is above it there are no machines.
+    """
+    speed = 100 * 10 * draw.uniform(0.5, 1.1)
+    sites = [Site("g2", speed, 10.0, [2.6] * ticks, [_PLENTY] * ticks)]
+    for zone in "abc":
+        begin = draw.randrange(len(G2_USD))
+        usd = [G2_USD[(begin + tick) % len(G2_USD)] for tick in range(ticks)]
+        machines = [16 if each <= 2.6 else 0 for each in usd]
+        sites.append(Site(f"g2 auction {zone}", speed, 10.0, [min(each, 2.6) for each in usd], machines))
+    return Market(sites)
+
+
+PUBLISHED: Mapping[str, Generator] = {"v100 zones, 2023": v100_zones, "g2 auction, 2016": g2_auction}
 OTHERS: Mapping[str, Generator] = {"drift": drift, "own nights": own_nights, "jumps": jumps, "lone": lone}

@@ -246,7 +246,7 @@ def measure_cell(number: int, seed: int, runs: int) -> list[Sample]:
             halts = guard_rules.patience(cut.heldout, rounds)
             found[f"callback {rounds}"] = (halts, np.zeros_like(halts), cut)
     given = {"group": cell.group, "case": cell.case, "phi": cell.phi, "sd": cell.sd, "fault": cell.fault}
-    return [{**given, "rule": rule, **_figures(*judged, faulty=bool(cell.fault))} for rule, judged in found.items()]
+    return [{**given, "rule": rule, **figures(*judged, faulty=bool(cell.fault))} for rule, judged in found.items()]
 
 
 def _guard(made: Runs) -> SequentialGuard:
@@ -258,7 +258,7 @@ def _first(made: Runs, runs: int) -> Runs:
     return Runs(made.heldout[:, :runs], rest[0], rest[1], made.begins, rest[2], rest[3], made.metric)
 
 
-def _figures(halts: guard_rules.Rounds, channels: guard_rules.Rounds, made: Runs, *, faulty: bool) -> dict[str, Any]:
+def figures(halts: guard_rules.Rounds, channels: guard_rules.Rounds, made: Runs, *, faulty: bool) -> dict[str, Any]:
     """Halts and rounds lived; with a fault: halts before it, misses, delays, and what was lost at the rollback."""
     rounds, runs = made.heldout.shape
     figures: dict[str, Any] = {

@@ -85,6 +85,7 @@ class RunSettings(TypedDict, total=False):
     args: Mapping[str, Any]
     replicas: int
     max_replicas: int | None
+    deal: Literal["ids", "open"]
     ranks_per_replica: int | list[int]
     rounds: int
     sync_every: int

@@ -47,8 +47,16 @@ def ended(executor: LocalProcessExecutor, handle: ReplicaHandle):
     return executor.poll(handle)
 
 
-def is_zombie(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+def is_zombie(child: int) -> bool:
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return False
+    except ProcessLookupError:
+        return True
 
 
 def ready(executor: LocalProcessExecutor, handle: ReplicaHandle) -> None:
@@ -191,7 +199,7 @@ def test_a_helper_that_outlived_its_replica_is_not_adopted(executor, tmp_path):
     with pytest.raises(BrokenProcessPool):
         in_processes(launch_and_die, (str(tmp_path / "executor"), str(tmp_path / "unused"), code))
     until(lambda: marker.exists() and marker.read_text(), "the replica has started its helper")
-    until(lambda: not Path(f"/proc/{marker.read_text()}").exists(), "the replica ends")
+    until(lambda: is_gone(int(marker.read_text())), "the replica ends")
     handle = executor.launch(request("print('launched anew')"))
     ended(executor, handle)
     assert "launched anew" in list(executor.logs(handle))

@@ -12,6 +12,7 @@ from tiny_workloads import mlp
 from diloco_orchestrator import CollapseStopError, LocalProcessExecutor, Run, attach, launch
 from diloco_orchestrator.errors import ConfigError, NoSuchRun
 from diloco_orchestrator.inspection.pull import copy_model
+from diloco_orchestrator.inspection.verify import verify
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import bases
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -96,6 +97,20 @@ def test_a_hung_replica_is_replaced(start, tmp_path):
     assert strike.done and reader.attempts.numbers(1) == [1, 2]
     cancel = reader.attempts.cancel(1, 1)
     assert cancel is not None and cancel.reason.startswith("hung: no heartbeat for")
+
+
+@pytest.mark.slow
+def test_the_stacks_of_a_hung_replica_are_in_its_log(start, tmp_path):
+    """No Python of that process runs any more, its heartbeat included."""
+    retry = {"hung_after_s": 6.0, "backoff_s": 0}
+    run = start("train_holding_the_interpreter", args={"marker": str(tmp_path / "held")}, retry=retry)
+    assert run.wait().status == "completed"
+    records = reader_of(tmp_path / "bucket").attempts
+    assert records.cancel(1, 1).reason.startswith("hung") and records.exit(1, 1) is None
+    log = records.log_text(1, 1)
+    assert "Timeout (0:00:03)!" in log and "in never_returns" in log and "heartbeat.py" not in log.split("Timeout")[0]
+    assert "replica 1.1" in log  # what it printed before
+    assert verify(run.url).agrees
 
 
 # -- legs -------------------------------------------------------------------------------------------------------------

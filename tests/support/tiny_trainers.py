@@ -190,11 +190,27 @@ def train(ctx: Any) -> None:
     from diloco_orchestrator import train_as_replica
 
     folder = Path(ctx.args["folder"])
-    trainer = MAKERS[ctx.args["kind"]](folder / f"trainer-{ctx.replica_id}", **ctx.args.get("settings", {}))
+    changes = {**ctx.args.get("settings", {}), **(sharded() if ctx.args.get("sharded") and ctx.ranks > 1 else {})}
+    trainer = MAKERS[ctx.args["kind"]](folder / f"trainer-{ctx.replica_id}", **changes)
     step = ctx.args.get("killed_after")
-    if step and ctx.replica_id == 1 and not (folder / "killed").exists():
+    if step and ctx.replica_id == 1 and ctx.rank == ctx.ranks - 1 and not (folder / "killed").exists():
         trainer.add_callback(KillsItself(step, folder / "killed"))
     train_as_replica(trainer, ctx, heldout=heldout, heldout_items=list(range(ITEMS)))
+    kinds = {type(parameter.data).__name__ for parameter in trainer.model.parameters()}
+    (folder / f"kinds-{ctx.replica_id}.{ctx.rank}").write_text(" ".join(sorted(kinds)))
+
+
+def sharded() -> dict[str, Any]:
+    """The settings of a trainer that shards its model over this replica's ranks, on the CPU.
+
+    accelerate shards on GPUs only. Told that this CPU is one, it makes the same calls of `fully_shard`, over gloo.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    os.environ["ACCELERATE_USE_CPU"], os.environ["ACCELERATE_TORCH_DEVICE"] = "false", "cpu"
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)  # type: ignore[method-assign]
+    return {"use_cpu": False, "fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
 
 
 class Marked(Rows):
