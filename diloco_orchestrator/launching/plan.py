@@ -246,10 +246,13 @@ class LaunchPlan:
         """Hugging Face limits requests: a line with those of five minutes; empty for another store."""
         if not self.url.startswith("hf://"):
             return []
-        window = sum(self.round.requests.values()) * 300 / self.round_s
+        each = sum(self.round.requests.values())
+        window = each * 300 / self.round_s
+        # Polls are few of them: longer rounds alone send fewer.
+        fits = f"; rounds of {math.ceil(each * 300 / 1000)} s keep to 1,000" if window > 1000 else ""
         return [
             f"quota:     about {window:.0f} requests in five minutes; the Hub allows 1,000 (free), 2,500 (PRO), 3,000 "
-            "(Team) or 6,000 (Enterprise), and states no other limit for its buckets"
+            f"(Team) or 6,000 (Enterprise), and states no other limit for its buckets{fits}"
         ]
 
     def lines(self) -> list[str]:

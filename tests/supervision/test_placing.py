@@ -231,8 +231,8 @@ def test_further_machines_are_worth_it_where_they_lower_what_the_fleets_tokens_c
     assert short(all_decisions(seen, limits)) == [(2, "b"), (3, "b")]
     dear = replace(B, hourly_usd=3.3)  # .82 of a
     assert all_decisions(view(*training("a", 0, 1), *free(2, 3), places=(own, A, dear), moved_round=10), limits) == []
-    both = view(*training("a", 0, 1), *training("b", 2, 3), places=(own, A, B), moved_round=10)
-    assert short(all_decisions(both, limits)) == [(1, "leaves"), (0, "leaves")]  # those of b stay
+    both = view(*training("a", 0), *training("b", 1, 2, 3), places=(own, A, B), moved_round=10)
+    assert short(all_decisions(both, limits)) == [(0, "leaves")]  # the three of b stay, one more than are wanted
 
 
 def test_at_most_one_replica_moves_in_three_rounds():
