@@ -43,6 +43,7 @@ GROUPS = {  # by section of `diloco --help`: our commands, and where each is def
         "check": "diloco_orchestrator.cli.before_commands:check",
         "doctor": "diloco_orchestrator.cli.before_commands:doctor",
         "verify": "diloco_orchestrator.cli.derive_commands:verify",
+        "witness": "diloco_orchestrator.cli.witness_command:witness",
         "audit": "diloco_orchestrator.cli.derive_commands:audit",
         "whatif": "diloco_orchestrator.cli.derive_commands:whatif",
     },

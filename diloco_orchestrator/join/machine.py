@@ -13,7 +13,7 @@ from pathlib import Path
 from diloco_orchestrator.clock import Clock
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, RecordInvalid, StoreFull, StoreUnavailable
 from diloco_orchestrator.executors.contract import ReplicaState, ReplicaStatus
-from diloco_orchestrator.executors.process_contract import EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED
+from diloco_orchestrator.executors.process_contract import EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED, KEY_VARIABLES
 from diloco_orchestrator.join.attempt import LocalProcess, Start, TakenAttempt
 from diloco_orchestrator.join.offers import name_of, offers_in, records_about, who
 from diloco_orchestrator.protocol import keys
@@ -169,6 +169,11 @@ class Machine:
                 self._log = RunLog(self._store)
             except NoSuchRun:
                 return ""
+            if self._log.run.signed_by is not None:
+                raise ConfigError(
+                    f"{self._store.url} is a signed run. Its launcher offers nothing to machines that join, so what is "
+                    "offered there is somebody else's. Launch a run with --unsigned for machines that join."
+                )
             self._check_secrets(self._log.run.secret_names, f"run {self._log.run.run_id}")
         try:
             newest = self._log.newest_leg()
@@ -244,7 +249,7 @@ class Machine:
             offer,
             taken.sha256,
             folder,
-            env={**self._environ, **gpus},
+            env={**{name: value for name, value in self._environ.items() if name not in KEY_VARIABLES}, **gpus},
             clock=self._clock,
             stamp=self._stamp,
             every_s=self._settings.every_s,

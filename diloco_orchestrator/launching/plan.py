@@ -26,7 +26,12 @@ from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.protocol.version import VERSION
 from diloco_orchestrator.run_log.run_store import RunKey, new_key
 from diloco_orchestrator.store.open_store import absolute_url
-from diloco_orchestrator.supervision.launch_request import LaunchRequests, archive_for, extras_for
+from diloco_orchestrator.supervision.launch_request import (
+    LaunchRequests,
+    archive_for,
+    extras_for,
+    offers_to_machines,
+)
 from diloco_orchestrator.supervision.place_book import first_launches
 from diloco_orchestrator.supervision.placing import Open
 from diloco_orchestrator.supervision.trackers import library_of
@@ -81,7 +86,7 @@ class LaunchOptions(RunSettings, total=False):
     requirements: Sequence[str] | str | Path | None
     pin: Pin
     heldout_items: Sequence[Any]
-    signed: bool
+    signed: bool | None
 
 
 def prepare_launch(
@@ -96,7 +101,7 @@ def prepare_launch(
     executor, code, requirements = (settings.pop(each, None) for each in ("executor", "code", "requirements"))
     storage_options, secrets = settings.pop("storage_options", None) or {}, settings.pop("secrets", None) or {}
     pin, heldout_items = settings.pop("pin", "auto"), settings.pop("heldout_items", ())
-    key = new_key() if settings.pop("signed", False) else None
+    signed = settings.pop("signed", None)
     name = entrypoint if isinstance(entrypoint, str) else entrypoint_of(entrypoint)
     config = make_config({"entrypoint": name, "heldout_items": list(heldout_items), **settings})
     rule = rule_of(config.guard.rule)
@@ -118,6 +123,9 @@ def prepare_launch(
     if store.startswith("memory://"):
         raise ConfigError("memory:// is gone with this process; replicas are processes of their own. Give a folder.")
     url = absolute_url(store)
+    if signed is None:
+        signed = "://" in url and not url.startswith("file://") and not offers_to_machines(executor, config)
+    key = new_key() if signed else None
     give_store(executor, url, storage_options)
     if requirements is None and not executor.shares_machine:
         requirements = lock_file_of(code, name)
@@ -139,7 +147,8 @@ def prepare_launch(
         signed_by=None if key is None else key.signed_by,
     )
     launched = Launched(sha256_hex(run.to_bytes()))
-    launching = LaunchRequests(run, launched, url, storage_options, secrets, dry, run_key=key)
+    operator = None if key is None else key.operator(launched.run_sha256)
+    launching = LaunchRequests(run, launched, url, storage_options, secrets, dry, operator=operator)
     launching.check(executor)
     opened = first_launches(executor, config) if isinstance(executor, Places) else []
     places = {each.replica_id: each.place for each in opened} or dict.fromkeys(range(config.replicas), "")

@@ -30,13 +30,14 @@ from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.run_log.append import create_run, request_halt, request_scale
 from diloco_orchestrator.run_log.launched_here import note_failure, note_head, remember, remember_leg
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.run_log.run_store import keep_key, of_run
+from diloco_orchestrator.run_log.run_store import check_signed_by, keep_key, of_run
 from diloco_orchestrator.run_log.seen_store import SeenStore
 from diloco_orchestrator.store.open_store import SUPERVISING, absolute_url, open_store
 from diloco_orchestrator.store.probe import probe
 from diloco_orchestrator.supervision.coordinator import Coordinator, Means
 from diloco_orchestrator.supervision.launch_request import LaunchRequests, check_images
 from diloco_orchestrator.supervision.next_leg import auto_resume, begin_next_leg
+from diloco_orchestrator.supervision.rotation import rotate
 from diloco_orchestrator.supervision.trackers import RoundTracker, open_tracker
 
 log = logging.getLogger(__name__)
@@ -245,6 +246,15 @@ class Run:
         """
         request_halt(self._reader.log, "user", reason, self._means.stamp)
 
+    def rotate_keys(self, why: str) -> None:
+        """Replace the keys of a signed run, because one of them has leaked. Returns at once.
+
+        The run halts after its open round, and whoever supervises it (`wait`) on the launcher's machine begins the next
+        leg with new keys. What was written before goes on to count. `why`: goes into the records. Raises `ConfigError`
+        without the run's own key, which its launcher's state folder has, and for an unsigned run.
+        """
+        rotate(self._reader.log, "user", why, self._means.stamp)
+
     def scale(self, replicas: int) -> None:
         """Train with another number of replicas from now on, in a run with `max_replicas`. Returns at once.
 
@@ -334,7 +344,8 @@ def launch(
             "given" asks no index; "require" refuses a package without a hash and an image named by tag.
         heldout_items: JSON items for `ctx.heldout_items`.
         signed: sign what launcher and replicas write, so that nothing else in the folder counts. The run's private key
-            is kept in this user's state folder; whoever attaches elsewhere needs it in DILOCO_RUN_KEY.
+            is kept in this user's state folder; whoever attaches elsewhere needs it in DILOCO_RUN_KEY. By default runs
+            in a bucket are signed, but for those that machines join, and runs in a folder of a disk are not.
         **options: also the fields of `RunConfig`: replicas, rounds, sync_every, args, seed, outer, guard, strict, …
             `guard` is {"rule": "sequential"} by default; {"rule": "heldout", …}: `HeldOutGuard`, with a
             `decline_patience` of 6 and not 3, which halts healthy noisy runs; "off": scores are not judged.
@@ -383,6 +394,7 @@ def attach(
     trust_bucket: bool = False,
     track: str | None = None,
     clock: Clock | None = None,
+    signed_by: str | None = None,
 ) -> Run:
     """Supervise a run that somebody launched, from its bucket alone: after the launcher died, or beside it.
 
@@ -390,8 +402,9 @@ def attach(
     with this process's credentials, which is refused unless this user launched the run on this machine, or
     `trust_bucket` is set; an executor class of your own must be passed. Digests of images that a lock gave the run are
     used on the same terms. `storage_options`, `secrets`: as for `launch`. `track`: as the setting; by default no
-    metrics are sent from here, whatever run.json says.
-    Raises `NoSuchRun`, and `ConfigError` if the executor or secrets are missing.
+    metrics are sent from here, whatever run.json says. `signed_by`: the public key that must have signed the run.
+    Raises `NoSuchRun`, and `ConfigError` if the executor, secrets, or keys of a signed run are missing, and for an
+    unsigned run while DILOCO_RUN_KEY is set.
     """
     check_track(track)
     clock = clock or SystemClock()
@@ -401,6 +414,7 @@ def attach(
         raise ConfigError(str(error)) from None
     store = open_store(absolute_url(url), storage_options, clock=clock, retry=SUPERVISING, must_exist=True)
     reader = RunReader(SeenStore.of(of_run(store), clock))
+    check_signed_by(reader.run, store.url, signed_by)
     made = given or executor_of_run(reader, "attach", trust_bucket)
     # The log that was checked is the log that runs.
     run = Run(

@@ -45,3 +45,12 @@ class Head:
     def short(self) -> str:
         """The head (last commit of a log) as text with the first 8 digits of its digest, for people to compare."""
         return f"{self.round}:{self.sha256[:_SHOWN]}"
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A head (last commit) of a run's log that somebody noted outside its bucket."""
+
+    head: Head
+    words: str = "was noted"  # completes "the head 35:0123… "
+    run_sha256: str = ""  # of the run's run.json; empty: not noted

@@ -23,7 +23,14 @@ _OFFER_DIGITS = 32  # of the digest of an offer, in the keys of the records abou
 # Takes "2" to "9" are of earlier versions; those of nine digits are random, where somebody was in the way: of the first
 # base, and of any in a signed run.
 _TAKE = rf"[2-9]|[1-9][0-9]{{8}}|r{_N}|rebuilt"
-_WORDS = {"token": "[0-9a-f]{16}", "sha256": "[0-9a-f]{64}", "job": _JOB, "offer": "[0-9a-f]{32}", "take": _TAKE}
+_WORDS = {
+    "token": "[0-9a-f]{16}",
+    "sha256": "[0-9a-f]{64}",
+    "job": _JOB,
+    "offer": "[0-9a-f]{32}",
+    "identity": "[0-9a-f]{32}",
+    "take": _TAKE,
+}
 _PARTS = {"round": _ROUND, "version": "[2-9]", **_WORDS}  # of keys; the others are numbers
 
 
@@ -69,6 +76,9 @@ KL_REFERENCE = "probe.safetensors"
 KL_RECORD = "probe.json"
 PROBE = ".probe/"  # test objects of `store.probe`, deleted at once
 DOCTOR = ".doctor/"  # test objects of `diloco doctor`, deleted at once
+KEYS = "keys/"  # records about the keys of a signed run
+rotation = Form("keys/<epoch>.json")
+colleague = Form("keys/colleagues/<identity>.<epoch>.json")
 code = Form("code/<sha256>.zip")  # the code archive with this digest, which replicas on other machines fetch
 
 # -- legs -------------------------------------------------------------------------------------------------------------

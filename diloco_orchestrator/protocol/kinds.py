@@ -12,6 +12,7 @@ from enum import StrEnum
 from diloco_orchestrator.protocol import allreduce_records as of_averages
 from diloco_orchestrator.protocol import attempt_records as of_attempts
 from diloco_orchestrator.protocol import check_records as of_checks
+from diloco_orchestrator.protocol import key_records as of_keys
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol import records as of_runs
 from diloco_orchestrator.protocol.keys import Form
@@ -105,9 +106,16 @@ KINDS: tuple[Kind, ...] = (
     Kind(of_runs.ReuploadRequest, (keys.want,), _ATTEMPT),
     Kind(of_runs.Commit, (keys.commit,), _ATTEMPT + _COORDINATOR, _LARGE),
     Kind(of_runs.Snapshot, keys.SNAPSHOT_RECORDS, _ANYBODY, _LARGER),
+    Kind(of_keys.Rotation, (keys.rotation,), _LAUNCHER),
+    Kind(of_keys.Colleague, (keys.colleague,), _LAUNCHER),
     Kind(of_runs.Retention, (Form(keys.RETENTION),), _ANYBODY),
 )
 _KIND_OF = {kind.record: kind for kind in KINDS}
+_FOLDERS = {form.text.partition("/")[0] for kind in KINDS for form in kind.forms}  # first parts of keys
+_IN_FOLDER = {
+    folder: tuple(kind for kind in KINDS if any(form.text.partition("/")[0] == folder for form in kind.forms))
+    for folder in sorted(_FOLDERS)
+}
 
 
 def kind_of(record: Record) -> Kind:
@@ -118,7 +126,7 @@ def kind_of(record: Record) -> Kind:
 @functools.lru_cache(maxsize=4096)  # whoever polls asks about a few keys again and again
 def kind_at(key: str) -> Kind | None:
     """The kind of record that belongs under `key`; None if no record does."""
-    return next((kind for kind in KINDS if kind.has(key)), None)
+    return next((kind for kind in _IN_FOLDER.get(key.partition("/")[0], ()) if kind.has(key)), None)
 
 
 def most_bytes(key: str) -> int:

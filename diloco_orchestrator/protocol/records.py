@@ -209,9 +209,11 @@ class Halt(Record):
     """legs/<leg>/halt.json: a request to stop the leg (the run since its start or last resume) after the open round."""
 
     record: ClassVar[str] = "halt"
+    later_fields: ClassVar[frozenset[str]] = frozenset({"new_keys"})
     leg: int = Field(ge=1)
     by: str
     reason: str
+    new_keys: bool | None = None  # whether the next leg, which then begins by itself, has new keys, in a signed run
 
 
 class Scale(Record):

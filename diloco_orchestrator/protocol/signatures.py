@@ -57,17 +57,26 @@ _Signature: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{86}$")]
 class SignedBy(Part):
     """The public keys of a signed run, in run.json."""
 
-    key: PublicKey  # the run's: signs certificates, and what launchers and coordinators write
-    names: PublicKey  # signs names of objects; launched replicas share its private key
+    key: PublicKey  # the run's: signs certificates of operators, and rotations
+    names: PublicKey  # signs names of objects until the first rotation; launched replicas share its private key
+
+
+class Operator(Part):
+    """The run key's word that a key is that of a launcher or coordinator of the run."""
+
+    epoch: int = Field(ge=1)  # 1, and one more for each rotation of the run's keys before
+    key: PublicKey
+    signature: _Signature  # by the run's key, over `operator_bytes`
 
 
 class Certificate(Part):
-    """The run key's signed statement that a public key belongs to one attempt (launched process) of the run."""
+    """An operator key's signed statement that a public key belongs to one attempt (launched process) of the run."""
 
     replica_id: int = Field(ge=0)
     attempt: int = Field(ge=1)
     key: PublicKey
-    signature: _Signature  # by the run's key, over `certified_bytes`
+    operator: Operator  # whose key has signed
+    signature: _Signature  # over `certified_bytes`
 
     @property
     def who(self) -> tuple[int, int]:
@@ -78,7 +87,7 @@ class Certificate(Part):
 class Signature(Part):
     """The last line of a signed object: the author's signature over the bytes before it."""
 
-    certificate: Certificate | None  # of the attempt whose key signed; None: the run's key did
+    certificate: Certificate | Operator | None  # of the key that signed; None: the run's key did
     signature: _Signature  # over `signed_bytes`
 
     def line(self) -> bytes:
@@ -89,17 +98,23 @@ class Signature(Part):
 LONGEST_LINE = 1024  # bytes of a signature's line
 
 
+def operator_bytes(run_sha256: Sha256, epoch: int, key: str) -> bytes:
+    """The bytes that the run's key signs to certify `key` (as `public_text`) for a launcher or coordinator."""
+    return b"diloco operator 1\n%s\n%d %s\n" % (run_sha256.encode(), epoch, key.encode())
+
+
 def certified_bytes(run_sha256: Sha256, who: tuple[int, int], key: str) -> bytes:
-    """The bytes that the run's key signs to certify `key` (as `public_text`) for `who`: (replica id, attempt)."""
+    """The bytes that an operator's key signs to certify `key` (as `public_text`) for `who`: (replica id, attempt)."""
     return b"diloco certificate 1\n%s\n%d %d\n%s\n" % (run_sha256.encode(), *who, key.encode())
 
 
-def named_bytes(run_sha256: Sha256, key: str) -> bytes:
+def named_bytes(run_sha256: Sha256, key: str, take: int = 0) -> bytes:
     """The bytes signed by the key from which a signed run derives the stored name of the object at `key`.
 
-    The signature becomes the last part of that name, so that only holders of the key can foretell it.
+    The signature becomes the last part of that name, so that only holders of the key can foretell it. `take`: above 0
+    for further names of the object, used where somebody has put an unsigned object under those before.
     """
-    return b"diloco name 1\n%s\n%s\n" % (run_sha256.encode(), key.encode())
+    return b"diloco name 1\n%s\n%d %s\n" % (run_sha256.encode(), take, key.encode())
 
 
 def signed_bytes(run_sha256: Sha256, key: str, body: bytes) -> bytes:

@@ -66,14 +66,17 @@ def append_commit(log: RunLog, commit: Commit) -> CommitEntry:
     return entry
 
 
-def request_halt(log: RunLog, by: str, reason: str, stamp: Stamp) -> None:
-    """Create the request to stop the run after its open round, if missing. Raises `ConfigError` after the stop."""
+def request_halt(log: RunLog, by: str, reason: str, stamp: Stamp, new_keys: bool = False) -> None:
+    """Create the request to stop the run after its open round, if missing. Raises `ConfigError` after the stop.
+
+    `new_keys`: of a signed run: whoever supervises it then replaces its keys and goes on with the next leg.
+    """
     leg = log.newest_begin().record.leg
     if (result := log.result(leg)) is not None:
         raise ConfigError(
             f"{log.store.url} has ended already ({result.status}: {result.reason}). There is nothing to halt."
         )
-    Writer(log.store, Role.ANYBODY).create(Halt(**stamp(), leg=leg, by=by, reason=reason))
+    Writer(log.store, Role.ANYBODY).create(Halt(**stamp(), leg=leg, by=by, reason=reason, new_keys=new_keys or None))
 
 
 def request_scale(log: RunLog, replicas: int, by: str, stamp: Stamp) -> None:

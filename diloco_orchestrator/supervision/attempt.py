@@ -358,7 +358,7 @@ def _end_by_status(state: Alive, status: ReplicaStatus, now: float) -> Step:
 def _beat_seen(
     state: Reserved | Launching | Postponed | Running | Unreachable, event: BeatSeen, now: float, policy: AttemptPolicy
 ) -> Step:
-    moved = state.beat is None or state.beat.counter != event.counter
+    moved = state.beat is None or state.beat.counter < event.counter  # an older one was put back by somebody else
     return Step(replace(state, beat=Beat(event.counter, now)) if moved else state)
 
 

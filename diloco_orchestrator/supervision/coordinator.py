@@ -28,7 +28,7 @@ from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.run_log.run_store import key_of_run
+from diloco_orchestrator.run_log.run_store import operator_of_run
 from diloco_orchestrator.run_log.seen_store import SeenStore
 from diloco_orchestrator.supervision import fleet_policy
 from diloco_orchestrator.supervision.attempt_types import Alive, AttemptPolicy, Postponed
@@ -62,8 +62,8 @@ class Means:
         for a signed run whose key this process has not.
         """
         run, store = run_log.run, run_log.store
-        key = key_of_run(run, store, "launching its replicas")
-        return LaunchRequests(run, launched, store.url, self.storage_options, self.secrets, leg=leg, run_key=key)
+        operator = operator_of_run(run, store, "launching its replicas")
+        return LaunchRequests(run, launched, store.url, self.storage_options, self.secrets, leg=leg, operator=operator)
 
 
 class Coordinator:

@@ -36,7 +36,7 @@ from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.redaction import ENV_SECRET_NAMES, redact
 from diloco_orchestrator.run_log.launched_here import why_not_launched_here
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.run_log.run_store import RunKey, secrets_of_attempt
+from diloco_orchestrator.run_log.run_store import Signer, secrets_of_attempt
 from diloco_orchestrator.store.open_store import options_elsewhere, readable_url
 from diloco_orchestrator.supervision.budgets import check_cost_limit, check_places
 from diloco_orchestrator.supervision.credential_routes import check_route
@@ -84,8 +84,8 @@ class LaunchRequests:
     `launched`: digests of run.json and of settings changed by a resume, for every command. `storage_options` and
     `secrets` reach replicas as secrets of their provider. `dry`: requests are only shown, so no URL is signed (signing
     needs credentials), and `check` does not look for the replicas' credentials. `leg`: the configuration of the leg
-    (start or resume to stop), for the numbers of ranks; None for the run's first. `run_key`: the private key of a
-    signed run, from which attempts get theirs; None if it is not signed.
+    (start or resume to stop), for the numbers of ranks; None for the run's first. `operator`: the keys of this process
+    in a signed run, from which attempts get theirs; None if it is not signed.
     """
 
     run: Run
@@ -95,7 +95,7 @@ class LaunchRequests:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     dry: bool = False
     leg: RunConfig | None = None
-    run_key: RunKey | None = field(default=None, repr=False)
+    operator: Signer | None = field(default=None, repr=False)
 
     def without_secrets(self, text: str) -> str:
         """`text`, from a provider, without the credentials sent to it, because the text is recorded."""
@@ -133,10 +133,10 @@ class LaunchRequests:
                 executor.check_machine()
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        if self.run_key is not None and any(isinstance(part_of(executor, each), OffersToMachines) for each in requests):
+        if self.operator is not None and offers_to_machines(executor, config):
             raise ConfigError(
                 "machines that join get no secrets, and so no keys: a signed run cannot be offered to them. Launch it "
-                "unsigned, or with another executor."
+                "with signed=False (--unsigned), or with another executor."
             )
         if isinstance(executor, Places):
             check_places(config, executor, prices_of(executor, config.ranks_of(0)))
@@ -164,9 +164,8 @@ class LaunchRequests:
             code = keys.code(self._code())
             signed = "" if self.dry else readable_url(self.url, self.storage_options, code, CODE_URL_LIFETIME_S)
             secrets[bootstrap.ENV_URL] = signed
-        if self.run_key is not None:
-            who = replica_id, attempt
-            secrets |= secrets_of_attempt(self.run_key, self.launched.run_sha256, *who, shares_machine)
+        if self.operator is not None:
+            secrets |= secrets_of_attempt(self.operator, self.launched.run_sha256, replica_id, attempt)
         ranks = list(map(self._of_leg.ranks_of, range(replica_id + 1)))
         return LaunchRequest(
             self.run.run_id,
@@ -216,6 +215,12 @@ class LaunchRequests:
                 "cannot start elsewhere. Attach to it there, or launch a new run with this executor."
             )
         return self.run.code_sha256
+
+
+def offers_to_machines(executor: ServerlessExecutor, config: RunConfig) -> bool:
+    """Whether the executor offers a replica of the run to machines that join."""
+    requests = [LaunchRequest("run", each, 1, []) for each in range(config.most_replicas)]
+    return any(isinstance(part_of(executor, each), OffersToMachines) for each in at_each_place(executor, requests))
 
 
 def at_each_place(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> list[LaunchRequest]:

@@ -219,7 +219,7 @@ class RecordEvents:
             beat = self._records.heartbeat(*who)
             if beat is None:  # its machine may be waited for, for hours
                 pause_s = max(least_s, min((now - state.since) / 5, _LONGEST_START_S))
-            elif state.beat is not None and state.beat.counter == beat.counter:
+            elif state.beat is not None and state.beat.counter >= beat.counter:
                 pause_s = least_s
             else:
                 pause_s = pace.heartbeats_read_s(self._config, self._seen.round_s)

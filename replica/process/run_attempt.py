@@ -50,7 +50,7 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.replica.attempt.attempt import Attempt, claim_attempt
 from diloco_orchestrator.replica.attempt.heartbeat import HeartbeatWriter
-from diloco_orchestrator.run_log.run_store import of_run
+from diloco_orchestrator.run_log.run_store import KEY_VARIABLES, of_run
 from diloco_orchestrator.store.open_store import LASTING, open_store
 
 log = logging.getLogger(__name__)
@@ -373,8 +373,14 @@ def load_training_libraries(environ: Mapping[str, str]) -> None:
 
 
 def process_environment() -> Mapping[str, str]:
-    """A copy of the environment, read once at process entry."""
-    return dict(os.environ)
+    """A copy of the environment, read once at process entry. Keys of the run are then gone from the original.
+
+    So neither training nor the processes that it starts inherit them.
+    """
+    environ = dict(os.environ)
+    for name in KEY_VARIABLES:
+        os.environ.pop(name, None)
+    return environ
 
 
 TAIL_CHARACTERS = 65_536

@@ -46,6 +46,7 @@ _WHY_NOT: Mapping[str, str] = {
     "wants": "requests for a payload",
     "payloads put again": "checked against the manifest where they were needed",
     "replays": "of an earlier version; nobody reads them",
+    "keys": "certificates and rotations, which the run's key has signed",
     "retention": "what somebody asked to delete, beyond the run's own settings",
     "snapshot records": "when and by whom a snapshot was written; its files and base are checked",
     "unfinished snapshots": "files without a snapshot.json, which nobody loads",
@@ -158,6 +159,8 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
         return "other starts", False
     if keys.began.parse(key) or keys.follows.parse(key):
         return "what replicas began with", False
+    if keys.rotation.parse(key) or keys.colleague.parse(key):
+        return "keys", False
     if key in (keys.KL_RECORD, keys.KL_REFERENCE):
         return "drift reference", True
     if (leg := keys.begin.parse(key) or keys.halt.parse(key) or keys.result.parse(key)) is not None:

@@ -1,0 +1,62 @@
+"""Records about the keys of a signed run: rotations, and certificates of colleagues. The run's key signs them.
+
+`protocol.signatures` has certificates and bytes, docs/inside/signed-runs.md the model.
+"""
+
+import re
+from typing import ClassVar
+
+from pydantic import Field
+
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import Sha256
+from diloco_orchestrator.protocol.record_format import Record
+from diloco_orchestrator.protocol.signatures import Operator, PublicKey
+
+_OF_LEG = re.compile(r"legs/([0-9]+)/.*", re.DOTALL)
+
+
+class Rotation(Record):
+    """keys/<epoch>.json: from a leg (start or resume to stop) on the keys of the epochs before count no more.
+
+    They go on to count for what is before: earlier legs, rounds and attempts.
+    """
+
+    record: ClassVar[str] = "rotation"
+    epoch: int = Field(ge=2)  # that begins
+    names: PublicKey  # signs names of the epoch's objects
+    from_leg: int = Field(ge=2)  # the first leg of the epoch
+    after_round: int = Field(ge=0)  # the last round of the epochs before; 0: none was committed
+    commit_sha256: Sha256 | None  # of that round's commit
+    attempts: dict[str, int]  # by replica id: the number of the newest attempt of the epochs before
+    by: str
+    why: str
+
+    def is_before(self, key: str) -> bool:
+        """Whether the object with this key is of the epoch that begins here, or of a later one.
+
+        An object whose key names no leg, round or attempt is of the first epoch.
+        """
+        if (leg := _OF_LEG.fullmatch(key)) is not None:
+            return int(leg[1]) >= self.from_leg
+        named = keys.parse_attempt(key)
+        if (who := (named.replica_id, named.attempt) if named else keys.began.parse(key)) is not None:
+            return int(who[1]) > self.attempts.get(str(who[0]), 0)
+        round_ = keys.parse_round(key)
+        return round_ is not None and round_ > self.after_round
+
+
+class Colleague(Record):
+    """keys/colleagues/<identity>.<epoch>.json: somebody else may launch and supervise the run, with their own key."""
+
+    record: ClassVar[str] = "colleague"
+    epoch: int = Field(ge=1)  # until whose end
+    identity: str = Field(pattern="^[0-9a-f]{32}$")  # digest of the identity's text, as `signing.identity` has it
+    operator: Operator  # certifies the colleague's key
+    sealed: str  # the private name keys, for the colleague alone, in URL-safe base64
+    by: str
+
+
+def epoch_of(key: str, rotations: tuple[Rotation, ...]) -> int:
+    """The epoch whose keys name and sign the object with this key. `rotations`: all of the run, in order."""
+    return 1 + sum(rotation.is_before(key) for rotation in rotations)
