@@ -246,7 +246,9 @@ def main() -> None:
         "codec": "int4",
         "args": {"scale": given.scale} | ({"text": given.text} if given.text else {}),
     }
-    if given.scale == "gpu":
+    if given.scale == "cpu":
+        options["replica_state"] = "round"  # so that `diloco audit` can train any of them again
+    else:
         keys = {name: os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY") if name in os.environ}
         two_clouds = MixedExecutor([(ModalExecutor(gpu="H100"), 2), (HFJobsExecutor(hardware="h200"), 2)])
         options |= {"executor": two_clouds, "secrets": keys, "max_cost_usd": 40}
