@@ -176,7 +176,7 @@ def chooses_scatter(path: str, numel: int, codec: str, world_size: int, most: in
 
 
 def path_of(config: RunConfig, fragments: Iterable[int]) -> Literal["gather", "scatter_reduce"]:
-    """How a run that begins now averages. `fragments`: elements of each fragment of the model."""
+    """Name of the way in which a run that begins now averages. `fragments`: elements of each fragment of the model."""
     if config.path == "auto" and config.adapters == "exact":
         return "gather"  # steps of products need every payload
     numel = max(fragments, default=0)

@@ -45,6 +45,7 @@ class JoinSettings:
     once: bool = False  # leave after one attempt
     hours: float | None = None  # leave so many hours after `Machine` was made, on its clock; None: stay
     gpus: str | None = None  # CUDA_VISIBLE_DEVICES of the replica, such as "2,3"; None: as it is here
+    ranks: int | None = None  # processes that train a replica together here; None: as the run's configuration says
     every_s: float = 5.0  # seconds between two requests to the bucket; well below the executor's lost_after_s
 
 
@@ -244,11 +245,13 @@ class Machine:
         offer = taken.record
         folder = Path(tempfile.mkdtemp(prefix="diloco-join-"))
         gpus = {} if self._settings.gpus is None else {"CUDA_VISIBLE_DEVICES": self._settings.gpus}
+        ranks = [] if self._settings.ranks is None else ["--ranks", str(self._settings.ranks)]
         attempt = TakenAttempt(
             self._store,
             offer,
             taken.sha256,
             folder,
+            arguments=ranks,
             env={**{name: value for name, value in self._environ.items() if name not in KEY_VARIABLES}, **gpus},
             clock=self._clock,
             stamp=self._stamp,
