@@ -239,7 +239,6 @@ class Island:
     def score(self, items: Sequence[Any]) -> list[float]:
         """Held-out scores, one per item in their order, in every rank. Each of R ranks scores every R-th item.
 
-
         Ranks between which tensors are parallel score the same items, as one rank. A rank that is dealt fewer scores
         its last item again, because a sharded model needs all ranks in each forward pass.
         """
