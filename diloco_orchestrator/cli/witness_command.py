@@ -1,4 +1,4 @@
-"""`diloco witness`: states the heads of a run's log from another account, in a place of its own."""
+"""`diloco witness`: states the newest commit of a run's log from another account, in a folder or bucket of its own."""
 
 import sys
 
