@@ -52,9 +52,10 @@ def _exactly(how: str, parts: Sequence[Part], lengths: Sequence[int]) -> Aggrega
 
 
 def trimmed(how: str, count: int) -> int:
-    """Number of values left out at each end when `count` values of a coordinate are averaged.
+    """Number of values that an aggregate leaves out at each end when it averages `count` values of a coordinate.
 
-    A median keeps the middle one or two; a trimmed mean leaves out a quarter, one of three, none of two; a mean none.
+    `how`: its name. A median keeps the middle one or two; a trimmed mean leaves out a quarter, one of three, none of
+    two; a mean none.
     """
     if how == "mean" or count < 3:
         return 0

@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A contribution that was left out of the average of one shard."""
+    """A contribution that an aggregate left out of the average of one shard, and how far it pointed from the others."""
 
     replica_id: int
     shard: int
@@ -47,7 +47,7 @@ class LeftOut:
 
 
 class Aggregate(Protocol):
-    """One pseudo-gradient computed shard by shard from several contributions, each given as a `Part`."""
+    """One pseudo-gradient computed shard by shard from several replicas' contributions, each given as a `Part`."""
 
     @property
     def left_out(self) -> Sequence[LeftOut]:

@@ -67,7 +67,7 @@ def _defined_in_main(name: str) -> str:
 
 
 def _found(module: str, name: str) -> Any:
-    """The object that `module:name` names among the modules imported in this process; None if there is none."""
+    """The object `name` of the imported module `module`; None if this process has imported no such object."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)

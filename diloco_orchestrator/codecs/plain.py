@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class _Unprotected:
-    """Wraps read-only memory so that numpy treats it as writable, and torch does not warn of it."""
+    """Read-only memory wrapped so that numpy treats it as writable and torch gives no warning."""
 
     def __init__(self, body: memoryview) -> None:
         import numpy as np

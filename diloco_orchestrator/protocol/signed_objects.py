@@ -26,7 +26,7 @@ _NAME = re.compile(r"(.+)/(?:([1-9][0-9]{0,8})\.)?([A-Za-z0-9_-]{86})", re.DOTAL
 def is_named(key: str) -> bool:
     """Whether a signed run stores the object with this key under a name that only holders of its keys can foretell.
 
-    True as well for any object below that key.
+    True as well for any object below that key in the folder.
     """
     if key.startswith(keys.SNAPSHOTS):
         return _RECORD_OF_SNAPSHOT.fullmatch(key) is not None
@@ -54,7 +54,7 @@ class StoredName:
 
 
 def stored_name(key: str, take: int, signature: bytes) -> str:
-    """The name under which an object is stored. `signature`: by the name key, over `named_bytes`."""
+    """The name under which a signed run stores the object at `key`. `signature`: over `named_bytes`."""
     return str(StoredName(key, take, to_text(signature)))
 
 
@@ -73,10 +73,11 @@ def is_overwritten(key: str) -> bool:
 
 
 def why_not_by(who: tuple[int, int], key: str, body: bytes) -> str:
-    """Reason why an attempt's key does not speak for an object; empty if it may. `who`: (replica id, attempt).
+    """Reason why an attempt's signature on an object is not valid authorship; empty if it is. `who`: (replica id,
+    attempt).
 
-    The run's key may sign everything; an attempt's what `protocol.kinds` lets attempts write, and, where the key or the
-    record names its author, only in its own name. So what cannot be parsed is no commit of an attempt.
+    The run's key may sign everything; an attempt's key what `protocol.kinds` lets attempts write, and, where the key or
+    the record names its author, only in its own name. So what cannot be parsed is no commit of an attempt.
     """
     kind = kind_at(key)
     if kind is None:

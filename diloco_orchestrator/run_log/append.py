@@ -39,7 +39,7 @@ def join_or_create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
 
 
 def _begin_first_leg(log: RunLog, by: str, stamp: Stamp) -> RunLog:
-    """Create the begin record of leg 1, the run until its first stop, unless it exists."""
+    """Create the record that begins the run, until its first stop, unless it exists."""
     begin = Begin(
         **stamp(),
         leg=1,

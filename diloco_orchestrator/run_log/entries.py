@@ -28,7 +28,10 @@ class Entry(Generic[R]):
 
 @dataclass(frozen=True)
 class CommitEntry:
-    """A commit (`written`: as stored; `commit`: as readers use it, averaging nobody if void) and its bytes' sha256."""
+    """A commit with the sha256 of its bytes: as stored (`written`), and as readers use it (`commit`).
+
+    The two differ for a void commit, which contradicts the log: readers use one that averages nobody.
+    """
 
     commit: Commit  # as readers use it: `protocol.weights`, `protocol.void_commits`
     sha256: str
@@ -60,7 +63,7 @@ class CommitEntry:
         return replace(self, commit=commit, void=why, contradicts=why, unlinked=unlinked)
 
     def counted(self, commit: Commit) -> Self:
-        """This entry, void for wrong weights alone, with `commit`, which averages nobody, in place of its own."""
+        """This entry with `commit`, which averages nobody, for a commit whose only fault is its weights."""
         return replace(self, commit=commit)
 
     @property

@@ -1,6 +1,6 @@
-"""The folder of a run as its readers and writers must see it: of a signed run only what its keys have signed.
+"""The folder of a run as its readers and writers must see it: of a signed run only objects that its keys have signed.
 
-`signing.signed_store` does it, for whoever opens a run's folder.
+`signing.signed_store` filters the objects and finds the keys.
 """
 
 import os
@@ -25,7 +25,7 @@ from diloco_orchestrator.store.base import Store
 
 
 def of_run(store: Store, environ: Mapping[str, str] | None = None) -> Store:
-    """`store`, a run's folder, with only signed objects in it if the run is signed; `store` itself if it is so already.
+    """`store`, a run's folder, restricted to validly signed objects if the run is signed; else unchanged.
 
     `environ`: the environment that may hold keys; None: this process's.
     """
@@ -33,10 +33,7 @@ def of_run(store: Store, environ: Mapping[str, str] | None = None) -> Store:
 
 
 def unsigned_in(store: Store) -> list[str]:
-    """The objects that this process has met below a signed run's folder and that do not exist for it: "name: why".
-
-    At most 1,000.
-    """
+    """Objects in a signed run's folder that this process ignored for their signatures: "name: why"; at most 1,000."""
     signed = signed_store_in(store)
     return [] if signed is None else [f"{name}: {why}" for name, why in sorted(signed.debris().items())]
 
@@ -48,7 +45,7 @@ def is_signed(store: Store) -> bool:
 
 
 def new_key() -> RunKey:
-    """A key for a run that begins: that in this process's environment, else a new one, which nothing holds yet."""
+    """The private key for a run that begins: the one in this process's environment, else a new one."""
     text = os.environ.get(ENV_RUN_KEY)
     return RunKey.parse(text) if text else RunKey.generate()
 

@@ -100,7 +100,7 @@ def _written(path: Path, text: str) -> Path:
 
 
 def needs_key(url: str, signed_by: SignedBy, what: str) -> ConfigError:
-    """The error for an action, `what`, in the run at `url` for which this process has no keys."""
+    """Error for an action, named `what`, that needs private keys of the run at `url`, which this process lacks."""
     return ConfigError(
         f"{what} needs keys of {url}, which is signed by {signed_by.key}. They are in the state folder of who launched "
         f"the run: `diloco key {url} --export` prints them there, for {ENV_RUN_KEY} here; or have this user certified "

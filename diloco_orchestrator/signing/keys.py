@@ -118,12 +118,12 @@ class RunKey:
 
     @classmethod
     def generate(cls) -> Self:
-        """A new key, from the system's random numbers."""
+        """A new private key of a run, from the system's random numbers."""
         return cls(os.urandom(KEY_BYTES))
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The key from its `text`. Raises `ConfigError` for another text, such as one that was cut."""
+        """Private key of a run from its text form. Raises `ConfigError` for another text, such as one that was cut."""
         try:
             return cls(_seed(text.strip()))
         except ValueError:

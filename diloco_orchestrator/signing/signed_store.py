@@ -1,7 +1,7 @@
-"""`SignedStore`: the store interface over a run's folder, in which only what the run's keys signed exists.
+"""`SignedStore`: the store interface over a run's folder that shows only objects signed by the run's keys.
 
-Above it nobody need know whether a run is signed: keys and contents are the same. Below it an object is stored under a
-name that only holders of the run's keys can foretell, and a record ends with its author's signature.
+Its users need not know whether a run is signed: keys and contents are the same. In the bucket an object has a name that
+only holders of the run's keys can foretell, and a record ends with its author's signature.
 """
 
 import copy
@@ -51,7 +51,7 @@ _MOST_DEBRIS = 1_000  # objects that `debris` names one by one
 
 @dataclass
 class _Rules:
-    """The names and signatures of one signed run's objects. `signer`: this process's keys; None: it can only read."""
+    """Stored names and signatures of one signed run's objects. `signer`: this process's keys; None: it only reads."""
 
     run_sha256: Sha256
     signed_by: SignedBy
@@ -83,7 +83,7 @@ class _Rules:
         return self.signed_by.names if epoch == 1 else self.rotations[epoch - 2].names
 
     def name_of(self, key: str, take: int = 0) -> str | None:
-        """The name under which the object is stored; None if this process holds no key to make it."""
+        """The name under which the object at `key` is stored; None if this process holds no key to make it."""
         if (private := self.private_name_key(key)) is None:
             return None
         if (key, take) not in self.names:
@@ -91,7 +91,7 @@ class _Rules:
         return self.names[key, take]
 
     def is_name(self, found: StoredName) -> bool:
-        """Whether an object with this key and take is stored under this name."""
+        """Whether this is a valid stored name of an object: whether the run's keys have signed it."""
         key, take, name = found.key, found.take, str(found)
         if (ours := self.name_of(key, take)) is not None:
             return ours == name
@@ -117,7 +117,10 @@ class _Rules:
         return take + 1
 
     def sealed(self, key: str, body: bytes) -> bytes:
-        """`body` with this process's signature. Needs a signer. Raises `TypeError`, a bug of ours, for another's."""
+        """The object's content `body` followed by this process's signature. Needs a signer.
+
+        Raises `TypeError`, a bug of ours, for an object that another author has to sign.
+        """
         assert self.signer is not None, "who only reads signs nothing"
         private, certificate = self.signer.key, self.signer.certificate
         if key.startswith(keys.KEYS):
@@ -130,7 +133,7 @@ class _Rules:
         return body + Signature(certificate=certificate, signature=to_text(signature)).line()
 
     def opened(self, key: str, data: bytes) -> bytes | str:
-        """The content of a signed object; the reason, as text, if the object was not signed by who may write it."""
+        """The content of a signed object; or, as text, the reason if it was not signed by one who may write it."""
         found = split_signed(data)
         if found is None:
             return "it has no signature"
@@ -165,7 +168,7 @@ class _Rules:
         return self.certified[of]
 
     def note(self, name: str, why: str) -> None:
-        """Add an object that does not exist for this run to `debris`."""
+        """Record that the object `name` is ignored in this signed run. `why`: the reason."""
         name = name if name.isprintable() else ascii(name)  # such as one that would write lines of its own
         if name in self.debris or len(self.debris) < _MOST_DEBRIS:
             self.debris[name] = why
@@ -183,7 +186,7 @@ class SignedStore:
     """
 
     def __init__(self, beneath: Store, environ: Mapping[str, str]) -> None:
-        """`environ`: the environment in which keys are looked for, after which in this user's state folder."""
+        """`environ`: the environment in which private keys are sought first, then in this user's state folder."""
         self.beneath = beneath
         self.environ = environ
         self._known: list[_Rules | None] = []  # one item once run.json was read; copies of this store share it
@@ -202,7 +205,7 @@ class SignedStore:
         return bool(self._known) and self._known[0] is not None
 
     def debris(self) -> Mapping[str, str]:
-        """Reasons by name of the first 1,000 objects that this process has met and that do not exist for a signed run.
+        """Reasons by name of the first 1,000 objects in the folder that this process ignored, as not signed validly.
 
         Empty for an unsigned run.
         """
@@ -285,7 +288,7 @@ class SignedStore:
         return self._known[0].rotations if self._known and self._known[0] is not None else ()
 
     def _rules(self, key: str) -> _Rules | None:
-        """The rules for the object with this key; None if it is stored as it is."""
+        """Names and signatures for the object at `key`; None if it is stored under its key and unsigned."""
         if not is_named(key):
             return None
         if not self._known:
@@ -333,9 +336,9 @@ class SignedStore:
         return self.beneath.get(name, 0, most_bytes(key) + 1 + LONGEST_LINE)
 
     def _name(self, rules: _Rules, key: str, take: int = 0) -> str:
-        """The name under which an object is stored; who has no key lists the names below its key.
+        """The name under which the object at `key` is stored. A process without a key lists the names below its key.
 
-        Raises `ObjectMissing` if who has no key finds none.
+        Raises `ObjectMissing` if it then finds none.
         """
         if (ours := rules.name_of(key, take)) is not None:
             return ours

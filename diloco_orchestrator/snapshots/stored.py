@@ -39,7 +39,7 @@ class StoredSnapshot:
         self._model_file: tuple[str, dict[str, torch.Tensor]] | None = None  # the one read last
 
     def file(self, name: str) -> bytes:
-        """A file that the record names. Raises `RecordInvalid` if its digest is not the recorded one."""
+        """A file of the snapshot. Raises `RecordInvalid` if its digest is not the one in `snapshot.json`."""
         key = keys.snapshot(self.round, name, self.take)
         named = self.record.files[name]
         data = self.store.get(key, 0, named.size + 1)

@@ -63,7 +63,7 @@ def check_cost_limit(config: RunConfig, hourly_usd: Sequence[float | None]) -> N
 def check_places(config: RunConfig, places: Places, prices: Mapping[str, Price | None]) -> None:
     """Raise `ConfigError` if a price is missing, or if a money limit does not pay for `replicas` at the cheapest place.
 
-    `prices`: US dollars an hour of one replica's machine by the name of each of `places`, or None.
+    A place is one of a run's several executors. `prices`: US dollars an hour of a replica's machine by place, or None.
     """
     for name, price in sorted(prices.items()):
         if price is None:
@@ -106,10 +106,11 @@ class LegBudget:
         self.left_usd = config.max_cost_usd  # as of the last `enforce` that read costs; None: no limit
 
     def enforce(self, now: float, wall_time: float) -> str:
-        """Request a halt of the run once the hours of its leg are used up, or its dollars do not pay for another round.
+        """Request a halt of the run once its hours are used up, or its dollars do not pay for another round.
 
-        Returns the reason to stop the run at once, in mid-round, where all dollars are used up; else empty. Reads costs
-        at most every 5 s. `now`: seconds on this process's monotonic clock; `wall_time`: seconds since 1970.
+        Both count since its last start or resume. Returns the reason to stop the run in mid-round, where all dollars
+        are used up; else empty. Reads costs at most every 5 s. `now`: seconds on this process's monotonic clock;
+        `wall_time`: seconds since 1970.
         """
         if self._unlimited or (self._next_at is not None and now < self._next_at):
             return ""

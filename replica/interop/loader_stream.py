@@ -158,7 +158,7 @@ class LoaderStream:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, which rank 0 of this replica returned. The caller restores the process's random state.
 
-        Where the batches were dealt over another number of ranks, this one goes on behind all that those have taken.
+        Where the batches were dealt over another number of ranks, this rank continues after all those that they took.
         """
         self.epoch, self._taken, self._before = state["epoch"], state["taken"], state["before"]
         deal, cycle = self._deal, self._deal.of * self._deal.block
@@ -209,7 +209,7 @@ class LoaderStream:
 
 
 class _Epochs:
-    """Iterates over one epoch after another; all batches are made, and those of others dropped."""
+    """Iterates over one epoch of a loader after another. All batches are made, and those of other replicas dropped."""
 
     def __init__(
         self, base: Iterable[Any], is_ours: Callable[[int], bool], order: DealtOrder, chance: rng.Apart
@@ -279,7 +279,7 @@ class _MapEpochs(_Epochs):
 
 
 class _Window:
-    """A sampler of a DataLoader, whose iterator of indices is set anew for each epoch."""
+    """A sampler for a DataLoader that yields the indices set for the current epoch."""
 
     def __init__(self) -> None:
         self.indices: Iterator[Any] = iter(())

@@ -19,7 +19,7 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(frozen=True)
 class Disagreement:
-    """The first object that differs from its recomputed content: its key, and the difference as text."""
+    """The first object of a run that differs from its recomputed content: its key, and the difference as text."""
 
     key: str
     words: str
@@ -27,7 +27,7 @@ class Disagreement:
 
 @dataclass
 class Verification:
-    """The result of `verify`: the checks, what could not be checked, and the first disagreement."""
+    """The result of `verify`: what was checked, what could not be checked, and the first disagreement."""
 
     url: str
     checked: Counter[str] = field(default_factory=Counter)  # how many objects, or bytes, of each kind
@@ -114,7 +114,10 @@ def optional(key: str, read: Callable[[], T]) -> T:
 
 
 def needed(key: str, read: Callable[[], T | None], why: str) -> T:
-    """The result of `read`. Raises `Differs` if the object `key` is invalid or missing; `why` it must exist."""
+    """The result of `read`, which reads the object `key`. Raises `Differs` if that is invalid or missing.
+
+    `why`: the reason why it must exist.
+    """
     found = optional(key, read)
     if found is None:
         raise Differs(key, f"is missing, though {why}")
