@@ -76,7 +76,7 @@ def listed_gpus(listing: str) -> tuple[str, ...]:
 
 
 def gpus_of(first: int, ranks: int, gpus: Sequence[str]) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES for a replica of `ranks` processes: its GPUs are those from number `first` on, modulo all.
+    """CUDA_VISIBLE_DEVICES for a replica of `ranks` processes: consecutive GPUs from number `first` on, counted round.
 
     At most all GPUs, each once: the replica refuses more ranks than it sees GPUs.
     """

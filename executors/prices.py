@@ -22,7 +22,7 @@ class Price:
 
 @dataclass(frozen=True)
 class PriceTable:
-    """On-demand prices of a provider, as they were known on a day."""
+    """On-demand prices of a provider, copied from its list on the day `as_of`."""
 
     name: str
     url: str  # where today's are

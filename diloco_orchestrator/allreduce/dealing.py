@@ -36,15 +36,18 @@ _ROUND_TRIP_S, _BYTES_PER_S = 0.05, 62.5e6
 
 
 def at_once_for(numel: int) -> int:
-    """Reduced shards of `numel` elements that are read at the same time, so that they take 256 MiB, or are four."""
+    """Number of averaged shards of `numel` elements that a rank reads at the same time: as many as take 256 MiB, at
+    least four.
+    """
     return max(_FEWEST_AT_ONCE, min(MOST_PARALLEL, _IN_FLIGHT // max(1, _BYTES_IN_FLIGHT * numel)))
 
 
 def average_codec_of(codec: str) -> str | None:
-    """Codec through which an average by scatter-reduce passes; None for payloads in fp32: it stays as it is.
+    """Name of the codec in which averages by scatter-reduce are sent; None if payloads are in fp32: then averages are
+    too.
 
-    It is that of the payloads, or the one for fine parameters if theirs needs error feedback: what encoding loses of an
-    average nobody keeps.
+    It is the payloads' codec `codec`, or the one for fine parameters if that codec needs error feedback: for an average
+    no replica keeps the encoding's error to add it to the next one.
     """
     found = get_codec(codec).fine or codec
     return None if found == EXACT else found
@@ -62,8 +65,8 @@ def dealers(
     """The two ranks, owner and checker, that both average a shard for all others in this round; another pair each
     round.
 
-    The first two ranks of `among` (default: all) without `but`, in turn from `round_id + shard` on; fewer if there are
-    fewer.
+    They are the first two ranks in turn from `round_id + shard` on that are in `among` (default: all) and are not
+    `but`; fewer if fewer are left.
     """
     in_turn = ((round_id + shard + step) % world_size for step in range(world_size))
     return tuple(islice((rank for rank in in_turn if rank != but and (among is None or rank in among)), 2))
@@ -112,7 +115,7 @@ def bytes_down(lengths: Sequence[int], codec: str, world_size: int) -> tuple[int
 
 
 def reduced_size(numel: int, codec: str | None) -> int:
-    """Bytes of an averaged shard of `numel` elements. `codec`: that of averages, None for fp32 as it is."""
+    """Bytes of an averaged shard of `numel` elements. `codec`: of averages; None: they are in fp32."""
     return get_codec(codec or EXACT).encoded_size(numel)
 
 
@@ -136,10 +139,11 @@ def bytes_down_of_round(payload_bytes: float, lengths: Sequence[int], codec: str
 
 
 def predicted_s(numel: int, codec: str, world_size: int, most: int) -> tuple[float, float]:
-    """Seconds in which a rank moves its bytes and sends its requests, (by gather, by scatter-reduce), over `LINK`.
+    """Seconds that a rank's transfers and requests take over `LINK`: (by gather, by scatter-reduce), for three ranks or
+    more.
 
-    For three ranks or more. Payload shards are written four at a time, and up to `MOST_PARALLEL` objects read at the
-    same time. `most`: the largest number of elements in a shard.
+    Payload shards are written four at a time, and up to `MOST_PARALLEL` objects read at the same time. `most`: the
+    largest number of elements in a shard.
     """
     whole = [stop - start for start, stop in shard_ranges(numel, most)]
     lengths = [stop - start for start, stop in shard_ranges(numel, shard_numel_for(numel, world_size, most))]
@@ -185,9 +189,9 @@ def path_of(config: RunConfig, fragments: Iterable[int]) -> Literal["gather", "s
 
 
 def scatters(config: RunConfig, start: Start) -> bool:
-    """Whether a run averages by scatter-reduce. What `path="auto"` takes is fixed by the start record.
+    """Whether a run averages by scatter-reduce. With `path="auto"` its start record says which way was chosen.
 
-    Without it in an earlier version's record: the shards of a gather have the length of the setting.
+    In a start record of an earlier version, which does not say it, shards shorter than the setting mean scatter-reduce.
     """
     if config.path == "auto":
         return start.path == "scatter_reduce" if start.path else start.shard_numel < config.shard_numel

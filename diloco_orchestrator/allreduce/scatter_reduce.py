@@ -1,9 +1,10 @@
 """`ScatterReduce`: the mean of contributions, of which each rank averages some shards and reads the averages of others.
 
-With N ranks and payloads of c bytes a gather moves (N-1) c bytes to every rank, this less than 3 c and the size of the
-encoded mean, whatever N. The *owner* and the *checker* of a shard both average it from the payloads, and publish what
-came out. The others use it where both agree on its bytes, and average the payloads where they do not. So a reduced
-shard decides no bit of the mean: it is a cache. Averages pass through a codec, whoever makes them.
+With N ranks and payloads of c bytes a gather moves (N-1) c bytes to every rank, a scatter-reduce less than 3 c and the
+size of the encoded mean, whatever N is. Two ranks, the *owner* and the *checker* of a shard, both average it from the
+payloads and publish the digest of the result. The others use the owner's result where the two digests are equal, and
+average the payloads themselves where they differ. So no published average changes a bit of the mean: it only saves
+reading. Every rank encodes averages in the same codec and decodes them again.
 """
 
 import logging

@@ -90,7 +90,7 @@ def join(
 
 
 def ranks_here(environ: "Mapping[str, str]", ranks: int | None) -> tuple[int | None, bool]:
-    """The number of ranks of a replica on this machine, None for the run's, and whether this process is to join.
+    """Number of ranks of a replica on this machine, None for the run's setting, and whether this process is to join.
 
     `ranks`: of the command line. Under torchrun, which sets the variables in `environ`, the first process joins and
     starts ranks, by default as many as torchrun has processes; the others have nothing to do. Raises `ConfigError` if

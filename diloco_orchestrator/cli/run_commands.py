@@ -89,7 +89,7 @@ def _what_runs(command: Callable[..., Any]) -> Callable[..., Any]:
 @_what_runs
 @json_option
 def run_(entrypoint: str, store: str, as_json: bool, **given: Any) -> int:
-    """Launch a run of your own training function and supervise it until it ends.
+    """Launch a run of your own training function, and supervise it until it ends.
 
     FUNCTION is called with a ReplicaContext in every replica. It may also be PKG.MOD:FUNCTION, looked up from the
     current folder too.

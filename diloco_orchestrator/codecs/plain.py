@@ -47,7 +47,9 @@ def little_endian(body: "torch.Tensor", dtype: "torch.dtype") -> "torch.Tensor":
 
 @functools.cache
 def compiled() -> "ModuleType | None":
-    """`codecs.compiled`, of the same bytes, where numba is installed; None elsewhere, and on big-endian machines."""
+    """The module `codecs.compiled`, which gives the same bytes, where numba is installed; None elsewhere, and on
+    big-endian machines.
+    """
     if sys.byteorder == "big" or importlib.util.find_spec("numba") is None:
         return None
     try:

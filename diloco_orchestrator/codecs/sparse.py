@@ -108,7 +108,7 @@ def _largest(kept: int, sizes: "torch.Tensor") -> "torch.Tensor":
 
 
 def _largest_on_gpu(kept: int, sizes: "torch.Tensor") -> "torch.Tensor":
-    """The same for `sizes` on a GPU, by torch."""
+    """The result of `_largest` for `sizes` on a GPU, computed by torch."""
     import torch
 
     least = sizes.topk(kept, dim=1).values[:, -1:]

@@ -108,7 +108,9 @@ class Codec:
         return EncodedBlock(data, decoded, _measured(decoded))
 
     def rounded(self, values: "torch.Tensor") -> "tuple[memoryview, torch.Tensor]":
-        """Encode as `encode_block` does: the bytes, and the values that they decode to, unmeasured."""
+        """The bytes that `encode_block` returns for `values`, and the values that they decode to; the error is not
+        measured.
+        """
         import torch
 
         data = self.pack(values)

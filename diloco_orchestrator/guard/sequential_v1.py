@@ -449,7 +449,9 @@ class _NewLow(NewLow):
 
 @dataclass
 class MetricChannels(RememberedTogether):
-    """All statistics of the rule "sequential-v1". Values are relative to the first round's: a shift changes nothing."""
+    """All statistics of the rule "sequential-v1". Values are relative to the first round's: adding a constant changes
+    no verdict.
+    """
 
     noise: Noise = field(default_factory=Noise)  # of the held-out score
     gap_noise: Noise = field(default_factory=Noise)  # of the training metric minus it

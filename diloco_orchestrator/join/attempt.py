@@ -126,9 +126,10 @@ def end_of(code: int, asked: ReplicaStatus | None) -> ReplicaStatus:
 
 
 class TakenAttempt:
-    """Runs an attempt in `folder`, shows by its lease that it is alive, and obeys a coordinator's records about it.
+    """Runs an attempt (process of a replica) in `folder` that this machine has taken from an offer in the bucket.
 
-    `begin`, `attend` and `record` are called once each, in this order; `ask_to_end` and `kill` at any time.
+    Renews a lease in the bucket while the process lives, and ends it if the coordinator cancels the attempt. `begin`,
+    `attend` and `record` are called once each, in this order; `ask_to_end` and `kill` at any time.
 
     Args:
         store: the run's folder.

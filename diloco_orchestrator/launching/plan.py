@@ -241,7 +241,7 @@ class LaunchPlan:
         ]
 
     def _ranks(self) -> list[str]:
-        """A line about the processes of each replica; empty where each is one."""
+        """A line about the ranks (processes) of each replica; empty if each replica has one."""
         if not self.ranks:
             return []
         counts = f"{self.ranks[0]} each" if len(set(self.ranks)) == 1 else ", ".join(map(str, self.ranks))

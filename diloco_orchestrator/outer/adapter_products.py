@@ -167,7 +167,12 @@ def merged(weight: torch.Tensor, residual: torch.Tensor, scaling: float) -> torc
 def with_residuals(
     parameters: Named, fragments: Sequence[Sequence[str]], pairs: Sequence[AdapterPair]
 ) -> tuple[dict[str, torch.Tensor], list[tuple[str, ...]]]:
-    """The first base's parameters plus zero residuals, which take no memory yet, and its fragments, residuals last."""
+    """The first base's parameters with a zero residual for each adapter pair, and its fragments with one of residuals
+    last.
+
+    A residual is the part of an adapter's averaged product B·A that its factors do not hold. The zeros take no memory
+    yet.
+    """
     zero = torch.zeros((), dtype=torch.float32, device="cpu")
     residuals = {pair.residual: zero.expand(parameters[pair.b].shape[0], parameters[pair.a].shape[1]) for pair in pairs}
     return {**parameters, **residuals}, [*map(tuple, fragments), tuple(sorted(residuals))]

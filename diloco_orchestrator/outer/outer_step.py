@@ -79,8 +79,9 @@ def average_and_step(
         named: (manifest, weight) of the contributions that a commit averages.
         read: (manifest, shard index) -> verified bytes.
         aggregate: one of `allreduce.aggregate.AGGREGATES`; with `adapters` the mean.
-        codec: that the average passes through (`Commit.average_codec`); None, as always with `adapters`: it is exact.
-        averages: the average of each shard, float32, if they are made already; None: they are made here. Those of other
+        codec: in which the average is encoded and decoded again (`Commit.average_codec`); None, as always with
+            `adapters`: it is not.
+        averages: the average of each shard, float32, if already computed; None: they are computed here. Those of other
             ranks' shards are not read.
         left_out: list to which contributions that the aggregate leaves out are appended.
     """

@@ -49,7 +49,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Noted:
-    """A head (last commit) of a run's log that somebody noted outside its bucket."""
+    """A head (newest commit of a run's log) that somebody noted outside the run's bucket."""
 
     head: Head
     words: str = "was noted"  # completes "the head 35:0123… "

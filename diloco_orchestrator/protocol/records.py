@@ -165,7 +165,9 @@ class Began(Record):
 
 
 class Follows(Record):
-    """start/<replica>/follows.json: digest of the start record (of a first base) that a replica adopted for good."""
+    """Record start/<replica>/follows.json: digest of the start record (of a first base) that a replica adopted for
+    good.
+    """
 
     record: ClassVar[str] = "follows"
     replica_id: int = Field(ge=0)

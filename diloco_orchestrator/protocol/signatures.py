@@ -62,7 +62,7 @@ class SignedBy(Part):
 
 
 class Operator(Part):
-    """The run key's word that a key is that of a launcher or coordinator of the run."""
+    """The run key's signed statement that a public key belongs to a launcher or coordinator of the run."""
 
     epoch: int = Field(ge=1)  # 1, and one more for each rotation of the run's keys before
     key: PublicKey

@@ -91,9 +91,9 @@ def why_barred_differ(commit: Commit, before: Before, checks: Iterable[Checked])
 
 
 def why_average_differs(commit: Commit, codec: str | None) -> str:
-    """Reason why a commit's average passes through another codec than the run's settings give; empty if it does not.
+    """Reason why a commit's average is encoded in another codec than the run's settings give; empty if it is not.
 
-    `codec`: the one that they give; None: none. A commit may name none: earlier versions encoded no average.
+    `codec`: the one that the settings give; None: none. A commit may name none: earlier versions encoded no average.
     """
     return "" if commit.average_codec is None else _differs("codec of the average", commit.average_codec, codec)
 

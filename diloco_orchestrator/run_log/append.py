@@ -69,7 +69,8 @@ def append_commit(log: RunLog, commit: Commit) -> CommitEntry:
 def request_halt(log: RunLog, by: str, reason: str, stamp: Stamp, new_keys: bool = False) -> None:
     """Create the request to stop the run after its open round, if missing. Raises `ConfigError` after the stop.
 
-    `new_keys`: of a signed run: whoever supervises it then replaces its keys and goes on with the next leg.
+    `new_keys`: whether the process that supervises the run, which is signed, then replaces its keys and begins the next
+    leg (start or resume to stop).
     """
     leg = log.newest_begin().record.leg
     if (result := log.result(leg)) is not None:

@@ -56,14 +56,17 @@ class CommitEntry:
         return cls(stands_for_it, sha256, stands_for_it, unreadable=why)
 
     def voided(self, commit: Commit, why: str, unlinked: bool = False) -> Self:
-        """This entry marked void (contradicts the log), with `commit`, which averages nobody, for readers instead.
+        """This entry marked void, because its commit contradicts the log; readers use `commit`, which averages nobody,
+        instead.
 
         `why`: the contradiction. `unlinked`: whether it is that the commit does not name the digest of the one before.
         """
         return replace(self, commit=commit, void=why, contradicts=why, unlinked=unlinked)
 
     def counted(self, commit: Commit) -> Self:
-        """This entry with `commit`, which averages nobody, for a commit whose only fault is its weights."""
+        """This entry with `commit` in place of its own, whose weights are wrong: a copy that averages no
+        contribution.
+        """
         return replace(self, commit=commit)
 
     @property

@@ -269,7 +269,10 @@ class LegRecords:
         return self.known_out(leg)
 
     def known_out(self, leg: int) -> dict[int, Out]:
-        """Replicas launched no more in a leg (start or resume to stop), by the keys of the last listing, by id."""
+        """Records of the replicas that get no further attempt in a leg (start or resume to stop), by replica id.
+
+        Those that the last listing showed.
+        """
         found = {}
         for key in self._listed_outs:
             of_leg, replica_id = keys.out.parse(key) or (0, 0)

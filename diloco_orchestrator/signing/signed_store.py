@@ -64,11 +64,13 @@ class _Rules:
     debris: dict[str, str] = field(default_factory=dict)  # reasons, by the names of objects that do not exist
 
     def epoch_of(self, key: str) -> int:
-        """The epoch (until the first rotation, or from one to the next) whose keys name and sign the object."""
+        """The epoch of the keys that name and sign the object `key`: 1, and one more after each rotation of the run's
+        keys.
+        """
         return epoch_of(key, self.rotations)
 
     def private_name_key(self, key: str) -> Ed25519PrivateKey | None:
-        """The key that names this object, if this process holds it."""
+        """The private key that signs the name of the object at `key`; None if this process does not hold it."""
         if self.signer is None:
             return None
         if key.startswith(keys.KEYS):
@@ -91,7 +93,7 @@ class _Rules:
         return self.names[key, take]
 
     def is_name(self, found: StoredName) -> bool:
-        """Whether this is a valid stored name of an object: whether the run's keys have signed it."""
+        """Whether a stored object's name carries a valid signature by the run's keys."""
         key, take, name = found.key, found.take, str(found)
         if (ours := self.name_of(key, take)) is not None:
             return ours == name
@@ -109,7 +111,9 @@ class _Rules:
         self.names[key, take] = name
 
     def pass_over(self, key: str, take: int, name: str, why: str) -> int:
-        """Note that nobody signed the object under this take; returns the next take."""
+        """Note that the object with the name `name` is unsigned, for the reason `why`; returns the next take, to read
+        instead.
+        """
         self.note(name, why)
         if len(self.taken) >= _MOST_NAMES:
             self.taken.clear()
@@ -151,7 +155,7 @@ class _Rules:
         return body
 
     def _why_not_by(self, certificate: Certificate | Operator, key: str, body: bytes) -> str:
-        """Reason why this author's key does not speak for an object; empty if it may."""
+        """Reason why a signature with this certificate must be rejected on the object at `key`; empty if valid."""
         operator = certificate.operator if isinstance(certificate, Certificate) else certificate
         if operator.epoch < (epoch := self.epoch_of(key)):
             return f"its author's key is of epoch {operator.epoch} of the run's keys; a rotation began epoch {epoch}"
@@ -213,7 +217,9 @@ class SignedStore:
         return {} if rules is None else dict(rules.debris)
 
     def _learn(self, run_json: bytes) -> None:
-        """Follow the rules of this run.json. Raises `StoreError` if another one, of a signed run, was read before."""
+        """Take the rules of signing from run.json. Raises `StoreError` if another one, of a signed run, was read
+        before.
+        """
         sha256 = sha256_hex(run_json)
         if self._known:
             if self._known[0] is not None and sha256 != self._known[0].run_sha256:
@@ -229,7 +235,9 @@ class SignedStore:
         self._known.append(None if run.signed_by is None else self._rules_of(run.signed_by, sha256))
 
     def _rules_of(self, signed_by: SignedBy, run_sha256: Sha256) -> _Rules:
-        """The rules of a signed run: its rotations, which anybody can check, then the keys of this process."""
+        """The rules of signing of a run: its rotations of keys, whose signatures are checked, then the keys of this
+        process.
+        """
         rules = _Rules(run_sha256, signed_by, None)
         found = {}
         for info in self.beneath.list(keys.KEYS):
@@ -254,7 +262,7 @@ class SignedStore:
         return found or self._certified_here(rules)
 
     def _certified_here(self, rules: _Rules) -> Signer | None:
-        """The keys of this user, if the run's key has certified them for this run."""
+        """The keys of this user, if the run's key has certified them for this run; else None."""
         user = identity(self.environ, make=False)
         if user is None:
             return None
@@ -267,14 +275,14 @@ class SignedStore:
         return Signer(user.signing, tuple(each.private for each in names), found.operator)
 
     def learn_anew(self) -> None:
-        """Read run.json and the rotations of its keys again with the next call, after a rotation."""
+        """Forget run.json and the rotations (replacements of its keys), so that the next call reads them again."""
         self._known.clear()
 
     @property
     def operator(self) -> Signer | None:
-        """This process's keys as a launcher or coordinator of the signed run; None if it has none for its newest epoch.
+        """This process's private keys as a launcher or coordinator of the signed run.
 
-        Also None before run.json was read.
+        None if it has none of the newest epoch (since the last rotation of keys), or run.json was not read yet.
         """
         rules = self._known[0] if self._known else None
         found = None if rules is None else rules.signer
@@ -284,7 +292,7 @@ class SignedStore:
 
     @property
     def rotations(self) -> tuple[Rotation, ...]:
-        """The rotations of a signed run's keys that were there when run.json was read."""
+        """The rotations (replacements of a signed run's keys) that existed when run.json was read."""
         return self._known[0].rotations if self._known and self._known[0] is not None else ()
 
     def _rules(self, key: str) -> _Rules | None:
@@ -313,7 +321,10 @@ class SignedStore:
         return body[start:end]
 
     def _opened(self, rules: _Rules, key: str) -> bytes:
-        """The content of the first take of a record that its author has signed. Raises `ObjectMissing` without one."""
+        """The content of the record at `key` under the first of its names whose object has a valid signature.
+
+        Raises `ObjectMissing` if there is none.
+        """
         take, why = 0 if is_overwritten(key) else rules.taken.get(key, 0), ""
         while True:
             try:
@@ -379,7 +390,9 @@ class SignedStore:
         self.beneath.put(name, rules.sealed(key, data) if is_signed(key) else data)
 
     def _name_to_write(self, rules: _Rules, key: str) -> str:
-        """The first name of an object that this process writes. Raises `ConfigError` without a key for it."""
+        """The name under which this process writes the object at `key`. Raises `ConfigError` without a key that signs
+        it.
+        """
         if (name := rules.name_of(key)) is None:
             raise needs_key(self.url, rules.signed_by, f"writing {key}")
         return name

@@ -153,7 +153,9 @@ def dtypes_of(parameters: Sequence[ParameterInfo]) -> dict[str, torch.dtype]:
 
 
 def files_of_base(names: Collection[str], naming: Naming, dtypes: Mapping[str, torch.dtype], where: str) -> list[str]:
-    """The files with parts of a base: the "outer" group, and the model's files if they have fp32 parameters."""
+    """Names of the snapshot's files that hold a base: those of the group "outer", and the model's if it has fp32
+    parameters.
+    """
     outer = group_files(OUTER_GROUP, names, where)
     in_model = any(dtype == torch.float32 for dtype in dtypes.values())
     return [*outer, *(group_files(naming.group, names, where) if in_model else ())]

@@ -38,7 +38,8 @@ def limit_reached(config: RunConfig, used: LegCost, next_usd: float = 0.0) -> st
 
 
 def next_round_usd(used: LegCost, committed_at: Sequence[float], now: float) -> float:
-    """US dollars for what is left of the open round, one more, and the machines' end; 0 before the second commit.
+    """US dollars that the rest of the open round, one more round and ending the machines will cost; 0 before the second
+    commit.
 
     Rounds are taken to be as long as the longest of the last ones. `committed_at`: times of their commits, oldest
     first. Times are seconds since 1970.

@@ -159,10 +159,10 @@ class PlaceBook:
         return found
 
     def observe(self, views: Sequence[ReplicaView], now: float) -> list[int]:
-        """Record which attempts train by now, and which have ended before they did.
+        """Record which attempts train by now, and which ended before they did.
 
-        Returns the replicas whose newest attempt ended without a heartbeat, while another place (executor) refuses
-        nobody: there the replica may train, however often others failed.
+        Returns the replicas that may train at another place (executor) however often they failed: those whose newest
+        attempt ended without a heartbeat while another place accepts launches.
         """
         for view in views:
             state, who = view.state, view.who
@@ -210,7 +210,7 @@ def place_views(
 ) -> list[placing.PlaceView]:
     """All places (executors) as a coordinator knows them, by name: their prices, measured speeds and refusals.
 
-    `seen`: the answers of places so far.
+    `seen`: the refusals and machines that launches at each place got so far.
     """
     known = placing.speeds(measured, {name: price.tflops if price else None for name, price in prices.items()})
     found = []

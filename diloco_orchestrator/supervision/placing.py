@@ -46,7 +46,9 @@ class PlaceView:
 
     @property
     def quiet_until(self) -> float:
-        """When a replica may be ended for the sake of this place; in the past if it refuses nobody."""
+        """Time until which no replica is ended to be moved to this place (executor); in the past if the place refuses
+        nobody.
+        """
         if self.refused_since is None:
             return -math.inf
         without_s = self.refused_at - max(self.refused_since, self.trained_at)
@@ -358,10 +360,10 @@ def _offer(view: PlacesView, now: float, limits: Limits) -> Decision:
 
 
 def _worth(view: PlacesView, now: float, mean: float) -> float:
-    """US dollars per token with which places are compared before machines beyond `least` are opened or ended.
+    """US dollars per token to which a place's are compared before it gets a machine beyond `least`, or loses one.
 
-    Those of the cheapest place that may be expected to have machines; where that one has none now, those of the
-    cheapest that has, but at most `mean`.
+    They are those of the cheapest place that is expected to have machines; if it has none now, those of the cheapest
+    one that has, but at most `mean`.
     """
     used = {each.place for each in view.counted if each.trains}
     expected = here = math.inf
@@ -376,9 +378,9 @@ def _worth(view: PlacesView, now: float, mean: float) -> float:
 
 
 def _mean(view: PlacesView, without: SeatView | None = None) -> float:
-    """US dollars per token of the machines that train, all together; 0 if none does. `without`: one that is left out.
+    """US dollars per token of all training machines together; 0 if none trains. `without`: a machine to leave out.
 
-    A machine whose tokens cost less lowers it, and with it what the whole run costs.
+    A machine whose tokens cost less than this lowers it, and with it the cost of the whole run.
     """
     training = [each for each in view.counted if each.trains and each is not without and each.place in view.by_name]
     speed = math.fsum(view.by_name[each.place].tokens_per_s for each in training)

@@ -42,10 +42,10 @@ _END = object()
 
 @dataclass(frozen=True)
 class Deal:
-    """Which batches of a stream, numbered from 0 over all epochs, one rank takes: in turn, `block` rounds at a time.
+    """The batches of a stream, numbered from 0 over all epochs, that one rank takes.
 
-    The `ranks` ranks of a replica take `ranks * block` batches that follow each other, of each `of * block`, behind
-    those of replicas with `before` ranks. Among these the batches go to the ranks one by one. `rank`: this one.
+    Each `of * block` consecutive batches are divided among the replicas: the `ranks` ranks of this one take `ranks *
+    block` of them, after those of replicas with `before` ranks in all, one by one in turn. `rank`: this one.
     """
 
     before: int = 0
@@ -56,7 +56,7 @@ class Deal:
 
     @classmethod
     def over(cls, ranks: Sequence[int], replica_id: int, rank: int = 0, block: int = 1) -> "Deal":
-        """The deal of a rank of a replica. `ranks`: the number of ranks of each replica."""
+        """The assignment of batches to a rank of a replica. `ranks`: the number of ranks of each replica."""
         return cls(sum(ranks[:replica_id]), ranks[replica_id], rank, sum(ranks), block)
 
     def takes(self, index: int) -> bool:

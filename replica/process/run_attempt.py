@@ -376,7 +376,8 @@ def load_training_libraries(environ: Mapping[str, str]) -> None:
 
 
 def process_environment() -> Mapping[str, str]:
-    """A copy of the environment, read once at process entry. Keys of the run are then gone from the original.
+    """A copy of the environment, read once at process entry. Private keys of a signed run are removed from the
+    original.
 
     So neither training nor the processes that it starts inherit them.
     """

@@ -22,7 +22,11 @@ log = logging.getLogger(__name__)
 
 
 class BaseRepair:
-    """Rebuilds a replica's base where others contradict it, and drops work that was trained from a wrong one."""
+    """Recomputes a replica's base (the parameters a round starts from) where the digests of others' differ from its
+    own.
+
+    It also drops work that was trained from a wrong base.
+    """
 
     def __init__(
         self, attempt: Attempt, tip: HeldTip, claims: BaseClaims, averages: FalseAverages, contributor: Contributor

@@ -59,7 +59,7 @@ class DriftMeter:
         self._measured = (opened.round, opened.version)
 
     def _refer_to(self, shown: ShownBase) -> None:
-        """Measure from the model in `shown`, which has the first base, from now on."""
+        """Make the model in `shown`, which has the first base, the reference of all later measurements."""
         if not self._has_reference:
             self._probe.load(self._probe.reference_of(shown.model))
             self._has_reference = True

@@ -281,7 +281,7 @@ def ranks_on_one_batch(model: torch.nn.Module, rank: int) -> tuple[int, ...]:
 
 
 def _meshes_of_fsdp(model: torch.nn.Module) -> set[str | None]:
-    """The names of the mesh dimensions over which `fully_shard` shards a model. None: of a mesh without names."""
+    """The names of the mesh dimensions over which `fully_shard` shards a model; None for a mesh without names."""
     names: set[str | None] = set()
     for module in model.modules():
         if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):

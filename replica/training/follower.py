@@ -31,7 +31,9 @@ def signal_state(ranks: Ranks, going: bool, step_count: int, round_: int, *, sto
 
 
 def served(island: Island) -> Signal:
-    """In a rank other than 0: make the calls that rank 0 signals, and return its signal to go on or to end."""
+    """Run, in a rank other than 0, the methods that rank 0 calls, and return its signal to continue training or to end
+    it.
+    """
     while (signal := island.ranks.next_signal()).kind == CALL:
         assert signal.call is not None, "it is a call"
         name, args, number = signal.call

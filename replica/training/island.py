@@ -347,7 +347,7 @@ class Island:
             self.seek(epoch, batches)
 
     def opened(self, inner_steps: int) -> None:
-        """At the opening of a round: set all ranks' buffers to rank 0's, and the other ranks' random generators.
+        """Set all ranks' buffers to rank 0's, and the other ranks' random generators, at the opening of a round.
 
         Their generators are seeded from run, replica, the replica's inner steps so far, and the rank; those of ranks
         that share rank 0's batches get its state. So a restarted replica draws the same numbers, though no record holds

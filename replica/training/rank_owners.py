@@ -1,7 +1,8 @@
-"""`RankOwners`: the ranks of a replica, each with some shards of the base; rank 0 makes all of them run a function.
+"""`RankOwners`: the ranks (processes) of a replica, each holding some shards of the base, the parameters that a round
+starts from.
 
 Rank 0 sends a function and its arguments; each other rank runs it in a thread of its own, beside its training, and
-sends back the result. The messages go through a gloo group of their own, so that shards move between replica and bucket
+sends back the result. The messages use a separate gloo process group, so that shards move between replica and bucket
 while the ranks train.
 """
 
@@ -107,7 +108,8 @@ class RankOwners(Owners):
         self._dropped.append(number)
 
     def close(self) -> None:
-        """End the thread in which the other ranks do what this one sends; called in every rank, after the last call.
+        """End the thread in which each other rank runs the functions that rank 0 sends. Called in every rank, after the
+        last call.
 
         A process group cannot be destroyed while a thread waits in it.
         """

@@ -34,9 +34,12 @@ GO, END, CALL = range(3)  # the signals of rank 0 to the others, at a step bound
 
 
 class Signal(NamedTuple):
-    """A message of rank 0 to the other ranks: `GO`, `END` or `CALL`, with two numbers.
+    """A message of rank 0 to the other ranks: to continue training (`GO`), to end it (`END`) or to run a method
+    (`CALL`).
 
-    `call`: name and arguments of a call, and the number under which its result is kept, if it is.
+    `first`, `second`: for `GO` and `END` the inner steps so far, and the round with flags (`follower`); for `CALL` the
+    length of the message and 0. `call`: name and arguments of the method, and the number under which its result is
+    stored, if it is.
     """
 
     kind: int
@@ -109,14 +112,19 @@ class Ranks:
             ) from None
 
     def close(self) -> None:
-        """End the threads between the ranks of a replica that its user started; no more calls follow. In every rank."""
+        """End the threads of this rank that exchange messages with other ranks. Called in every rank, after the last
+        call.
+        """
         if self._owners is not None:
             self._owners.close()
 
     # -- signals of rank 0 -----------------------------------------------------------------------------------------
 
     def signal(self, kind: int, first: int = 0, second: int = 0) -> None:
-        """In rank 0: send the signal `kind`, `GO` or `END`, with two numbers to all other ranks. One broadcast."""
+        """Send the signal `kind`, `GO` (continue training) or `END`, from rank 0 to all other ranks. One broadcast.
+
+        `first`, `second`: as in `Signal`.
+        """
         if self.ranks > 1:
             dist.broadcast(torch.tensor([kind, first, second]), 0, self._calls)
 

@@ -74,7 +74,7 @@ class VaultScorer:
         self._scores = tuple(map(_change, dealt, now, before))
 
     def take(self) -> tuple[VaultScore, ...]:
-        """The score changes measured since the last call, one per share; then empty."""
+        """The score changes measured since the last call, one per share; empty if none was measured since."""
         taken, self._scores = self._scores, ()
         return taken
 

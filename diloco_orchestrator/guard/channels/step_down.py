@@ -38,10 +38,10 @@ _Row = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Basis:
-    """Orthonormal regressors for some rounds before and since a step, whitened for AR(1) noise with autocorrelation
-    `rho`.
+    """Orthonormal regressors of held-out scores over some rounds, for a step down after some of them.
 
-    Each but the level's has no component along the level; `climb` has none along the step either.
+    They are whitened for AR(1) noise with autocorrelation `rho`. All are orthogonal to the level (a constant); `climb`
+    (a line up to the step) is orthogonal to the step too.
     """
 
     level: _Row

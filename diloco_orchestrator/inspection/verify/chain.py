@@ -177,9 +177,10 @@ class _Verifier:
         return not self._done.signed_by or keys.snapshot(found[0], "", found[1]) in self._snapshots.named
 
     def _check_rotations(self) -> None:
-        """Raise `Differs` unless each rotation of the keys names the commit that the log has there.
+        """Raise `Differs` unless each rotation (replacement of the run's keys) names the commit that the log has before
+        it.
 
-        So who holds keys of before and may overwrite cannot write the log before anew.
+        So a holder of replaced keys who may overwrite objects cannot rewrite the part of the log before the rotation.
         """
         for rotation in rotations_of(self._store):
             entry = self._log.commit(rotation.after_round) if rotation.after_round else None

@@ -101,8 +101,8 @@ def check_canonical(key: str, data: bytes) -> None:
 def optional(key: str, read: Callable[[], T]) -> T:
     """The result of `read`, which reads the object `key`. Raises `Differs` if that is no valid record of its kind.
 
-    Raises `RecordTooNew` or `RecordTooOld` where the run itself is of another version: where its configuration, its
-    start, or a leg or commit of its log is. Any other record of another version is one that somebody put there.
+    Raises `RecordTooNew` or `RecordTooOld` if the run's configuration, its start, a leg (start or resume to stop) or a
+    commit is of another version. Any other record of another version is treated as one that a stranger wrote.
     """
     try:
         return read()
