@@ -90,7 +90,7 @@ def join(
 
 
 def ranks_here(environ: "Mapping[str, str]", ranks: int | None) -> tuple[int | None, bool]:
-    """The number of ranks of a replica on this machine, None for the run's, and whether this process is to join.
+    """Number of ranks of a replica on this machine, None for the run's setting, and whether this process is to join.
 
     `ranks`: of the command line. Under torchrun, which sets the variables in `environ`, the first process joins and
     starts ranks, by default as many as torchrun has processes; the others have nothing to do. Raises `ConfigError` if
@@ -112,7 +112,7 @@ def ranks_here(environ: "Mapping[str, str]", ranks: int | None) -> tuple[int | N
 
 
 def only_own_offers(store: "Store") -> Callable[["Offer"], str]:
-    """A function that returns why an offered attempt is not what this user launched; empty text if it is.
+    """A function that returns why an offer (attempt for machines that join) is not what this user launched, or "".
 
     Raises `ConfigError` unless this user launched the run here and run.json, from which offers follow, is unchanged.
     """
@@ -137,7 +137,7 @@ def only_own_offers(store: "Store") -> Callable[["Offer"], str]:
     run = run_log.run
 
     def launched(offer: "Offer", settings: str) -> tuple[str, list[str], dict[str, str], str]:
-        """The contents that an offer (attempt for machines that join) of this run must have with these settings."""
+        """Run id, command, environment and code that this run's offer of an attempt must have with `settings`."""
         pinned, secrets = Launched(run_log.run_sha256, settings), dict.fromkeys(run.secret_names, "")
         requests = LaunchRequests(run, pinned, store.url, secrets=secrets)
         command, env = requests.program(offer.replica_id, offer.attempt, shares_machine=False)

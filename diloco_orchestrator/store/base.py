@@ -14,7 +14,7 @@ OBJECT_LIMIT = 2**30
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """One entry of a listing."""
+    """Key and size of one object of a store, as a listing returns them."""
 
     key: str
     size: int  # bytes
@@ -75,7 +75,7 @@ class GivesUrls(Protocol):
 
 @runtime_checkable
 class KnowsEndpoint(Protocol):
-    """A store whose URL alone does not say where it is: another server may have a bucket of the same name."""
+    """A store whose URL alone does not determine it: several servers may have a bucket of the same name."""
 
     @property
     def endpoint(self) -> str:

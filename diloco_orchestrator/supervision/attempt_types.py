@@ -35,7 +35,7 @@ BUDGETED = frozenset({Outcome.PREEMPTED, Outcome.TIMED_OUT, Outcome.NO_CAPACITY,
 
 @dataclass(frozen=True)
 class Beat:
-    """The newest heartbeat that this coordinator has read, and when its counter last moved."""
+    """The newest heartbeat of an attempt that this coordinator has read, and when its counter last increased."""
 
     counter: int
     at: float
@@ -279,7 +279,7 @@ class LegStopped:
 
 @dataclass(frozen=True)
 class Replaced:
-    """Event: a later attempt of the replica exists. Its intent may name `outcome` and `took_part` of this attempt."""
+    """Event: a later attempt of the replica exists. The record that announces it may name how this one ended."""
 
     outcome: Outcome | None = None
     reason: str = ""
@@ -326,7 +326,7 @@ class AbandonLaunch:
 
 @dataclass(frozen=True)
 class WriteHandle:
-    """Effect: create `handle.json`."""
+    """Effect: create the record of the handle by which the provider knows the attempt's process (`handle.json`)."""
 
     handle: ReplicaHandle
     hourly_usd: float | None
@@ -341,7 +341,7 @@ class WriteWaiting:
 
 @dataclass(frozen=True)
 class WriteCancel:
-    """Effect: create `cancel.json`."""
+    """Effect: create the record that the attempt is cancelled, and why (`cancel.json`)."""
 
     why: str
 

@@ -14,10 +14,10 @@ from diloco_orchestrator.replica.training.ranks import Ranks
 
 
 def group_of_replica(replica_id: int) -> Any:
-    """The processes of the default group as a gloo group, if they are ranks of one replica; None otherwise.
+    """The processes of torch's default group as a gloo group, if they are ranks of one replica; None otherwise.
 
-    They are if the default group exists and all its processes are of this `replica_id`, which every process of it calls
-    this with. Raises `ConfigError` if only some are.
+    They are if that group exists and all its processes have this `replica_id`; every process of it calls this. Raises
+    `ConfigError` if only some have.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -38,13 +38,14 @@ def joined_in_group(
     adopted: Callable[[int, int, str, Launched], Attempt],
     timeout_s: float,
 ) -> tuple[Attempt, Ranks]:
-    """The attempt of a replica whose ranks are the default group's processes, and this one among them.
+    """The attempt of a replica whose ranks are the processes of torch's default group, and this process among them.
 
     Args:
         group: a result of `group_of_replica`.
         claimed: makes and claims the attempt; called in rank 0.
-        adopted: the same attempt in another rank, by number, leg, the digest of its claim, and those of the run.
-        timeout_s: of a collective of ours.
+        adopted: makes the same attempt in another rank from its number, its leg, the digest of its claim, and the run's
+            digests.
+        timeout_s: limit of each collective operation among the ranks, in seconds.
 
     Raises the error of `claimed` in rank 0, and `ConfigError` with its words in the others.
     """

@@ -1,4 +1,4 @@
-"""`MockManager`: `ObjectStoreManager` for tests of a training loop, with rounds in memory instead of a bucket."""
+"""`MockManager`: an `ObjectStoreManager` for tests of a training loop, with rounds in memory instead of a bucket."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,7 @@ class MockManager(TorchftManager):
         table = _Table(replicas)
         return [cls(replica_id, table, start_step, outer) for replica_id in range(replicas)]
 
-    def _join_rounds(
+    def start(
         self,
         parameters: Mapping[str, torch.Tensor],
         fragments: Sequence[Sequence[str]],
@@ -56,7 +56,7 @@ class MockManager(TorchftManager):
         if values is not None:
             raise ConfigError("a MockManager has no rounds for a sharded model, or for several ranks.")
         self._outer = outer or self._outer
-        return _RoundsInMemory(
+        self._rounds = rounds = _RoundsInMemory(
             self._table,
             self._replica_id,
             Base.fresh(parameters, self._outer),
@@ -64,13 +64,14 @@ class MockManager(TorchftManager):
             self._outer,
             self._start_step,
         )
+        return rounds
 
     def outer_config(self) -> OuterConfig:
         return self._outer
 
 
 class _Table:
-    """Memory shared by the replicas of a group: one barrier, and each replica's published pseudo-gradient."""
+    """The memory shared by the replicas of a `MockManager` group: a barrier, and their published pseudo-gradients."""
 
     def __init__(self, replicas: int) -> None:
         self.barrier = threading.Barrier(replicas)
@@ -78,7 +79,7 @@ class _Table:
 
 
 class _RoundsInMemory:
-    """`Rounds` of one replica in memory: every round waits for every replica, and is applied."""
+    """The rounds of one replica of a `MockManager` group: every round waits for every replica, and is applied."""
 
     def __init__(
         self,

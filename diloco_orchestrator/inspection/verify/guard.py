@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.guard.round_fold import fold_of_commit
+from diloco_orchestrator.guard.round_fold import fields_of, fold_of_commit
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.records import Commit, Contribution, HeldoutSet
@@ -29,18 +29,18 @@ def check_conclusion(
     halt: str,
     void: str = "",
 ) -> None:
-    """Raise `Differs` unless the commit is what the rules of a round derive from its manifests.
+    """Raise `Differs` unless a commit is what the rules of a round derive from its manifests.
 
     Args:
         key: the commit's key, for the disagreement.
         manifests: by replica id; None for one that cannot be parsed or was copied from another key.
-        position: before the round.
+        position: position in the commit log before the round.
         guard: the guard's state before the round.
         heldout: the run's held-out set.
         roster: the replicas that the round waited for.
         fragments: number of fragments of the model.
-        outer_steps: outer steps of the run up to the end of this leg.
-        halt: the reason of the request that the commit obeys; empty if it obeys none.
+        outer_steps: outer steps of the run up to the end of this leg (start or resume to stop).
+        halt: the reason of the halt request that the commit obeys; empty if it obeys none.
         void: reason why the commit averages nobody although it names contributions; empty if it is not void.
     """
     if commit.by_coordinator:
@@ -55,12 +55,8 @@ def check_conclusion(
     named = named if len(named) >= policy.quorum else []
     readable = {replica_id: manifest for replica_id, manifest in manifests.items() if manifest is not None}
     folded = fold_of_commit(commit, guard, readable, heldout, roster, config, position.outer_step)
-    equal(key, "guard", commit.guard, folded.state if folded else guard, "the fold of the scores")
-    equal(key, "verdict", commit.verdict, folded.verdict if folded else None, "the fold of the scores")
-    quarantined = folded.quarantined if folded else ()
-    equal(key, "quarantined", commit.quarantined, quarantined, "the fold of the local scores")
-    discounted = folded.discounted if folded else ()
-    equal(key, "discounted", commit.discounted, discounted, "the scores of its manifests")
+    for name, value in fields_of(folded, guard).items():
+        equal(key, name, getattr(commit, name), value, "the scores of its manifests")
     expected = rounds.conclude(
         Decision(Action.COMMIT, "", tuple(named)),
         position,
@@ -99,11 +95,11 @@ def check_claims(
     digest: str | None,
     done: Verification,
 ) -> None:
-    """Compare the base digests in a round's manifests with `digest`, of the recomputed base it started from.
+    """Compare the base digests in a round's manifests with `digest`, that of the recomputed base it started from.
 
-    `digest` None: not recomputed, so the manifests are compared only with the commit. One replica with another digest
-    is tolerated by the protocol, and noted in `done`. Raises `Differs` if the commit averages several replicas with
-    its base digest, which is not `digest`, or if more of its manifests name another base digest than the commit's.
+    `digest` None: it was not recomputed, so the manifests are compared only with the commit. One replica with another
+    digest is tolerated by the protocol, and noted in `done`. Raises `Differs` if the commit averages several replicas
+    with its base digest, which is not `digest`, or if more of its manifests name another base digest than the commit's.
     """
     claims = {i: m.base_digest for i, m in manifests.items() if m is not None and m.base_digest}
     contributing = {i for i, m in manifests.items() if m is not None and m.kind != "abstention"}
