@@ -144,10 +144,11 @@ class StorageMeter(threading.Thread):
         before = sys.getswitchinterval()
         sys.setswitchinterval(5.0)
         time.sleep(2 * before)  # until nobody waits by the interval of before
-        found = {}
-        for each in gc.get_objects():
-            if type(each) in (torch.Tensor, torch.nn.Parameter) and each.device.type == "cpu":
-                found[_address(each)] = each.untyped_storage().nbytes()
+        found = {
+            _address(each): each.untyped_storage().nbytes()
+            for each in gc.get_objects()
+            if type(each) in (torch.Tensor, torch.nn.Parameter) and each.device.type == "cpu"
+        }
         sys.setswitchinterval(before)
         self._last = sum(size for address, size in found.items() if address not in self._theirs)
         self._most = max(self._most, self._last)
