@@ -6,7 +6,7 @@ no other file. It is longer than most, because whoever looks for a setting finds
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, TypedDict, get_args
 
 from pydantic import (
@@ -263,6 +263,11 @@ class RunConfig(Tree):
         description="processes (ranks) of a replica, on one machine, which train one model with DDP or fully_shard; or "
         "the number for each replica, as in 8,4,1",
     )
+    invited: list[int] = Field(
+        default=[],
+        description="ids of replicas that people with a link run (`diloco invite`), as in 4,5: they contribute, and "
+        "neither commit, nor average for others, nor write the first base or snapshots; needs a signed run",
+    )
     rounds: int = Field(default=100, ge=1, description="outer steps of the run")
     sync_every: int = Field(default=30, ge=1, description="inner steps between outer steps (H)")
     steps: Literal["equal", "equal_time"] = Field(
@@ -371,6 +376,18 @@ class RunConfig(Tree):
     def _listed(cls, value: Any) -> Any:
         return value.strip("[]() ").split(",") if isinstance(value, str) and "," in value else value
 
+    @field_validator("invited", mode="before")
+    @classmethod
+    def _ids(cls, value: Any) -> Any:
+        return value.strip("[]() ").split(",") if isinstance(value, str) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _aggregate_with_strangers(cls, values: Any) -> Any:
+        """Leave out the quarter that agrees least, unless `aggregate` is given, where strangers contribute."""
+        is_of_strangers = isinstance(values, Mapping) and values.get("invited") and values.get("outer") != "sparse"
+        return {"aggregate": "agreeing_mean", **values} if is_of_strangers else values
+
     @model_validator(mode="before")
     @classmethod
     def _weights_of_unequal_work(cls, values: Any) -> Any:
@@ -415,7 +432,8 @@ class RunConfig(Tree):
     @model_serializer(mode="wrap")
     def _without_its_later_field(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # Earlier versions, which do not know these, read the run.json of a run that does not use them.
-        unused = {"max_replicas": None, "ranks_per_replica": 1, "path": "gather", "deal": "ids"}
+        unused: dict[str, Any] = {"max_replicas": None, "ranks_per_replica": 1, "path": "gather", "deal": "ids"}
+        unused["invited"] = []
         return {name: value for name, value in dump(self).items() if name not in unused or value != unused[name]}
 
     @field_validator("guard", mode="before")
@@ -449,6 +467,7 @@ class RunConfig(Tree):
                 'path="gather", or adapters="mean".'
             )
         self._check_ranks()
+        self._check_invited()
         self._check_deal()
         get_codec(self.codec)  # raises `ConfigError` for one that is no row of its table
         self._check_aggregate()
@@ -507,6 +526,20 @@ class RunConfig(Tree):
                         f"{name}={value!r} with ranks_per_replica={given}: it needs the whole model in one process. "
                         f"Set {name}={usual!r}, or ranks_per_replica=1."
                     )
+
+    def _check_invited(self) -> None:
+        """Raise `ConfigError` for ids of invited replicas that the run lacks, or that leave too few others."""
+        others = set(range(self.replicas)).difference(self.invited)
+        if any(not 0 <= each < self.most_replicas for each in self.invited):
+            raise ConfigError(
+                f"invited={self.invited}: the run has replicas 0 to {self.most_replicas - 1}. Name some of these, or "
+                "launch it with more."
+            )
+        if self.invited and len(others) < 2:
+            raise ConfigError(
+                f"invited={self.invited} leaves {len(others)} of {self.replicas} replicas that are not: the others "
+                "commit the rounds and confirm each other's bases. Two or more must not be invited."
+            )
 
     def _check_deal(self) -> None:
         """Raise `ConfigError` if batches are dealt by the log and other settings do not allow it."""
@@ -687,6 +720,7 @@ class RunSettings(TypedDict, total=False):
     max_replicas: int | None
     deal: Literal["ids", "open"]
     ranks_per_replica: int | list[int]
+    invited: Sequence[int] | str
     rounds: int
     sync_every: int
     steps: Literal["equal", "equal_time"]

@@ -87,8 +87,11 @@ class Dealing:
 
 
 def dealing_of(round_: int, config: RunConfig, among: Iterable[int]) -> Dealing | None:
-    """Dealing of a round's shards among some replicas; None for fewer than three, or half of the run's: a gather."""
-    dealing = Dealing(round_, config.most_replicas, frozenset(among))
+    """Dealing of a round's shards among some replicas; None for fewer than three, or half of the run's: a gather.
+
+    Replicas of strangers (`config.invited`) deal nothing.
+    """
+    dealing = Dealing(round_, config.most_replicas, frozenset(among).difference(config.invited))
     return dealing if len(dealing.among) >= max(_FEWEST_DEALERS, config.replicas // 2 + 1) else None
 
 
