@@ -41,7 +41,7 @@ def invite(url: str, replica: int, expires: str, role: str | None, own_credentia
     credentials = None if own_credentials else mint(log.store.url, replica, lasts_s, role)
     where = options_elsewhere(log.store.url, {})
     stamp = Stamp(random_token(), SystemClock().wall_time)
-    user, invitation = create_invitation(log, replica, lasts_s, "diloco invite", stamp)
+    user, invitation = create_invitation(log, replica, lasts_s, stamp)
     link = Link(
         url=log.store.url,
         endpoint_url=where.get("endpoint_url", ""),

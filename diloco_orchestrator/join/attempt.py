@@ -133,6 +133,7 @@ class TakenAttempt:
         offer: of the attempt, which this machine has taken.
         offer_sha256: digest of its bytes.
         folder: on this machine, for its code and output; exists, and is removed by the caller.
+        arguments: of this machine, behind those that the offered command has.
         env: of this machine, which the replica inherits; secrets in it are redacted in the output.
         clock: time, in seconds.
         stamp: who writes the records, and when.
@@ -148,6 +149,7 @@ class TakenAttempt:
         offer_sha256: str,
         folder: Path,
         *,
+        arguments: Sequence[str] = (),
         env: Mapping[str, str],
         clock: Clock,
         stamp: Stamp,
@@ -161,6 +163,7 @@ class TakenAttempt:
         self._offer_sha256 = offer_sha256
         self._name = name_of(offer)
         self._folder = folder
+        self._command = [*offer.command, *arguments]
         code = {bootstrap.ENV_URL: str(folder / "code.zip")} if offer.code is not None else {}
         self._env = {**env, "PYTHONUNBUFFERED": "1", **offer.env, **code}
         self._clock = clock
@@ -198,7 +201,7 @@ class TakenAttempt:
         if (key := self._offer.code) is not None:
             archive = self._patiently(lambda: self._store.get(key))
             (self._folder / "code.zip").write_bytes(archive)
-        self._process = self._start(self._offer.command, self._env, self._file)
+        self._process = self._start(self._command, self._env, self._file)
 
     def attend(self) -> ReplicaStatus:
         """Wait for the process's end; ask for it if this machine leaves, a coordinator cancels, or the time is over.

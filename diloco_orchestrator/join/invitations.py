@@ -61,9 +61,7 @@ def check_may_invite(run_log: RunLog, replica_id: int) -> None:
         )
 
 
-def create_invitation(
-    run_log: RunLog, replica_id: int, lasts_s: float, by: str, stamp: Stamp
-) -> tuple[Identity, Invitation]:
+def create_invitation(run_log: RunLog, replica_id: int, lasts_s: float, stamp: Stamp) -> tuple[Identity, Invitation]:
     """Create an invitation to run a replica for `lasts_s` seconds; returns its new identity and its record.
 
     An attempt that waits for a machine is offered anew, so that its keys are sealed to the identity, too. Raises
@@ -79,7 +77,6 @@ def create_invitation(
         identity=user.public.digest,
         public=user.public.text(),
         not_after=fields["at"] + lasts_s,
-        by=by,
     )
     where = record.epoch, replica_id, record.identity
     Writer(run_log.store, Role.LAUNCHER).create(record, keys.invitation(*where))

@@ -48,6 +48,7 @@ class JoinSettings:
     once: bool = False  # leave after one attempt
     hours: float | None = None  # leave so many hours after `Machine` was made, on its clock; None: stay
     gpus: str | None = None  # CUDA_VISIBLE_DEVICES of the replica, such as "2,3"; None: as it is here
+    ranks: int | None = None  # processes that train a replica together here; None: as the run's configuration says
     every_s: float = 5.0  # seconds between two requests to the bucket; well below the executor's lost_after_s
     signed_by: str | None = None  # the public key that must have signed the run; None: any or none
     run_sha256: str | None = None  # that run.json must have; None: any
@@ -273,11 +274,13 @@ class Machine:
         folder = Path(tempfile.mkdtemp(prefix="diloco-join-"))
         gpus = {} if self._settings.gpus is None else {"CUDA_VISIBLE_DEVICES": self._settings.gpus}
         keys_of_attempt = {ENV_ATTEMPT_KEY: self._keys[name]} if (name := name_of(offer)) in self._keys else {}
+        ranks = [] if self._settings.ranks is None else ["--ranks", str(self._settings.ranks)]
         attempt = TakenAttempt(
             self._store_of(name),
             offer,
             taken.sha256,
             folder,
+            arguments=ranks,
             env={
                 **{name: value for name, value in self._environ.items() if name not in KEY_VARIABLES},
                 **gpus,

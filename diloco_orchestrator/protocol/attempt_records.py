@@ -135,8 +135,7 @@ class Invitation(Record):
     replica_id: int = Field(ge=0)
     identity: str = Field(pattern="^[0-9a-f]{32}$")  # digest of `public`
     public: str  # to which the keys of the replica's attempts are sealed; as `diloco key --me` prints it
-    not_after: float  # seconds since 1970 on the clock of whoever launches attempts, which gives none of them later
-    by: str
+    not_after: float  # seconds since 1970, on the clock of whoever launches attempts and gives it no keys later
 
 
 class Taken(Record):

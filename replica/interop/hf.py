@@ -97,7 +97,8 @@ class ReplicaCallback(TrainerCallback):
         self._metric: Literal["loss", "reward"] = in_loop or ("reward" if reward_functions else "loss")
         if self._metric not in SIGN:
             raise ConfigError(unknown_name("in_loop", self._metric, SIGN))
-        check_trainer(trainer, ctx._attempt.config, ctx.ranks)
+        config = ctx._attempt.config
+        check_trainer(trainer, config, ctx.ranks, config.ranks_of(ctx.replica_id) if shard else None)
         adapt_trainer(trainer, ctx.total_steps)
         self.session: ReplicaSession | None = None  # from the beginning of `train` on
         self._trainer = trainer

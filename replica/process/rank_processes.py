@@ -70,6 +70,7 @@ class RankProcesses:
     """Starts the ranks of an attempt and watches them until all have ended.
 
     Args:
+        ranks: their number.
         arguments: of this process: store, replica, attempt and digests, which every rank gets too.
         should_leave: whether this process was asked to leave; rank 0 is then asked, and signals the others.
     """
@@ -77,6 +78,7 @@ class RankProcesses:
     def __init__(
         self,
         attempt: Attempt,
+        ranks: int,
         arguments: Sequence[str],
         environ: Mapping[str, str],
         clock: Clock,
@@ -87,7 +89,7 @@ class RankProcesses:
         self._environ = environ
         self._clock = clock
         self._should_leave = should_leave
-        self._count = attempt.config.ranks_of(attempt.replica_id)
+        self._count = ranks
         self._timeout_s = attempt.config.retry.hung_after_s
         self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
@@ -95,6 +97,13 @@ class RankProcesses:
 
     def run(self) -> Ending:
         """Start the ranks, and return how the attempt ended once none of them lives."""
+        config, replica_id = self._attempt.config, self._attempt.replica_id
+        if self._count != (said := config.ranks_of(replica_id)) and config.weights == "uniform":
+            log.warning(
+                "this machine trains replica %d with %d ranks, and the run's configuration says %d: its contributions "
+                'count like those of others, however many tokens they are of (weights="uniform")',
+                *(replica_id, self._count, said),
+            )
         with tempfile.TemporaryDirectory(prefix="diloco-ranks-") as folder:
             try:
                 for number in range(self._count):

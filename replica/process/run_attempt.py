@@ -120,7 +120,7 @@ class LeavingNotice:
             raise Preempted("asked to leave; the training loop had taken no step and no batch, so nothing is lost.")
 
 
-def _refuse_ranks(attempt: Attempt) -> Ending:
+def _refuse_ranks(attempt: Attempt, ranks: int) -> Ending:
     raise ConfigError(f"replica {attempt.replica_id} has several ranks, which this process does not start.")
 
 
@@ -137,7 +137,8 @@ def run_attempt(
     load_libraries: Callable[[], None],
     load_entrypoint: LoadEntrypoint,
     interrupt_if: InterruptIf = lambda _: None,
-    train_in_ranks: Callable[[Attempt], Ending] = _refuse_ranks,
+    ranks: int | None = None,
+    train_in_ranks: Callable[[Attempt, int], Ending] = _refuse_ranks,
     dump_stacks_after: Callable[[float], None] = lambda _: None,
 ) -> Ending:
     """Claim attempt `number` of a replica, train, and write its exit record. Returns how it ended.
@@ -150,7 +151,8 @@ def run_attempt(
         load_libraries: imports what training needs, in this thread, while the attempt is claimed in the background.
         load_entrypoint: "module:function" -> the user's training function.
         interrupt_if: `LeavingNotice.interrupt_if` of that notice; called before and after training.
-        train_in_ranks: trains in other processes, for a replica of many ranks.
+        ranks: number of ranks of the replica on this machine; None: that of the configuration.
+        train_in_ranks: trains in so many other processes, for a replica of many ranks.
         dump_stacks_after: called before every heartbeat with a number of seconds: if they pass without another call, so
             that heartbeats have ceased, it has to print the stacks of all threads.
 
@@ -189,8 +191,9 @@ def run_attempt(
         except Exception as error:  # of any kind: without a claim there is no attempt to write records for
             return _unclaimed(error, environ)
         ending = joined.ended or not_loaded
-        if ending is None and joined.attempt.config.ranks_of(replica_id) > 1:
-            ending = caught(lambda: train_in_ranks(joined.attempt))
+        count = joined.attempt.config.ranks_of(replica_id) if ranks is None else ranks
+        if ending is None and count > 1:
+            ending = caught(lambda: train_in_ranks(joined.attempt, count))
             assert ending is not None, "training has an ending"
         elif ending is None:
             ending = call_entrypoint(joined.attempt, load_entrypoint, interrupt_if)

@@ -206,7 +206,7 @@ class Contributor:
             consumed=fields.consumed,
             progress=fields.progress,
             train_s=self._timing.train_s,
-            ranks=ranks if (ranks := attempt.config.ranks_of(attempt.replica_id)) > 1 else None,
+            ranks=ranks if (ranks := attempt.owners.ranks) > 1 else None,
         )
 
     # -- after a round -------------------------------------------------------------------------------------------

@@ -250,6 +250,44 @@ def ranges_in(tensor: torch.Tensor, name: str) -> list[Range]:
     return found
 
 
+def ranks_on_one_batch(model: torch.nn.Module, rank: int) -> tuple[int, ...]:
+    """The ranks that must compute on the same batches as this one, in order: those between which tensors are parallel.
+
+    A mesh dimension over which FSDP shards has other batches in each rank; any other dimension that cuts a DTensor of
+    the model is one of tensor parallelism. Raises `ConfigError` if parameters are tensor-parallel in different groups.
+    """
+    found: set[tuple[int, ...]] = set()
+    sharded_by = _meshes_of_fsdp(model)
+    for name, parameter in model.named_parameters():
+        if not is_sharded(parameter):
+            continue
+        mesh, placements = _mesh_of(parameter)
+        names, where = mesh.mesh_dim_names or (None,) * mesh.ndim, mesh.get_coordinate()
+        cuts = [
+            not each.is_replicate() and label not in sharded_by for each, label in zip(placements, names, strict=True)
+        ]
+        if any(cuts) and where is not None:
+            index = tuple(slice(None) if cut else at for cut, at in zip(cuts, where, strict=True))
+            found.add(tuple(sorted(mesh.mesh[index].flatten().tolist())))
+        if len(found) > 1:
+            raise ConfigError(
+                f"parameter {name!r} is tensor-parallel over the ranks {max(found)}, others over {min(found)}: which "
+                "ranks train on the same batch is not clear. Use one tensor-parallel mesh for the whole model."
+            )
+    return found.pop() if found else (rank,)
+
+
+def _meshes_of_fsdp(model: torch.nn.Module) -> set[str | None]:
+    """The names of the mesh dimensions over which `fully_shard` shards a model. None: of a mesh without names."""
+    names: set[str | None] = set()
+    for module in model.modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            group = getattr(state, "_fsdp_param_group", None)
+            names.update(() if group is None else group.mesh_info.mesh.mesh_dim_names or (None,))
+    return names
+
+
 def _mesh_of(tensor: Any) -> tuple[Any, Any]:
     """The device mesh and the placements of a DTensor."""
     return tensor.device_mesh, tensor.placements

@@ -12,7 +12,7 @@ from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizer
 from diloco_orchestrator.replica.training.island import Island, RankMetrics
 from diloco_orchestrator.replica.training.observed_metrics import ObservedMetrics
 from diloco_orchestrator.replica.training.position import DataCursor
-from diloco_orchestrator.replica.training.ranks import CALL, END, GO, Ranks
+from diloco_orchestrator.replica.training.ranks import CALL, END, GO, Ranks, Signal
 from diloco_orchestrator.replica.training.round_hooks import RoundFn, RoundView
 
 Batch = TypeVar("Batch")
@@ -27,6 +27,16 @@ def signal_state(ranks: Ranks, going: bool, step_count: int, round_: int, *, sto
     """
     flags = _STOPPED * stopped + _PREEMPTED * preempted
     ranks.signal(GO if going else END, step_count, round_ * _FLAGS + flags)
+
+
+def served(island: Island) -> Signal:
+    """In a rank other than 0: make the calls that rank 0 signals, and return its signal to go on or to end."""
+    while (signal := island.ranks.next_signal()).kind == CALL:
+        assert signal.call is not None, "it is a call"
+        name, args, number = signal.call
+        island.ranks.kept(number, getattr(island, name)(*args))
+        del args, signal  # what they hold may have been dropped by rank 0
+    return signal
 
 
 class Follower:
@@ -57,11 +67,7 @@ class Follower:
 
     def serve(self) -> None:
         """Make the calls that rank 0 signals, until its signal is to go on or to end."""
-        while (signal := self._island.ranks.next_signal()).kind == CALL:
-            assert signal.call is not None, "it is a call"
-            name, args, number = signal.call
-            self._island.ranks.kept(number, getattr(self._island, name)(*args))
-            del args, signal  # what they hold may have been dropped by rank 0
+        signal = served(self._island)
         self._going = signal.kind == GO
         self._step_count, self._stepped = signal.first, 0
         self.round, flags = divmod(signal.second, _FLAGS)

@@ -20,7 +20,13 @@ from diloco_orchestrator.outer.base import Base, BaseLayout
 from diloco_orchestrator.protocol.records import Consumed
 from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.replica.training.attached_model import AttachedModel
-from diloco_orchestrator.replica.training.exchange import Move, is_sharded, local_part, owned_by_shard
+from diloco_orchestrator.replica.training.exchange import (
+    Move,
+    is_sharded,
+    local_part,
+    owned_by_shard,
+    ranks_on_one_batch,
+)
 from diloco_orchestrator.replica.training.fp32_shadow import Piece, PseudoGradient
 from diloco_orchestrator.replica.training.heldout_scorer import HeldoutFn, undisturbed, values_of
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
@@ -81,6 +87,10 @@ class Island:
         persistent = attached.module.state_dict().keys()
         self._buffers = {name: each for name, each in attached.module.named_buffers() if name in persistent}
         self._check_same_model()
+        # Ranks with one batch, as of tensor parallelism, are a group: the scores, tokens and items of its first count.
+        groups = ranks.everyone(ranks_on_one_batch(attached.module, ranks.rank))
+        self._groups = sorted(set(groups))
+        self._group = self._groups.index(groups[ranks.rank])
         self._pieces = pieces_in(ranks, attached.parameters)
         self._exchange = Exchange(ranks, attached.parameters, self._pieces)
         self._dealt: tuple[BaseLayout, Exchange] | None = None  # a base's layout, and the exchange with its shards
@@ -225,27 +235,27 @@ class Island:
         return scores
 
     def score(self, items: Sequence[Any]) -> list[float]:
-        """One number per item, in their order, in every rank. Each rank scores every R-th item, all equally many.
+        """One number per item, in their order, in every rank. Each of R ranks scores every R-th item, all equally many.
 
-        A rank that is dealt fewer scores its last item again, because a sharded model needs all ranks in each forward
-        pass.
+        Ranks between which tensors are parallel score the same items, as one rank. A rank that is dealt fewer scores
+        its last item again, because a sharded model needs all ranks in each forward pass.
         """
-        ranks, count = self.ranks.ranks, -(-len(items) // self.ranks.ranks)
+        groups, count = len(self._groups), -(-len(items) // len(self._groups))
         if self._heldout is None:
             raise ConfigError(
                 f"rank {self.ranks.rank} was given no heldout function, and rank 0 was: pass it to ctx.attach in every "
                 "rank."
             )
-        self._share_buffers()
-        mine = [items[index] for index in range(self.ranks.rank, len(items), ranks)]
+        self.share_buffers()
+        mine = [items[index] for index in range(self._group, len(items), groups)]
         padded = [*mine, *[(mine or list(items))[-1]] * (count - len(mine))]
         with undisturbed(self._attached.module):
             values = values_of(self._heldout, self._attached.module, padded, f"rank {self.ranks.rank}")
         every = self.ranks.everyone(values[: len(mine)])
-        return [every[index % ranks][index // ranks] for index in range(len(items))]
+        return [every[self._groups[index % groups][0]][index // groups] for index in range(len(items))]
 
     @torch.no_grad()
-    def _share_buffers(self) -> None:
+    def share_buffers(self) -> None:
         """Set this rank's persistent buffers to rank 0's."""
         if not self._buffers or self.ranks.ranks == 1:
             return
@@ -262,8 +272,9 @@ class Island:
         return _gathered(self.ranks, sharded) if sharded else {}
 
     def metrics(self) -> list[RankMetrics]:
-        """The observations of each rank since the last call, in rank order."""
-        return self.ranks.everyone(self.take_metrics())
+        """The observations of each rank since the last call, in rank order; tokens and items once for each batch."""
+        found, first = self.ranks.everyone(self.take_metrics()), {group[0] for group in self._groups}
+        return [each if rank in first else each._replace(tokens=0, consumed=None) for rank, each in enumerate(found)]
 
     # -- training state --------------------------------------------------------------------------------------------
 
@@ -332,17 +343,22 @@ class Island:
     def opened(self, inner_steps: int) -> None:
         """At the opening of a round: rank 0's buffers everywhere, and new random numbers in the other ranks.
 
-        Their generators are seeded from run, replica, the replica's inner steps so far, and the rank. So a restarted
-        replica draws the same numbers, though no record holds the generators of any rank but 0.
+        Their generators are seeded from run, replica, the replica's inner steps so far, and the rank; those of ranks
+        that share rank 0's batches get its state. So a restarted replica draws the same numbers, though no record holds
+        the generators of any rank but 0.
         """
-        self._share_buffers()
+        self.share_buffers()
+        if len(self._groups[0]) > 1:
+            state = self.ranks.shared(None if self.ranks.rank else rng.capture())
+            if state is not None and self.ranks.rank in self._groups[0][1:]:
+                rng.restore(state)
         self.reseed = lambda: self.seed(f"{self.replica}/step {inner_steps}")
         self.reseed()
 
     def seed(self, words: str) -> None:
-        """Seed the random generators of a rank other than 0 from `words` and its number."""
-        if self.ranks.rank:
-            digest = hashlib.sha256(f"{words}/rank {self.ranks.rank}".encode()).digest()
+        """Seed the random generators of a rank from `words` and its number, unless it shares the batches of rank 0."""
+        if self._group:
+            digest = hashlib.sha256(f"{words}/rank {self._groups[self._group][0]}".encode()).digest()
             rng.seed_all(int.from_bytes(digest[:4], "little"))
 
     def show(self, view: Any) -> None:

@@ -50,8 +50,9 @@ class RankOwners(Owners):
         self._numbers = count(1)
         self._dropped: deque[int] = deque()  # numbers of deleted objects, which the others do not know yet
         self._gone: set[int] = set()  # numbers that were dropped here before their object was made
+        self._server = threading.Thread(target=self._serve, name="shards", daemon=True)
         if rank:
-            threading.Thread(target=self._serve, name="shards", daemon=True).start()
+            self._server.start()
 
     # -- in rank 0 -------------------------------------------------------------------------------------------------
 
@@ -105,6 +106,17 @@ class RankOwners(Owners):
         del self._keys[address]
         self._dropped.append(number)
 
+    def close(self) -> None:
+        """End the thread in which the other ranks do what this one sends; called in every rank, after the last call.
+
+        A process group cannot be destroyed while a thread waits in it.
+        """
+        if self.rank:
+            self._server.join()
+            return
+        with self._one_call:
+            dist.broadcast(torch.tensor([0]), 0, self._group)
+
     # -- in the others ---------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
@@ -115,6 +127,8 @@ class RankOwners(Owners):
                     body = self._received()
                 except RuntimeError as error:
                     log.debug("rank 0 has ended: %s", error)
+                    return
+                if not body:
                     return
                 self._do(body)
 
@@ -166,7 +180,8 @@ class RankOwners(Owners):
         size = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(size, 0, self._group)
         body = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(body, 0, self._group)
+        if len(body):
+            dist.broadcast(body, 0, self._group)
         return body.numpy().tobytes()
 
     def _reply(self, found: Any, error: BaseException | None) -> None:

@@ -106,6 +106,11 @@ class Ranks:
                 "every rank, not under `if rank == 0`."
             ) from None
 
+    def close(self) -> None:
+        """End the threads between the ranks of a replica that its user started; no more calls follow. In every rank."""
+        if self._owners is not None:
+            self._owners.close()
+
     # -- signals of rank 0 -----------------------------------------------------------------------------------------
 
     def signal(self, kind: int, first: int = 0, second: int = 0) -> None:

@@ -307,7 +307,7 @@ def test_joining_needs_trust_in_who_may_write_to_the_bucket(tmp_path: Path):
     leaves_soon = ["--hours", "0.0003", "--every", "0.05"]  # if it should join all the same
     done = diloco_here("join", str(tmp_path / "bucket"), *leaves_soon, cwd=tmp_path)
     assert done.returncode == 2
-    assert "this machine would run the code that" in done.stderr and "Pass --trust-bucket" in done.stderr
+    assert "this machine would run the code that" in done.stderr and "--signed-by" in done.stderr
 
 
 @pytest.mark.parametrize(

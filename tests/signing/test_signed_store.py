@@ -48,7 +48,7 @@ def test_records_are_signed_and_bulk_is_only_named():
     for kind in KINDS:
         (form, *_) = kind.forms
         key = form(*(WORDS.get(name, 2) for name in form.names))
-        outside = key == keys.RUN or key.startswith("join/")
+        outside = key == keys.RUN
         assert is_named(key) is is_signed(key) is not outside
     for key in (keys.payload(1, 0, 1, 0), keys.state(0, 1, 1), keys.reduced_shard(1, 0), keys.log_text(0, 1)):
         assert is_named(key) and not is_signed(key)
