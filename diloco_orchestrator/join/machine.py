@@ -51,7 +51,7 @@ class JoinSettings:
     ranks: int | None = None  # processes that train a replica together here; None: as the run's configuration says
     every_s: float = 5.0  # seconds between two requests to the bucket; well below the executor's lost_after_s
     signed_by: str | None = None  # the public key that must have signed the run; None: any or none
-    run_sha256: str | None = None  # that run.json must have; None: any
+    run_sha256: str | None = None  # that run.json must have, as a link says; None: any
     user: UserIdentity | None = None  # to which an attempt's keys are sealed; None: that of this user
 
 
@@ -253,7 +253,7 @@ class Machine:
     def _keys_in(self, offer: Offer) -> str:
         """The attempt's keys, sealed in its offer for this machine's user. Raises `ConfigError` if they are not."""
         sealed = (offer.sealed or {}).get(self._user.public.digest)
-        if sealed is None and self._settings.user is not None:
+        if sealed is None and self._settings.run_sha256 is not None:
             raise ConfigError(f"{who(offer)}: its keys are not for this link, which was revoked or has expired")
         if sealed is None:
             raise ConfigError(

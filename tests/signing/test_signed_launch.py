@@ -24,8 +24,8 @@ from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.run_store import check_signed_by, keep_key, of_run
-from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, ENV_RUN_KEY, keep
 from diloco_orchestrator.signing.identity import Identity
+from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, ENV_RUN_KEY, keep
 from diloco_orchestrator.signing.keys import RunKey
 from diloco_orchestrator.store.open_store import open_store
 from diloco_orchestrator.supervision.launch_request import LaunchRequests

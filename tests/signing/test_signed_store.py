@@ -19,7 +19,12 @@ from diloco_orchestrator.signing.keys import RunKey
 from diloco_orchestrator.signing.signed_store import SignedStore
 from diloco_orchestrator.store.memory import MemoryStore
 
-WORDS = {"token": "0" * 16, "job": "dl-x", "identity": "0" * 32}  # in keys; other parts are numbers
+WORDS = {
+    "token": "0" * 16,
+    "job": "dl-x-r1-a1",
+    "identity": "0" * 32,
+    "offer": "0" * 32,
+}  # in keys; other parts are numbers
 
 
 def absent(store: SignedStore, key: str) -> bool:
