@@ -128,7 +128,7 @@ class LocalProcessExecutor(RemoteExecutor):
         return process
 
     def _gpu(self, request: LaunchRequest) -> dict[str, str]:
-        """CUDA_VISIBLE_DEVICES for a replica, where this machine has a GPU. Several replicas on one are logged once."""
+        """CUDA_VISIBLE_DEVICES for a replica, if this machine has GPUs. Warns, once, if several replicas share one."""
         if VISIBLE in request.env:
             return {VISIBLE: request.env[VISIBLE]}
         if self._gpus is None:
@@ -155,7 +155,7 @@ class LocalProcessExecutor(RemoteExecutor):
     # -- polling -------------------------------------------------------------------------------------------------
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
-        """Status from the process, its recorded exit code and exit line; UNKNOWN for a process of another host.
+        """The attempt's status from its process, recorded exit code and exit line; UNKNOWN for another host's process.
 
         A process whose time limit or grace period is over is ended.
         """
@@ -189,7 +189,7 @@ class LocalProcessExecutor(RemoteExecutor):
             _signal_group(process, signal.SIGKILL)
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """Send SIGTERM now; `poll` sends SIGKILL once `grace_s` is over. Raises `ExecutorError` on another host."""
+        """Send SIGTERM now; `poll` sends SIGKILL after `grace_s`. Raises `ExecutorError` on another host."""
         process, folder = ProcessId.from_native(handle.native), _folder_of(handle)
         if process.host != platform.node():
             raise ExecutorError(f"replica {handle.replica_id} runs on {process.host}; cancel it there.")

@@ -58,7 +58,7 @@ def unpacked_code() -> Iterator[None]:
 
 
 def print_exit_line(code: int, **fields: Any) -> None:
-    """Print the exit line, the last line of a process's output, for executors that get no exit code.
+    """Print the last line of a process's output, which holds its exit code for providers that report none.
 
     `fields` are JSON beside the code; a `value` that JSON cannot hold becomes null.
     """
@@ -72,7 +72,10 @@ def print_exit_line(code: int, **fields: Any) -> None:
 
 
 def parse_exit_line(lines: Iterable[str]) -> dict[str, Any] | None:
-    """The JSON object in the last complete exit line among `lines`; None without one. Truncated lines do not count."""
+    """The JSON object in the last complete exit line among `lines`, the end of a process's output; None without one.
+
+    Truncated lines do not count.
+    """
     found = None
     for line in lines:
         if line.startswith(EXIT_LINE):

@@ -112,7 +112,6 @@ def _counts(found: Mapping[str, int]) -> str:
 
 
 def _spans(rounds: list[int]) -> str:
-    """Round numbers as text: [0, 1, 2, 5] as "rounds 0 to 2, 5"."""
     spans: list[list[int]] = []
     for round_ in rounds:
         if spans and round_ == spans[-1][-1] + 1:
@@ -167,7 +166,7 @@ _TITLE = "payload"
 
 
 class _AuditTable:
-    """Prints the audit's last commit and seed, then a line for each audited range. `silent`: prints nothing."""
+    """Prints the last commit audited and the seed, then a line for each finding. `silent`: prints nothing."""
 
     def __init__(self, *, silent: bool = False) -> None:
         self._silent = silent
@@ -180,13 +179,12 @@ class _AuditTable:
         echo("".join(f"{name:<{width}}" for name, width in _COLUMNS) + _TITLE)
 
     def row(self, found: "RangeFinding") -> None:
-        """Print the finding about one range (one replica's training in one round)."""
+        """Print the finding about one replica's training in one round."""
         if not self._silent:
             echo(_row_of(found))
 
 
 def _row_of(found: "RangeFinding") -> str:
-    """The line of the finding about one range (one replica's training in one round)."""
     follows = f"round {found.follows}" if found.follows else "start"
     cells = (found.range_.round, found.range_.replica_id, found.steps, follows, f"{found.seconds:.1f}")
     line = "".join(f"{cell!s:<{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True))

@@ -125,7 +125,7 @@ def _runs_all(offer: "Offer") -> str:
 
 
 def ranks_here(environ: Mapping[str, str], ranks: int | None) -> tuple[int | None, bool]:
-    """The number of ranks of a replica on this machine, None for the run's, and whether this process is to join.
+    """Number of ranks of a replica on this machine, None for the run's setting, and whether this process is to join.
 
     `ranks`: of the command line. Under torchrun, which sets the variables in `environ`, the first process joins and
     starts ranks, by default as many as torchrun has processes; the others have nothing to do. Raises `ConfigError` if
@@ -147,7 +147,7 @@ def ranks_here(environ: Mapping[str, str], ranks: int | None) -> tuple[int | Non
 
 
 def only_own_offers(store: "Store") -> Callable[["Offer"], str]:
-    """A function that returns why an offered attempt is not what this user launched; empty text if it is.
+    """A function that returns why an offer (attempt for machines that join) is not what this user launched, or "".
 
     Raises `ConfigError` unless this user launched the run here and run.json, from which offers follow, is unchanged.
     """

@@ -83,13 +83,11 @@ def watch(url: str, as_json: bool) -> int:
 @json_option
 def snapshots(url: str, as_json: bool) -> None:
     """List the snapshots in URL; the model after any other round is rebuilt by `pull`."""
-    from diloco_orchestrator.snapshots.default_base import url_of_snapshot
-
     reader = reader_of(url)
     found = [
         {
             "round": round_,
-            "url": url_of_snapshot(reader.log, round_),
+            "url": reader.snapshot_url(round_),
             "heldout": reader.heldout_of_base(round_),
         }
         for round_ in reader.snapshots()
@@ -233,7 +231,6 @@ def _keep_up(url: str, destination: Path, port: int | None, as_json: bool) -> No
 
 
 def _influence(reader: "RunReader", given: Mapping[str, str | None]) -> "Influence":
-    """The influence of each contribution; with `--score` its effect on the held-out score too."""
     from diloco_orchestrator.inspection.whatif.influence import influence_of
     from diloco_orchestrator.inspection.whatif.models import BaseScorer, ModelWriter
 
@@ -316,7 +313,6 @@ def _follow(reader: "RunReader", replica: int | None, tail: int | None, trust_bu
 
 
 def _prefix(line: "LogLine") -> str:
-    """Replica and attempt of a line, in the replica's colour; click drops colours if there is no terminal."""
     return click.style(f"{line.replica_id}.{line.attempt} |", fg=_COLOURS[line.replica_id % len(_COLOURS)])
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class _RunCommand(ExecutorCommand):
     """A command with `--executor`, its executors' options, and one option per setting of `RunConfig`.
 
-    `part`: the part of the settings that has options, such as "guard"; empty for all.
+    `part`: the part of the settings that has options here, such as "guard"; empty for all.
     """
 
     part = ""
@@ -89,7 +89,7 @@ def _what_runs(command: Callable[..., Any]) -> Callable[..., Any]:
 @_what_runs
 @json_option
 def run_(entrypoint: str, store: str, as_json: bool, **given: Any) -> int:
-    """Launch a run of your own training function and supervise it until it ends.
+    """Launch a run of your own training function, and supervise it until it ends.
 
     FUNCTION is called with a ReplicaContext in every replica. It may also be PKG.MOD:FUNCTION, looked up from the
     current folder too.
@@ -190,7 +190,7 @@ def attach_(url: str, signed_by: str | None, as_json: bool, **given: Any) -> int
 
 
 def _means(given: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for `attach` from parsed options. Without --executor the executor is None: local replicas."""
+    """Keyword arguments for `attach` from the parsed options in `given`. The executor is None without `--executor`."""
     from diloco_orchestrator.cli.executor_options import secrets_of, take_fleet
 
     executor, _ = take_fleet(given, default=None)

@@ -60,7 +60,7 @@ class ExecutorCommand(click.Command):
 
 
 def store_of(url: str) -> "Store":
-    """The store at `url`, which must exist. Until a request succeeds, retries end after 10 s, for wrong URLs."""
+    """The existing store at `url`. Until a request succeeds, retries end after 10 s: the URL may be wrong."""
     from diloco_orchestrator.run_log.run_store import of_run
     from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
@@ -102,7 +102,10 @@ def importable(target: str) -> str:
 
 
 def named_object(option: str, name: str | None) -> Any:
-    """The object that an option names as "package.module:name"; None for None. Raises `ConfigError` if missing."""
+    """The object that the value of an option names as "package.module:name"; None for None.
+
+    Raises `ConfigError` if it is missing. `option`: for errors.
+    """
     if name is None:
         return None
     import importlib
@@ -154,7 +157,7 @@ def pairs(flag: str, given: tuple[str, ...]) -> dict[str, Any]:
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Print `shown(text)`."""
+    """Print `text` with control characters replaced (`redaction.shown`)."""
     click.echo(shown(text), err=err)
 
 

@@ -1,4 +1,4 @@
-"""`diloco witness`: states the heads of a run's log from another account, in a place of its own."""
+"""`diloco witness`: states the newest commit of a run's log from another account, in a folder or bucket of its own."""
 
 import sys
 
@@ -14,9 +14,9 @@ from diloco_orchestrator.cli.shared import EXIT_DISAGREES, echo, json_option, sa
 @click.option("--once", is_flag=True, help="State the head of now, and end.")
 @json_option
 def witness(url: str, place: str, every: float, once: bool, as_json: bool) -> int:
-    """State in PLACE, signed by you, which commit was the last of the run in URL, until the run ends.
+    """State in PLACE which commit is the last of the run in URL, signed by you, until the run ends.
 
-    Exit 4: the log is not the one of before. `diloco verify URL --witness PLACE` compares it later.
+    Exit 4: the log contradicts an earlier statement. `diloco verify URL --witness PLACE` compares it later.
     """
     from diloco_orchestrator.clock import SystemClock, random_token
     from diloco_orchestrator.inspection.witness import Witness

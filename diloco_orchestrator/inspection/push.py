@@ -28,7 +28,7 @@ _REPLACED = ["*.safetensors", "*.safetensors.index.json"]  # of an earlier commi
 
 @dataclass(frozen=True)
 class PushedSnapshot:
-    """One snapshot on the Hub."""
+    """One snapshot that was sent to the Hugging Face Hub."""
 
     round: int
     tag: str
@@ -79,7 +79,7 @@ def push_models(
     token: str | None = None,
     sign: bool = False,
 ) -> list[PushedSnapshot]:
-    """Send models out of an open run, as `push` does and with its errors."""
+    """Send models of the run that `reader` reads to the Hub, as `push` does and with its errors."""
     if sign:
         check_can_sign()
     known = bases(reader.log.each_commit(), reader.log.begins())
@@ -123,7 +123,7 @@ def _facts(reader: RunReader, repo_id: str, round_: int, others: Sequence[int]) 
 
 
 class _Hub:
-    """One model repository on the Hub, accessed with one token."""
+    """One model repository on the Hugging Face Hub, accessed with one token."""
 
     def __init__(self, repo_id: str, token: str | None) -> None:
         from huggingface_hub import HfApi, get_token
@@ -147,7 +147,10 @@ class _Hub:
         self._api: HfApi = HfApi(token=token)
 
     def prepare(self, rounds: Sequence[int], *, public: bool) -> None:
-        """Create the repository if missing. Raises `ConfigError` if it is public unasked, or has a round's tag."""
+        """Create the repository if missing.
+
+        Raises `ConfigError` if it is public though `public` is False, or already has the tag of one of `rounds`.
+        """
         with self._words("preparing the repository"):
             self._api.create_repo(self.repo_id, private=not public, exist_ok=True)
             is_private = self._api.model_info(self.repo_id).private
@@ -165,7 +168,7 @@ class _Hub:
                 )
 
     def commit(self, folder: Path, round_: int, run_id: str) -> PushedSnapshot:
-        """Upload a folder as one commit, and tag it."""
+        """Upload a folder, the snapshot of `round_`, as one commit to the repository, and tag it."""
         with self._words(f"sending round {round_}"):
             made = self._api.upload_folder(
                 repo_id=self.repo_id,

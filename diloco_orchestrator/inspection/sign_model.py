@@ -1,6 +1,7 @@
-"""Signs a folder with a model in the format of OpenSSF's model-signing, which that library's verifier checks anywhere.
+"""Signs a folder with a model in the format of OpenSSF's model-signing, whose verifier can check it on any machine.
 
-The library does it; the key is this user's, derived from the identity in the state folder (`diloco key --me`).
+The library of that name signs. The key is derived from this user's identity, the key pair in the state folder that
+`diloco key --me` shows.
 """
 
 import tempfile
@@ -22,7 +23,7 @@ _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # o
 
 
 def check_can_sign() -> None:
-    """Raise `ConfigError` unless the library is installed."""
+    """Raise `ConfigError` unless the library model-signing is installed."""
     try:
         import_module("model_signing")
     except ImportError:
@@ -34,7 +35,7 @@ def check_can_sign() -> None:
 def sign_folder(folder: Path, but: Iterable[str] = ()) -> None:
     """Write `model.sig` into a folder: digests of its files, signed by this user. `but`: names of files to leave out.
 
-    Raises `ConfigError` without the library, or if this user's identity cannot be read.
+    Raises `ConfigError` if the library model-signing is not installed, or this user's key pair cannot be read.
     """
     check_can_sign()
     hashing: Any = import_module("model_signing.hashing")  # in parts without types
@@ -55,7 +56,7 @@ def public_pem() -> str:
 
 
 def _model_key(identity: Identity) -> ec.EllipticCurvePrivateKey:
-    """The key on P-256, the kind that the format knows, which belongs to an identity."""
+    """The private key on the curve P-256, which the format demands, derived from a user's identity (key pair)."""
     # 48 bytes, so that the remainder is as good as uniform (FIPS 186-5, A.2.1)
     number = HKDF(SHA256(), 48, None, b"diloco models").derive(identity.seed)
     return ec.derive_private_key(int.from_bytes(number) % (_ORDER - 1) + 1, ec.SECP256R1())

@@ -1,7 +1,7 @@
-"""A witness of a run: states the heads of its log, signed, in a place of its own; and `verify`'s reading of them.
+"""Witness of a run: signs statements of the newest commit of its log and keeps them outside the run's bucket.
 
-Whoever launched a run holds its keys and may write its bucket, so nothing in that bucket shows that its log was cut,
-forked or written anew. A statement by somebody else does.
+`diloco verify` compares them with the log later. Who launched a run holds its keys and may write its bucket, so no
+object in that bucket shows that its log was cut, forked or rewritten; a statement by another person does.
 """
 
 import datetime
@@ -30,9 +30,10 @@ class Sight:
 
 
 class Witness:
-    """States the heads of the run in `store` in `place`, a folder or bucket for this run alone, signed by `identity`.
+    """States the heads (newest commits) of the log of the run in `store`, signed by `identity`.
 
-    Raises `ConfigError` if `place` has statements about another run, or by another witness.
+    `place`: the folder or bucket of the statements, for this run alone. Raises `ConfigError` if it has statements about
+    another run, or by another witness.
     """
 
     def __init__(self, store: Store, place: Store, identity: Identity, stamp: Stamp) -> None:
@@ -47,10 +48,10 @@ class Witness:
             )
 
     def look(self) -> Sight:
-        """Read the end of the log, compare it with the last statement, and state it if it is new.
+        """Read the log's end, compare it with the last statement, and write a statement about a new last commit.
 
-        A contradiction is stated too: both heads are then in the place, each signed. Raises the store's errors,
-        `NoSuchRun`, and `RecordInvalid` for a log that cannot be read.
+        One that contradicts the last statement is stated too, so that the place holds both heads, each signed. Raises
+        the store's errors, `NoSuchRun`, and `RecordInvalid` for a log that cannot be read.
         """
         last = self._last
         why = "" if last is None else self._why_not_there(last)
@@ -78,7 +79,7 @@ class Witness:
         return Sight(stated, why, is_over)
 
     def _why_not_there(self, last: Witnessed) -> str:
-        """Difference between the log and an earlier statement about it; empty if the log goes on from there."""
+        """Reason why the log contradicts an earlier statement about it; empty if the stated commit is in the log."""
         for key, sha256, what in (
             (keys.RUN, last.run_sha256, f"the run of round {last.round}"),
             (keys.commit(last.round), last.commit_sha256, f"the head {last.head.short}"),
@@ -111,7 +112,7 @@ def statements(place: Store) -> list[Witnessed]:
 
 
 def heads_seen(place: Store, witness: str | None) -> list[Noted]:
-    """The heads that the witness has stated in `place`. `witness`: the public key that it must have; None: any.
+    """The heads (newest commits) that a witness has stated in `place`. `witness`: its public key; None: any.
 
     Raises `ConfigError` if there is no statement, one is not signed, or one is of another witness.
     """

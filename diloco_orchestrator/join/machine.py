@@ -57,7 +57,7 @@ class JoinSettings:
 
 @dataclass(frozen=True)
 class Identity:
-    """The machine that takes an attempt, as named in the record by which it takes it (`Taken`)."""
+    """The machine that takes an offered attempt, as named in the record by which it takes it (`Taken`)."""
 
     token: str  # random, other for each process
     host: str  # for people
@@ -114,7 +114,10 @@ class Machine:
         self._said = ""
 
     def leave(self, why: str) -> None:
-        """Ask the replica's process here to end, and `run` to return; a second call kills it. For signal handlers."""
+        """Ask the replica's process on this machine to end, and `run` to return; a second call kills it.
+
+        For signal handlers. `why`: reason, for records.
+        """
         again, self._signalled = self._signalled, True
         self._leaving = self._leaving or why
         if self._attempt is not None:
@@ -130,7 +133,7 @@ class Machine:
         return self._leaving
 
     def run(self) -> int:
-        """Take offers until the run is over; returns the exit code of `diloco join`.
+        """Take and run offered attempts until the run is over; returns the exit code of `diloco join`.
 
         0: the run or the hours are over, or the one attempt succeeded. 75: a signal asked it to leave. Otherwise the
         exit code of the one attempt, or 1 after several attempts in a row that failed here. Raises `ConfigError` for a
@@ -228,7 +231,7 @@ class Machine:
         return self._read[name]
 
     def _offer(self, name: str, data: bytes) -> Entry[Offer] | None:
-        """The offered attempt in `data`; None if it cannot be read, may not run here, or needs secrets missing here."""
+        """The offered attempt in `data`; None if it is unreadable, may not run here, or needs secrets missing here."""
         key = keys.join_offer(name)
         try:
             offer = Offer.from_bytes(data, key)

@@ -65,14 +65,14 @@ class PreparedLaunch:
         return self.run.config
 
     def words(self) -> list[str]:
-        """Lines for the log: the code and packages sent, and which are not pinned (no hashes, images by tag)."""
+        """Lines for the log: the code and packages to be sent, and which are not pinned (no hashes, images by tag)."""
         if self.archive is None:
             return []
         images = [f"images: {images_words(found)}"] if (found := self.images()) else []
         return [self.archive.words(), f"packages: {self.archive.package_words()}", *images]
 
     def images(self) -> tuple[str, ...]:
-        """Container images that the requests name by tag, in order. A provider's default image has no name here."""
+        """Container images that the launch requests name by tag, in order, without the provider's defaults."""
         return tuple(sorted(set(images_by_tag(_sent(self.executor, self.requests)))))
 
 
@@ -196,7 +196,7 @@ class LaunchPlan:
 
     @property
     def round_usd(self) -> float | None:
-        """Cost of a round's machines, requests and, for a model of known size, transfer; None without a price."""
+        """US dollars for a round: machines, requests, transfer of a model of known size; None without a price."""
         if self.hourly_usd is None:
             return None
         moved = (self.round.bytes_down or 0) / 1e9 * self.egress_usd_per_gb
@@ -204,7 +204,7 @@ class LaunchPlan:
 
     @property
     def run_usd(self) -> float | None:
-        """The cost of all rounds of the run in US dollars, if none is repeated; None if `round_usd` is unknown."""
+        """US dollars for all rounds of the run, if none is repeated; None if the cost of a round is not known."""
         return None if self.round_usd is None else self.round_usd * self.rounds
 
     @property
@@ -242,7 +242,7 @@ class LaunchPlan:
         ]
 
     def _ranks(self) -> list[str]:
-        """A line about the processes of each replica; empty where each is one."""
+        """A line about the ranks (processes) of each replica; empty if each replica has one."""
         if not self.ranks:
             return []
         counts = f"{self.ranks[0]} each" if len(set(self.ranks)) == 1 else ", ".join(map(str, self.ranks))
@@ -253,7 +253,7 @@ class LaunchPlan:
         return [f"ranks:     {counts}, with a GPU for each where the request asks for GPUs; {memory}"]
 
     def _requests_at_hugging_face(self) -> list[str]:
-        """A line with the requests in five minutes, which Hugging Face limits; empty for another store."""
+        """Hugging Face limits requests: a line with those of five minutes; empty for another store."""
         if not self.url.startswith("hf://"):
             return []
         each = sum(self.round.requests.values())
@@ -385,7 +385,7 @@ def plan_launch(
 
 
 def _places(opened: Sequence[Open]) -> tuple[str, ...]:
-    """A line for the replicas that would be launched at the same place for the same reason."""
+    """Lines about the places (executors) of the first launches, replicas with the same place and reason together."""
     found = grouped((each.replica_id, (each.place, each.why)) for each in opened)
     return tuple(f"{replicas(ids)} at {place}: {why}" for ids, (place, why) in found)
 

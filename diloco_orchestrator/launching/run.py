@@ -32,7 +32,6 @@ from diloco_orchestrator.run_log.launched_here import note_failure, note_head, r
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.run_store import check_signed_by, keep_key, of_run
 from diloco_orchestrator.run_log.seen_store import SeenStore
-from diloco_orchestrator.snapshots.default_base import url_of_snapshot
 from diloco_orchestrator.store.open_store import SUPERVISING, absolute_url, open_store
 from diloco_orchestrator.store.probe import probe
 from diloco_orchestrator.supervision.coordinator import Coordinator, Means
@@ -50,7 +49,7 @@ _LAST_LINES = 30  # lines of the log of a replica that ended without a traceback
 
 @dataclass(frozen=True)
 class RunResult:
-    """The end of a run: its state, reason, number of rounds and the like."""
+    """The end of a run: its state, reason, number of rounds, last snapshot and metrics."""
 
     status: str  # "completed" or "halted"
     url: str
@@ -72,7 +71,7 @@ class Run:
     """A launched run. `wait` supervises it; without supervision replicas train on, but dead ones are not relaunched."""
 
     def __init__(self, reader: RunReader, means: Means, track: str | None = None) -> None:
-        """`track`: where this process sends metrics, in the form of the setting.
+        """`track`: tracker to which this process sends metrics, in the form of the setting `track`; None: nowhere.
 
         The setting in run.json is ignored, because whoever can write to the bucket could choose a folder or project
         here.
@@ -204,7 +203,7 @@ class Run:
             outer_steps=result.outer_steps,
             reason=result.reason,
             verdict=result.verdict,
-            snapshot=url_of_snapshot(self._reader.log, status.model.round),
+            snapshot=self._reader.snapshot_url(status.model.round),
             model=status.model,
             metrics=status.rounds,
             head=status.head,
@@ -225,9 +224,11 @@ class Run:
         return self._watched
 
     def status(self, *, as_seen: bool = False) -> RunStatus:
-        """The state since the last start or resume, and all rounds, read from the bucket. Raises `StoreError`.
+        """The state of the run since its last start or resume, and all its rounds, from the bucket. Raises
+        `StoreError`.
 
-        `as_seen`: as `wait` has seen it last, which costs a few requests in ten rounds, for a display beside it.
+        `as_seen`: the state that `wait` has seen last, which costs a few requests in ten rounds, for a display beside
+        it.
         """
         reader = self._watched if as_seen else self._reader
         status = reader.status()
@@ -239,7 +240,7 @@ class Run:
         return [asdict(row) for row in self._reader.rows()]
 
     def halt(self, reason: str = "halt() was called") -> None:
-        """Request a stop after the open round; then `wait` returns. Raises `ConfigError` if the run has ended.
+        """Request that the run stops after its open round; then `wait` returns. Raises `ConfigError` if it has ended.
 
         `reason`: goes into the commit that stops the run.
         """
@@ -309,12 +310,14 @@ class Run:
         return _supervised(run_log, self._means, self._track)
 
     def logs(self, replica_id: int, attempt: int | None = None, tail: int | None = None) -> Iterator[str]:
-        """Output lines of an attempt (by default the newest): from its executor while it runs, then from the bucket."""
+        """Output lines of an attempt (default: the newest), from its executor while it runs, then from the bucket.
+
+        `tail`: only this many of the last lines.
+        """
         return log_lines(self._reader, replica_id, attempt, tail, self._means.executor)
 
 
 def _given(**settings: JsonValue) -> Mapping[str, JsonValue]:
-    """The settings that are not None."""
     return {name: value for name, value in settings.items() if value is not None}
 
 

@@ -1,6 +1,6 @@
-"""Records about the keys of a signed run: rotations, and certificates of colleagues. The run's key signs them.
+"""Records about the keys of a signed run: rotations, and certificates of further operators. The run's key signs them.
 
-`protocol.signatures` has certificates and bytes, docs/inside/signed-runs.md the model.
+`protocol.signatures` has certificates and signed bytes, docs/inside/signed-runs.md the model of keys.
 """
 
 import re
@@ -17,9 +17,9 @@ _OF_LEG = re.compile(r"legs/([0-9]+)/.*", re.DOTALL)
 
 
 class Rotation(Record):
-    """keys/<epoch>.json: from a leg (start or resume to stop) on the keys of the epochs before count no more.
+    """Record keys/<epoch>.json: from a leg (start or resume to stop) on only signatures by new keys are valid.
 
-    They go on to count for what is before: earlier legs, rounds and attempts.
+    Signatures by the keys before stay valid for objects of earlier legs, rounds and attempts.
     """
 
     record: ClassVar[str] = "rotation"
@@ -33,9 +33,10 @@ class Rotation(Record):
     why: str
 
     def is_before(self, key: str) -> bool:
-        """Whether the object with this key is of the epoch that begins here, or of a later one.
+        """Whether this rotation comes before the object `key`: whether that is signed with its keys, or with later
+        ones.
 
-        An object whose key names no leg, round or attempt is of the first epoch.
+        An object whose key names no leg, round or attempt is signed with the first keys.
         """
         if (leg := _OF_LEG.fullmatch(key)) is not None:
             return int(leg[1]) >= self.from_leg
@@ -50,7 +51,11 @@ class Rotation(Record):
 
 
 class Colleague(Record):
-    """keys/colleagues/<identity>.<epoch>.json: somebody else may launch and supervise the run, with their own key."""
+    """Record keys/colleagues/<identity>.<epoch>.json: a certificate by which another user may launch and supervise the
+    run.
+
+    That user signs with a key of their own.
+    """
 
     record: ClassVar[str] = "colleague"
     epoch: int = Field(ge=1)  # until whose end
@@ -61,5 +66,7 @@ class Colleague(Record):
 
 
 def epoch_of(key: str, rotations: tuple[Rotation, ...]) -> int:
-    """The epoch whose keys name and sign the object with this key. `rotations`: all of the run, in order."""
+    """The epoch of the keys that name and sign the object `key`: 1, and one more after each rotation. `rotations`: all
+    of the run, in order.
+    """
     return 1 + sum(rotation.is_before(key) for rotation in rotations)

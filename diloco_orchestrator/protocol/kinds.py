@@ -33,7 +33,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of record: its schema, its keys, who may write it, and how large it may be."""
+    """One kind of record: its schema, the keys that it may have, who may write it, and how large it may be."""
 
     record: type[Record]
     forms: tuple[Form, ...]  # of its keys
@@ -42,9 +42,10 @@ class Kind:
     by_itself: bool = False  # whether only the attempt that the record is about writes it
 
     def key(self, record: Record) -> str | None:
-        """The key of `record`, from its fields.
+        """The key of `record`, from its fields; None where they do not determine it.
 
-        None if a part of the key is no field, such as the token of a claim, or if the kind has several forms of keys.
+        They do not if a part of the key is no field, such as the token of a claim, or if the kind has several forms of
+        keys.
         """
         fields = [_FIELDS.get(name, name) for name in self.forms[0].names]
         if len(self.forms) > 1 or not all(hasattr(record, field) for field in fields):
@@ -52,7 +53,7 @@ class Kind:
         return self.forms[0](*(getattr(record, field) for field in fields))
 
     def named_in(self, key: str) -> dict[str, int]:
-        """The replica id and attempt number in a key of this kind, by the names of the record's fields."""
+        """Replica id and attempt number in `key`, a key of this kind of record, by the names of the record's fields."""
         for form in self.forms:
             if (parts := form.parse(key)) is not None:
                 fields = zip(form.names, parts, strict=True)
@@ -60,11 +61,11 @@ class Kind:
         return {}
 
     def has(self, key: str) -> bool:
-        """Whether `key` is a key of records of this kind."""
+        """Whether `key` is a key of this kind of record."""
         return any(form.parse(key) is not None for form in self.forms)
 
     def row(self) -> str:
-        """The kind's line in the table of records in docs/reference/protocol.md."""
+        """This kind of record as a line of the table in docs/reference/protocol.md."""
         texts = (form.text.replace("<job>", "dl-<run>-r<id>-a<attempt>") for form in self.forms)
         forms = " or ".join(f"`{text}`" for text in texts)
         writers = ", ".join("its attempt" if self.by_itself else role for role in self.writers)

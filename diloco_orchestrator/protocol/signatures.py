@@ -1,7 +1,7 @@
 """Formats of signed runs: public keys, certificates, the signature at the end of an object, the bytes that are signed.
 
-Nothing here computes: `signing` makes and checks signatures. `protocol.signed_objects` has which objects are signed,
-docs/inside/signed-runs.md the model.
+`signing` makes and checks signatures; `protocol.signed_objects` has which objects are signed. The threat model is in
+docs/inside/signed-runs.md.
 """
 
 import base64
@@ -23,7 +23,7 @@ def to_text(data: bytes) -> str:
 
 
 def from_text(text: str, size: int) -> bytes:
-    """The `size` bytes that `to_text` gave as `text`. Raises `ValueError` for any other text, also of equal bytes."""
+    """The bytes of which `to_text` made `text`, base64 of `size` bytes. Raises `ValueError` for any other text."""
     try:
         data = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
     except (binascii.Error, ValueError):
@@ -62,7 +62,7 @@ class SignedBy(Part):
 
 
 class Operator(Part):
-    """The run key's word that a key is that of a launcher or coordinator of the run."""
+    """The run key's signed statement that a public key belongs to a launcher or coordinator of the run."""
 
     epoch: int = Field(ge=1)  # 1, and one more for each rotation of the run's keys before
     key: PublicKey
@@ -70,7 +70,7 @@ class Operator(Part):
 
 
 class Certificate(Part):
-    """An operator key's word that a key is that of one attempt (launched process) of a replica of the run."""
+    """An operator key's signed statement that a public key belongs to one attempt (launched process) of the run."""
 
     replica_id: int = Field(ge=0)
     attempt: int = Field(ge=1)
@@ -80,7 +80,7 @@ class Certificate(Part):
 
     @property
     def who(self) -> tuple[int, int]:
-        """(replica id, attempt), for which the key speaks."""
+        """(replica id, attempt) to which the certified key belongs."""
         return self.replica_id, self.attempt
 
 
@@ -91,7 +91,7 @@ class Signature(Part):
     signature: _Signature  # over `signed_bytes`
 
     def line(self) -> bytes:
-        """This signature as one line of canonical JSON."""
+        """This signature as one line of canonical JSON, the last line of the object that it signs."""
         return canonical_json(self.model_dump(mode="json"))
 
 
@@ -109,9 +109,10 @@ def certified_bytes(run_sha256: Sha256, who: tuple[int, int], key: str) -> bytes
 
 
 def named_bytes(run_sha256: Sha256, key: str, take: int = 0) -> bytes:
-    """The bytes that the name key signs; the signature is the last part of the name under which `key` is stored.
+    """The bytes signed by the key from which a signed run derives the stored name of the object at `key`.
 
-    `take`: above 0 for the names that follow where somebody has put an unsigned object under those before.
+    The signature becomes the last part of that name, so that only holders of the key can foretell it. `take`: above 0
+    for further names of the object, used where somebody has put an unsigned object under those before.
     """
     return b"diloco name 1\n%s\n%d %s\n" % (run_sha256.encode(), take, key.encode())
 

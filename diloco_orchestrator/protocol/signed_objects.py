@@ -26,7 +26,7 @@ _NAME = re.compile(r"(.+)/(?:([1-9][0-9]{0,8})\.)?([A-Za-z0-9_-]{86})", re.DOTAL
 def is_named(key: str) -> bool:
     """Whether a signed run stores the object with this key under a name that only holders of its keys can foretell.
 
-    True as well for any object below that key.
+    True as well for any object below that key in the folder.
     """
     if key.startswith(keys.SNAPSHOTS):
         return _RECORD_OF_SNAPSHOT.fullmatch(key) is not None
@@ -43,7 +43,7 @@ def is_signed(key: str) -> bool:
 
 @dataclass(frozen=True)
 class StoredName:
-    """The parts of the name under which an object is stored. The signature need not be genuine."""
+    """The name under which a signed run stores an object, in its parts. The signature may be false."""
 
     key: str
     take: int  # 0; above it where unsigned objects have the names before
@@ -54,7 +54,10 @@ class StoredName:
 
 
 def stored_name(key: str, take: int, signature: bytes) -> str:
-    """The name under which an object is stored. `signature`: by the name key, over `named_bytes`."""
+    """The name under which a signed run stores the object at `key`. `signature`: over `named_bytes(…, key, take)`.
+
+    `take`: 0, or above it where unsigned objects have the names before.
+    """
     return str(StoredName(key, take, to_text(signature)))
 
 
@@ -65,7 +68,9 @@ def parse_stored(name: str) -> StoredName | None:
 
 
 def is_overwritten(key: str) -> bool:
-    """Whether the object with this key is overwritten by its author, so that its name is its author's for good."""
+    """Whether the object at `key` is overwritten by its author, as heartbeats and leases are, so that it has one name
+    for good.
+    """
     return kind_at(key) is not None and key.endswith((f"/{keys.HEARTBEAT}", "/waiting.json", f".{keys.JOIN_LEASE}"))
 
 
@@ -78,12 +83,11 @@ def _is_of_strangers(kind: Kind) -> bool:
 
 
 def why_not_by(who: tuple[int, int], key: str, body: bytes, *, is_invited: bool = False) -> str:
-    """Reason why an attempt's key does not speak for an object; empty if it may. `who`: (replica id, attempt).
+    """Reason why an attempt's signature on the object at `key` must be rejected; empty if it is valid.
 
-    `is_invited`: the replica is a stranger's (`RunConfig.invited`).
-
-    The run's key may sign everything; an attempt's what `protocol.kinds` lets attempts write, and, where the key or the
-    record names its author, only in its own name. So what cannot be parsed is no commit of an attempt.
+    `who`: (replica id, attempt). `is_invited`: a stranger runs the replica (`RunConfig.invited`). The run's key may
+    sign everything; an attempt's key what `protocol.kinds` lets attempts write, and, where the key or the record names
+    its author, only in its own name. So an object that cannot be parsed is not accepted as a commit of an attempt.
     """
     kind = kind_at(key)
     if is_invited and (kind is None or not _is_of_strangers(kind)):

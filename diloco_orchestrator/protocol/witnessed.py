@@ -1,6 +1,6 @@
-"""The record by which a witness, somebody who neither launched nor trains, states the head of a run's log it has seen.
+"""Record by which a witness, who neither launched nor trains, states the newest commit that it has seen of a run's log.
 
-It lies in a place of the witness's own, not in the run's folder. `inspection.witness` writes and checks it.
+It is stored in a folder or bucket of the witness's own, not in the run's. `inspection.witness` writes and checks it.
 """
 
 from typing import ClassVar
@@ -18,7 +18,7 @@ statement_key = Form("heads/<round>.<token>.json")  # the token: the first 16 di
 
 
 class Witnessed(Record):
-    """heads/<round>.<digits>.json: this commit was the last one of the log. `at`: when, on the witness's clock."""
+    """Record heads/<round>.<digits>.json: at the witness's time `at` this commit was the last one of the log."""
 
     record: ClassVar[str] = "witnessed"
     url: str  # of the run's folder, as the witness reached it
@@ -33,10 +33,10 @@ class Witnessed(Record):
 
     @property
     def key(self) -> str:
-        """Where the statement lies in the witness's place."""
+        """Key of the statement in the witness's own folder or bucket."""
         return statement_key(self.round, self.commit_sha256[:16])
 
 
 def witnessed_bytes(body: bytes) -> bytes:
-    """The bytes that a witness signs for a statement with this content."""
+    """The bytes that a witness signs for the statement with content `body`."""
     return b"diloco witnessed 1\n" + body

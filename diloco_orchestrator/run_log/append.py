@@ -39,7 +39,7 @@ def join_or_create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
 
 
 def _begin_first_leg(log: RunLog, by: str, stamp: Stamp) -> RunLog:
-    """Create the begin record of leg 1, the run until its first stop, unless it exists."""
+    """Create the record that begins the run, until its first stop, unless it exists."""
     begin = Begin(
         **stamp(),
         leg=1,
@@ -69,7 +69,8 @@ def append_commit(log: RunLog, commit: Commit) -> CommitEntry:
 def request_halt(log: RunLog, by: str, reason: str, stamp: Stamp, new_keys: bool = False) -> None:
     """Create the request to stop the run after its open round, if missing. Raises `ConfigError` after the stop.
 
-    `new_keys`: of a signed run: whoever supervises it then replaces its keys and goes on with the next leg.
+    `new_keys`: whether the process that supervises the run, which is signed, then replaces its keys and begins the next
+    leg (start or resume to stop).
     """
     leg = log.newest_begin().record.leg
     if (result := log.result(leg)) is not None:

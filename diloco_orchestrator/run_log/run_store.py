@@ -1,6 +1,6 @@
-"""The folder of a run as its readers and writers must see it: of a signed run only what its keys have signed.
+"""The folder of a run as its readers and writers must see it: of a signed run only objects that its keys have signed.
 
-`signing.signed_store` does it, for whoever opens a run's folder.
+`signing.signed_store` filters the objects and finds the keys.
 """
 
 import os
@@ -26,7 +26,7 @@ from diloco_orchestrator.store.base import Store
 
 
 def of_run(store: Store, environ: Mapping[str, str] | None = None) -> Store:
-    """`store`, a run's folder, with only signed objects in it if the run is signed; `store` itself if it is so already.
+    """`store`, a run's folder, restricted to validly signed objects if the run is signed; else unchanged.
 
     `environ`: the environment that may hold keys; None: this process's.
     """
@@ -40,10 +40,7 @@ def as_attempt(store: Store, secret: str) -> Store:
 
 
 def unsigned_in(store: Store) -> list[str]:
-    """The objects that this process has met below a signed run's folder and that do not exist for it: "name: why".
-
-    At most 1,000.
-    """
+    """Objects in a signed run's folder that this process ignored for their signatures: "name: why"; at most 1,000."""
     signed = signed_store_in(store)
     return [] if signed is None else [f"{name}: {why}" for name, why in sorted(signed.debris().items())]
 
@@ -55,7 +52,7 @@ def is_signed(store: Store) -> bool:
 
 
 def new_key() -> RunKey:
-    """A key for a run that begins: that in this process's environment, else a new one, which nothing holds yet."""
+    """The private key for a run that begins: the one in this process's environment, else a new one."""
     text = os.environ.get(ENV_RUN_KEY)
     return RunKey.parse(text) if text else RunKey.generate()
 
@@ -66,9 +63,10 @@ def keep_key(key: RunKey) -> None:
 
 
 def operator_of_run(run: Run, store: Store, what: str) -> Signer | None:
-    """This process's keys as a launcher or coordinator of the run in `store`; None if the run is unsigned.
+    """The private keys with which this process launches or supervises the run in `store`; None if the run is unsigned.
 
-    Raises `ConfigError` without them, naming the run's key and `what` needs them, such as "attach".
+    `what`: the action that needs them, such as "attach". Raises `ConfigError`, naming it and the run's public key, if
+    this process has no such keys.
     """
     if run.signed_by is None:
         return None
@@ -79,9 +77,9 @@ def operator_of_run(run: Run, store: Store, what: str) -> Signer | None:
 
 
 def key_of_run(run: Run, store: Store, what: str) -> RunKey:
-    """The run's private key, from the environment or this user's state folder, which rotates and certifies.
+    """The run's private key, from the environment or this user's state folder. It certifies and replaces all others.
 
-    Raises `ConfigError` without it, and for an unsigned run.
+    `what`: the action that needs it. Raises `ConfigError` if it is in neither, and for an unsigned run.
     """
     if run.signed_by is None:
         raise ConfigError(f"{store.url} is not signed: it has no key. A new run is, with --signed.")
@@ -96,20 +94,22 @@ def key_of_run(run: Run, store: Store, what: str) -> RunKey:
 
 
 def identity_of_user() -> Identity:
-    """The identity of this user, made on first use. Raises `ConfigError` if it cannot be kept."""
+    """This user's identity, a key pair in the state folder, made on first use. Raises `ConfigError` if it cannot be
+    stored.
+    """
     found = identity(os.environ, make=True)
     assert found is not None, "it was made"
     return found
 
 
 def rotations_of(store: Store) -> tuple[Rotation, ...]:
-    """The rotations of the keys of the signed run in `store`, as far as read; empty if it is unsigned."""
+    """The rotations (replacements of keys) of the signed run in `store` that were read so far; empty if unsigned."""
     signed = signed_store_in(store)
     return () if signed is None else signed.rotations
 
 
 def follow_rotation(store: Store) -> None:
-    """Read the rotations of the run's keys again, because this process has just written one."""
+    """Read the rotations (replacements of the run's keys) again, because this process has just written one."""
     if (signed := signed_store_in(store)) is not None:
         signed.learn_anew()
         signed.get(keys.RUN)

@@ -1,7 +1,7 @@
-"""The identity of a user, by which a launcher of a signed run makes that user an operator without sending a secret.
+"""Identity of a user: a key pair by which a launcher of a signed run certifies that user without sending a secret.
 
 The private half stays in the user's state folder. The public half is a text that anybody may see: a key that signs, and
-one to which the names' private keys are sealed (X25519, HKDF, ChaCha20-Poly1305).
+one to which the private keys for object names are encrypted (X25519, HKDF, ChaCha20-Poly1305).
 """
 
 import base64
@@ -26,14 +26,16 @@ _NONCE = bytes(12)  # each sealing has a key of its own, from a new ephemeral ke
 
 @dataclass(frozen=True)
 class PublicIdentity:
-    """The public half of a user's identity."""
+    """The public half of a user's identity (key pair)."""
 
     signing: bytes  # public Ed25519 key
     sealing: bytes  # public X25519 key
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The identity from its text. Raises `ConfigError` for another text, such as one that was cut."""
+        """The public half of an identity (key pair) from its text. Raises `ConfigError` for another text, such as one
+        that was cut.
+        """
         try:
             if not text.startswith(_PUBLIC):
                 raise ValueError("another beginning")
@@ -49,16 +51,19 @@ class PublicIdentity:
 
     @property
     def key(self) -> str:
-        """The public key that signs, as records name it."""
+        """The public key that checks this user's signatures, as records name it."""
         return public_text(self.signing)
 
     @property
     def digest(self) -> str:
-        """32 hex digits, which name the identity in the key of its certificate."""
+        """Digest of the public half, 32 hex digits, by which the user's certificate in the bucket is named."""
         return sha256_hex(self.text().encode())[:32]
 
     def seal(self, context: str, secret: bytes) -> str:
-        """`secret` so that this user alone can read it, as text. `context`: its purpose, which `opened` names too."""
+        """The encryption of `secret`, as text, which only the holder of the private half can decrypt.
+
+        `context`: what it is for, such as the digest of the run; `Identity.opened` needs the same text.
+        """
         ephemeral = X25519PrivateKey.generate()
         public = ephemeral.public_key().public_bytes_raw()
         shared = ephemeral.exchange(X25519PublicKey.from_public_bytes(self.sealing))
@@ -71,7 +76,7 @@ _PRIVATE_WORDS = f"{_PUBLIC} and 86 characters, as `diloco key --me` prints it"
 
 @dataclass(frozen=True)
 class Identity:
-    """A user's identity with its private half."""
+    """A user's identity (key pair) with its private half."""
 
     seed: bytes = field(repr=False)  # 32 bytes
 
@@ -93,7 +98,10 @@ class Identity:
         )
 
     def opened(self, context: str, sealed: str) -> bytes:
-        """The secret in `sealed`. Raises `ConfigError` if it was sealed for somebody else, or changed."""
+        """The decrypted secret of `sealed`, a result of `PublicIdentity.seal` with the same `context`.
+
+        Raises `ConfigError` if it was encrypted for another user or context, or changed.
+        """
         try:
             data = base64.urlsafe_b64decode(sealed)
             shared = self._sealing.exchange(X25519PublicKey.from_public_bytes(data[:KEY_BYTES]))

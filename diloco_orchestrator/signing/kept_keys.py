@@ -46,7 +46,7 @@ def keep(key: RunKey, environ: Mapping[str, str]) -> Path:
 def run_key_of(signed_by: SignedBy, environ: Mapping[str, str]) -> RunKey | None:
     """The private key of the run with these public keys, from the environment or this user's state folder.
 
-    None if neither holds it.
+    None if it is in neither.
     """
     texts = [environ.get(ENV_RUN_KEY, "")]
     with suppress(OSError):
@@ -59,10 +59,11 @@ def run_key_of(signed_by: SignedBy, environ: Mapping[str, str]) -> RunKey | None
 
 
 def operator_of(signed_by: SignedBy, run_sha256: Sha256, epoch: int, environ: Mapping[str, str]) -> Signer | None:
-    """The keys of a launcher or coordinator of the run, from the environment or this user's state folder.
+    """The private keys of a launcher or coordinator of the run, from the environment or this user's state folder.
 
-    `epoch`: the newest; who holds the run's key has those of every epoch. None if neither holds any of this run. Raises
-    `ConfigError` for a text in the environment that is damaged.
+    `epoch`: number of the newest keys, one more than the run's rotations; who holds the run's own key has those of
+    every epoch. None if neither place holds any of this run. Raises `ConfigError` for a text in the environment that is
+    damaged.
     """
     if (key := run_key_of(signed_by, environ)) is not None:
         return key.operator(run_sha256, epoch)
@@ -75,7 +76,7 @@ def operator_of(signed_by: SignedBy, run_sha256: Sha256, epoch: int, environ: Ma
 
 
 def identity(environ: Mapping[str, str], *, make: bool) -> Identity | None:
-    """This user's identity, from the state folder; if there is none, a new one with `make`, else None.
+    """This user's identity (key pair) from the state folder; if there is none, a new one with `make`, else None.
 
     Raises `ConfigError` if it cannot be written or is damaged.
     """
@@ -100,7 +101,7 @@ def _written(path: Path, text: str) -> Path:
 
 
 def needs_key(url: str, signed_by: SignedBy, what: str) -> ConfigError:
-    """The error for an action, `what`, in the run at `url` for which this process has no keys."""
+    """Error for an action, named `what`, that needs private keys of the run at `url`, which this process lacks."""
     return ConfigError(
         f"{what} needs keys of {url}, which is signed by {signed_by.key}. They are in the state folder of who launched "
         f"the run: `diloco key {url} --export` prints them there, for {ENV_RUN_KEY} here; or have this user certified "

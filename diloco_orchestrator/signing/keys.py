@@ -46,7 +46,7 @@ class _Secret(Part):
 
 @dataclass(frozen=True)
 class Signer:
-    """The private keys of one process of a run: of a launcher or coordinator, or of an attempt of a replica."""
+    """The private keys of one process of a run: a launcher or coordinator, or an attempt (process) of a replica."""
 
     key: Ed25519PrivateKey = field(repr=False)
     names: tuple[Ed25519PrivateKey, ...] = field(repr=False)  # sign names of stored objects, by epoch from 1 on
@@ -89,9 +89,9 @@ class Signer:
         return signer
 
     def of_attempt(self, run_sha256: Sha256, replica_id: int, attempt: int) -> "Signer":
-        """The keys of an attempt, the same whenever this operator launches it: they are derived from the operator's.
+        """The private keys of an attempt (process) of a replica, derived from this operator's: the same at every call.
 
-        `run_sha256`: of the bytes of run.json, the only run that they sign for. Raises `TypeError`, a bug of ours, for
+        `run_sha256`: of the bytes of run.json; the keys sign for this run only. Raises `TypeError`, a bug of ours, for
         the keys of an attempt.
         """
         if not isinstance(self.certificate, Operator):
@@ -111,19 +111,21 @@ class Signer:
 
 @dataclass(frozen=True)
 class RunKey:
-    """The private key of a run, from which those of its launcher, and of all names, follow. It certifies others."""
+    """The private key of a run, from which its launcher's keys and those for object names are derived. It certifies
+    others.
+    """
 
     seed: bytes = field(repr=False)  # 32 bytes
     beginning: ClassVar[str] = _PRIVATE  # of its text
 
     @classmethod
     def generate(cls) -> Self:
-        """A new key, from the system's random numbers."""
+        """A new private key of a run, from the system's random numbers."""
         return cls(os.urandom(KEY_BYTES))
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The key from its `text`. Raises `ConfigError` for another text, such as one that was cut."""
+        """Private key of a run from its text form. Raises `ConfigError` for another text, such as one that was cut."""
         try:
             return cls(_seed(text.strip()))
         except ValueError:
@@ -137,7 +139,7 @@ class RunKey:
 
     @cached_property
     def signed_by(self) -> SignedBy:
-        """The public keys, for run.json."""
+        """The public keys of the run, as run.json names them."""
         return SignedBy(key=public_key_of(self.private), names=public_key_of(self.names(1)))
 
     @cached_property
@@ -146,23 +148,27 @@ class RunKey:
         return Ed25519PrivateKey.from_private_bytes(self.seed)
 
     def names(self, epoch: int) -> Ed25519PrivateKey:
-        """The key that signs names of stored objects in an epoch: until the first rotation, or from one to the next."""
+        """The private key that signs the names of stored objects in an epoch, which lasts from one rotation of keys to
+        the next.
+        """
         return _derived(self.seed, b"names %d" % epoch)
 
     def operator(self, run_sha256: Sha256, epoch: int = 1) -> Signer:
-        """The keys of the launcher, and of a coordinator on its machine, the same whenever they are made."""
+        """The private keys of the launcher, and of a coordinator on its machine: the same at every call."""
         key = _derived(self.seed, b"operator %s %d" % (run_sha256.encode(), epoch))
         certificate = self.certified(run_sha256, epoch, public_key_of(key))
         return Signer(key, tuple(map(self.names, range(1, epoch + 1))), certificate, self.private)
 
     def certified(self, run_sha256: Sha256, epoch: int, public: str) -> Operator:
-        """The certificate of an operator's public key, for one run and from one epoch on."""
+        """The certificate of an operator's public key, valid in one run and from one epoch (rotation of keys) on."""
         signature = to_text(self.private.sign(operator_bytes(run_sha256, epoch, public)))
         return Operator(epoch=epoch, key=public, signature=signature)
 
 
 def is_certified(certificate: Certificate | Operator, signed_by: SignedBy, run_sha256: Sha256) -> bool:
-    """Whether the run's key has signed the certificate for this run, or an operator that the run's key certified."""
+    """Whether a certificate goes back to the run's key: signed by it, or by an operator whose certificate it has
+    signed.
+    """
     if isinstance(certificate, Certificate):
         said = certified_bytes(run_sha256, certificate.who, certificate.key)
         by = certificate.operator

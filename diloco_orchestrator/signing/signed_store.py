@@ -1,7 +1,7 @@
-"""`SignedStore`: the store interface over a run's folder, in which only what the run's keys signed exists.
+"""`SignedStore`: the store interface over a run's folder that shows only objects signed by the run's keys.
 
-Above it nobody need know whether a run is signed: keys and contents are the same. Below it an object is stored under a
-name that only holders of the run's keys can foretell, and a record ends with its author's signature.
+Its users need not know whether a run is signed: keys and contents are the same. In the bucket an object has a name that
+only holders of the run's keys can foretell, and a record ends with its author's signature.
 """
 
 import copy
@@ -52,7 +52,7 @@ _MOST_DEBRIS = 1_000  # objects that `debris` names one by one
 
 @dataclass
 class _Rules:
-    """The names and signatures of one signed run's objects. `signer`: this process's keys; None: it can only read."""
+    """Stored names and signatures of one signed run's objects. `signer`: this process's keys; None: it only reads."""
 
     run_sha256: Sha256
     signed_by: SignedBy
@@ -66,11 +66,13 @@ class _Rules:
     debris: dict[str, str] = field(default_factory=dict)  # reasons, by the names of objects that do not exist
 
     def epoch_of(self, key: str) -> int:
-        """The epoch (until the first rotation, or from one to the next) whose keys name and sign the object."""
+        """The epoch of the keys that name and sign the object `key`: 1, and one more after each rotation of the run's
+        keys.
+        """
         return epoch_of(key, self.rotations)
 
     def private_name_key(self, key: str) -> Ed25519PrivateKey | None:
-        """The key that names this object, if this process holds it."""
+        """The private key that signs the name of the object at `key`; None if this process does not hold it."""
         if self.signer is None:
             return None
         if key.startswith(keys.KEYS):
@@ -85,7 +87,7 @@ class _Rules:
         return self.signed_by.names if epoch == 1 else self.rotations[epoch - 2].names
 
     def name_of(self, key: str, take: int = 0) -> str | None:
-        """The name under which the object is stored; None if this process holds no key to make it."""
+        """The name under which the object at `key` is stored; None if this process holds no key to make it."""
         if (private := self.private_name_key(key)) is None:
             return None
         if (key, take) not in self.names:
@@ -93,7 +95,7 @@ class _Rules:
         return self.names[key, take]
 
     def is_name(self, found: StoredName) -> bool:
-        """Whether an object with this key and take is stored under this name."""
+        """Whether a stored object's name carries a valid signature by the run's keys."""
         key, take, name = found.key, found.take, str(found)
         if (ours := self.name_of(key, take)) is not None:
             return ours == name
@@ -111,7 +113,9 @@ class _Rules:
         self.names[key, take] = name
 
     def pass_over(self, key: str, take: int, name: str, why: str) -> int:
-        """Note that nobody signed the object under this take; returns the next take."""
+        """Note that the object with the name `name` is unsigned, for the reason `why`; returns the next take, to read
+        instead.
+        """
         self.note(name, why)
         if len(self.taken) >= _MOST_NAMES:
             self.taken.clear()
@@ -119,7 +123,10 @@ class _Rules:
         return take + 1
 
     def sealed(self, key: str, body: bytes) -> bytes:
-        """`body` with this process's signature. Needs a signer. Raises `TypeError`, a bug of ours, for another's."""
+        """The object's content `body` followed by this process's signature. Needs a signer.
+
+        Raises `TypeError`, a bug of ours, for an object that another author has to sign.
+        """
         assert self.signer is not None, "who only reads signs nothing"
         private, certificate = self.signer.key, self.signer.certificate
         if key.startswith(keys.KEYS):
@@ -132,7 +139,7 @@ class _Rules:
         return body + Signature(certificate=certificate, signature=to_text(signature)).line()
 
     def opened(self, key: str, data: bytes) -> bytes | str:
-        """The content of a signed object; the reason, as text, if the object was not signed by who may write it."""
+        """The content of a signed object; or, as text, the reason if it was not signed by one who may write it."""
         found = split_signed(data)
         if found is None:
             return "it has no signature"
@@ -150,7 +157,7 @@ class _Rules:
         return body
 
     def _why_not_by(self, certificate: Certificate | Operator, key: str, body: bytes) -> str:
-        """Reason why this author's key does not speak for an object; empty if it may."""
+        """Reason why a signature with this certificate must be rejected on the object at `key`; empty if valid."""
         operator = certificate.operator if isinstance(certificate, Certificate) else certificate
         if operator.epoch < (epoch := self.epoch_of(key)):
             return f"its author's key is of epoch {operator.epoch} of the run's keys; a rotation began epoch {epoch}"
@@ -169,7 +176,7 @@ class _Rules:
         return self.certified[of]
 
     def note(self, name: str, why: str) -> None:
-        """Add an object that does not exist for this run to `debris`."""
+        """Record that the object `name` is ignored in this signed run. `why`: the reason."""
         name = name if name.isprintable() else ascii(name)  # such as one that would write lines of its own
         if name in self.debris or len(self.debris) < _MOST_DEBRIS:
             self.debris[name] = why
@@ -187,7 +194,7 @@ class SignedStore:
     """
 
     def __init__(self, beneath: Store, environ: Mapping[str, str]) -> None:
-        """`environ`: the environment in which keys are looked for, after which in this user's state folder."""
+        """`environ`: the environment in which private keys are sought first, then in this user's state folder."""
         self.beneath = beneath
         self.environ = environ
         self._known: list[_Rules | None] = []  # one item once run.json was read; copies of this store share it
@@ -206,7 +213,7 @@ class SignedStore:
         return bool(self._known) and self._known[0] is not None
 
     def debris(self) -> Mapping[str, str]:
-        """Reasons by name of the first 1,000 objects that this process has met and that do not exist for a signed run.
+        """Reasons by name of the first 1,000 objects in the folder that this process ignored, as not signed validly.
 
         Empty for an unsigned run.
         """
@@ -214,7 +221,9 @@ class SignedStore:
         return {} if rules is None else dict(rules.debris)
 
     def _learn(self, run_json: bytes) -> None:
-        """Follow the rules of this run.json. Raises `StoreError` if another one, of a signed run, was read before."""
+        """Take the rules of signing from run.json. Raises `StoreError` if another one, of a signed run, was read
+        before.
+        """
         sha256 = sha256_hex(run_json)
         if self._known:
             if self._known[0] is not None and sha256 != self._known[0].run_sha256:
@@ -230,7 +239,9 @@ class SignedStore:
         self._known.append(None if run.signed_by is None else self._rules_of(run.signed_by, sha256, run.config))
 
     def _rules_of(self, signed_by: SignedBy, run_sha256: Sha256, config: RunConfig) -> _Rules:
-        """The rules of a signed run: its rotations, which anybody can check, then the keys of this process."""
+        """The rules of signing of a run: its rotations of keys, whose signatures are checked, then the keys of this
+        process.
+        """
         rules = _Rules(run_sha256, signed_by, None, frozenset(config.invited))
         found = {}
         for info in self.beneath.list(keys.KEYS):
@@ -255,7 +266,7 @@ class SignedStore:
         return found or self._certified_here(rules)
 
     def _certified_here(self, rules: _Rules) -> Signer | None:
-        """The keys of this user, if the run's key has certified them for this run."""
+        """The keys of this user, if the run's key has certified them for this run; else None."""
         user = identity(self.environ, make=False)
         if user is None:
             return None
@@ -268,14 +279,14 @@ class SignedStore:
         return Signer(user.signing, tuple(each.private for each in names), found.operator)
 
     def learn_anew(self) -> None:
-        """Read run.json and the rotations of its keys again with the next call, after a rotation."""
+        """Forget run.json and the rotations (replacements of its keys), so that the next call reads them again."""
         self._known.clear()
 
     @property
     def operator(self) -> Signer | None:
-        """This process's keys as a launcher or coordinator of the signed run; None if it has none for its newest epoch.
+        """This process's private keys as a launcher or coordinator of the signed run.
 
-        Also None before run.json was read.
+        None if it has none of the newest epoch (since the last rotation of keys), or run.json was not read yet.
         """
         rules = self._known[0] if self._known else None
         found = None if rules is None else rules.signer
@@ -285,11 +296,11 @@ class SignedStore:
 
     @property
     def rotations(self) -> tuple[Rotation, ...]:
-        """The rotations of a signed run's keys that were there when run.json was read."""
+        """The rotations (replacements of a signed run's keys) that existed when run.json was read."""
         return self._known[0].rotations if self._known and self._known[0] is not None else ()
 
     def _rules(self, key: str) -> _Rules | None:
-        """The rules for the object with this key; None if it is stored as it is."""
+        """Names and signatures for the object at `key`; None if it is stored under its key and unsigned."""
         if not is_named(key):
             return None
         if not self._known:
@@ -314,7 +325,10 @@ class SignedStore:
         return body[start:end]
 
     def _opened(self, rules: _Rules, key: str) -> bytes:
-        """The content of the first take of a record that its author has signed. Raises `ObjectMissing` without one."""
+        """The content of the record at `key` under the first of its names whose object has a valid signature.
+
+        Raises `ObjectMissing` if there is none.
+        """
         take, why = 0 if is_overwritten(key) else rules.taken.get(key, 0), ""
         while True:
             try:
@@ -337,9 +351,9 @@ class SignedStore:
         return self.beneath.get(name, 0, most_bytes(key) + 1 + LONGEST_LINE)
 
     def _name(self, rules: _Rules, key: str, take: int = 0) -> str:
-        """The name under which an object is stored; who has no key lists the names below its key.
+        """The name under which the object at `key` is stored. A process without a key lists the names below its key.
 
-        Raises `ObjectMissing` if who has no key finds none.
+        Raises `ObjectMissing` if it then finds none.
         """
         if (ours := rules.name_of(key, take)) is not None:
             return ours
@@ -380,7 +394,9 @@ class SignedStore:
         self.beneath.put(name, rules.sealed(key, data) if is_signed(key) else data)
 
     def _name_to_write(self, rules: _Rules, key: str) -> str:
-        """The first name of an object that this process writes. Raises `ConfigError` without a key for it."""
+        """The name under which this process writes the object at `key`. Raises `ConfigError` without a key that signs
+        it.
+        """
         if (name := rules.name_of(key)) is None:
             raise needs_key(self.url, rules.signed_by, f"writing {key}")
         return name

@@ -5,7 +5,7 @@ A replica on this machine imports our modules and the user's directly. A replica
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -72,6 +72,11 @@ def extras_for(url: str) -> list[str]:
     return ["s3"] if url.startswith(("s3://", "s3a://", "fsspec+s3", "hf://buckets/")) else []
 
 
+def names_of(secrets: Collection[str]) -> dict[str, str]:
+    """The environment variable with the names of variables that are secrets; empty without secrets."""
+    return {ENV_SECRET_NAMES: ",".join(sorted(secrets))} if secrets else {}
+
+
 @dataclass(frozen=True)
 class LaunchRequests:
     """Builds the launch request of any attempt of one run.
@@ -95,7 +100,7 @@ class LaunchRequests:
     def without_secrets(self, text: str) -> str:
         """`text`, from a provider, without the credentials sent to it, because the text is recorded."""
         sent = {**self.secrets, ENV_STORAGE_OPTIONS: json.dumps(dict(self.storage_options), default=str)}
-        return redact(text, {**sent, ENV_SECRET_NAMES: ",".join(self.secrets)})
+        return redact(text, {**sent, **names_of(self.secrets)})
 
     def check_secrets(self) -> None:
         """Raise `ConfigError` if a secret that the run was launched with is missing here."""
@@ -198,15 +203,14 @@ class LaunchRequests:
         return self.leg or self.run.config
 
     def program(self, replica_id: int, attempt: int, shares_machine: bool) -> tuple[list[str], dict[str, str]]:
-        """Command and environment of an attempt, from run.json. Raises `ConfigError` for code that was not uploaded."""
+        """Command and environment of an attempt, from run.json. Raises `ConfigError` for code not uploaded."""
         config = self.run.config
         where = ["--store", self.url, "--replica-id", str(replica_id), "--attempt", str(attempt)]
         if (ranks := self._of_leg.ranks_of(replica_id)) > 1:
             where += ["--ranks", str(ranks)]
         where += self.launched.arguments()
         env = {**config.env, ENV_RANK: str(replica_id), ENV_WORLD_SIZE: str(config.most_replicas)}
-        if self.secrets:
-            env[ENV_SECRET_NAMES] = ",".join(sorted(self.secrets))
+        env |= names_of(self.secrets)
         if shares_machine:
             return ["python", "-P", "-m", "diloco_orchestrator.replica", *where], env
         env = {**ALLOCATOR_ENV, **env}  # on this machine they come below the environment that replicas inherit
@@ -244,13 +248,13 @@ def offers_to_machines(executor: ServerlessExecutor, config: RunConfig, without_
 
 
 def at_each_place(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> list[LaunchRequest]:
-    """The requests, for every place of an executor that has several: any replica may be launched at any of them."""
+    """`requests` once for every place (executor), of an executor that has several."""
     names = list(executor.places) if isinstance(executor, Places) else [""]
     return [replace(request, place=name) for request in requests for name in names]
 
 
 def prices_of(places: Places, ranks: int) -> dict[str, Price | None]:
-    """The price of the machine of one replica of so many ranks at each place, by its name; None if not known."""
+    """The price of the machine of one replica of `ranks` ranks at each place (executor), by name; None if not known."""
     return {name: price_of(places, LaunchRequest("run", 0, 1, [], ranks=ranks, place=name)) for name in places.places}
 
 

@@ -110,7 +110,7 @@ def _config(
     override_guard: str,
     guard: Mapping[str, JsonValue],
 ) -> RunConfig:
-    """The configuration of the run after the resume. Raises `ConfigError` for settings that it cannot have."""
+    """Configuration of the run after a resume from the leg of `before`. Raises `ConfigError` for invalid settings."""
     config_of_leg(run_log.run.config, change)
     if guard and not override_guard:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Replaces the keys of a signed run from its next leg (stretch from start or resume to stop) on; certifies colleagues.
+"""Replaces the keys of a signed run from its next leg (start or resume to stop) on, and certifies further operators.
 
 `protocol.key_records` has the records. Both need the run's own key, which its launcher's state folder holds.
 """
@@ -27,8 +27,9 @@ log = logging.getLogger(__name__)
 def rotate(run_log: RunLog, by: str, why: str, stamp: Stamp) -> Rotation | None:
     """Replace the keys of a signed run: at once if it has stopped, else after its open round.
 
-    Returns the record; None if the run goes on: then a request to halt is written, after which whoever supervises the
-    run replaces the keys and begins the next leg. Raises `ConfigError` without the run's own key.
+    Returns the record of the new keys; None if the run has not stopped: then a request to halt is written, after which
+    the process that supervises the run replaces the keys and begins the next leg (start or resume to stop). Raises
+    `ConfigError` without the run's own key.
     """
     key_of_run(run_log.run, run_log.store, "a rotation of its keys")
     leg = run_log.newest_begin().record.leg
@@ -39,14 +40,14 @@ def rotate(run_log: RunLog, by: str, why: str, stamp: Stamp) -> Rotation | None:
 
 
 def is_asked_for(run_log: RunLog, leg: int) -> bool:
-    """Whether the request that halted a leg asks for new keys, and they have not been replaced since."""
+    """Whether the request that halted a leg (start or resume to stop) asks for new keys that the run lacks so far."""
     halt = run_log.halt(leg)
     replaced = any(rotation.from_leg > leg for rotation in rotations_of(run_log.store))
     return halt is not None and halt.new_keys is True and not replaced
 
 
 def begin_epoch(run_log: RunLog, by: str, why: str, stamp: Stamp) -> Rotation:
-    """Write the record with which new keys begin to count for the run's next leg, rounds and attempts.
+    """Write the record that makes new keys valid for the next leg (start or resume to stop), its rounds and attempts.
 
     The run has stopped. Raises `ConfigError` without the run's own key.
     """
@@ -73,8 +74,8 @@ def begin_epoch(run_log: RunLog, by: str, why: str, stamp: Stamp) -> Rotation:
 def certify(run_log: RunLog, identity: str, by: str, stamp: Stamp) -> Colleague:
     """Let the user with this public identity launch, supervise, halt and scale the run with a key of their own.
 
-    Until the next rotation of the run's keys. Raises `ConfigError` for a text that is no identity, and without the
-    run's own key.
+    The certificate is valid until the next rotation (replacement) of the run's keys. Raises `ConfigError` for a text
+    that is no identity, and without the run's own key.
     """
     user, store = PublicIdentity.parse(identity.strip()), run_log.store
     key = key_of_run(run_log.run, store, "certifying somebody")

@@ -14,9 +14,9 @@ from diloco_orchestrator.replica.training.ranks import Ranks
 
 
 def shares_replica(replica_id: int) -> bool:
-    """Whether this process is one of several ranks of a replica. Every process of the default group calls it.
+    """Whether this process is one of several ranks of a replica. Every process of torch's default group calls it.
 
-    It is if the group exists and all its processes are of this `replica_id`. Raises `ConfigError` if only some are.
+    It is if that group exists and all its processes have this `replica_id`. Raises `ConfigError` if only some have.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return False
@@ -33,12 +33,13 @@ def shares_replica(replica_id: int) -> bool:
 def joined_in_group(
     claimed: Callable[[], Attempt], adopted: Callable[[int, int, str, Launched], Attempt], timeout_s: float
 ) -> tuple[Attempt, Ranks]:
-    """The attempt of a replica whose ranks are the default group's processes, and this one among them.
+    """The attempt of a replica whose ranks are the processes of torch's default group, and this process among them.
 
     Args:
         claimed: makes and claims the attempt; called in rank 0.
-        adopted: the same attempt in another rank, by number, leg, the digest of its claim, and those of the run.
-        timeout_s: of a collective of ours.
+        adopted: makes the same attempt in another rank from its number, its leg, the digest of its claim, and the run's
+            digests.
+        timeout_s: limit of each collective operation among the ranks, in seconds.
 
     Raises the error of `claimed` in rank 0, and `ConfigError` with its words in the others.
     """

@@ -1,4 +1,4 @@
-"""`MockManager`: `ObjectStoreManager` for tests of a training loop, with rounds in memory instead of a bucket."""
+"""`MockManager`: an `ObjectStoreManager` for tests of a training loop, with rounds in memory instead of a bucket."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -70,7 +70,7 @@ class MockManager(TorchftManager):
 
 
 class _Table:
-    """Memory shared by the replicas of a group: one barrier, and each replica's published pseudo-gradient."""
+    """The memory shared by the replicas of a `MockManager` group: a barrier, and their published pseudo-gradients."""
 
     def __init__(self, replicas: int) -> None:
         self.barrier = threading.Barrier(replicas)
@@ -78,7 +78,7 @@ class _Table:
 
 
 class _RoundsInMemory:
-    """`Rounds` of one replica in memory: every round waits for every replica, and is applied."""
+    """The rounds of one replica of a `MockManager` group: every round waits for every replica, and is applied."""
 
     def __init__(
         self,

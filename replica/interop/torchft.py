@@ -93,7 +93,7 @@ class TorchftManager:
         outer: OuterConfig | None,
         values: OwnValues | None = None,
     ) -> Rounds:
-        """Join the rounds with this model; called by `make_diloco_outer_loop`. See `RoundsManager.start`."""
+        """Join the rounds with a model's `parameters`, for `make_diloco_outer_loop` (`RoundsManager.start`)."""
         self._rounds = rounds = self._join_rounds(parameters, fragments, files, outer, values)
         return rounds
 
@@ -111,7 +111,7 @@ class TorchftManager:
         raise NotImplementedError
 
     def outer_config(self) -> OuterConfig:
-        """The outer optimizer of the rounds."""
+        """The settings of the outer optimizer of the rounds."""
         raise NotImplementedError
 
     # -- called by torchft ---------------------------------------------------------------------------------------
@@ -141,10 +141,10 @@ class TorchftManager:
         """Does nothing: no other replica reads a live state here; a newcomer rebuilds the base from the bucket."""
 
     def disallow_state_dict_read(self) -> None:
-        """Does nothing, as `allow_state_dict_read`: no other replica reads a live state here."""
+        """Does nothing: no other replica reads a live state here (see `allow_state_dict_read`)."""
 
     def start_quorum(self) -> None:
-        """Begin a synchronisation. Raises `ConfigError` without `attach`, and for LocalSGD without plain averaging."""
+        """Begin a round. Raises `ConfigError` without `attach`, and for LocalSGD without plain averaging."""
         self._attached()
         outer = self.outer_config()
         if self._averages_parameters and (outer.lr != 1.0 or outer.momentum):
@@ -196,7 +196,6 @@ class TorchftManager:
         return self._fragments[self._attached().open.fragment]
 
     def _by_name(self) -> dict[str, torch.Tensor]:
-        """torchft's tensors of trained parameters, by name, in name order."""
         found = dict(zip(self._open_fragment(), self._tensors, strict=True))
         return {name: found[name] for name in sorted(found) if name in self._trained}
 
@@ -211,7 +210,7 @@ class TorchftManager:
         rounds.close_beside_training(lambda: None, keep_average=not self._averages_parameters)
 
     def _close_once(self) -> None:
-        """Close the round at the first `wait()` on one of its tensors, and write the results into all of them."""
+        """Close the round at the first `wait()` on one of its tensors, and write the results into all its tensors."""
         if self._closed is not None:
             return
         rounds, tensors = self._attached(), self._by_name()
@@ -255,7 +254,7 @@ class TorchftManager:
 
 
 class _Work:
-    """The part of `torch.distributed.Work` that torchft uses."""
+    """The part of `torch.distributed.Work` that torchft uses, for one tensor of a round."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
@@ -267,7 +266,6 @@ class _Work:
 
 
 def _fp32(tensor: torch.Tensor) -> torch.Tensor:
-    """A float32 copy of the tensor, because torchft may change it while the copy is published in the background."""
     return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
 
 
@@ -279,7 +277,7 @@ def _leave(participant: "weakref.ref[Participant]") -> None:
 
 
 class ObjectStoreManager(TorchftManager):
-    """Takes part in the rounds of a run in a bucket, as torchft's manager or for our own loop. Made by `join`."""
+    """Takes part in the rounds of a run in a bucket, as torchft's manager or for our loop. Create it with `join`."""
 
     def __init__(self, attempt: Attempt, ranks: Ranks | None = None) -> None:
         super().__init__()

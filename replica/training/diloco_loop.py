@@ -22,7 +22,7 @@ from diloco_orchestrator.snapshots.model_tensors import trainable
 
 
 class DiLoCoLoop:
-    """Counts inner steps; at the end of each round synchronises one fragment.
+    """Counts inner steps, and at the end of each round synchronises one fragment of the model with the other replicas.
 
     `fields` returns a manifest's content beside the pseudo-gradient. Inside the loop's context every step of
     `inner_optimizer` counts; without an `inner_optimizer` the caller calls `after_inner_step`.
@@ -72,7 +72,11 @@ class DiLoCoLoop:
             self._publish(self._pseudo_gradient, in_background=False)
 
     def publish_part(self) -> None:
-        """Publish the pseudo-gradient of the steps so far, unless one is published, it is zero, or nobody trains."""
+        """Publish the pseudo-gradient of the inner steps so far.
+
+        Does nothing if the round's is published, if it is zero, or in the final evaluation round, in which nobody
+        trains.
+        """
         if self.published or self._rounds.open.final_evaluation:
             return
         pseudo_gradient = self._pseudo_gradient()
@@ -81,7 +85,7 @@ class DiLoCoLoop:
             self._publish(lambda: pseudo_gradient, in_background=False)
 
     def synchronise(self) -> ClosedRound:
-        """Close the open round after any number of inner steps (partial if few), and go on from the new base."""
+        """Close the open round after any number of inner steps (partial if few), and continue from the new base."""
         whole = self.inner_step == self.schedule.round_steps
         fragment = self._fragments[self._rounds.open.fragment]
         self.publish_part()
@@ -134,7 +138,7 @@ class DiLoCoLoop:
 
     @contextmanager
     def showing_base(self) -> Iterator[None]:
-        """Context in which the model's parameters are the base's; it restores the local parameters afterwards."""
+        """Context in which the model's parameters are the base's; the local parameters are restored after it."""
         if len(self._fragments) == 1 and not self.schedule.alpha:
             yield
             return
@@ -143,7 +147,7 @@ class DiLoCoLoop:
 
     @contextmanager
     def holding(self, base: Base) -> Iterator[None]:
-        """Context in which the model's parameters are those of `base`, perhaps an earlier one; restores its own."""
+        """Context in which the model has the parameters of `base`, perhaps an earlier one, then its own again."""
         with ExitStack() as stack:
             for fragment in self._fragments:
                 stack.enter_context(fragment.holding(base))

@@ -1,7 +1,7 @@
 """`make_diloco_outer_loop`: DiLoCo around a training loop that its user starts, without a coordinator or a context.
 
 In a replica of several ranks, such as the processes of torchrun, every rank makes one. Rank 0 takes part in the rounds,
-the others do as it signals.
+and the others follow its signals.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,22 +43,23 @@ class RoundsManager(Protocol):
         outer: OuterConfig | None,
         values: OwnValues | None = None,
     ) -> Rounds:
-        """Join the rounds with this model. `parameters`, `fragments`: trainable ones, and their names per fragment.
+        """Join the rounds with a model. `parameters`: its trainable ones; `fragments`: their names per fragment.
 
-        `outer`: None for the run's own. `values`: those of the parameters, where they are in several ranks or sharded.
-        Raises `ModelMismatch` if the model is not the run's, `ConfigError` if `outer` is not.
+        `outer`: settings of the outer optimizer; None for the run's own. `values`: those of the parameters, where they
+        are in several ranks or sharded. Raises `ModelMismatch` if the model is not the run's, `ConfigError` if `outer`
+        is not.
         """
         ...
 
     def leave(self) -> None:
-        """End the background work of the rounds. Safe to repeat, and without a `start`."""
+        """End the background work of the rounds. May be repeated, and called without a `start`."""
         ...
 
 
 class LeadingLoop(DiLoCoLoop):
-    """The `DiLoCoLoop` of rank 0 of several: after each inner step it signals the others to go on.
+    """The `DiLoCoLoop` of rank 0 of a replica of several ranks: it signals the others after each inner step.
 
-    `leave`: ends the work of the rounds in the background. The context's end is the end of the replica's part.
+    `leave`: ends the rounds' background work; called at the end of the context, where the replica leaves the run.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class LeadingLoop(DiLoCoLoop):
 
 
 class FollowingLoop:
-    """The loop of a rank other than 0, as a context in which it does after each inner step what rank 0 signals."""
+    """The loop of a rank other than 0: a context in which it follows the signals of rank 0 after each inner step."""
 
     def __init__(self, island: Island, optimizers: InnerOptimizers) -> None:
         self._island = island

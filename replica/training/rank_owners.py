@@ -1,8 +1,9 @@
-"""`RankOwners`: the ranks of a replica as owners of the shards of its base; rank 0 makes all of them work on their own.
+"""`RankOwners`: the ranks (processes) of a replica, each holding some shards of the base, the parameters that a round
+starts from.
 
 Rank 0 sends a function and its arguments; each other rank runs it in a thread of its own, beside its training, and
-sends back what came out. The messages go through a gloo group of their own, so that shards move between replica and
-bucket while the ranks train.
+sends back the result. The messages use a separate gloo process group, so that shards move between replica and bucket
+while the ranks train.
 """
 
 import io
@@ -29,11 +30,11 @@ _Key = int | str  # of an object that every rank has of its own: the number of a
 
 
 class RankOwners(Owners):
-    """This rank among the owners.
+    """The assignment of a base's shards to several ranks, and calls in all of them, as one rank sees them.
 
     Args:
         group: of torch.distributed, with all ranks, gloo, without a time-out.
-        own: objects that every rank has of its own, by the names under which they are sent.
+        own: objects of which every rank has its own, by the names under which they are sent.
     """
 
     def __init__(self, rank: int, ranks: int, group: Any, **own: object) -> None:
@@ -83,11 +84,11 @@ class RankOwners(Owners):
         return [found for found, _ in answers]
 
     def new_number(self) -> int:
-        """A number for an object that every rank is about to make; `keep` stores it."""
+        """A number for an object that every rank is about to create; `keep` stores the object under it."""
         return next(self._numbers)
 
     def keep(self, number: int, made: Any) -> None:
-        """Let `made` stand for the object of this number in every rank. Others than rank 0 keep it until it is dropped.
+        """Store `made` as this rank's object of number `number`. Ranks other than 0 keep it until rank 0 drops its own.
 
         Called in every rank.
         """
@@ -107,7 +108,8 @@ class RankOwners(Owners):
         self._dropped.append(number)
 
     def close(self) -> None:
-        """End the thread in which the other ranks do what this one sends; called in every rank, after the last call.
+        """End the thread in which each other rank runs the functions that rank 0 sends. Called in every rank, after the
+        last call.
 
         A process group cannot be destroyed while a thread waits in it.
         """
@@ -120,7 +122,7 @@ class RankOwners(Owners):
     # -- in the others ---------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """Do what rank 0 sends until it ends."""
+        """In ranks other than 0: run the functions that rank 0 sends, until it ends."""
         with denormals_kept():
             while True:
                 try:

@@ -38,9 +38,10 @@ _Row = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Basis:
-    """Orthonormal columns of both accounts for some rounds before and since a step, whitened for noise of AR(1) `rho`.
+    """Orthonormal regressors of held-out scores over some rounds, for a step down after some of them.
 
-    Each column but the level's has no part along the level; `climb` has none along the step either.
+    They are whitened for AR(1) noise with autocorrelation `rho`. All are orthogonal to the level (a constant); `climb`
+    (a line up to the step) is orthogonal to the step too.
     """
 
     level: _Row
@@ -53,7 +54,7 @@ class Basis:
 
 @dataclass(frozen=True)
 class Found:
-    """The step that explains the last rounds best."""
+    """The step down of the held-out score that explains the last rounds best."""
 
     since: int  # rounds since it
     size: float  # by which the level is lower
@@ -62,7 +63,7 @@ class Found:
 
 @dataclass
 class StepDown(Remembered):
-    """Compares the last rounds with and without a step down. State: 1 number."""
+    """Guard statistic: likelihood of the last held-out scores with a step down and without. Stored state: 1 number."""
 
     seen: int = 0  # rounds since the start, or since an alarm was dismissed; 32 at most
     found: Found | None = field(default=None, init=False)  # in the last judged round
@@ -77,12 +78,12 @@ class StepDown(Remembered):
         threshold: float,
         origin: float,
     ) -> list[Alarm]:
-        """Judge the score of the base that round `model` made; a list of one alarm if it stepped down, else empty.
+        """A list of one alarm if the held-out score has stepped down by the base of round `model`, else empty.
 
         `scores`: held-out, of the last 32 bases or of all, this one included, oldest first, each minus the run's first
-        score. `coarse`: smallest change between two rounds so far, or 0.0. `lost`: what the mean lost by shares whose
-        fall does not count. `recovers`: whether the score is on its way back up, which halts nothing. `threshold`: the
-        setting. `origin`: the run's first score, added again to scores in the alarm's text.
+        score. `coarse`: smallest change between two rounds so far, or 0.0. `lost`: how much shares of the held-out set
+        whose fall does not count lower the mean. `recovers`: whether the score is on its way back up, which halts
+        nothing. `threshold`: the setting. `origin`: the run's first score, added again to scores in the alarm's text.
         """
         self.seen = min(self.seen + 1, KEPT)
         scores = _changed(scores[-self.seen :])
@@ -99,17 +100,20 @@ class StepDown(Remembered):
         return [Alarm(what, model, ADVICE, AlarmKind.FALL)]
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
-        """(name, value, threshold) of the log-likelihood ratio, as the verdict lists it."""
+        """(name, value, threshold) of the log-likelihood ratio, as the guard's verdict lists it."""
         return [("step down", self.found.evidence if self.found else 0.0, LIMIT * threshold)]
 
 
 def _changed(scores: Sequence[float]) -> list[float]:
-    """Without scores that are the one before given again, which says nothing of how scores vary."""
+    """`scores` without those that equal the one before, which say nothing of how scores vary."""
     return [*scores[:1], *(now for last, now in pairwise(scores) if now != last)]
 
 
 def _best(scores: Sequence[float], coarse: float, lost: float) -> Found | None:
-    """The step with the largest likelihood ratio; None if there are too few scores, or nothing steps down."""
+    """The step down of `scores` with the largest likelihood ratio; None if they are too few, or nothing steps down.
+
+    `coarse`: smallest change between two rounds. `lost`: how much shares whose fall does not count lower the mean.
+    """
     best: Found | None = None
     for since in SINCE:
         before = min(BEFORE[1], len(scores) - since)
@@ -123,7 +127,7 @@ def _best(scores: Sequence[float], coarse: float, lost: float) -> Found | None:
 
 
 def _compared(values: Sequence[float], before: int, coarse: float) -> Found | None:
-    """The step after `before` of these values; None if the best account of a step has none that goes down."""
+    """The likelihood of a step after the first `before` of `values`; None if the best fit does not go down."""
     count, scale = len(values), max(abs(value) for value in values)
     if not 0 < scale < math.inf:
         return None
@@ -150,7 +154,7 @@ def _compared(values: Sequence[float], before: int, coarse: float) -> Found | No
 
 @cache
 def _noises() -> tuple[tuple[float, float], ...]:
-    """Each autocorrelation, and what it adds to the deviance."""
+    """Autocorrelations of the noise that are tried, each with what it adds to the deviance."""
     return tuple((rho, -_log(1 - rho * rho)) for rho in RHOS)
 
 
@@ -172,7 +176,7 @@ def _whitened(column: Sequence[float], rho: float) -> list[float]:
 
 
 def _orthonormal(columns: Sequence[Sequence[float]], rho: float) -> tuple[_Row, ...]:
-    """The whitened columns, each without its part along those before it, of length 1 (Gram and Schmidt)."""
+    """Regressors whitened for AR(1) noise of autocorrelation `rho`, orthonormalised in order (Gram and Schmidt)."""
     found: list[_Row] = []
     for column in columns:
         left = _whitened(column, rho)

@@ -74,7 +74,7 @@ def verify_run(
 
 
 def _check_key(log: RunLog, expected: str | None, done: Verification) -> None:
-    """Raise `Differs` unless run.json names `expected` as the key that signs the run. None: whatever it names."""
+    """Raise `Differs` unless run.json names `expected` as the public key that signs the run; None accepts any."""
     done.signed_by = "" if log.run.signed_by is None else log.run.signed_by.key
     if expected is not None and done.signed_by != expected:
         found = done.signed_by or "no key: the run is not signed"
@@ -87,7 +87,7 @@ def _disagrees(key: str, words: str) -> None:
 
 @dataclass
 class _Derived:
-    """The state recomputed from all commits checked so far since a start or resume: position, base, guard."""
+    """Position, base and guard state of a run, recomputed from all commits checked so far since a start or resume."""
 
     position: Position
     digest: str | None  # of the base; None while it cannot be computed because payloads were deleted
@@ -177,9 +177,10 @@ class _Verifier:
         return not self._done.signed_by or keys.snapshot(found[0], "", found[1]) in self._snapshots.named
 
     def _check_rotations(self) -> None:
-        """Raise `Differs` unless each rotation of the keys names the commit that the log has there.
+        """Raise `Differs` unless each rotation (replacement of the run's keys) names the commit that the log has before
+        it.
 
-        So who holds keys of before and may overwrite cannot write the log before anew.
+        So a holder of replaced keys who may overwrite objects cannot rewrite the part of the log before the rotation.
         """
         for rotation in rotations_of(self._store):
             entry = self._log.commit(rotation.after_round) if rotation.after_round else None

@@ -1,4 +1,4 @@
-"""`take_stock`: which objects of a run the hash chain pins, which it does not, and why; which are missing or foreign.
+"""`take_stock`: lists which objects of a run the hash chain pins, which it does not, and which are missing or foreign.
 
 An object is pinned if the chain has its digest, or if its content was recomputed from what the chain has. Whoever can
 write to the bucket can change or remove the others unnoticed.
@@ -134,9 +134,9 @@ def _is_foreign_claim(key: str, records: AttemptRecords) -> bool:
 
 
 def _strangers(names: set[str], in_record: set[str] | None, start: Start | None) -> set[str]:
-    """Names of files in a snapshot version's folder that do not belong to it: those that its record lacks.
+    """Names of files in a snapshot version's folder that its record does not list.
 
-    `names`: the folder's files. `in_record`: those that the record names; None without a record. Then the files count
+    `names`: the folder's files. `in_record`: those that the record lists; None without a record. Then the files count
     that no snapshot of a run with the start record `start` has; none does if `start` is None.
     """
     if in_record is not None:
@@ -145,7 +145,7 @@ def _strangers(names: set[str], in_record: set[str] | None, start: Start | None)
 
 
 def shortened(found: Iterable[str]) -> list[str]:
-    """Text: the first of many names, and the number of the others."""
+    """The first of many names, and the number of the others, as text."""
     listed = list(found)
     more = [f"and {len(listed) - _NAMED} more"] if len(listed) > _NAMED else []
     return listed[:_NAMED] + more
@@ -278,14 +278,14 @@ _LONGEST = 300  # characters of a record that are repeated
 
 @dataclass
 class AttemptFolders:
-    """Attempts and legs (start or resume to stop) found in a listing of the run's folder."""
+    """The attempts and legs (start or resume to stop) of a run, as found in a listing of its folder."""
 
     records: dict[tuple[int, int], set[str]] = field(default_factory=dict)  # names, by replica and attempt
     join_ends: dict[tuple[int, int], str] = field(default_factory=dict)  # keys of the ends that joined machines wrote
     legs: dict[int, set[str]] = field(default_factory=dict)  # names of records, by leg
 
     def add(self, key: str) -> None:
-        """Note the record with this key if it is about an attempt, a joined machine, or a start, resume or stop."""
+        """Add the record with this key, if it is about an attempt, a joined machine, or a start, resume or stop."""
         if (attempt := keys.parse_attempt(key)) is not None:
             self.records.setdefault((attempt.replica_id, attempt.attempt), set()).add(attempt.name)
         elif (joined := keys.parse_join_record(key)) is not None:
@@ -333,7 +333,7 @@ def _sentence(store: Store, found: AttemptFolders, replica_id: int, attempt: int
 
 
 def _said(store: Store, found: AttemptFolders, replica_id: int, attempt: int) -> Iterator[str]:
-    """Statements in other records about the end of an attempt without exit record, each with the record's name."""
+    """Sentences from other records about the end of an attempt without exit record, each with the record's name."""
     records = AttemptRecords(store)
     if "cancel.json" in found.records[replica_id, attempt]:
         key = keys.cancel(replica_id, attempt)
