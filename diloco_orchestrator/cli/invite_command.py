@@ -18,7 +18,7 @@ _replica = click.option("--replica", type=click.IntRange(min=0), required=True, 
 @click.option("--own-credentials", is_flag=True, help="Mint none: the machine that joins has its own, or needs none.")
 @json_option
 def invite(url: str, replica: int, expires: str, role: str | None, own_credentials: bool, as_json: bool) -> None:
-    """Print a link by which a machine without an account runs replica N of the run in URL: `diloco join LINK`.
+    """Print a link to replica N of the run in URL, for a machine without an account: `diloco join LINK`.
 
     The run was launched with `--invited`, and names N there. The link is a secret: send it to one person. It runs only
     code whose digest it names, with temporary credentials that read the run and create objects of replica N alone.

@@ -170,7 +170,7 @@ class JoinExecutor(RemoteExecutor):
         )
 
     def _invited(self, store: Store, request: LaunchRequest) -> list[PublicIdentity]:
-        """Who is invited to run the request's replica and whose time is not over on this process's clock."""
+        """Identities that are invited to run the request's replica and have not expired on this process's clock."""
         if ENV_ATTEMPT_KEY not in request.secrets:
             return []
         now = self._stamp()["at"]

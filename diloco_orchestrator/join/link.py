@@ -16,7 +16,7 @@ from diloco_orchestrator.protocol.record_format import Part, canonical_json
 from diloco_orchestrator.protocol.signatures import KEY_BYTES, PublicKey, from_text
 
 BEGINNING = "diloco-link-"
-_CHECK_DIGITS = 16  # of the digest before the content, by which a damaged link is told
+_CHECK_DIGITS = 16  # of the digest before the content, with which a damaged link does not agree
 
 
 class Credentials(Part):
@@ -28,7 +28,7 @@ class Credentials(Part):
 
 
 class Link(Part):
-    """What a link holds."""
+    """The content of a link: where the run is, which code and keys are its launcher's, and temporary credentials."""
 
     url: str  # the run's folder
     endpoint_url: str = ""  # of an S3 store that is not Amazon's
