@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 from iam_server import Question, allows
@@ -12,6 +13,7 @@ from join_scene import Scene
 from record_examples import EXAMPLES
 from signed_fleet import Fleet
 
+from diloco_orchestrator.cli.invite_command import invite
 from diloco_orchestrator.cli.join_command import join, of_link, only_code_of
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
@@ -265,6 +267,12 @@ def test_with_strangers_the_quarter_that_agrees_least_is_left_out_by_default():
     assert make_config({"entrypoint": "m:f", "replicas": 8, "invited": "5,6,7"}).aggregate == "agreeing_mean"
     assert make_config({"entrypoint": "m:f", "replicas": 8, "invited": [7], "aggregate": "mean"}).aggregate == "mean"
     assert "invited" not in json.loads(make_config({"entrypoint": "m:f"}).model_dump_json())
+
+
+@pytest.mark.parametrize("text", ["24", "h", "0h", "-1h", "1.5h", "1w"])
+def test_a_time_without_a_unit_is_refused_before_anything_is_read(text: str):
+    done = CliRunner().invoke(invite, ["/nowhere", "--replica", "3", "--expires", text], standalone_mode=False)
+    assert isinstance(done.exception, click.UsageError) and "90m, 24h or 7d" in str(done.exception)
 
 
 # -- what a stranger's key says ---------------------------------------------------------------------------------------
