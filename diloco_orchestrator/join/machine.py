@@ -202,6 +202,8 @@ class Machine:
 
     def _take(self) -> Entry[Offer] | None:
         """Take an offered attempt that no machine has taken; None if there is none for this machine."""
+        if self._log is None and self._settings.signed_by is not None:
+            return None  # nobody has signed what lies in a folder without a run
         listed = offers_in(self._store.list(keys.JOINS))
         # Low ids first: a run that can be scaled offers ids that its first round does not wait for.
         for name in sorted((name for name in listed if name not in self._refused), key=lambda name: (len(name), name)):

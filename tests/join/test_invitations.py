@@ -123,6 +123,15 @@ def test_what_nobody_signed_about_a_machine_does_not_exist(scene: Invited):
     assert scene.executor.poll(handle).state is ReplicaState.SUCCEEDED
 
 
+def test_a_machine_that_names_a_key_runs_nothing_of_a_folder_without_a_run():
+    scene = Scene()
+    scene.executor.launch(scene.request())
+    program = scene.program()
+    scene.machine(program, signed_by=KEY.signed_by.key, once=False, hours=0.01).run()
+    assert not program.started
+    assert scene.machine(program).run() == 0 and program.started
+
+
 # -- a link -----------------------------------------------------------------------------------------------------------
 
 
