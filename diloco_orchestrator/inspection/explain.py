@@ -170,8 +170,10 @@ def explain(status: RunStatus, best: int | None = None, now: float | None = None
         found = [*waits, _sentence(status.reason), *scores, *chosen, *_warning(status), *outlook]
         return Explanation("going on", what, found, [*mended, *todo] or ["Nothing has to be done."], statistics)
     if status.state == "completed":
+        other = best is not None and best != status.outer_step
         todo = [
-            f"The model: `diloco pull {at} DESTINATION`.",
+            f"The model: `diloco pull {at} DESTINATION`"
+            + (f"; the one with the best held-out score: add `--round {best}`." if other else "."),
             f"More rounds: `diloco resume {at} --rounds N`.",
         ]
         errors, mended = _errors(status)
