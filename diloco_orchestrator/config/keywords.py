@@ -87,6 +87,7 @@ class RunSettings(TypedDict, total=False):
     max_replicas: int | None
     deal: Literal["ids", "open"]
     ranks_per_replica: int | list[int]
+    invited: list[int]
     rounds: int
     sync_every: int
     steps: Literal["equal", "equal_time"]

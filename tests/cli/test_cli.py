@@ -83,7 +83,7 @@ def test_commands_are_listed_by_what_they_are_for_on_one_screen(tmp_path):
         "  attach     Supervise the run in URL, whose launcher is gone\n" in text
         and "..." not in text.partition("Start:")[2]
     )
-    assert len(text.splitlines()) <= 44
+    assert len(text.splitlines()) <= 45
 
 
 def test_help_lists_options_and_no_argument_among_the_options(tmp_path):
@@ -151,6 +151,7 @@ def test_arguments_reach_the_workload_as_json_where_they_are(finished):
     assert config["args"] == {"lr": 0.02} and config["timing"]["poll_s"] == 0.05
 
 
+@pytest.mark.slow
 def test_a_collapse_exits_with_3_as_one_object_on_stdout_and_says_why_on_stderr(finished):
     options = ["--rounds", "20", "--replicas", "1", "--sync-every", "3", "--json"]
     guard = ["--guard-min-steps", "2", "--guard-ema-alpha", "0"]

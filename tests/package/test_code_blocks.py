@@ -38,6 +38,7 @@ PROGRAMS = {
     "docs/start/tutorial.md": ("tests/examples/test_tutorial.py", (0, 1, 2)),
     "docs/recipes/boto3.md": ("tests/examples/test_tutorial.py", (0,)),
     "docs/recipes/heldout.md": ("tests/split/test_docs.py", (0, 1, 2)),
+    "docs/recipes/islands.md": ("tests/run/test_torchrun.py", (1,)),
     "docs/recipes/whatif.md": ("tests/inspection/test_whatif_docs.py", (0, 1)),
     "docs/recipes/write_a_guard_rule.md": ("tests/guard/test_installed_rules.py", (0,)),
     "docs/recipes/trainers.md": ("tests/replica/test_trainers.py", (0,)),
@@ -249,7 +250,7 @@ def test_a_fragment_does_what_its_page_says(which, tmp_path, monkeypatch, one_th
 # Programs of others that pages tell people to type; what they do is theirs, and the places' pages say what was tried.
 OTHERS = {
     "aws", "cat", "cd", "eksctl", "export", "for", "git", "grep", "hf", "kubectl", "modal", "pytest", "ray",
-    "sed", "sh", "sinfo", "sky",
+    "sed", "sh", "sinfo", "sky", "torchrun",
 }  # fmt: skip
 OURS = {"diloco", "make", "pip", "python", "python3"}
 
