@@ -108,8 +108,8 @@ def check_defined(entrypoint: str, source: Path) -> None:
     if wanted in names:
         if line := _launching_line(module):
             raise ConfigError(
-                f"entrypoint {entrypoint!r}: line {line} of {source.name} calls launch whenever the file is imported, so "
-                'every replica would launch a run. Put that call below `if __name__ == "__main__":`.'
+                f"entrypoint {entrypoint!r}: line {line} of {source.name} calls launch whenever the file is imported, "
+                'so every replica would launch a run. Put that call below `if __name__ == "__main__":`.'
             )
         if why := _why_no_training_function(module, wanted):
             raise ConfigError(f"entrypoint {entrypoint!r}: {wanted} in {source.name} {why}")
