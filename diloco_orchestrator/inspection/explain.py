@@ -172,8 +172,12 @@ def explain(status: RunStatus, best: int | None = None, now: float | None = None
     if status.state == "completed":
         other = best is not None and best != status.outer_step
         todo = [
-            f"The model: `diloco pull {at} DESTINATION`"
-            + (f"; the one with the best held-out score: add `--round {best}`." if other else "."),
+            f"The model: `diloco pull {at} DESTINATION`.",
+            *(
+                [f"The one with the best held-out score: `diloco pull {at} DESTINATION --round {best}`."]
+                if other
+                else []
+            ),
             f"More rounds: `diloco resume {at} --rounds N`.",
         ]
         errors, mended = _errors(status)
