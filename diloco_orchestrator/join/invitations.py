@@ -23,10 +23,11 @@ _SEED_BYTES = 32
 
 
 def invitations_to(store: Store, replica_id: int) -> list[Invitation]:
-    """The invitations to run a replica that count in the newest epoch of the run's keys and were not revoked.
+    """The valid invitations to run a replica: not revoked, and from after the last rotation (replacement) of the run's
+    keys.
 
-    In key order, also those whose time is over. Records that cannot be read are passed over. Two LIST requests
-    and a GET for each.
+    In key order, also those whose time is over. Records that cannot be read are passed over. Two LIST requests and a
+    GET for each.
     """
     epoch = len(rotations_of(store)) + 1
     listed = [info.key for prefix in (keys.INVITATIONS, keys.REVOCATIONS) for info in store.list(prefix)]
@@ -87,8 +88,8 @@ def create_invitation(run_log: RunLog, replica_id: int, lasts_s: float, stamp: S
 def revoke(run_log: RunLog, replica_id: int, stamp: Stamp) -> int:
     """Revoke every invitation to run a replica, and end the attempt that runs; returns the number of invitations.
 
-    From the intent of the replica's next attempt on, keys of the ended one sign nothing that counts. Raises
-    `ConfigError` without keys of an operator.
+    Once the replica's next attempt is announced, signatures by the ended one's keys are not valid any more. Raises
+    `ConfigError` without keys of an operator (launcher or coordinator).
     """
     operator_of_run(run_log.run, run_log.store, "a revocation")
     found = invitations_to(run_log.store, replica_id)

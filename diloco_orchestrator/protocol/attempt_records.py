@@ -112,7 +112,9 @@ class Heartbeat(Record):
 
 
 class Offer(Record):
-    """join/attempts/<name>/offer.json: an attempt that a machine running `diloco join` may execute; no open secret."""
+    """Record join/attempts/<name>/offer.json: an attempt that a machine running `diloco join` may execute; secrets are
+    encrypted.
+    """
 
     record: ClassVar[str] = "offer"
     later_fields: ClassVar[frozenset[str]] = frozenset({"sealed"})
@@ -128,7 +130,9 @@ class Offer(Record):
 
 
 class Invitation(Record):
-    """join/invited/…: whoever has the link of this identity may run the replica; join/revoked/…: may no longer."""
+    """Record join/invited/…: an identity (key pair), whose holder may run the replica; the same under join/revoked/…
+    ends that.
+    """
 
     record: ClassVar[str] = "invitation"
     epoch: int = Field(ge=1)  # of the run's keys, with which it ends

@@ -34,7 +34,9 @@ def of_run(store: Store, environ: Mapping[str, str] | None = None) -> Store:
 
 
 def as_attempt(store: Store, secret: str) -> Store:
-    """`store`, a run's folder, as the attempt with these keys sees it and writes to it."""
+    """The run's folder `store` for the attempt whose private keys are in `secret`: what it writes is signed with
+    them.
+    """
     signed = signed_store_in(store)
     return of_run(store if signed is None else signed.beneath, {ENV_ATTEMPT_KEY: secret})
 

@@ -239,7 +239,8 @@ class LaunchRequests:
 def offers_to_machines(executor: ServerlessExecutor, config: RunConfig, without_keys: bool = False) -> bool:
     """Whether the executor offers a replica of the run to machines that join.
 
-    `without_keys`: to such as get no keys of a signed run; machines of people with a link get them.
+    `without_keys`: count only offers to machines that get no keys of a signed run; those of people with a link get
+    some.
     """
     ids = [each for each in range(config.most_replicas) if not (without_keys and each in config.invited)]
     requests = [LaunchRequest("run", each, 1, []) for each in ids]

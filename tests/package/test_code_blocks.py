@@ -12,6 +12,7 @@ import inspect
 import re
 import shlex
 import shutil
+import sys
 import tarfile
 import textwrap
 import types
@@ -188,7 +189,10 @@ def classes_of_tests(text: str, folder: Path) -> None:
         else "import sys, types\nsys.modules['my_train'] = types.ModuleType('my_train')\n"
     )
     namespace: dict[str, Any] = {}
-    exec(check + re.sub(r"^print\(check_replica.*$", "", text, flags=re.MULTILINE), namespace)
+    try:
+        exec(check + re.sub(r"^print\(check_replica.*$", "", text, flags=re.MULTILINE), namespace)
+    finally:
+        sys.modules.pop("my_train", None)  # tests that run in this process later have files of that name
     for name, made in list(namespace.items()):
         bases = [base for base in getattr(made, "__mro__", ())[1:] if base is not object]
         for attribute in vars(made) if bases and name in text else ():
