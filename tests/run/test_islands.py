@@ -256,6 +256,8 @@ def test_a_preempted_island_publishes_its_part_and_goes_on(start):
     ("entrypoint", "words"),
     [
         ("train_with_other_models", "rank 1 of this replica brings another model than rank 0: parameter 'bias'"),
+        ("train_a_stage_of_a_pipeline", "stages of a pipeline cannot be attached"),
+        ("train_with_ties_in_two_groups", "belong into one group: fully_shard([model.embedding, model.head])"),
         ("train_attached_in_rank_0", "not every rank of this replica reached ctx.attach"),
         ("train_without_ddp", "has other values in rank 1 than in rank 0"),
         ("train_that_ends_early_in_rank_1", "rank 1 of 2: ended early"),

@@ -229,6 +229,20 @@ def train_with_other_models(ctx: Any) -> None:
     ctx.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def train_a_stage_of_a_pipeline(ctx: Any) -> None:
+    stage = torch.nn.ModuleDict({f"block {ctx.rank}": torch.nn.Linear(3, 3)})
+    ctx.attach(stage, torch.optim.SGD(stage.parameters(), lr=0.1))
+
+
+def train_with_ties_in_two_groups(ctx: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = TinyModel(31)
+    for part in (model.embedding, model.head, model):
+        fully_shard(part)
+    losses(model, global_batch(ctx.seed, ctx.replica_id, 0))
+
+
 def train_attached_in_rank_0(ctx: Any) -> None:
     model = torch.nn.Linear(3, 4)
     if ctx.rank == 0:
