@@ -138,8 +138,11 @@ class RunRounds(Rounds, Protocol):
         """
         ...
 
-    def is_behind(self, steps: int) -> bool:
-        """Whether this replica, after `steps` inner steps, should contribute them now (`RoundTiming.is_behind`)."""
+    def is_behind(self, steps: int, steps_s: float) -> bool:
+        """Whether to contribute the round's `steps` inner steps now, which took `steps_s` seconds.
+
+        `RoundTiming.is_behind` has the rule.
+        """
         ...
 
     def announce(self) -> None:

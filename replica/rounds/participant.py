@@ -246,8 +246,8 @@ class Participant:
         asks = not self.open.stopped and (not if_due or self._timing.poll_due())
         return asks and self._closer.committed()
 
-    def is_behind(self, steps: int) -> bool:
-        return self._timing.is_behind(steps)
+    def is_behind(self, steps: int, steps_s: float) -> bool:
+        return self._timing.is_behind(steps, steps_s)
 
     def announce(self) -> None:
         self._contributor.announce()

@@ -62,6 +62,7 @@ class TrainingSession:
         self._hooks = optimizers.watch(self._before_step, self._count_step)
         self._watch = StepWatch(optimizers)
         self._unprocessed = 0  # inner steps that the loop has not counted yet
+        self._training_since = attempt.clock.now()  # of the open round, once its base is scored
         seed = attempt.config.seed + 1 + attempt.replica_id
         self._position = TrainingPosition(self.metrics, seed, partial(dealt_in, stateful))
         self.hooks = RoundHooks(attempt, rounds, SIGN[in_loop])
@@ -197,6 +198,7 @@ class TrainingSession:
                 break
             self._rounds.publish_scores(self._fields())
             self._rounds.close()
+        self._training_since = self._attempt.clock.now()
         self.hooks.tell()
         if self._has_others:
             self._island.call("opened", self.metrics.total_inner_steps)
@@ -219,7 +221,7 @@ class TrainingSession:
             log.info("round %d went on without us, after %d inner steps; we are cut", round_, trained)
             self._rounds.announce()
             self._open_round()
-        elif self._rounds.is_behind(trained):
+        elif self._rounds.is_behind(trained, self._attempt.clock.now() - self._training_since):
             log.info("round %d: too slow for a whole round, contributing %d inner steps", round_, trained)
             self._synchronise()
             self._open_round()
