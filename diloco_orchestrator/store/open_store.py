@@ -29,7 +29,7 @@ _VIA_FSSPEC = "fsspec+"  # before a URL: the same as engine="fsspec", for caller
 _OBSTORE_CLOUDS = {"gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 _HF_BUCKETS = "hf://buckets/"
 
-_ONE_SLASH = re.compile(r"(s3a?|gc?s|az|abfss?|hf|memory|file|https?|ftp|hdfs):/(?!/)")
+_NEARLY_A_SCHEME = re.compile(r"(s3a?|gc?s|az|abfss?|hf|memory|file|https?|ftp|hdfs)(:/(?!/)|//)")
 _NO_FOLDERS = ("ftp", "hdfs", "http", "https", "reference", "webhdfs")  # that fsspec opens, and no run can use
 
 _memory: dict[str, MemoryStore] = {}
@@ -170,9 +170,9 @@ def _open_by_fsspec(url: str, scheme: str, options: Mapping[str, Any]) -> Store:
 def check_address(url: str) -> None:
     """Raise `ConfigError` for a URL that stores would read as another one, or whose store can hold no run.
 
-    The former are such as "s3:/b", or have "#", "?", ".." or an empty part; the latter have no create-only writes.
+    The former are such as "s3:/b" and "s3//b", or have "#", "?", ".." or an empty part; the latter have no create-only writes.
     """
-    if (found := _ONE_SLASH.match(url)) is not None:
+    if (found := _NEARLY_A_SCHEME.match(url)) is not None:
         raise ConfigError(f"{url} is no URL, and hardly a folder: write {found[1]}://…, or ./{url} for the folder.")
     if (scheme := _SCHEME.match(url)) is None:
         return
