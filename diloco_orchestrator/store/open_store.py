@@ -170,7 +170,8 @@ def _open_by_fsspec(url: str, scheme: str, options: Mapping[str, Any]) -> Store:
 def check_address(url: str) -> None:
     """Raise `ConfigError` for a URL that stores would read as another one, or whose store can hold no run.
 
-    The former are such as "s3:/b" and "s3//b", or have "#", "?", ".." or an empty part; the latter have no create-only writes.
+    The former are such as "s3:/b" and "s3//b", or have "#", "?", ".." or an empty part; the latter have no create-only
+    writes.
     """
     if (found := _NEARLY_A_SCHEME.match(url)) is not None:
         raise ConfigError(f"{url} is no URL, and hardly a folder: write {found[1]}://…, or ./{url} for the folder.")
