@@ -152,7 +152,7 @@ def main() -> None:
         error.show()
         code = error.exit_code
     except (click.Abort, KeyboardInterrupt) as stopped:
-        echo(str(stopped) or "interrupted", err=True)
+        echo(str(stopped.__cause__ or stopped) or "interrupted", err=True)  # click raises Abort from the other
         code = EXIT_INTERRUPTED
     except ConfigError as error:
         echo(f"Error: {error}", err=True)
