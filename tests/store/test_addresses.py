@@ -64,7 +64,7 @@ def test_a_slash_that_is_missing_makes_no_folder(url: str):
 
 @pytest.mark.parametrize("scheme", ["file", "fsspec+file"])
 def test_a_folder_is_not_taken_for_a_machine_and_left_out(scheme: str):
-    with pytest.raises(ConfigError, match="names the machine .runs.. Write the path, runs/first"):
+    with pytest.raises(ConfigError, match=r"names the machine .runs.. Write the path, runs/first"):
         open_store(f"{scheme}://runs/first")
 
 
