@@ -29,8 +29,10 @@ _VIA_FSSPEC = "fsspec+"  # before a URL: the same as engine="fsspec", for caller
 _OBSTORE_CLOUDS = {"gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 _HF_BUCKETS = "hf://buckets/"
 
-# What somebody meant as a URL: a known scheme without its slashes, or "://" after what is no scheme.
-_MEANT = re.compile(r"(s3a?|gc?s|az|abfss?|hf|memory|file|https?|ftp|hdfs):(?!//)|[^./~].*://", re.IGNORECASE)
+# A known scheme without its colon or slashes, or "://" after what is no scheme.
+_NEARLY_A_SCHEME = re.compile(
+    r"(s3a?|gc?s|az|abfss?|hf|memory|file|https?|ftp|hdfs)(:(?!//)|//)|[^./~].*://", re.IGNORECASE
+)
 _NO_FOLDERS = (  # that fsspec opens, and no run can use
     *("data", "dir", "ftp", "git", "github", "hdfs", "http", "https", "jupyter", "reference", "tar", "webhdfs", "zip"),
 )
@@ -173,11 +175,11 @@ def _open_by_fsspec(url: str, scheme: str, options: Mapping[str, Any]) -> Store:
 def check_address(url: str) -> None:
     """Raise `ConfigError` for a URL that stores would read as another one, or whose store can hold no run.
 
-    The former are such as "s3:/b" and "file://runs/a", or have "#", "?", ".." or an empty part; the latter have no
-    create-only writes.
+    The former are such as "s3:/b", "s3//b" and "file://runs/a", or have "#", "?", ".." or an empty part; the latter
+    have no create-only writes.
     """
     if (scheme := _SCHEME.match(url)) is None:
-        if (found := _MEANT.match(url)) is not None:
+        if (found := _NEARLY_A_SCHEME.match(url)) is not None:
             meant = (found[1] or "s3").lower()
             raise ConfigError(f"{url} is no URL, and hardly a folder: write {meant}://…, or ./{url} for the folder.")
         return

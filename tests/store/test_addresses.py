@@ -55,7 +55,7 @@ def test_an_azure_account_that_nobody_has_named_is_told_with_what_to_set(monkeyp
         open_store("az://c/x")
 
 
-@pytest.mark.parametrize("url", ["s3:/x", "S3:/x", "s3:x", "simplecache::s3://b/x"])
+@pytest.mark.parametrize("url", ["s3:/x", "S3:/x", "s3:x", "s3//x", "simplecache::s3://b/x"])
 def test_a_slash_that_is_missing_makes_no_folder(url: str):
     for call in (open_store, absolute_url):
         with pytest.raises(ConfigError, match=f"write s3://…, or ./{url} for the folder"):
