@@ -16,8 +16,9 @@ from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Quara
 
 # benchmarks/strangers.py tries these numbers on honest strangers and on scripted attackers.
 LIMIT = 2.5  # sigmas of harm, added up over rounds, from which a stranger's contributions are left out
-_LARGEST = 3.0  # sigmas of harm in one round that count; above the limit, so that a first contribution can be left out
-_BEST = -2.0  # sigmas of benefit in one round that count
+_LARGEST = 3.0  # sigmas of one round that count; above the limit, so that a first contribution can be left out
+_EXPECTED = 0.5  # sigmas by which a contribution should raise scores
+_WORSE = 0.2  # sigmas by which it may raise them less than the scorer's own
 
 
 @dataclass(frozen=True)
@@ -88,15 +89,16 @@ def fold_strangers(
 
 
 def harm_of(score: WorkScore) -> float:
-    """By how many standard errors a contribution lowers one replica's held-out scores: the lesser of two measures.
+    """By how many standard errors one replica's held-out scores show a contribution as harmful: from -3 to 3.
 
-    One is against the round's base, the other against the scorer's own contribution: near a plateau, where any single
-    contribution may lower scores, only one that is worse than others' counts. At most 3, at least -2; 3 where a score
-    is not finite.
+    The lesser of two measures. One is against the round's base, whose scores a contribution should raise by half a
+    standard error; the other against the scorer's own contribution, less .2. So near a plateau, where no contribution
+    alone raises scores, only one that is worse than others counts, and one on other data counts while it does not help.
+    3 where a score is not finite.
     """
-    harm = _sigmas(score.change, score.squares, score.count)
-    beside = _sigmas(score.beside, score.beside_squares, score.count)
-    return max(min(harm, beside, _LARGEST), _BEST)
+    harm = _sigmas(score.change, score.squares, score.count) + _EXPECTED
+    beside = _sigmas(score.beside, score.beside_squares, score.count) - _WORSE
+    return max(min(harm, beside, _LARGEST), -_LARGEST)
 
 
 def _sigmas(change: float | None, squares: float | None, count: int) -> float:
