@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 from attackers import SETTINGS, quiet
-from hostile_replicas import ATTACKS, HostileFleet, Task
+from hostile_replicas import ATTACKS, SHARE, HostileFleet, Task
 from measuring import ROOT, markdown, publish
 from other_data import KINDS, OtherData
 
 DOCUMENT = ROOT / "docs" / "inside" / "attacks.md"
-ROUNDS, HOSTILE, ITEMS = 60, 3, 8192
+ROUNDS, HOSTILE, FRESH = 60, 3, 8192
+ITEMS = (8, 32, SHARE, 2048)  # of each launched replica, where nobody attacks
 # (launched replicas, strangers): in both fleets three of the strangers are hostile.
 FLEETS = {"5 launched, 3 strangers": (5, 3), "3 launched, 8 strangers": (3, 8)}
 
@@ -41,8 +42,13 @@ class Outcome:
     of_honest: int  # contributions of honest strangers, left out or not
 
 
-def played(fleet: str, name: str | None, rounds: int, scored: bool, kind: str | None, seed: int) -> Outcome:
-    """Play one run. `name`: of the attack; None: nobody attacks. `kind`: how replicas' data differ, if at all."""
+def played(
+    fleet: str, name: str | None, rounds: int, scored: bool, seed: int, kind: str | None = None, share: int = SHARE
+) -> Outcome:
+    """Play one run. `name`: of the attack; None: nobody attacks. `kind`: how replicas' data differ, if at all.
+
+    `share`: held-out items on which each launched replica scores.
+    """
     launched, strangers = FLEETS[fleet]
     total, attackers = launched + strangers, HOSTILE if name else 0
     settings: dict[str, Any] = {"invited": list(range(launched, total)), **SETTINGS.get(name or "", {})}
@@ -51,9 +57,8 @@ def played(fleet: str, name: str | None, rounds: int, scored: bool, kind: str | 
     task = Task(seed) if kind is None else OtherData(seed, kind)
     attack = (lambda writer: None) if name is None else ATTACKS[name]
     deciders = launched if scored else 1
-    run = HostileFleet(
-        total, rounds, seed, attackers, attack, task, deciders, scores_strangers=scored, guard="off", **settings
-    )
+    settings |= {"scores_strangers": scored, "guard": "off"}
+    run = HostileFleet(total, rounds, seed, attackers, attack, task, deciders, share, **settings)
     commits = run.play()
     out = [each.replica_id for commit in commits for each in commit.quarantined]
     first = total - attackers
@@ -70,7 +75,7 @@ def played(fleet: str, name: str | None, rounds: int, scored: bool, kind: str | 
 def fresh_loss(task: Task, seed: int, run: HostileFleet) -> float:
     """Mean loss of the model that a run ended with, on items that are neither held out nor trained on."""
     task._draw = torch.Generator().manual_seed(100_000 + seed)
-    items, labels = task.batch((ITEMS,))
+    items, labels = task.batch((FRESH,))
     task.heldout = items, labels
     return float(task.losses(run.deciders[0].base.parameters).mean())
 
@@ -89,7 +94,7 @@ def rate(found: Sequence[Outcome]) -> str:
 
 def of_attacks(names: Sequence[str], seeds: range, rounds: int, pool: Executor) -> str:
     def play(fleet: str, name: str | None, scored: bool) -> list[Outcome]:
-        return list(pool.map(partial(played, fleet, name, rounds, scored, None), seeds))
+        return list(pool.map(partial(played, fleet, name, rounds, scored), seeds))
 
     clean = {fleet: play(fleet, None, scored=False) for fleet in FLEETS}
     few, many = FLEETS
@@ -110,13 +115,17 @@ def of_attacks(names: Sequence[str], seeds: range, rounds: int, pool: Executor) 
 
 def of_honest(seeds: range, rounds: int, pool: Executor) -> str:
     """Honest strangers alone, also where data differ: how many of their contributions are left out."""
+    cases: list[tuple[str, dict[str, Any]]] = [
+        (f"nobody's data differ, {n} items a scorer", {"share": n}) for n in ITEMS
+    ]
+    cases += [(kind, {"kind": kind}) for kind in KINDS[1:]]
     rows = []
-    for kind in KINDS:
-        found = list(pool.map(partial(played, next(iter(FLEETS)), None, rounds, True, kind), seeds))
+    for name, how in cases:
+        found = list(pool.map(partial(played, next(iter(FLEETS)), None, rounds, True, **how), seeds))
         total = sum(each.of_honest for each in found)
-        rows.append([kind, rate(found), f"{1000 * sum(each.honest for each in found) / total:.1f}"])
+        rows.append([name, rate(found), f"{1000 * sum(each.honest for each in found) / total:.1f}"])
         print(rows[-1], file=sys.stderr, flush=True)
-    return markdown(["honest replicas; the last one is a stranger", "left out", "of 1,000"], rows)
+    return markdown(["honest replicas; three of eight are strangers, the last one too", "left out", "of 1,000"], rows)
 
 
 def main() -> None:

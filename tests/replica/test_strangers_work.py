@@ -4,14 +4,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 from protocol_fleet import FAST, Fleet, HurriedClock, answer, close, report, together
+from sessions import constant_steps, context_of
 
 from diloco_orchestrator.clock import SystemClock
+from diloco_orchestrator.guard.round_fold import fields_of, fold_of_commit
 from diloco_orchestrator.inspection.status import NewRows
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Commit, Quarantine
+from diloco_orchestrator.protocol.records import Commit, Contribution, Quarantine
+from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.rebuild import rebuild
 from replica.rounds.participant import Participant
@@ -42,9 +46,9 @@ def fleet_of(hurried: bool = False, **settings: Any) -> tuple[Fleet, list[Partic
 
 
 def played(participants: Sequence[Participant], values: Sequence[float]) -> Commit:
-    """The round's commit, after all have contributed these pseudo-gradients."""
-    for i, value in enumerate(values):
-        answer(participants[i], value, report(share=i, score=1.0))
+    """The round's commit, after these have contributed these pseudo-gradients."""
+    for each, value in zip(participants, values, strict=True):
+        answer(each, value, report(share=each._attempt.replica_id, score=1.0))
     return together([lambda each=each: close(each) for each in participants])[0].commit  # type: ignore[misc]
 
 
@@ -147,8 +151,77 @@ def test_a_commit_that_does_not_follow_from_the_scores_is_void(lie):
     assert verify_run(fleet.store).disagreement is not None
 
 
+def test_a_commit_that_applies_a_round_of_harmful_strangers_alone_is_void():
+    """Everything else in it follows from the records that it names."""
+    fleet, participants = fleet_of(quorum=2)
+    for i, value in ((0, GOOD), (3, HARMFUL), (4, HARMFUL)):
+        answer(participants[i], value, report(share=i, score=1.0))
+    for i in (1, 2):
+        participants[i]._contributor.abstain(report(share=i, score=1.0), "not today")
+        participants[i]._closer._observe(waited=False)  # scores and reports
+    honest = close(participants[0]).commit
+    answers = tuple(each for each in honest.answers if each.replica_id in STRANGERS)
+    key = "its manifest"
+    read = {i: Contribution.from_bytes(fleet.store.get(keys.contribution(1, i)), key) for i in STRANGERS}
+    named = [ContributionReader(fleet.store).checked(honest, each) for each in honest.checks or ()]
+    forged = honest.model_copy(update={"answers": answers})
+    folded = fold_of_commit(forged, None, read, fleet.heldout, range(5), fleet.config, 0, named)
+    forged = forged.model_copy(update=fields_of(folded, None))
+    assert [each.replica_id for each in forged.quarantined] == list(STRANGERS)
+    fleet.engine.put(keys.commit(1), forged.to_bytes())
+    participants[1].close()
+    last = participants[1]._tip.value.last
+    assert last is not None and last.void == "it applies a round of which it averages nobody"
+
+
 def test_a_stranger_that_was_left_out_drops_that_work():
     _, participants = fleet_of()
     commit = played(participants, [GOOD, GOOD, GOOD, GOOD, HARMFUL])
     said = answer(participants[4], GOOD)
     assert commit.quarantines(4) and [each.round for each in said.dropped] == [1] and len(said.origins) == 1
+
+
+class Noisy(torch.nn.Module):
+    """A model with a buffer that counts forward passes, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+        self.register_buffer("passes", torch.zeros(1))
+
+    def forward(self, item: int) -> torch.Tensor:
+        if self.training:
+            self.passes += 1
+        return torch.nn.functional.dropout(self.weight + item, training=self.training).sum() + 0.0 * torch.rand(())
+
+
+def heldout(model: torch.nn.Module, items: Sequence[int]) -> list[float]:
+    return [float(model(item)) for item in items]
+
+
+def trained(invited: list[int], gradients: Sequence[float]) -> tuple[list[Commit], list[float]]:
+    """Whole sessions of one round. Returns its commits and what each model counted."""
+    fleet = Fleet(replicas=3, rounds=1, sync_every=2, invited=invited, aggregate="mean", guard="off")
+    models = [Noisy() for _ in gradients]
+
+    def part(i: int) -> None:
+        def gradient(batch: int) -> float:
+            models[i](1)
+            return gradients[i] + 0.01 * (7 * i + batch)
+
+        given = {"heldout": heldout, "heldout_items": list(range(30)), "in_loop": "reward"}
+        constant_steps(context_of(fleet, i, SystemClock()), models[i], gradient, lr=0.1, **given)
+
+    together([lambda i=i: part(i) for i in range(len(gradients))])  # type: ignore[misc]
+    assert verify_run(fleet.store).disagreement is None
+    return fleet.commits(), [float(each.passes) for each in models]
+
+
+def test_sessions_score_strangers_and_train_as_without():
+    """Bases and buffers are those of a run without strangers, where all of them are averaged."""
+    commits, passes = trained([2], [-1.0, -1.0, -1.0])
+    without, usual = trained([], [-1.0, -1.0, -1.0])
+    assert commits[0].checks and not commits[0].quarantined and without[0].checks is None
+    assert commits[1].base_digest == without[1].base_digest and passes == usual
+    harmed, _ = trained([2], [-1.0, -1.0, 2.0])
+    assert [each.replica_id for each in harmed[0].quarantined] == [2]

@@ -155,17 +155,20 @@ class HostileFleet(Fleet):
         attack: Attack,
         task: Task | None = None,
         deciders: int = 2,
+        share: int = SHARE,
         **settings: Any,
     ) -> None:
         """`deciders`: replicas, the first ones, that are real participants. More than one must decide alike.
 
-        With `scores_strangers`, a setting of `Fleet`, they score the contributions of strangers (`invited`).
+        `share`: held-out items of each share. With `scores_strangers`, a setting of `Fleet`, the participants score the
+        contributions of strangers (`invited`).
         """
         waits = {"poll_s": 0.5, "round_timeout_s": 60.0, "startup_timeout_s": 60.0}
         given = {"quorum": None, "timing": waits, "sync_every": STEPS, "snapshot_every": 1000, **settings}
         super().__init__(replicas=replicas, rounds=rounds, **given)
-        self.heldout = HeldoutSet(metric="loss", shares=(SHARE,) * replicas, digest="0" * 64)
+        self.heldout = HeldoutSet(metric="loss", shares=(share,) * replicas, digest="0" * 64)
         self.task = task or Task(seed)
+        self._share = share
         self._attack, self._honest = attack, replicas - attackers
         self._clock = ManualClock()
         joined = [self.join(i, model=Classifier(seed), clock=self._clock) for i in range(replicas)]
@@ -240,16 +243,16 @@ class HostileFleet(Fleet):
         """A base's score on each item that the open round deals to a participant; higher is better."""
         dealt = deal(self.replicas, participant.open.roster)[participant._attempt.replica_id]
         losses = self.task.losses(base.parameters)
-        return [-loss for share in dealt for loss in losses[share * SHARE % HELDOUT :][:SHARE].tolist()]
+        return [-loss for share in dealt for loss in losses[share * self._share % HELDOUT :][: self._share].tolist()]
 
     def _fields(self, replica_id: int, losses: torch.Tensor, in_loop: float) -> ContributionFields:
         """What an honest replica says: its share's scores, and its own training loss."""
-        share = losses[replica_id * SHARE % HELDOUT :][:SHARE]
+        share = losses[replica_id * self._share % HELDOUT :][: self._share]
         return ContributionFields(
             steps=STEPS,
             tokens=STEPS * BATCH,
             in_loop=Metric(sum=-in_loop * STEPS, count=STEPS),
-            scores=(Score(share=replica_id, sum=-float(share.sum()), count=SHARE),),
+            scores=(Score(share=replica_id, sum=-float(share.sum()), count=self._share),),
             progress=report().progress,
         )
 
