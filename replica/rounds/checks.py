@@ -93,7 +93,7 @@ class Checks:
         return barred_after(self._tip.barred, roster, named) or None
 
     def of_strangers(self) -> StrangersWork | None:
-        """What replicas have reported of strangers' contributions, for the commit; None where these are not scored."""
+        """The reports on strangers' contributions that the commit names; None in a run that scores none of them."""
         if not self._tip.scores_strangers:
             return None
         named = [self.by_sha256[each.sha256] for each in self.named() or ()]
