@@ -1,7 +1,8 @@
 """`python -m diloco_orchestrator.replica.process.rank`: the process of one rank, in a replica of several processes.
 
 `rank_processes` starts it, in the process that has claimed the attempt, and reads its output and its events: one JSON
-line a second as a sign of life, and how the rank ended. The rank dies with the process that started it.
+line a second as a sign of life, once torch is imported, and how the rank ended. The rank dies with the process that
+started it.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from diloco_orchestrator.replica.attempt.attempt import Attempt, adopted_attempt
 from diloco_orchestrator.replica.process.run_attempt import (
     Ending,
     LeavingNotice,
+    LoadEntrypoint,
     call_entrypoint,
     caught,
     configure_logging,
@@ -81,8 +83,11 @@ class Events:
             os._exit(1)  # nobody reads any more: the process above has died
 
 
-def main() -> int:
-    """Train as the rank that the command line names, report the ending to the parent, and return the exit code."""
+def main(load: LoadEntrypoint = load_entrypoint) -> int:
+    """Train as the rank that the command line names, report the ending to the parent, and return the exit code.
+
+    `load`: returns the user's training function named "module:function".
+    """
     parser = argparse.ArgumentParser(prog="python -m diloco_orchestrator.replica.process.rank")
     parser.add_argument("--store", required=True)
     parser.add_argument("--replica-id", type=int, required=True)
@@ -97,7 +102,7 @@ def main() -> int:
     if place.rank == 0:
         notice.install()
     configure_logging(options.replica_id, options.attempt)
-    ending = caught(lambda: _train(options, place, environ, clock, events, notice))
+    ending = caught(lambda: _train(options, place, environ, clock, events, notice, load))
     assert ending is not None, "training has an ending"
     events.ended(ending)
     return ending.code
@@ -110,6 +115,7 @@ def _train(
     clock: Clock,
     events: Events,
     notice: LeavingNotice,
+    load: LoadEntrypoint,
 ) -> Ending:
     background = ThreadBackground()
     opened = open_store(
@@ -132,11 +138,11 @@ def _train(
         background,
         Launched.of_options(options),
     )
+    load_training_libraries(environ)
     beats = background.every(ALIVE_S, lambda: events.alive(attempt.pulse))
     try:
-        load_training_libraries(environ)
         ranks = joined(place, store=store, background=background)
-        return call_entrypoint(replace(attempt, owners=ranks.owners), load_entrypoint, notice.interrupt_if, ranks)
+        return call_entrypoint(replace(attempt, owners=ranks.owners), load, notice.interrupt_if, ranks)
     finally:
         notice.interrupt_if(lambda: False)
         beats.stop()
@@ -145,6 +151,9 @@ def _train(
 
 def joined(place: RankPlace, **own: object) -> Any:
     """Join torch's default process group, that of the replica's ranks, and return this process's `Ranks`.
+
+    Waits without limit until every rank has come, since the parent process ends all when one does not; from then on no
+    collective takes longer than `place.timeout_s`.
 
     `own`: objects of which every rank has its own, by name. Raises `ConfigError` if this machine has GPUs, but fewer
     than ranks.
@@ -165,9 +174,12 @@ def joined(place: RankPlace, **own: object) -> Any:
         torch.cuda.set_device(place.rank)
     else:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else accelerate takes each rank for the only process
+    meeting = dist.FileStore(place.meeting, place.ranks)  # type: ignore[attr-defined]
+    meeting.set(f"rank {place.rank}", "")
+    meeting.wait([f"rank {rank}" for rank in range(place.ranks)], timedelta(days=365))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if has_gpus else "gloo",
-        init_method=f"file://{place.meeting}",
+        store=meeting,
         rank=place.rank,
         world_size=place.ranks,
         timeout=timedelta(seconds=place.timeout_s),

@@ -201,6 +201,17 @@ def test_an_island_that_loses_a_rank_is_named_relaunched_and_ends_with_the_same_
     assert not _processes_of(bucket)
 
 
+def test_a_rank_that_imports_for_longer_than_a_hung_one_may_be_silent_is_waited_for(start, tmp_path, monkeypatch):
+    """Rank 1 needs 15 s more than rank 0 before it has imported torch, and a hung rank is ended after 10 s."""
+    slow = "import os, time\nif os.environ.get('RANK') == '1' and 'LOCAL_RANK' in os.environ: time.sleep(15)\n"
+    (tmp_path / "sitecustomize.py").write_text(slow)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    retry = {"backoff_s": 0.0, "hung_after_s": 10.0, "max_errors": 0}
+    run, bucket = start(args={"model": "ddp", "hidden": 31}, replicas=1, rounds=1, ranks_per_replica=2, retry=retry)
+    run.wait()
+    assert reader_of(bucket).attempts.exit(0, 1).code == 0
+
+
 def test_a_bit_that_is_wrong_in_the_shard_of_a_rank_is_corrected(start, tmp_path):
     once = tmp_path / "once"
     fault = {"what": "flip", "replica": 1, "rank": 1, "step": 5, "once": str(once)}
