@@ -274,11 +274,11 @@ def ending_of(ranks: Sequence[RankState], silent: Sequence[RankState], timeout_s
 
 def _environment(environ: Mapping[str, str], number: int, count: int) -> dict[str, str]:
     """The environment of rank `number` of `count`: torch's variables, its share of the threads, and the import path."""
-    threads = {"OMP_NUM_THREADS": str(max(1, int(given) // count))} if (given := environ.get("OMP_NUM_THREADS")) else {}
+    threads = int(environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)  # as in the attempt's claim: bits depend on it
     return {
         "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on this machine, whose own name may not resolve
         **{name: value for name, value in environ.items() if name != ENV_LEAVE_AFTER},  # which is watched here
-        **threads,
+        "OMP_NUM_THREADS": str(max(1, threads // count)),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "PYTHONUNBUFFERED": "1",
         "RANK": str(number),

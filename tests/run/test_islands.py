@@ -15,7 +15,9 @@ from island_workloads import WIDTH
 from real_runs import FAST, digests, reader_of, wait_for
 
 from diloco_orchestrator import LocalProcessExecutor, Run, RunResult, launch
+from diloco_orchestrator import audit as audit_run
 from diloco_orchestrator.errors import RunFailed
+from diloco_orchestrator.inspection.audit.findings import Outcome
 from diloco_orchestrator.inspection.verify import verify
 
 pytestmark = pytest.mark.slow
@@ -87,6 +89,20 @@ def test_a_bucket_says_nothing_of_ranks_but_their_number_in_manifests(alone, isl
 def test_the_run_of_islands_verifies(islands):
     report = verify(str(islands[1]))
     assert report.agrees, report
+
+
+def test_what_islands_have_trained_is_trained_again_by_as_many_ranks(islands):
+    done = audit_run(str(islands[1]), draw=6, seed=1)
+    assert [(each.outcome, each.words) for each in done.findings] == [(Outcome.EQUAL, "")] * 6
+
+
+def test_a_rank_that_lies_is_found_by_an_audit(start, monkeypatch):
+    monkeypatch.setenv("ISLAND_LIE", "1")  # of rank 1 in round 2
+    run, bucket = start(args={"model": "ddp"}, replicas=1, ranks_per_replica=2, rounds=2)
+    run.wait()
+    monkeypatch.delenv("ISLAND_LIE")
+    found = {each.range_.round: each.outcome for each in audit_run(str(bucket), draw=2, seed=1).findings}
+    assert found == {1: Outcome.EQUAL, 2: Outcome.DIFFERS}
 
 
 @pytest.mark.parametrize(("model", "ranks"), [("tp", [2, 1]), ("tp_fsdp", [4, 1])])

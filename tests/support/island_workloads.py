@@ -88,6 +88,8 @@ def train(ctx: Any) -> None:
             loss = losses(model, rows).mean()
             if ctx.args.get("noise") == ctx.rank:  # of a generator that nobody saves
                 loss = loss * (1 + torch.rand((), generator=unsaved))
+            if os.environ.get("ISLAND_LIE") == str(ctx.rank) and replica.round == 2:
+                loss = 2 * loss
             loss.backward()
             if kind == "plain" and ctx.ranks > 1:
                 for parameter in model.parameters():
