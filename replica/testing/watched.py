@@ -33,9 +33,9 @@ from diloco_orchestrator.replica.training.position import DataCursor
 from diloco_orchestrator.replica.training.ranks import END, Ranks
 from diloco_orchestrator.replica.training.session import TrainingSession
 from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
+from diloco_orchestrator.snapshots.model_tensors import plain_name
 
 PATIENCE = 256  # batches without a step of the attached optimizer: more micro-batches than anybody accumulates
-_COMPILED = "_orig_mod."  # in the names of a model that torch has compiled
 
 Tensors = dict[str, torch.Tensor]
 
@@ -134,12 +134,12 @@ class Watcher:
 
     def _named(self, *, trainable: bool) -> list[tuple[str, torch.Tensor]]:
         """This rank's parts of the parameters with or without `requires_grad`, in name order, without a compiler's
-        prefix.
+        wrapper.
         """
         assert self._attached is not None
         self._attached.reshard()
         named = self._attached.module.named_parameters()
-        found = {n.replace(_COMPILED, ""): local_part(p) for n, p in named if p.requires_grad is trainable}
+        found = {plain_name(n): local_part(p) for n, p in named if p.requires_grad is trainable}
         return sorted(found.items())
 
     def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -334,7 +334,7 @@ class PlainContext(ReplicaContext):
         self.watcher.attach(model, optimizer, options)
         attached, replica = AttachedModel(model), f"{self.seed}/replica {self.replica_id}"
         island = Island(self._ranks, attached, InnerOptimizers(optimizer), {}, replica=replica)
-        self.session = PlainSession(self.watcher, self._attempt, model, island)
+        self.session = PlainSession(self.watcher, self._attempt, attached, island)
         return self.session
 
     def end(self) -> None:
@@ -351,7 +351,7 @@ class PlainSession(ReplicaSession):
 
     is_unheard = False  # no notice comes to training without a run
 
-    def __init__(self, watcher: Watcher, attempt: Attempt, model: torch.nn.Module, island: Island) -> None:
+    def __init__(self, watcher: Watcher, attempt: Attempt, attached: AttachedModel, island: Island) -> None:
         config = attempt.config
         self._watcher = watcher
         self._island = island
@@ -361,7 +361,7 @@ class PlainSession(ReplicaSession):
         if watcher.watch.disturbed:
             self._steps = min(self._steps, self._round_steps + 1)
         # Parameters that are replaced later are not synchronised in a run either.
-        self._held = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._held = attached.parameters
         self._base = {name: local_part(p).float().clone() for name, p in self._held.items()}
         self._settled = 0  # steps that were processed
         self._before = watcher.parameters()  # the last step's
@@ -449,10 +449,10 @@ class PlainSession(ReplicaSession):
         """Move every parameter by ten times the largest change that the last step made in its tensor."""
         moved = {}
         for name, parameter in self._held.items():
-            before = self._before.get(name.replace(_COMPILED, ""))
+            before = self._before.get(name)
             local, last = local_part(parameter), 0.0
             if before is not None and before.numel():
                 last = float((local.cpu() - before).float().abs().max())
             local.add_(10 * last)
-            moved[name.replace(_COMPILED, "")] = torch.tensor(10 * last)
+            moved[name] = torch.tensor(10 * last)
         self._watcher.keep("moved", moved)

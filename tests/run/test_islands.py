@@ -163,8 +163,11 @@ def test_islands_train_what_single_processes_do_however_shards_are_averaged(star
 
 
 def test_each_rank_holds_and_moves_its_part_of_the_base(start, tmp_path, monkeypatch):
-    """Of 16 shards each of four ranks has four: base and momenta, and the bytes up and down."""
-    hidden, c = 16 * 2**18 // (2 * WIDTH + 1), 16 * 2**20
+    """Of 64 shards each of four ranks has 16: base and momenta, and the bytes up and down.
+
+    A rank's part is 16 MiB, beside which the blocks of 512 KiB of arithmetic, some in each thread, are few.
+    """
+    hidden, c = 64 * 2**18 // (2 * WIDTH + 1), 64 * 2**20
     measured = tmp_path / "measured"
     measured.mkdir()
     with running_fast_s3() as server:
@@ -183,7 +186,7 @@ def test_each_rank_holds_and_moves_its_part_of_the_base(start, tmp_path, monkeyp
     for rank in range(4):
         held, most = (int(number) for number in (measured / f"0.{rank}").read_text().split())
         assert 2 * c / 4 <= held <= 2.5 * c / 4, (rank, held / c)
-        assert most <= 4.5 * c / 4, (rank, most / c)  # we want 3.5, which three of four ranks keep or nearly keep
+        assert most <= 3.5 * c / 4, (rank, most / c)
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
