@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from diloco_orchestrator.replica.rounds.allocator import returning_freed_memory
 from diloco_orchestrator.replica.training.consumed_items import ConsumedItems
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.replica.training.island import Island, RankMetrics
@@ -38,7 +39,8 @@ def served(island: Island) -> Signal:
     while (signal := island.ranks.next_signal()).kind == CALL:
         assert signal.call is not None, "it is a call"
         name, args, number = signal.call
-        island.ranks.kept(number, getattr(island, name)(*args))
+        with returning_freed_memory():
+            island.ranks.kept(number, getattr(island, name)(*args))
         del args, signal  # what they hold may have been dropped by rank 0
     return signal
 
