@@ -402,7 +402,9 @@ def _number(value: float | None) -> str:
 
 
 def megabytes(count: int) -> str:
-    """A number of bytes as text in MB (10^6 bytes), in kB where it would read 0.0 MB."""
+    """A number of bytes as text in MB (10^6 bytes), in kB where it would read 0.0 MB; of nothing "0 B"."""
+    if not count:
+        return "0 B"
     return f"{count / 1e3:.1f} kB" if 0 < count < 50_000 else f"{count / 1e6:.1f} MB"
 
 

@@ -11,7 +11,7 @@ round changes between two inner steps of training: only `close` makes the next r
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -240,6 +240,9 @@ class Participant:
         self._segments.write_if_due()
         then()
         return closed
+
+    def score_strangers_by(self, measure: Callable[[Base], Sequence[float]]) -> None:
+        self._closer.work.measure = measure
 
     def publish_scores(self, fields: ContributionFields) -> None:
         self._contributor.contribute_scores(fields)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from diloco_orchestrator.errors import Preempted
+from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.records import Contribution, Progress
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields, RunRounds
@@ -66,6 +67,8 @@ class TrainingSession:
         seed = attempt.config.seed + 1 + attempt.replica_id
         self._position = TrainingPosition(self.metrics, seed, partial(dealt_in, stateful))
         self.hooks = RoundHooks(attempt, rounds, SIGN[in_loop])
+        if evidence.set is not None:
+            rounds.score_strangers_by(self._values_of)
         self._going = False  # between `begin` and the end
         self._has_contributed = False  # this attempt, to any round
 
@@ -210,6 +213,15 @@ class TrainingSession:
         self._attempt.pulse.phase = "scoring"
         with self._loop.showing_base(), self._rounds.buffers.showing_base():
             self._evidence.measure(ShownBase(self._model, self._attempt, opened, self._loop.holding))
+
+    def _values_of(self, base: Base) -> list[float]:
+        """Held-out scores of a base on the items that the open round deals to this replica."""
+        self._attempt.pulse.phase = "scoring"
+        with self._rounds.buffers.showing_base(), self._loop.holding(base):
+            shown = ShownBase(self._model, self._attempt, self._rounds.open, self._loop.holding)
+            values = self._evidence.values(shown)
+        self._attempt.pulse.phase = "waiting"
+        return values
 
     def _end_round_early(self) -> None:
         """Between inner steps: apply rounds committed without this replica; if late, publish the steps taken so far."""
