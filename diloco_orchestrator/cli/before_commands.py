@@ -67,6 +67,7 @@ def doctor(url: str | None, as_json: bool, env: tuple[str, ...], **given: Any) -
     "--arg", "args", metavar="K=V", multiple=True, help="For `ctx.args`; V as JSON, else as text. Repeatable."
 )
 @click.option("--replicas", type=click.IntRange(min=2), default=2, show_default=True, help="Of the run with several.")
+@click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Processes of each replica.")
 @click.option("--rounds", type=click.IntRange(min=2), default=3, show_default=True, help="Of every run.")
 @click.option("--sync-every", type=click.IntRange(min=2), default=4, show_default=True, help="Inner steps of a round.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="As of a run.")

@@ -18,6 +18,7 @@ from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Quara
 LIMIT = 2.5  # sigmas of harm, added up over rounds, from which a stranger's contributions are left out
 _LARGEST = 3.0  # sigmas of one round that count; above the limit, so that a first contribution can be left out
 _EXPECTED = 0.5  # sigmas by which a contribution should raise scores
+_ITEMS = 256  # that count: with more, honest contributions differ by their training and not by the items' chance
 _WORSE = 0.2  # sigmas by which it may raise them less than the scorer's own
 
 
@@ -102,10 +103,10 @@ def harm_of(score: WorkScore) -> float:
 
 
 def _sigmas(change: float | None, squares: float | None, count: int) -> float:
-    """Minus the mean of a change per item over its standard error; infinity where either is not there."""
+    """Minus the mean change per item over its standard error for at most 256 items; infinity without one of both."""
     if change is None or squares is None:
         return math.inf
-    error = math.sqrt(squares / (count - 1) / count)
+    error = math.sqrt(squares / (count - 1) / min(count, _ITEMS))
     return -(change / count) / error if error else math.copysign(math.inf, -change) if change else 0.0
 
 

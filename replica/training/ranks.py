@@ -281,12 +281,17 @@ class Exchange:
             pairs = by_pair.get((me, target), []), by_pair.get((source, me), [])
             cut = (messages(each, self._sizes, _MOST_BYTES) for each in pairs)
             for outgoing, incoming in zip_longest(*cut, fillvalue=()):
-                sent, received = self._room(outgoing), self._room(incoming)
-                for move, part in self._parts(outgoing, sent):
-                    part.copy_(values(move))
+                sent, received = self._filled(outgoing, values), self._room(incoming)
                 self._ranks.swap(sent, target, received, source)
                 del sent
                 yield from self._parts(incoming, received)
+                del received
+
+    def _filled(self, message: Sequence[Move], values: Callable[[Move], torch.Tensor]) -> torch.Tensor:
+        data = self._room(message)
+        for move, part in self._parts(message, data):
+            part.copy_(values(move))
+        return data
 
     def _room(self, message: Sequence[Move]) -> torch.Tensor:
         size = sum((move.stop - move.start) * self._sizes[move.name] for move in message)

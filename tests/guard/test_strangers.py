@@ -114,3 +114,13 @@ def test_equal_changes_of_all_items_are_certain():
 def test_runs_that_score_no_strangers_say_why(settings, words):
     config = make_config({"entrypoint": "m:f", "replicas": 4, "invited": [3], "weights": "uniform", **settings})
     assert words in why_never_scored(config) and bool(words) == bool(why_never_scored(config))
+
+
+def test_no_more_items_than_256_make_a_change_surer():
+    few = WorkScore(
+        replica_id=3, payload=OTHER, count=256, change=-256.0, squares=255.0, beside=None, beside_squares=None
+    )
+    many = few.model_copy(update={"count": 1024, "change": -1024.0, "squares": 1023.0})
+    little = few.model_copy(update={"change": -16.0})
+    assert harm_of(few) == harm_of(many) == 3.0 and harm_of(little) == pytest.approx(1.5)
+    assert harm_of(many.model_copy(update={"change": -64.0})) == pytest.approx(1.5)
