@@ -1,6 +1,6 @@
 """What three hostile strangers do to a run whose other replicas score their work, and which honest ones it costs.
 
-    PYTHONPATH=tests/support python benchmarks/strangers.py --docs      # about an hour of one core
+    PYTHONPATH=tests/support python benchmarks/strangers.py --docs      # about two hours of one core of one core
 
 Real participants score the contributions of strangers on held-out items (`guard.strangers`) and decide each round, with
 the default aggregate of runs with strangers. The hostile ones follow a script (tests/support/hostile_replicas.py). The
