@@ -135,7 +135,7 @@ class Ranks:
         the result.
         """
         if self._owners is not None:
-            body = bytearray(self._owners.dumps((name, tuple(args), number)))
+            body = bytearray(self._owners.dumps_call((name, tuple(args), number)))
             self.signal(CALL, len(body))
             dist.broadcast(torch.frombuffer(body, dtype=torch.uint8), 0, self._calls)
 
@@ -149,7 +149,7 @@ class Ranks:
         assert self._owners is not None, "a single rank gets no signals"
         body = torch.empty(first, dtype=torch.uint8)
         dist.broadcast(body, 0, self._calls)
-        return Signal(kind, first, second, self._owners.loads(body.numpy().tobytes()))
+        return Signal(kind, first, second, self._owners.loads_call(body.numpy().tobytes()))
 
     def kept(self, number: int | None, made: T) -> T:
         """Store `made` in this rank under `number`, so that it stands for each rank's own object; with None nothing

@@ -125,12 +125,12 @@ class SimRanks(Ranks):
 
     def signal_call(self, name: str, args: Sequence[Any], number: int | None = None) -> None:
         assert self._owners is not None
-        self._tell(self._owners.dumps((name, tuple(args), number)))
+        self._tell(self._owners.dumps_call((name, tuple(args), number)))
 
     def next_signal(self) -> Signal:
         said = self._wire.receive(self._clock, "calls", 0, self.rank)
         assert self._owners is not None
-        return Signal(CALL, 0, 0, self._owners.loads(said)) if isinstance(said, bytes) else Signal(*said)
+        return Signal(CALL, 0, 0, self._owners.loads_call(said)) if isinstance(said, bytes) else Signal(*said)
 
     def _tell(self, said: Any) -> None:
         for rank in range(1, self.ranks):
