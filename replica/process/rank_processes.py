@@ -264,6 +264,9 @@ def ending_of(ranks: Sequence[RankState], silent: Sequence[RankState], timeout_s
         return Ending(EXIT_ERROR, f"rank {rank.number} of {count} {words}")
     rank = min((rank for rank in ranks if rank.has_failed), key=lambda each: (_order(each.ending), each.number))
     assert rank.ending is not None, "those without were the first"
+    first = ranks[0].ending
+    if _is_of_a_collective(rank.ending) and first is not None and not ranks[0].has_failed:
+        return first  # it has left or ended, and others only lost their connection to it
     late = [str(each.number) for each in ranks if each.ending is None]
     if _is_of_a_collective(rank.ending) and late:
         who = f"rank{'s' if len(late) > 1 else ''} {', '.join(late)} of {count}"

@@ -11,6 +11,7 @@ _LOST = Ending(1, "RuntimeError", "Traceback\nRuntimeError: [gloo] Connection cl
 _WAITED = Ending(1, "RuntimeError", "Traceback\nRuntimeError: [gloo] Timed out waiting 10000ms for send")
 _RAISED = Ending(1, "ValueError", "Traceback\nValueError: planted")
 _REFUSED = Ending(78, "permanent", "Traceback\nConfigError: another model")
+_LEFT = Ending(75, "preempted")
 _DONE = Ending(0, "the run ended")
 
 
@@ -27,6 +28,7 @@ _DONE = Ending(0, "the run ended")
         ([(_WAITED, 1), (None, None)], [], "rank 1 of 2 did not come to a collective in which rank 0 waited for 10 s"),
         ([(_WAITED, 1), (_WAITED, None), (None, None), (None, None)], [], "ranks 2, 3 of 4 did not come"),
         ([(_DONE, 0), (_RAISED, 1)], [], "rank 1 of 2: ValueError"),
+        ([(_LEFT, 75), (_LOST, 1)], [], "preempted"),
         ([(_LOST, 1), (_LOST, 1)], [], "rank 0 of 2: RuntimeError"),
     ],
 )
