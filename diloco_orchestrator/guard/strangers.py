@@ -90,7 +90,7 @@ def fold_strangers(
 
 
 def harm_of(score: WorkScore) -> float:
-    """By how many standard errors one replica's held-out scores show a contribution as harmful: from -3 to 3.
+    """The harm of a contribution in one replica's held-out scores, in standard errors of their mean: from -3 to 3.
 
     The lesser of two measures. One is against the round's base, whose scores a contribution should raise by half a
     standard error; the other against the scorer's own contribution, less .2. So near a plateau, where no contribution
