@@ -1,9 +1,9 @@
 """Thresholds of glibc's allocator: freed memory is kept for the next inner step, and returned around a round's end.
 
 An inner step on a CPU frees what it allocates, up to the logits of a whole batch. glibc returns freed blocks above a
-threshold to the system, and each next step pays a page fault for every 4 KiB of them: a third of its time in the speedrun. A
-round's end allocates shards and payloads of other sizes; where freed memory is kept, a replica then holds twice what it
-needs. So the threshold is low while a round is closed, and high while the user trains.
+threshold to the system, and each next step pays a page fault for every 4 KiB of them: a third of its time in the
+speedrun. A round's end allocates shards and payloads of other sizes; where freed memory is kept, a replica then holds
+twice what it needs. So the threshold is low while a round is closed, and high while the user trains.
 """
 
 import ctypes
