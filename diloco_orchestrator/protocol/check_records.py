@@ -58,6 +58,18 @@ class WorkScore(Part):
     beside_squares: float | None = Field(ge=0)
 
 
+class DealtScore(Part):
+    """How much more contributions raise the scores of items dealt to their authors than of as many dealt to others.
+
+    Both numbers are differences of mean changes of scores, by steps along a whole contribution, in standard errors.
+    """
+
+    replica_id: int = Field(ge=0)  # whose contribution it is
+    payload: BulkDigest  # `Payload.digest` of its manifest
+    gap: float
+    usual: float  # the same of the scorer's own contribution, on items dealt to the scorer
+
+
 class Checked(Record):
     """One replica's findings in a round since its last such record.
 
@@ -66,7 +78,7 @@ class Checked(Record):
     """
 
     record: ClassVar[str] = "checked"
-    later_fields: ClassVar[frozenset[str]] = frozenset({"averages", "scored"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"averages", "scored", "dealt"})
     round: int = Field(ge=1)
     leg: int = Field(ge=1)
     replica_id: int = Field(ge=0)
@@ -76,6 +88,7 @@ class Checked(Record):
     read: tuple[ReadShards, ...]
     averages: tuple[AverageCheck, ...] | None = None  # None: it has none to report
     scored: tuple[WorkScore, ...] | None = None  # contributions of strangers; None: it has none to report
+    dealt: tuple[DealtScore, ...] | None = None  # of the same, where the log deals the data; None: none measured
 
 
 class CheckNamed(Part):
