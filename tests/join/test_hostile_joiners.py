@@ -40,10 +40,11 @@ def told(folder: Path) -> str:
 def test_hostile_machines_that_joined_by_a_link_are_left_out_and_honest_ones_are_not(tmp_path: Path):
     """Three of eight climb the loss, on machines of their own: nothing in the run's folder says which."""
     with running_signed_s3() as server:
-        launcher = tmp_path / "launcher"
+        launcher, settings = tmp_path / "launcher", tmp_path / "settings.toml"
+        settings.write_text(f"[timing]\npoll_s = 0.3\nstartup_timeout_s = {10.0 * PATIENCE_S}\n")
         run = ["run", "tiny_workloads:train_or_climb", "--store", URL, "--replicas", str(LAUNCHED + len(STRANGERS))]
         run += ["--invited", ",".join(map(str, STRANGERS)), "--guard-rule", "off", "--rounds", str(ROUNDS)]
-        run += ["--sync-every", "5", "--quorum", "all", "--snapshot-every", str(ROUNDS), "--timing-poll-s", "0.3"]
+        run += ["--sync-every", "5", "--quorum", "all", "--snapshot-every", str(ROUNDS), "--config", str(settings)]
         run += ["--executor", f"local:{LAUNCHED}", "--executor", f"join:{len(STRANGERS)}"]
         processes = [diloco(launcher, server, *run)]
         try:
