@@ -25,6 +25,9 @@ _WORSE = 0.2  # sigmas by which it may raise them less than the scorer's own
 # log of how much likelier its scores are then. Wald's bound: one of a thousand that do train ever gets there.
 DEALT_LIMIT = math.log(1000.0)
 _MOST_EVIDENCE = 3.0  # of one round, so that three rounds or more decide
+_AGAIN = 0.15  # cosine by which a stranger's contributions may resemble each other more than a launched replica's do
+_PER_COSINE = 10.0  # evidence of a round for each unit of a cosine above that
+_AGAIN_LIMIT = 6.0  # evidence, added up over rounds, from which a stranger repeats itself
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ def fold_strangers(
     A stranger's harm in a round is the median over the replicas that scored its contribution (see `harm_of`). It is
     added up over rounds, never below zero. From a sum above `LIMIT` until it has fallen to half of that, the stranger
     is left out; so is a contribution that half of the other replicas or fewer have scored. Likewise with the evidence
-    that it does not train on the data dealt to it (see `evidence_of`) and `DEALT_LIMIT`.
+    that it does not train on the data dealt to it (see `evidence_of`), and that it repeats itself (`repetition_of`).
 
     Args:
         state: JSON, after the round before; None at the start.
@@ -69,6 +72,7 @@ def fold_strangers(
         named: manifests of the contributions, in replica order.
     """
     sums, evidence = ({**(state or {}).get(name, {})} for name in ("sums", "dealt"))
+    again, repeats = dict((state or {}).get("again", {})), set((state or {}).get("repeats", ()))
     out, untrained = (set((state or {}).get(name, ())) for name in ("out", "untrained"))
     scorers = [replica_id for replica_id in dealt if replica_id not in work.invited]
     left_out = []
@@ -85,7 +89,16 @@ def fold_strangers(
         dealt_scores = _about(manifest, work, scorers)
         if 2 * len(dealt_scores) > len(scorers):
             _add(evidence, name, evidence_of(dealt_scores), DEALT_LIMIT, untrained)
-        if name in untrained:
+        said_again = [each for each in scores if each.again is not None and each.again_own is not None]
+        if 2 * len(said_again) > len(scorers):
+            _add(again, name, repetition_of(said_again), _AGAIN_LIMIT, repeats)
+        if name in repeats:
+            why = (
+                f"its work repeats what it sent before: evidence of {again.get(name, 0.0):.2f} added up over rounds, "
+                f"{_AGAIN_LIMIT} allowed, by the measures of {len(said_again)} replicas in this one"
+            )
+            left_out.append(Quarantine(replica_id=manifest.replica_id, reason=why))
+        elif name in untrained:
             why = (
                 f"its work does not show the data dealt to it: evidence of {evidence.get(name, 0.0):.2f} added up over "
                 f"rounds, {DEALT_LIMIT:.2f} allowed, by the scores of {len(dealt_scores)} replicas in this one"
@@ -100,7 +113,22 @@ def fold_strangers(
     after: dict[str, Any] = {"sums": {name: value for name, value in sums.items() if value}, "out": sorted(out)}
     if evidence:  # absent in runs whose data nobody deals
         after |= {"dealt": {name: value for name, value in evidence.items() if value}, "untrained": sorted(untrained)}
+    if again:  # absent in runs that began before contributions were compared with earlier ones
+        after |= {"again": {name: value for name, value in again.items() if value}, "repeats": sorted(repeats)}
     return after, tuple(left_out)
+
+
+def repetition_of(scores: Sequence[WorkScore]) -> float:
+    """The evidence of one round that a stranger repeats itself: from -3 to 3.
+
+    By how much its contribution is more like its last one than the scorers' own are like theirs, beyond what is usual:
+    ten for each unit of the cosine. A constant direction in all of somebody's work shows so, and a payload sent again;
+    noise of training is new in each round, and what all replicas still have to learn is in the scorers' own as well.
+    """
+    excess = median(
+        each.again - each.again_own for each in scores if each.again is not None and each.again_own is not None
+    )
+    return max(min(_PER_COSINE * (excess - _AGAIN), _MOST_EVIDENCE), -_MOST_EVIDENCE)
 
 
 def _add(sums: dict[str, float], name: str, value: float, limit: float, out: set[str]) -> None:

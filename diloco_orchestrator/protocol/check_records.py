@@ -56,6 +56,10 @@ class WorkScore(Part):
     # The same minus the change by a step along the scorer's own contribution; None: not finite, or it has none.
     beside: float | None
     beside_squares: float | None = Field(ge=0)
+    # Cosine of the contribution to the author's last one that the scorer has read, and that of the scorer's own to its
+    # own last one; None: there is none, or one is zero.
+    again: float | None = Field(default=None, ge=-1.0, le=1.0)
+    again_own: float | None = Field(default=None, ge=-1.0, le=1.0)
 
 
 class DealtScore(Part):

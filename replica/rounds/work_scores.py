@@ -7,6 +7,8 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import PayloadCorrupt
 from diloco_orchestrator.outer import outer_step
@@ -28,6 +30,7 @@ DealtMeasure = Callable[[Base, Contribution], tuple[Sequence[float], Sequence[fl
 _STEP = OuterConfig(lr=0.2, momentum=0.0, nesterov=False)
 _WHOLE = OuterConfig(lr=1.0, momentum=0.0, nesterov=False)  # to the model that the author has trained
 _FEWEST = 2  # items, so that the change of their scores has a variance
+_SAMPLE = 2**16  # elements by which contributions are compared with earlier ones; cosines are off by .004 then
 _MOST_SIGMAS = 100.0  # of a difference of which every item is certain
 
 
@@ -38,6 +41,9 @@ class WorkScores:
         self.measure: Measure | None = None  # None: this process has no model to score
         self.measure_dealt: DealtMeasure | None = None  # None: no data is dealt, or no item of it can be scored
         self.dealt: tuple[DealtScore, ...] = ()  # found since the last report
+        self._offset: int | None = None  # of the sample, drawn so that nobody can spare its elements
+        # By fragment and replica: round, and a sample, of its newest contributions that were read here.
+        self._sampled: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}
         self.longest_s = 0.0  # that the scores of one look took in the open round
         self._attempt = attempt
         self._tip = tip
@@ -82,6 +88,7 @@ class WorkScores:
                 return ()
             change, squares = _summed([new - old for new, old in zip(there, base, strict=True)])
             more = _summed([new - old for new, old in zip(there, beside, strict=True)]) if beside else (None, None)
+            again = self._again(replica_id), self._again(attempt.replica_id)
             found.append(
                 WorkScore(
                     replica_id=replica_id,
@@ -91,6 +98,8 @@ class WorkScores:
                     squares=squares,
                     beside=more[0],
                     beside_squares=more[1],
+                    again=again[0],
+                    again_own=again[1],
                 )
             )
         self.longest_s = max(self.longest_s, attempt.clock.now() - began)
@@ -110,7 +119,31 @@ class WorkScores:
         base = self._tip.base.copy()
         with denormals_kept():
             outer_step.average_and_step(base, self._tip.open.fragment, [(manifest, 1)], read, outer)
+        self._sample(manifest.replica_id, base)
         return base
+
+    def _sample(self, replica_id: int, stepped: Base) -> None:
+        """Keep a sample of the contribution along which the open round's base was stepped, and the one before."""
+        opened, base = self._tip.open, self._tip.base
+        known = self._sampled.setdefault((opened.fragment, replica_id), [])
+        if known and known[-1][0] == opened.round:
+            return
+        names = base.fragments[opened.fragment]
+        stride = max(1, sum(base.parameters[name].numel() for name in names) // _SAMPLE)
+        if self._offset is None:
+            self._offset = int(self._attempt.stamp.unforeseen(), 16)
+        pairs = [(base.parameters[name].flatten(), stepped.parameters[name].flatten()) for name in names]
+        parts = [(old - new)[self._offset % stride :: stride].float() for old, new in pairs]
+        self._sampled[opened.fragment, replica_id] = [*known[-1:], (opened.round, torch.cat(parts))]
+
+    def _again(self, replica_id: int) -> float | None:
+        """Cosine of a replica's contribution to the open round to its last one to this fragment; None without both."""
+        known = self._sampled.get((self._tip.open.fragment, replica_id), [])
+        if len(known) < 2 or known[1][0] != self._tip.open.round:
+            return None
+        first, second = known[0][1].double(), known[1][1].double()
+        norms = float(torch.linalg.vector_norm(first) * torch.linalg.vector_norm(second))
+        return max(min(float(first @ second) / norms, 1.0), -1.0) if math.isfinite(norms) and norms else None
 
     def _score_dealt(self, manifest: Contribution, own: Contribution | None, read: outer_step.ReadShard) -> None:
         """Add to `dealt` the score of a stranger's contribution on the data dealt to it, beside this replica's own."""

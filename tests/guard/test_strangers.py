@@ -7,7 +7,14 @@ import pytest
 from record_examples import B3, PAYLOAD, SHA, STAMP
 
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.guard.strangers import StrangersWork, evidence_of, fold_strangers, harm_of, why_never_scored
+from diloco_orchestrator.guard.strangers import (
+    StrangersWork,
+    evidence_of,
+    fold_strangers,
+    harm_of,
+    repetition_of,
+    why_never_scored,
+)
 from diloco_orchestrator.protocol.check_records import Checked, DealtScore, WorkScore
 from diloco_orchestrator.protocol.records import Contribution, HeldoutSet
 
@@ -166,3 +173,29 @@ def test_without_most_scorers_nothing_is_said_of_the_data(third):
     checks = [dealt(0, 0.0), said(1, score(-1.0)), third]
     assert set(folded(checks)[0]) == {"sums", "out"}
     assert folded([dealt(0, 0.0), dealt(1, 0.0), third])[0]["dealt"] == {"3": 2.0}
+
+
+def alike(by: int, again: float | None, own: float | None = 0.2) -> Checked:
+    """What a replica says of replica 3's work: harmless, and so much like its last one, beside the scorer's own."""
+    return said(by, score(-1.0).model_copy(update={"again": again, "again_own": own}))
+
+
+def test_who_repeats_itself_more_than_launched_replicas_is_left_out_until_it_does_not():
+    state: Any = None
+    found = []
+    for again in (None, 0.6, 0.6, 0.6, 0.6, 0.2, 0.2, 0.2):
+        state, out = folded([alike(0, again), alike(1, again), alike(2, -1.0)], state)  # the third scorer lies
+        found.append((round(state.get("again", {}).get("3", 0.0), 2), bool(out)))
+    assert found == [
+        *((0.0, False), (2.5, False), (5.0, False), (7.5, True)),
+        *((10.0, True), (8.5, True), (7.0, True), (5.5, True)),
+    ]
+    assert set(folded([alike(0, 0.9), alike(1, 0.9, None)])[0]) == {"sums", "out"}  # two of three do not compare it
+
+
+@pytest.mark.parametrize(
+    ("again", "own", "evidence"), [(0.9, 0.9, -1.5), (0.5, 0.2, 1.5), (1.0, -1.0, 3.0), (-1.0, 1.0, -3.0)]
+)
+def test_repetition_is_beside_what_all_have_still_to_learn(again, own, evidence):
+    of_one = score(0.0).model_copy(update={"again": again, "again_own": own})
+    assert repetition_of([of_one]) == pytest.approx(evidence)

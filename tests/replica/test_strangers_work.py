@@ -265,3 +265,14 @@ def test_sessions_tell_who_did_not_train_on_the_data_dealt_to_it(trains_on):
     if trains_on != "its share":
         assert "does not show the data dealt to it" in fleet.commits()[2].quarantined[0].reason
     assert verify_run(fleet.store).disagreement is None
+
+
+def test_contributions_are_compared_with_the_last_ones_of_their_authors():
+    fleet, participants = fleet_of(rounds=3)
+    for values in ([1.0, 1.0, 1.0, 1.0, 2.0], [1.0, -1.0, 1.0, 1.0, -3.0]):
+        commit = played(participants, values)
+    found = {}
+    for named in commit.checks or ():
+        for each in ContributionReader(fleet.store).checked(commit, named).scored or ():
+            found[named.replica_id, each.replica_id] = (each.again, each.again_own)
+    assert found == {(i, s): (like, -1.0 if i == 1 else 1.0) for i in LAUNCHED for s, like in ((3, 1.0), (4, -1.0))}
