@@ -25,7 +25,7 @@ _WORSE = 0.2  # sigmas by which it may raise them less than the scorer's own
 # log of how much likelier its scores are then. Wald's bound: one of a thousand that do train ever gets there.
 DEALT_LIMIT = math.log(1000.0)
 _MOST_EVIDENCE = 3.0  # of one round, so that three rounds or more decide
-_AGAIN = 0.15  # cosine by which a stranger's contributions may resemble each other more than a launched replica's do
+_AGAIN = 0.08  # cosine by which a stranger's contributions may resemble each other more than a launched replica's do
 _PER_COSINE = 10.0  # evidence of a round for each unit of a cosine above that
 _AGAIN_LIMIT = 6.0  # evidence, added up over rounds, from which a stranger repeats itself
 

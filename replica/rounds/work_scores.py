@@ -54,7 +54,7 @@ class WorkScores:
         self.longest_s, self.dealt = 0.0, ()
         self._own_gap: tuple[str, float | None] = ("", None)  # payload of this replica's contribution, its gap
         self._scored = set[tuple[int, str]]()  # replica id, digest of its payload
-        self._known: dict[tuple[int, str], list[float]] = {}  # by version of the base, and payload or ""
+        self._known: dict[tuple[int, str], tuple[list[float], torch.Tensor | None]] = {}  # by base, and payload or ""
 
     @property
     def is_due(self) -> bool:
@@ -112,29 +112,30 @@ class WorkScores:
         if name not in self._known:
             assert self.measure is not None
             base = self._tip.base if manifest is None else self._stepped(manifest, read, _STEP)
-            self._known[name] = list(self.measure(base))
-        return self._known[name]
+            self._known[name] = list(self.measure(base)), None if manifest is None else self._sample(base)
+        values, sample = self._known[name]
+        if manifest is not None and sample is not None:
+            kept = self._sampled.get((self._tip.open.fragment, manifest.replica_id), [])
+            if not kept or kept[-1][0] != self._tip.open.round:
+                newest = (self._tip.open.round, sample)
+                self._sampled[self._tip.open.fragment, manifest.replica_id] = [*kept[-1:], newest]
+        return values
 
     def _stepped(self, manifest: Contribution, read: outer_step.ReadShard, outer: OuterConfig) -> Base:
         base = self._tip.base.copy()
         with denormals_kept():
             outer_step.average_and_step(base, self._tip.open.fragment, [(manifest, 1)], read, outer)
-        self._sample(manifest.replica_id, base)
         return base
 
-    def _sample(self, replica_id: int, stepped: Base) -> None:
-        """Keep a sample of the contribution along which the open round's base was stepped, and the one before."""
-        opened, base = self._tip.open, self._tip.base
-        known = self._sampled.setdefault((opened.fragment, replica_id), [])
-        if known and known[-1][0] == opened.round:
-            return
-        names = base.fragments[opened.fragment]
-        stride = max(1, sum(base.parameters[name].numel() for name in names) // _SAMPLE)
+    def _sample(self, stepped: Base) -> torch.Tensor:
+        """A sample of the contribution along which `stepped` is a step away from the open round's base."""
         if self._offset is None:
             self._offset = int(self._attempt.stamp.unforeseen(), 16)
+        base = self._tip.base
+        names = base.fragments[self._tip.open.fragment]
+        stride = max(1, sum(base.parameters[name].numel() for name in names) // _SAMPLE)
         pairs = [(base.parameters[name].flatten(), stepped.parameters[name].flatten()) for name in names]
-        parts = [(old - new)[self._offset % stride :: stride].float() for old, new in pairs]
-        self._sampled[opened.fragment, replica_id] = [*known[-1:], (opened.round, torch.cat(parts))]
+        return torch.cat([(old - new)[self._offset % stride :: stride].float() for old, new in pairs])
 
     def _again(self, replica_id: int) -> float | None:
         """Cosine of a replica's contribution to the open round to its last one to this fragment; None without both."""

@@ -187,14 +187,14 @@ def test_who_repeats_itself_more_than_launched_replicas_is_left_out_until_it_doe
         state, out = folded([alike(0, again), alike(1, again), alike(2, -1.0)], state)  # the third scorer lies
         found.append((round(state.get("again", {}).get("3", 0.0), 2), bool(out)))
     assert found == [
-        *((0.0, False), (2.5, False), (5.0, False), (7.5, True)),
-        *((10.0, True), (8.5, True), (7.0, True), (5.5, True)),
+        *((0.0, False), (3.0, False), (6.0, False), (9.0, True)),
+        *((12.0, True), (11.2, True), (10.4, True), (9.6, True)),
     ]
     assert set(folded([alike(0, 0.9), alike(1, 0.9, None)])[0]) == {"sums", "out"}  # two of three do not compare it
 
 
 @pytest.mark.parametrize(
-    ("again", "own", "evidence"), [(0.9, 0.9, -1.5), (0.5, 0.2, 1.5), (1.0, -1.0, 3.0), (-1.0, 1.0, -3.0)]
+    ("again", "own", "evidence"), [(0.9, 0.9, -0.8), (0.5, 0.2, 2.2), (1.0, -1.0, 3.0), (-1.0, 1.0, -3.0)]
 )
 def test_repetition_is_beside_what_all_have_still_to_learn(again, own, evidence):
     of_one = score(0.0).model_copy(update={"again": again, "again_own": own})

@@ -274,5 +274,5 @@ def test_contributions_are_compared_with_the_last_ones_of_their_authors():
     found = {}
     for named in commit.checks or ():
         for each in ContributionReader(fleet.store).checked(commit, named).scored or ():
-            found[named.replica_id, each.replica_id] = (each.again, each.again_own)
+            found[named.replica_id, each.replica_id] = (round(each.again or 0, 6), round(each.again_own or 0, 6))
     assert found == {(i, s): (like, -1.0 if i == 1 else 1.0) for i in LAUNCHED for s, like in ((3, 1.0), (4, -1.0))}
