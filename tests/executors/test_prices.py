@@ -78,7 +78,7 @@ def test_a_price_by_ranks_is_that_of_replicas_with_as_many():
 
 @pytest.mark.parametrize("said", ["", "8:", "8:24,", "0:3", "8:24,8:25", "8:24,3", "1:nan", "-1", "one"])
 def test_a_text_that_is_no_price_is_refused(said: str):
-    with pytest.raises(ValueError, match='no number of US dollars an hour.*as in "8:24,1:3.5"'):
+    with pytest.raises(ValueError, match=r'no number of US dollars an hour.*as in "8:24,1:3.5"'):
         KubernetesExecutor(hourly_usd=said)
 
 
