@@ -63,7 +63,7 @@ class WorkScore(Part):
 
 
 class DealtScore(Part):
-    """How much more contributions raise the scores of items dealt to their authors than of as many dealt to others.
+    """Trace of dealt data: by how much more a contribution raises scores of items dealt to its author than of others.
 
     Both numbers are differences of mean changes of scores, by steps along a whole contribution, in standard errors.
     """
