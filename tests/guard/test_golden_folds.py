@@ -12,6 +12,8 @@ from dataclasses import asdict
 from typing import Any
 
 from diloco_orchestrator.config import GuardConfig
+from diloco_orchestrator.guard.per_replica import LocalGain, fold_local
+from diloco_orchestrator.guard.registry import rule_of
 from diloco_orchestrator.guard.round_fold import fold_round, vault_base
 from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Metric, Score, VaultScore, VaultSet
 
@@ -114,13 +116,20 @@ def manifest(rng: random.Random, replica: int, t: int, shape: str, trouble: floa
     )
 
 
-def folds_of(rng: random.Random, settings: dict[str, Any], shape: str, trouble: float, vaulted: bool) -> list[Any]:
-    """What the fold says in each round of one run, the state through JSON as in a commit."""
+def folds_of(
+    rng: random.Random, settings: dict[str, Any], shape: str, trouble: float, vaulted: bool, first_form: bool
+) -> list[Any]:
+    """What the fold says in each round of one run, the state through JSON as in a commit.
+
+    `first_form`: whether the run began with the first form of the per-replica guard.
+    """
     earlier = settings["rule"] == "sequential-v1"  # of runs that began when it was the rule "sequential"
     config = GuardConfig(**{**settings, "rule": "sequential"} if earlier else settings)
     vault = VaultSet(shares=(ITEMS,) * 4, digest="1" * 64) if vaulted else None
     heldout = HeldoutSet(metric="reward", shares=(ITEMS,) * 4, digest="0" * 64, vault=vault)
-    state: dict[str, Any] | None = {"rule": settings["rule"]} if earlier else None
+    local = {"local": {}} if settings["per_replica"] and (earlier or first_form) else {}
+    name = settings["rule"] if earlier else rule_of(config.rule).name
+    state: dict[str, Any] | None = {"rule": name, **local} if earlier or local else None
     found: list[Any] = []
     for t in range(1, 61):
         roster = [i for i in range(4) if rng.random() > trouble] or [0]
@@ -136,14 +145,17 @@ def folds_of(rng: random.Random, settings: dict[str, Any], shape: str, trouble: 
     return found
 
 
-def digest_of(seed: int, every: int = 1, rules: Sequence[dict[str, Any]] = RULES) -> tuple[str, set[str]]:
+def digest_of(
+    seed: int, every: int = 1, rules: Sequence[dict[str, Any]] = RULES, first_form: bool = False
+) -> tuple[str, set[str]]:
     """The digest of a run of every n-th pair of a rule and a shape, and the words of their verdicts."""
     digest, words = hashlib.sha256(), set()
     pairs = [(settings, shape) for settings in rules for shape in SHAPES]
     for number, (settings, shape) in [*enumerate(pairs)][::every]:
         more = {"per_replica": number % 3 == 1, **({"max_extra": {"hacks": 0.2}} if number % 4 == 2 else {})}
         rng = random.Random(1000 * seed + number)
-        for row in folds_of(rng, {**settings, **more}, shape, (0.0, 0.03, 0.15)[number % 3], (number + seed) % 2 == 0):
+        trouble, vaulted = (0.0, 0.03, 0.15)[number % 3], (number + seed) % 2 == 0
+        for row in folds_of(rng, {**settings, **more}, shape, trouble, vaulted, first_form):
             digest.update(json.dumps(row, sort_keys=True).encode())
             words |= {f"{row[2]['action']}: {row[2]['reason']}", f"warning: {row[2]['warning']}"}
     return digest.hexdigest(), words
@@ -154,4 +166,17 @@ def test_states_verdicts_and_names_have_the_bytes_that_they_always_had():
 
 
 def test_the_default_rule_has_the_bytes_that_it_had_when_it_became_the_default():
-    assert digest_of(0, every=2, rules=NOW)[0] == "bf4fc1bd0fc9665a345471bae73d1430f01e59663bc508d5c3f9dafdb4aa04d1"
+    digest = digest_of(0, every=2, rules=NOW, first_form=True)[0]
+    assert digest == "bf4fc1bd0fc9665a345471bae73d1430f01e59663bc508d5c3f9dafdb4aa04d1"
+
+
+def test_the_per_replica_guard_has_the_bytes_that_it_had_when_its_present_form_began():
+    digest, state = hashlib.sha256(), None
+    for t in range(1, 61):
+        gains = [
+            LocalGain(i, (t * 37 + i * 101 + t * t * i) % 64 / 64 / t - (0.5 if i == 3 and t > 40 else 0.0))
+            for i in range(5)
+        ]
+        state, quarantined = fold_local(state, gains)
+        digest.update(json.dumps([state, [each.model_dump() for each in quarantined]], sort_keys=True).encode())
+    assert digest.hexdigest() == "9c0a50bcd7486c7ad6525bd9a3a491fc87e2cb96e62d21816125238d00694e04"
