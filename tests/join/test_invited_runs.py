@@ -9,24 +9,26 @@ from pathlib import Path
 import pytest
 from iam_server import ADMIN, BUCKET, ROLE, IamServer, running_iam_server
 from joined import EVERY_S, ROOT
-from real_runs import FAST
+from real_runs import FAST, wait_for
 
 from diloco_orchestrator import RunReader, launch
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.join.executor import JoinExecutor
+from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_store import identity_of_user, of_run
 from diloco_orchestrator.store.open_store import open_store
 
 pytestmark = pytest.mark.slow
 URL = f"s3://{BUCKET}/run"
+TOKEN_S = 40.0  # of life of temporary credentials: the stranger's seat lasts longer
 SETTINGS = {**FAST, "replicas": 3, "invited": [2], "aggregate": "mean", "rounds": 4, "sync_every": 3, "quorum": "all"}
 SETTINGS |= {"snapshot_every": 2, "env": {"OMP_NUM_THREADS": "1"}}
 
 
 @pytest.fixture
 def server() -> Iterator[IamServer]:
-    with running_iam_server({}) as found:
+    with running_iam_server({}, token_s=TOKEN_S) as found:
         yield found
 
 
@@ -37,14 +39,19 @@ def diloco(folder: Path, environ: dict[str, str], *args: str) -> "subprocess.Pop
     return subprocess.Popen(program, env=environ, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def numbers_of_grants() -> list[int]:
+    return sorted(keys.grant.parse(info.key)[-1] for info in of_run(open_store(URL)).list(keys.GRANTS))  # type: ignore[index]
+
+
 def test_a_machine_without_an_account_takes_part_by_a_link(server: IamServer, tmp_path: Path, monkeypatch):
+    """In the second round its replica waits until the credentials of the link have ended, and the next ones, too."""
     account = {**server.environ(ADMIN), "AWS_ENDPOINT_URL": server.url, "AWS_REGION": "us-east-1"}
     for name, value in account.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [ROOT, ROOT / "tests/support"])))
     monkeypatch.syspath_prepend(ROOT / "tests/support")
     executor = JoinExecutor(machines=(identity_of_user().public.text(),))
-    args = {"folder": str(tmp_path), "hold": []}
+    args = {"folder": str(tmp_path), "hold": [2]}
     run = launch("tiny_workloads:train_holding", store=URL, executor=executor, args=args, **SETTINGS)
     key = RunReader(open_store(URL)).run.signed_by
     assert key is not None
@@ -59,6 +66,9 @@ def test_a_machine_without_an_account_takes_part_by_a_link(server: IamServer, tm
     ]
     machines.append(diloco(tmp_path / "stranger", {}, "join", link.strip(), "--every", str(EVERY_S)))
     try:
+        wait_for(lambda: (tmp_path / "held-2").exists(), "the stranger's second round")
+        wait_for(lambda: len(numbers_of_grants()) >= 4, "the end of two sets of credentials")
+        (tmp_path / "release").touch()
         result = run.wait()
         said = "".join(each.communicate(timeout=60)[1] for each in machines)
     finally:
@@ -78,5 +88,6 @@ def test_a_machine_without_an_account_takes_part_by_a_link(server: IamServer, tm
     assert verify_run(of_run(open_store(URL))).agrees
     calls = server.calls("diloco-replica-2")
     assert calls and not [each for each in calls if each["refused"]]
+    assert len({each["key"] for each in calls}) >= 3  # sets of credentials with which it has asked
     for info in open_store(URL).list(""):
         assert link.strip().encode() not in open_store(URL).get(info.key), info.key
