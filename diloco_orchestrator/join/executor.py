@@ -56,7 +56,9 @@ _RETRY = RetryPolicy(total_s=2.0)  # `poll` must not wait; whoever calls repeats
 # Seconds without a sign of life after which the exit record of an attempt is looked for. A machine that is still there
 # records the end itself, as soon as its process has ended.
 _LEFT_S = 10.0
-_RENEW_S = 60.0  # pause before it is looked again whose temporary credentials are to be renewed, at most
+_RENEW_S = (
+    10.0  # pause between two looks whose temporary credentials are to be renewed; they live for 15 minutes or more
+)
 _FOLLOW_S = 2.0  # pause before output is asked for again
 # Secrets of every launch that a machine does not need: it opens the bucket with credentials of its own, and so fetches
 # the code. An attempt's keys are sealed in its offer.
@@ -247,8 +249,7 @@ class JoinExecutor(RemoteExecutor):
 
         self._renew_at, why = now + _RENEW_S, ""
         try:
-            due_s = renew_grants(store, minted, self._stamp) - self._stamp()["at"]
-            self._renew_at = now + max(1.0, min(due_s, _RENEW_S))
+            renew_grants(store, minted, self._stamp)
         except ConfigError as error:
             why = str(error)
         if why and why != self._not_renewed:

@@ -69,39 +69,32 @@ def create_grant(
     return None if Writer(store, Role.COORDINATOR).create(record) is None else record
 
 
-def renew_grants(store: Store, mint: Mint, stamp: Stamp) -> float:
+def renew_grants(store: Store, mint: Mint, stamp: Stamp) -> None:
     """Mint new credentials for everybody who is invited and whose newest ones have passed half of their life.
 
     Nobody gets any who was invited without credentials, was revoked, has a link that has expired on the clock of
-    `stamp`, or is of an epoch before the last rotation of the run's keys. Returns the time at which the next ones are
-    due, in seconds since 1970; infinity if there are none. Raises `ConfigError` if the store refuses to mint, and the
-    store's errors. One LIST request while nobody was granted any; otherwise three for each replica, and two GETs for
-    each invitation.
+    `stamp`, or is of an epoch before the last rotation of the run's keys. Raises `ConfigError` if the store refuses to
+    mint, and the store's errors. One LIST request, and while somebody was granted some two more for each replica and
+    two GETs for each invitation.
     """
-    due, newest, refused = float("inf"), _newest(store), None
+    newest, refused = _newest(store), None
     for replica_id in sorted({who[1] for who in newest}):
         for invited in invitations_to(store, replica_id):
             found = _last(store, newest.get((invited.epoch, replica_id, invited.identity), ()))
             now = stamp()["at"]
             if found is None or found.not_after >= invited.not_after or now >= invited.not_after:
                 continue
-            if now >= _half(found):
-                lasts_s = max(SHORTEST_S, min(found.lasts_s, invited.not_after - now))
-                try:
-                    credentials = mint(replica_id, lasts_s, found.role)
-                except ConfigError as error:
-                    refused = error  # others may assume other roles
-                    continue
-                more = found.number + 1, credentials, found.lasts_s, found.role
-                found = create_grant(store, invited, *more, stamp) or found
-            due = min(due, _half(found))
+            if now < (found.at + found.not_after) / 2:
+                continue
+            lasts_s = max(SHORTEST_S, min(found.lasts_s, invited.not_after - now))
+            try:
+                credentials = mint(replica_id, lasts_s, found.role)
+            except ConfigError as error:
+                refused = error  # others may assume other roles
+                continue
+            create_grant(store, invited, found.number + 1, credentials, found.lasts_s, found.role, stamp)
     if refused is not None:
         raise refused
-    return due
-
-
-def _half(grant: Grant) -> float:
-    return (grant.at + grant.not_after) / 2
 
 
 def _newest(store: Store) -> dict[tuple[int, int, str], list[str]]:

@@ -37,7 +37,7 @@ _WHY_NOT: Mapping[str, str] = {
     "scale requests": "how many replicas somebody asked for; who took part is in the commits",
     "replicas that are out": "a coordinator's notice that it launches a replica no more, so that nobody waits for it",
     "joined machines": "how attempts are handed to machines that join, and their output",
-    "invitations": "whom a launcher lets run a replica, or no longer, and their credentials; attempts' keys follow from it",
+    "invitations": "whom a launcher lets run a replica, or no longer, and what it needs; attempts' keys follow from it",
     "other starts": "beside start.json; the one that the log begins with is checked",
     "what replicas began with": "which start counts follows from it, and the log from that start",
     "late manifests": "came after their round's commit",
