@@ -1,17 +1,18 @@
-"""`SignalLines`: connections over which rank 0 of a replica tells the other ranks what to do, a message at a time.
+"""`SignalLines`: connections over which rank 0 of a replica sends signals to the other ranks.
 
 They are beside torch.distributed: a broadcast of gloo wakes several threads in each rank, which takes some twenty times
 as long as a message through a socket where ranks share cores (`benchmarks/island_steps.py`).
 """
 
 import os
-import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
+
+from diloco_orchestrator.clock import random_token
 
 _LOOPBACK = "127.0.0.1"
 _TAKEN = b""
@@ -39,7 +40,7 @@ class SignalLines:
         if rank:
             address, key = everyone(None)[0]
             return cls([Client(address, authkey=key)])
-        key = secrets.token_bytes(32)
+        key = (random_token() + random_token()).encode()
         with Listener((_LOOPBACK if on_one_host else "", 0), backlog=ranks, authkey=key) as listener:
             host = _LOOPBACK if on_one_host else os.environ.get("MASTER_ADDR") or socket.gethostname()
             everyone(((host, listener.address[1]), key))
