@@ -84,16 +84,18 @@ class Ranks:
         return cls(0, 1, 0)
 
     @classmethod
-    def joined(cls, local_rank: int, timeout_s: float, **own: object) -> "Ranks":
+    def joined(cls, local_rank: int, host: str, timeout_s: float, **own: object) -> "Ranks":
         """This process's rank in torch's default process group, which must exist. Every rank calls it at the same time.
 
-        `own`: objects of which every rank has its own, by name, such as its connection to the bucket (`RankOwners`).
+        `host`: name or address by which all ranks reach rank 0's machine. `timeout_s`: the limit of a collective, in
+        seconds. `own`: objects of which every rank has its own, by name, such as its connection to the bucket
+        (`RankOwners`).
         """
         data = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         shards = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
         rank, ranks = dist.get_rank(), dist.get_world_size()
         joined = cls(rank, ranks, local_rank, None, data, RankOwners(rank, ranks, shards, **own))
-        joined._lines = SignalLines.joined(rank, ranks, joined.everyone)
+        joined._lines = SignalLines.joined(rank, ranks, host, joined.everyone)
         return joined
 
     def await_all(self, what: str) -> None:

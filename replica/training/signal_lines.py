@@ -4,8 +4,6 @@ They are beside torch.distributed: a broadcast of gloo wakes several threads in 
 as long as a message through a socket where ranks share cores (`benchmarks/island_steps.py`).
 """
 
-import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import AuthenticationError
@@ -14,7 +12,7 @@ from typing import Any
 
 from diloco_orchestrator.clock import random_token
 
-_LOOPBACK = "127.0.0.1"
+_LOOPBACK = ("127.0.0.1", "localhost")
 _TAKEN = b""
 
 
@@ -30,20 +28,19 @@ class SignalLines:
         self._has_sent = False
 
     @classmethod
-    def joined(cls, rank: int, ranks: int, everyone: Callable[[Any], Sequence[Any]]) -> "SignalLines":
+    def joined(cls, rank: int, ranks: int, host: str, everyone: Callable[[Any], Sequence[Any]]) -> "SignalLines":
         """The connections of this rank. Every rank calls it at the same time.
 
-        `everyone`: called with an object in every rank, it returns those of all, in rank order. Where ranks are on
-        several hosts, the others reach rank 0 by the name in `MASTER_ADDR`, or else by its host's.
+        `host`: name or IPv4 address by which all ranks reach the machine of rank 0; from a loopback address rank 0 is
+        reached by ranks of its own machine alone. `everyone`: called with an object in every rank, it returns those of
+        all, in rank order.
         """
-        on_one_host = len(set(everyone(socket.gethostname()))) == 1
         if rank:
-            address, key = everyone(None)[0]
-            return cls([Client(address, authkey=key)])
+            port, key = everyone(None)[0]
+            return cls([Client((host, port), authkey=key)])
         key = (random_token() + random_token()).encode()
-        with Listener((_LOOPBACK if on_one_host else "", 0), backlog=ranks, authkey=key) as listener:
-            host = _LOOPBACK if on_one_host else os.environ.get("MASTER_ADDR") or socket.gethostname()
-            everyone(((host, listener.address[1]), key))
+        with Listener((host if host in _LOOPBACK else "", 0), backlog=ranks, authkey=key) as listener:
+            everyone((listener.address[1], key))
             return cls([_accepted(listener) for _ in range(1, ranks)])
 
     def send(self, message: bytes) -> None:
