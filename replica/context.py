@@ -221,7 +221,7 @@ class ReplicaContext:
         in_loop: Literal["loss", "reward"],
         root: str | None,
     ) -> tuple[HeldOutScorer, VaultScorer | None]:
-        """What scores this replica's shares of the held-out set, and of the vault if there are `vault_items`.
+        """Scorers of this replica's shares of the held-out set, and of the vault if there are `vault_items`.
 
         `root`: digest of the held-out manifest. Raises `ConfigError` if the set is too small for the guard.
         """
@@ -251,7 +251,7 @@ class ReplicaContext:
 def _compared(
     items: Sequence[Any], vault_items: Sequence[Any], manifest: HeldoutManifest | None, items_of: ItemsOf | None
 ) -> ConsumedItems | None:
-    """What compares training items with the held-out ones; None if neither `manifest` nor `items_of` is given.
+    """Comparison of training items with the held-out ones; None if neither `manifest` nor `items_of` is given.
 
     Raises `ConfigError` if `manifest` lacks a held-out item, or `items_of` is given without any.
     """
