@@ -163,14 +163,8 @@ def cells() -> Iterator[Cell]:
             yield Cell("size", f"{rounds}", lambda r, n, t=rounds, p=phi: _drop(r, t, p, n), phi, 0.0, "drop", 0.5)
     for case, make_runs in HELD_BACK.items():
         yield Cell("held back", case, make_runs)
-    for case, (curve, onset, fall, phi) in HELD_BACK_FALLS.items():
-        yield Cell(
-            "held-back fall",
-            case,
-            lambda r, n, c=curve, o=onset, f=fall, p=phi: falling(r, c, o, f, p, n),
-            phi,
-            fault=case,
-        )
+    for case, make_runs in HELD_BACK_FALLS.items():
+        yield Cell("held-back fall", case, make_runs, fault=case)
 
 
 def _pair(pair: tuple[guard_rules.Array, guard_rules.Array], family: str) -> Runs:
@@ -623,7 +617,7 @@ def table(samples: Sequence[Sample]) -> str:
         "Held back: families that no constant was chosen on, halts per 1000 healthy rounds": _cases(
             samples, "held back", lambda s: f"{rate_words(s)}, {share_words([s])} of runs"
         ),
-        "Held back: nine lasting falls, rounds of delay": fall_words(held),
+        f"Held back: {len(HELD_BACK_FALLS)} lasting falls, rounds of delay": fall_words(held),
         "Beside single-process callbacks with patience": _callbacks(samples),
         "Gao et al.'s formulas, AR(1) .5, noise in units of the peak: stopped before the peak / rounds after it / "
         "gold score kept": _public_cases(samples),
