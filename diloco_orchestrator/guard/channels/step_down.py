@@ -7,6 +7,9 @@ rounds is compared under two accounts, each with the noise, AR(1) of any size, t
 - *no step*: a level, or a climb that stopped up to six rounds before;
 - *a step down*: a level or a climb until then, and a lower level since.
 
+The longer a step has lasted, the better the noise is known from the rounds since, and the less evidence halts. After
+`EARLY` rounds steps of more than 20 rounds are left to `Falls`, which knows the noise by then.
+
 Constants were chosen on simulated AR(1) noise (`benchmarks/guard.py`). Only `+ - * /`, comparisons, `math.sqrt`,
 `math.fsum` and `math.frexp` are used, so that every machine gets the same bits.
 """
@@ -20,14 +23,22 @@ from operator import mul
 
 from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
 from diloco_orchestrator.guard.channels.early import ADVICE
-from diloco_orchestrator.guard.channels.noise import KEPT
 from diloco_orchestrator.guard.channels.remembered import Remembered, added
 
-BEFORE = (6, 12)  # rounds before a step: at least, and at most; longer ones bend
-SINCE = (5, 8, 12, 20)  # rounds since
+BEFORE = (6, 12)  # rounds before a step that are looked at: more bend, fewer say little of where they lead
+# Rounds since a step, and the log-likelihood ratio that then halts, in nats, at the default threshold. Found by
+# simulation: each of them halts about as many plateaus of AR(1) .5 and .7 noise.
+LIMITS = {5: 14.5, 8: 14.0, 12: 12.5, 20: 11.5, 32: 9.5, 48: 9.5}
+EARLY, LATER = 96, 20  # rounds after which only steps of up to so many rounds are compared
+# Second differences before the step, over those of so many rounds since or more: noise that was larger then, or an
+# outlier, looks like a level that was higher.
+NOISIER, FROM = 2.0, 12
+# A bump that healed: the mean of so many last scores has made up for this share of the way from the lowest mean of so
+# many since to the highest score before.
+HEALED = (8, 4, 0.5)
 STOPPED = 6  # rounds before the step in which a climb may have stopped
 RHOS = (0.0, 0.35, 0.7)  # autocorrelations of the noise that are tried
-LIMIT = 1.2  # log-likelihood ratio that halts, in nats, over the setting `threshold`
+_DEFAULT = 10.0
 # Added to the variance of each value: this share of the squared smallest change between two rounds.
 COARSE = 0.5
 _EXACT = 1e-12  # of the sum of squares, that is added to what is left: rounding
@@ -53,24 +64,29 @@ class Basis:
 
 @dataclass(frozen=True)
 class Found:
-    """The step that explains the last rounds best."""
+    """The step that is nearest to a halt, or beyond it."""
 
     since: int  # rounds since it
     size: float  # by which the level is lower
     evidence: float  # log-likelihood ratio to no step, in nats
 
+    def share(self, threshold: float) -> float:
+        """Of the evidence that halts. `threshold`: the setting."""
+        return self.evidence / (threshold / _DEFAULT * LIMITS[self.since])
+
 
 @dataclass
 class StepDown(Remembered):
-    """Compares the last rounds with and without a step down. State: 1 number."""
+    """Compares the last rounds with and without a step down. State: up to 60 scores in the first 96 rounds, then 32."""
 
-    seen: int = 0  # rounds since the start, or since an alarm was dismissed; 32 at most
+    rounds: int = 0  # since the start, or since an alarm was dismissed
+    last: list[float] = field(default_factory=list)  # scores, oldest first
     found: Found | None = field(default=None, init=False)  # in the last judged round
 
     def judge(
         self,
         model: int,
-        scores: Sequence[float],
+        score: float,
         coarse: float,
         lost: float,
         recovers: bool,
@@ -79,28 +95,30 @@ class StepDown(Remembered):
     ) -> list[Alarm]:
         """Judge the score of the base that round `model` made; a list of one alarm if it stepped down, else empty.
 
-        `scores`: held-out, of the last 32 bases or of all, this one included, oldest first, each minus the run's first
-        score. `coarse`: smallest change between two rounds so far, or 0.0. `lost`: what the mean lost by shares whose
-        fall does not count. `recovers`: whether the score is on its way back up, which halts nothing. `threshold`: the
-        setting. `origin`: the run's first score, added again to scores in the alarm's text.
+        `score`: held-out, minus the run's first one. `coarse`: smallest change between two rounds so far, or 0.0.
+        `lost`: what the mean lost by shares whose fall does not count. `recovers`: whether the score is on its way back
+        up, which halts nothing. `threshold`: the setting. `origin`: the run's first score, added again to scores in the
+        alarm's text.
         """
-        self.seen = min(self.seen + 1, KEPT)
-        scores = _changed(scores[-self.seen :])
-        self.found = None if recovers else _best(scores, coarse, lost)
-        if self.found is None or self.found.evidence <= LIMIT * threshold:
+        self.rounds += 1
+        longest = LATER if self.rounds > EARLY else max(LIMITS)
+        self.last = [*self.last, score][-BEFORE[1] - longest :]
+        scores = _changed(self.last)
+        self.found = None if recovers else _nearest(scores, coarse, lost, longest)
+        if self.found is None or self.found.share(threshold) <= 1.0:
             return []
         since, size = self.found.since, self.found.size
         mean = added(scores[-since:]) / since + origin
         what = (
             f"step down: the last {since} held-out scores that differ, {mean:.4g} in the mean, lie {size:.3g} below "
             f"where the scores before lead. A step explains them better than noise does, by a log-likelihood "
-            f"ratio of {self.found.evidence:.4g} (halts above {LIMIT * threshold:.4g})"
+            f"ratio of {self.found.evidence:.4g} (halts above {threshold / _DEFAULT * LIMITS[since]:.4g})"
         )
         return [Alarm(what, model, ADVICE, AlarmKind.FALL)]
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
-        """(name, value, threshold) of the log-likelihood ratio, as the verdict lists it."""
-        return [("step down", self.found.evidence if self.found else 0.0, LIMIT * threshold)]
+        """(name, share of the evidence that halts, 1), as the verdict lists it."""
+        return [("step down", self.found.share(threshold) if self.found else 0.0, 1.0)]
 
 
 def _changed(scores: Sequence[float]) -> list[float]:
@@ -108,24 +126,29 @@ def _changed(scores: Sequence[float]) -> list[float]:
     return [*scores[:1], *(now for last, now in pairwise(scores) if now != last)]
 
 
-def _best(scores: Sequence[float], coarse: float, lost: float) -> Found | None:
-    """The step with the largest likelihood ratio; None if there are too few scores, or nothing steps down."""
-    best: Found | None = None
-    for since in SINCE:
-        before = min(BEFORE[1], len(scores) - since)
-        if before < BEFORE[0]:
-            break
-        values = [*scores[-before - since : -since], *(score + lost for score in scores[-since:])]
-        found = _compared(values, before, coarse)
-        if found is not None and found.evidence > (best.evidence if best else 0.0):
-            best = found
-    return best
+def _nearest(scores: Sequence[float], coarse: float, lost: float, longest: int) -> Found | None:
+    """The step that is nearest to a halt; None if there are too few scores, or nothing steps down.
+
+    `longest`: rounds since a step that are compared at most.
+    """
+    nearest: Found | None = None
+    for since in LIMITS:
+        for before in BEFORE:
+            if since > longest or before + since > len(scores):
+                continue
+            values = [*scores[-before - since : -since], *(score + lost for score in scores[-since:])]
+            found = _compared(values, before, coarse)
+            if found is not None and (nearest is None or found.share(_DEFAULT) > nearest.share(_DEFAULT)):
+                nearest = found
+    return nearest
 
 
 def _compared(values: Sequence[float], before: int, coarse: float) -> Found | None:
-    """The step after `before` of these values; None if the best account of a step has none that goes down."""
+    """The step after `before` of these values; None if the best account of a step has none, or one that has healed."""
     count, scale = len(values), max(abs(value) for value in values)
     if not 0 < scale < math.inf:
+        return None
+    if count - before >= FROM and _bend(values[:before], scale) > NOISIER * _bend(values[before:], scale):
         return None
     values, coarse = [value / scale for value in values], coarse / scale
     middle = added(values) / count
@@ -145,7 +168,23 @@ def _compared(values: Sequence[float], before: int, coarse: float) -> Found | No
         with_step = count * _log(max(rest - down * down - climb * climb, 0.0) + least) + constant
         if with_step < step:
             step, size = with_step, (basis.step_of_climb * climb - down) / basis.length
-    return Found(count - before, size * scale, (level - step) / 2) if size > 0 else None
+    if not size > 0 or _healed(values[:before], values[before:]):
+        return None
+    return Found(count - before, size * scale, max(level - step, 0.0) / 2)
+
+
+def _healed(before: Sequence[float], since: Sequence[float]) -> bool:
+    rounds, few, share = HEALED
+    last = since[-rounds:]
+    lowest = min(added(since[end - few : end]) for end in range(few, len(since) + 1)) / few
+    return added(last) / len(last) - lowest > share * (max(before) - lowest)
+
+
+def _bend(values: Sequence[float], scale: float) -> float:
+    """The mean size of second differences of `values` / `scale`."""
+    parts = [value / scale for value in values]
+    changes = [now - last for last, now in pairwise(parts)]
+    return added([abs(now - last) for last, now in pairwise(changes)]) / (len(parts) - 2)
 
 
 @cache
