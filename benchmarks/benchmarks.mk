@@ -1,7 +1,7 @@
 # Targets of the benchmarks; the Makefile above includes it, so all are called from there: `make bench-sync`, `make chaos`.
 
 .PHONY: chaos chaos-table soak soak-table transfer large-model requests requests-live bench-allreduce bench bench-sync bench-link bench-overlap bench-latency bench-memory \
-	bench-busy bench-history bench-startup bench-heldout_split bench-heldout_leaks bench-guard bench-guard-runs bench-gpu bench-quality bench-unequal bench-fleet
+	bench-busy bench-history bench-startup bench-heldout_split bench-heldout_leaks bench-guard bench-guard-scaled bench-guard-runs bench-gpu bench-gpu-sync bench-quality bench-unequal bench-fleet
 
 # What faults cost: `make chaos MINUTES=10 RATE=15` as often as wished (RATE=0 for the undisturbed twin), then the table.
 MINUTES := 10
@@ -54,6 +54,10 @@ bench-sync bench-link bench-overlap bench-latency bench-memory bench-busy bench-
 bench-guard: venv
 	PYTHONPATH=. $(BIN)/python benchmarks/guard.py --runs 1000 --seed 2 --docs $(OPTIONS)
 
+# The same rule with 4 of 16 replicas, and with fleets that grow and shrink: the table below that one.
+bench-guard-scaled: venv
+	PYTHONPATH=. $(BIN)/python benchmarks/guard_scaled.py --docs $(OPTIONS)
+
 # The same rule over 20 real healthy runs and 9 others: the second table there, about eight minutes on 2 cores.
 bench-guard-runs: venv
 	PYTHONPATH=. $(BIN)/python benchmarks/guard_runs.py --docs $(OPTIONS)
@@ -77,3 +81,10 @@ bench-heldout_leaks: venv
 
 bench-gpu: venv
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/gpu_overlap.py --docs $(SOURCES) $(OPTIONS)
+
+bench-gpu-sync: venv
+	$(BIN)/python benchmarks/gpu_sync.py $(OPTIONS)
+
+# A model sharded by fully_shard over one GPU as a replica and without us, of 1 billion parameters, and of 7 billion with LoRA.
+bench-gpu-islands:
+	$(PYTHON) benchmarks/gpu_islands.py $(OPTIONS)

@@ -27,7 +27,7 @@ from statistics import mean
 from types import SimpleNamespace
 from typing import Any, cast
 
-from fleet_markets import OTHERS, TICK_S, TUNED, Market, Site
+from fleet_markets import LAST, OTHERS, PUBLISHED, TICK_S, TUNED, Market, Site
 from measuring import Results, Sample, heading, markdown, publish, sources_of
 
 from diloco_orchestrator.config import RunConfig, make_config
@@ -59,7 +59,7 @@ from diloco_orchestrator.supervision.attempt_types import (
     TookPart,
     VendorSaid,
 )
-from diloco_orchestrator.supervision.budgets import limit_reached
+from diloco_orchestrator.supervision.budgets import limit_reached, next_round_usd
 from diloco_orchestrator.supervision.place_book import PlaceBook
 
 BOOT_S, ROUND_S, LEAVE_S = 300.0, 600.0, 60.0
@@ -77,6 +77,7 @@ class Outcomes:
     above_s: float = 0.0  # the longest time for which machines together cost more than `usd_per_hour`
     _above_s: float = 0.0  # by now
     highest_usd: float = 0.0  # an hour
+    idle_usd: float = 0.0  # for machines that start or leave
     launches: int = 0
 
     @property
@@ -151,7 +152,11 @@ class World:
             if self.tick and self.tick % round(ROUND_S / TICK_S) == 0:
                 book.read(self._commit())
                 if self.halting:
+                    self.found.usd += sum(each.site.usd[self.tick] for each in self.machines.values()) * LEAVE_S / 3600
                     break
+            if self.max_cost_usd is not None and self.found.usd >= self.max_cost_usd:  # every machine is ended at once
+                self.found.usd += sum(each.site.usd[self.tick] for each in self.machines.values()) * LEAVE_S / 3600
+                break
             self._step(book, config, policy)
             if self.found.tokens >= self.goal:
                 self.found.reached = True
@@ -181,6 +186,8 @@ class World:
                 tokens += machine.site.tokens_per_s * TICK_S
                 self.worked[replica_id] = self.worked.get(replica_id, 0.0) + TICK_S
         rate = sum(each.site.usd[self.tick] for each in self.machines.values())
+        idle = [each for each in self.machines.values() if each.leaves_at < math.inf or self.now < each.since + BOOT_S]
+        self.found.idle_usd += sum(each.site.usd[self.tick] for each in idle) * TICK_S / 3600
         self.found.add(tokens, rate, self.market)
 
     def _commit(self) -> Iterator[Commit]:
@@ -197,12 +204,15 @@ class World:
 
     def _step(self, book: PlaceBook, config: RunConfig, policy: AttemptPolicy) -> None:
         """One step of the coordinator."""
-        spent = LegCost(self.found.hours, self.found.usd, 0)
-        self.halting = self.halting or bool(limit_reached(config, spent))
+        rate = sum(each.site.usd[self.tick] for each in self.machines.values())
+        spent = LegCost(self.found.hours, self.found.usd, 0, rate)
+        ended = self.now // ROUND_S * ROUND_S
+        next_usd = next_round_usd(spent, [ended - ROUND_S, ended], self.now) if ended > ROUND_S else 0.0
+        self.halting = self.halting or bool(limit_reached(config, spent, next_usd))
         views = list(self.views.values())
-        actions = fleet_policy.decide(
-            fleet_policy.FleetView(views, None), self.now, policy, config.retry, config.contributions_needed
-        )
+        elsewhere = book.observe(views, self.now)
+        view = fleet_policy.FleetView(views, None, elsewhere=elsewhere)
+        actions = fleet_policy.decide(view, self.now, policy, config.retry, config.contributions_needed)
         left = None if config.max_cost_usd is None else config.max_cost_usd - self.found.usd
         for action in [] if self.halting else book.place(actions, views, self.now, None, left):
             match action:
@@ -337,7 +347,7 @@ def best_fixed(market: Market, goal: float) -> Outcomes:
 def play(name: str, seed: int, days: float) -> Sample:
     """One market: the figures of the policy and of what it is compared with."""
     ticks = round(days * 86400 / TICK_S)
-    market = {**TUNED, **OTHERS}[name](random.Random(f"{name} {seed}"), ticks)
+    market = {**TUNED, **OTHERS, **LAST, **PUBLISHED}[name](random.Random(f"{name} {seed}"), ticks)
     goal = _goal_of(market, ticks // 2)
     ours, ideal, foreseen = World(market, goal).run(), clairvoyant(market, goal), foreseeing(market, goal)
     fixed, cheapest = best_fixed(market, goal), simple(market, goal, market.most)
@@ -359,8 +369,9 @@ def play(name: str, seed: int, days: float) -> Sample:
         "highest": ours.highest_usd / market.usd_per_hour,
         "fixed_prices": market.fixed_prices,
         "over_usd": bounded.usd - budget,
-        "a_round_usd": market.usd_per_hour * ROUND_S / 3600,
+        "a_minute_usd": bounded.highest_usd / 60,
         "launches": ours.launches,
+        "idle": ours.idle_usd / ours.usd if ours.usd else 0.0,
     }
 
 
@@ -377,7 +388,7 @@ def _goal_of(market: Market, ticks: int) -> float:
 def table(samples: Sequence[Sample]) -> str:
     """A row for each market."""
     rows = []
-    for name in [*TUNED, *OTHERS]:
+    for name in [*TUNED, *OTHERS, *LAST, *PUBLISHED]:
         of: list[Mapping[str, Any]] = [each for each in samples if each["market"] == name]
         if not of:
             continue
@@ -390,7 +401,8 @@ def table(samples: Sequence[Sample]) -> str:
                 f"{_mean(of, 'hours'):.0f}, {_mean(of, 'hours_clairvoyant'):.0f}, {_mean(of, 'hours_fixed'):.0f}",
                 f"{max(each['moves_an_hour'] for each in of):.2f}",
                 f"{max(each['highest'] for each in of):.2f}, {max(each['above_s'] for each in of) / 60:.0f} min",
-                f"{max(each['over_usd'] / each['a_round_usd'] for each in of):.2f}",
+                f"{100 * _mean(of, 'idle'):.0f} %",
+                f"{max(each['over_usd'] / each['a_minute_usd'] for each in of):.1f}",
             ]
         )
     columns = [
@@ -402,7 +414,8 @@ def table(samples: Sequence[Sample]) -> str:
         "hours: policy, clairvoyant, fixed",
         "moves an hour, most",
         "highest rate of `usd_per_hour`, for how long above",
-        "over `max_cost_usd`, rounds",
+        "of the dollars for machines that start or leave",
+        "over `max_cost_usd`, minutes of all machines",
     ]
     return markdown(columns, rows)
 
@@ -417,7 +430,7 @@ def main() -> None:
     parser.add_argument("--days", type=float, default=6.0)
     parser.add_argument("--repetitions", type=int, default=6, help="seeds of each market")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--markets", nargs="*", default=[*TUNED, *OTHERS])
+    parser.add_argument("--markets", nargs="*", default=[*TUNED, *OTHERS, *LAST, *PUBLISHED])
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-fleet.jsonl")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/inside/performance.md")
     given = parser.parse_args()

@@ -1,15 +1,19 @@
-"""Markets for `fleet`: prices, capacity and speeds of places over time, drawn from a seed. All of them are synthetic.
+"""Markets for `fleet`: prices, capacity and speeds of places over time, drawn from a seed. All but two are synthetic.
 
-`TUNED` are those that the policy was written with, `OTHERS` came afterwards and changed nothing in it. What is
-published has the shape of "flicker": in the traces of github.com/skypilot-org/spot-traces (AWS, V100, 16 machines,
-August 2023, every five minutes; Wu et al., NSDI 2024) a zone has all 16 machines or none at nearly every look, for five
-minutes or days. Spot prices at a third of on demand: "roughly 66 %" less, spell.ml's deep dive into 12,000 spot runs.
+`TUNED` are those that the policy was written with. `OTHERS` came afterwards; what it lost in two of them (own nights,
+lone) changed it later. `LAST` came after that change and changed nothing. `PUBLISHED` are records (`spot_records`).
+What is published elsewhere has the shape of "flicker": in the traces of github.com/skypilot-org/spot-traces (AWS, V100,
+16 machines, August 2023, every five minutes; Wu et al., NSDI 2024) a zone has all 16 machines or none at nearly every
+look, for five minutes or days. Spot prices at a third of on demand: "roughly 66 %" less, spell.ml's deep dive into
+12,000 spot runs.
 """
 
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+from spot_records import G2_USD, LOOK_S, V100_MACHINES
 
 TICK_S = 60.0
 
@@ -214,4 +218,69 @@ def lone(draw: random.Random, ticks: int) -> Market:
     return Market(sites, least=1, most=3, usd_per_hour=5.0)
 
 
+# -- published records, transcribed after the policy of the markets above had been measured on these ------------------
+
+
+def v100_zones(draw: random.Random, ticks: int) -> Market:
+    """V100s in three zones as they ran in August 2023, up to four in each; on demand beside them."""
+    usd = 3.06  # of a p3.2xlarge on demand
+    speed = 100 * 125 * draw.uniform(0.5, 1.1)
+    sites = [Site("v100", speed, 125.0, [usd] * ticks, [_PLENTY] * ticks)]
+    for zone, looks in V100_MACHINES.items():
+        begin, price = draw.randrange(len(looks)), round(usd * draw.uniform(0.25, 0.45), 3)
+        machines = [looks[(begin + int(tick * TICK_S / LOOK_S)) % len(looks)] for tick in range(ticks)]
+        sites.append(Site(f"v100 spot {zone}", speed, 125.0, [price] * ticks, machines))
+    return Market(sites)
+
+
+def g2_auction(draw: random.Random, ticks: int) -> Market:
+    """Three zones with the prices of one day's auction of g2.8xlarge, each from another minute on; on demand for $2.60.
+
+    The bid is that price: where the auction is above it there are no machines.
+    """
+    speed = 100 * 10 * draw.uniform(0.5, 1.1)
+    sites = [Site("g2", speed, 10.0, [2.6] * ticks, [_PLENTY] * ticks)]
+    for zone in "abc":
+        begin = draw.randrange(len(G2_USD))
+        usd = [G2_USD[(begin + tick) % len(G2_USD)] for tick in range(ticks)]
+        machines = [16 if each <= 2.6 else 0 for each in usd]
+        sites.append(Site(f"g2 auction {zone}", speed, 10.0, [min(each, 2.6) for each in usd], machines))
+    return Market(sites)
+
+
+# -- written once the policy had its last change, and run once --------------------------------------------------------
+
+
+def regimes(draw: random.Random, ticks: int) -> Market:
+    """Five kinds, each plentiful and cheap, usual, or scarce and dear in turn, for four hours in the mean."""
+    sites = [_on_demand(draw, "a10g", ticks)]
+    for kind, (listed, _) in _KINDS.items():
+        state, usd, machines = draw.randrange(3), list[float](), list[int]()
+        for _ in range(ticks):
+            if draw.random() < 1 / 240:
+                state = draw.randrange(3)
+            usd.append(round(listed * (0.2, 0.45, 1.2)[state], 3))
+            machines.append((16, 6, 1)[state])
+        sites.append(_site(draw, kind, usd, machines, f"{kind} spot"))
+    return Market(sites)
+
+
+def noisy(draw: random.Random, ticks: int) -> Market:
+    """Three spot places whose machines come and go one by one around six, and whose prices wander by the hour."""
+    sites = [_on_demand(draw, "l4", ticks), _on_demand(draw, "h100", ticks)]
+    for kind in ("l4", "a100", "h100"):
+        level, price, usd, machines = 0.0, draw.uniform(0.25, 0.5), list[float](), list[int]()
+        for tick in range(ticks):
+            if tick % 10 == 0:
+                level = 0.9 * level + draw.gauss(0.0, 1.5)
+            if tick % 60 == 0:
+                price = min(0.9, max(0.15, price * math.exp(draw.gauss(0.0, 0.08))))
+            usd.append(round(_KINDS[kind][0] * price, 3))
+            machines.append(max(0, round(6 + level)))
+        sites.append(_site(draw, kind, usd, machines, f"{kind} spot"))
+    return Market(sites)
+
+
+LAST: Mapping[str, Generator] = {"regimes": regimes, "noisy": noisy}
+PUBLISHED: Mapping[str, Generator] = {"v100 zones, 2023": v100_zones, "g2 auction, 2016": g2_auction}
 OTHERS: Mapping[str, Generator] = {"drift": drift, "own nights": own_nights, "jumps": jumps, "lone": lone}

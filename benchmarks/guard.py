@@ -259,7 +259,7 @@ _Halts = tuple[guard_rules.Rounds, guard_rules.Rounds]
 
 def _sample(cell: Cell, rule: str, halts: _Halts, made: Runs) -> Sample:
     given = {"group": cell.group, "case": cell.case, "phi": cell.phi, "sd": cell.sd, "fault": cell.fault}
-    return {**given, "rule": rule, **_figures(*halts, made, faulty=bool(cell.fault))}
+    return {**given, "rule": rule, **figures(*halts, made, faulty=bool(cell.fault))}
 
 
 def _series(made: Runs) -> tuple[guard_rules.Array, Any, Any, Any]:
@@ -305,7 +305,7 @@ def _first(made: Runs, runs: int) -> Runs:
     return Runs(made.heldout[:, :runs], rest[0], rest[1], made.begins, rest[2], rest[3], made.metric)
 
 
-def _figures(halts: guard_rules.Rounds, channels: guard_rules.Rounds, made: Runs, *, faulty: bool) -> dict[str, Any]:
+def figures(halts: guard_rules.Rounds, channels: guard_rules.Rounds, made: Runs, *, faulty: bool) -> dict[str, Any]:
     """Halts and rounds lived; with a fault: halts before it, misses, delays, and what was lost at the rollback."""
     rounds, runs = made.heldout.shape
     figures: dict[str, Any] = {

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from measuring import ROOT, Results, Sample, heading, markdown, publish
 
@@ -241,9 +242,9 @@ def arabic_digits(text: str, _: Rng) -> str:
     return text.translate({ord("0") + number: 0x660 + number for number in range(10)})
 
 
-def in_other_words(text: str, rng: Rng) -> str:
+def in_other_words(text: str, rng: Rng, share: float = 0.1) -> str:
     other = ["thing", "make", "very", "other", "given", "such"]
-    return " ".join(rng.choice(other) if len(each) > 3 and rng.random() < 0.1 else each for each in text.split(" "))
+    return " ".join(rng.choice(other) if len(each) > 3 and rng.random() < share else each for each in text.split(" "))
 
 
 def reformatted_code(text: str, _: Rng) -> str:
@@ -265,6 +266,51 @@ def shuffled_sentences(text: str, rng: Rng) -> str:
 
 def lookalikes(text: str, _: Rng) -> str:
     return text.translate(str.maketrans("aeocp", "\u0430\u0435\u043e\u0441\u0440"))  # Cyrillic
+
+
+def hyphenated(text: str, _: Rng) -> str:
+    """Lines of 50 characters, the last word of a full one cut in two, as in the text of a PDF."""
+    return "\n".join(re.sub(r"(?<=.{43})(\w{3})$", r"-\n\1", line) for line in textwrap.wrap(text, 50))
+
+
+def misread(text: str, rng: Rng) -> str:
+    """One of ten letters that OCR confuses is another."""
+    other = {"l": "1", "o": "0", "m": "rn", "e": "c", "i": "l", "s": "5"}
+    return "".join(other[each] if each in other and rng.random() < 0.1 else each for each in text)
+
+
+def halves_swapped(text: str, _: Rng) -> str:
+    return f"{text[len(text) // 2 :]} {text[: len(text) // 2]}"
+
+
+def numbers_changed(text: str, rng: Rng) -> str:
+    return re.sub(r"\d+", lambda _: str(rng.randrange(10, 99)), text)
+
+
+def minified(text: str, _: Rng) -> str:
+    lines = re.sub(r"(?m) *#.*$", "", text).splitlines()
+    return "\n".join(re.sub(r"\s*([=+\-*/(),:\[\]{}<>])\s*", r"\1", line.rstrip()) for line in lines if line.strip())
+
+
+def in_a_chat(text: str, _: Rng) -> str:
+    return json.dumps({"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}]})
+
+
+def options_shuffled(text: str, rng: Rng) -> str:
+    question, *options = text.split("\n")
+    options = rng.sample([each[3:] for each in options], len(options))
+    return "\n".join([question, *(f"{'ABCD'[at]}) {each}" for at, each in enumerate(options))])
+
+
+def multiple_choice() -> list[str]:
+    """A line as the question, and four more as its options."""
+    lines = [each.split("\n")[0] for each in docstrings(_PACKAGES)]
+    fives = [lines[at : at + 5] for at in range(0, len(lines) - 5, 5)]
+    return ["\n".join([first, *(f"{'ABCD'[at]}) {each}" for at, each in enumerate(rest))]) for first, *rest in fives]
+
+
+def katakana(text: str, _: Rng) -> str:
+    return "".join(chr(ord(each) + 0x60) if "ぁ" <= each <= "ゖ" else each for each in text)
 
 
 TUNED = [
@@ -315,6 +361,26 @@ OTHER = [
     Leak("Chinese messages of vim, one character changed", partial(messages, "zh_CN.UTF-8"), one_character),
     Leak("Korean messages of vim, one character changed", partial(messages, "ko"), one_character),
     Leak("/usr/share/doc, Cyrillic letters that look alike", _docs, lookalikes),
+    Leak("/usr/share/doc, words cut at line ends", _docs, hyphenated),
+    Leak("/usr/share/doc, 1 in 10 letters misread", _docs, misread),
+    Leak("/usr/share/doc, 1 of 5 words another", _docs, partial(in_other_words, share=0.2)),
+    Leak("/usr/share/doc, other numbers", _docs, numbers_changed),
+    Leak("/usr/share/doc, halves swapped", _docs, halves_swapped),
+    Leak("/usr/share/doc, middle third", _docs, lambda text, _: text[len(text) // 3 : 2 * len(text) // 3]),
+    Leak("/usr/share/doc, no spaces", _docs, lambda text, _: "".join(text.split())),
+    Leak("/usr/share/doc, in percent encoding", _docs, lambda text, _: quote(text)),
+    Leak("packages' code, in a chat as JSON", partial(functions, _PACKAGES), in_a_chat),
+    Leak("packages' code, as a diff", partial(functions, _PACKAGES), lambda text, _: re.sub("(?m)^", "+", text)),
+    Leak("packages' code, minified", partial(functions, _PACKAGES), minified),
+    Leak(
+        "packages' code, in camel case",
+        partial(functions, _PACKAGES),
+        lambda text, _: re.sub(r"_([a-z])", lambda found: found[1].upper(), text),
+    ),
+    Leak("multiple choice, options shuffled", multiple_choice, options_shuffled),
+    Leak("multiple choice, the question alone", multiple_choice, lambda text, _: text.split("\n")[0]),
+    Leak("Japanese man pages, characters apart", partial(unspaced_man_pages, "ja"), lambda text, _: " ".join(text)),
+    Leak("Japanese man pages, hiragana as katakana", partial(unspaced_man_pages, "ja"), katakana),
 ]
 
 UNRELATED = {

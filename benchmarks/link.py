@@ -1,11 +1,14 @@
 """A synchronisation over a home link: 110 Mb/s up, 500 Mb/s down and 50 ms for each replica, against what that allows.
 
     make bench-link
+    make bench-link OPTIONS="--replicas 4 --up 100 --down 100 --ways fp32 int4 int4:scatter_reduce topk128"
 
 Every replica has a link of its own to the S3 server (tests/support/fast_s3.py): a proxy in user space that lets bytes
 pass at the link's rate and half a round trip late (tests/support/shaped_proxy.py). The limit is the time of the bytes
 one after the other, up and down, plus seven round trips; `transfer` is bare obstore through the same links, which shows
-that the proxy keeps its rates. TLS, slow start and loss are left out.
+that the proxy keeps its rates. TLS, slow start and loss are left out. `gloo` is one all-reduce of fp32 over links of
+the same bandwidths between network namespaces, without any delay, which favours it; it needs root. What the server
+counts is compared with what `diloco plan` foretells.
 """
 
 import argparse
@@ -24,12 +27,14 @@ from measuring import (
     run,
     spread,
 )
+from namespaces import INTERFACE, linked, why_none
 from replica_programs import numel_of
 from shaped_proxy import ShapedLink, links_before
 from svg_chart import Bar, Group, bars
-from sync import one_sync
+from sync import free_port, one_sync, way
 
-from diloco_orchestrator.codecs.table import CODECS, get_codec
+from diloco_orchestrator.config import make_config
+from diloco_orchestrator.inspection.costs import forecast
 
 GOAL = 1.25  # x the limit
 ROUND_TRIPS = 7
@@ -43,10 +48,9 @@ class Rates:
     down_bytes_per_s: float
     rtt_s: float
 
-    def limit_s(self, size: int, replicas: int) -> float:
-        """Seconds of a synchronisation at least: one's own payload up, the others' down, and the round trips."""
-        moving_s = size / self.up_bytes_per_s + (replicas - 1) * size / self.down_bytes_per_s
-        return moving_s + ROUND_TRIPS * self.rtt_s
+    def limit_s(self, up: float, down: float) -> float:
+        """Seconds of a synchronisation at least: bytes of a replica up, then down, and the round trips."""
+        return up / self.up_bytes_per_s + down / self.down_bytes_per_s + ROUND_TRIPS * self.rtt_s
 
     def shape(self, links: Sequence[ShapedLink]) -> None:
         """Make links as slow as this. They begin without bounds, because joining a run is not measured."""
@@ -57,43 +61,70 @@ class Rates:
 
 def measure(given: argparse.Namespace, sources: Sequence[Source], results: Results) -> None:
     replicas, parameters = given.replicas, round(given.million * 1e6)
+    numel = numel_of(parameters)
     rates = Rates(given.up * 1e6 / 8, given.down * 1e6 / 8, given.rtt / 1000)
-    for codec in given.codecs:
-        limit_s = rates.limit_s(get_codec(codec).encoded_size(numel_of(parameters)), replicas)
+    link = {
+        "link": f"{given.up:g}/{given.down:g} Mb/s, {given.rtt:g} ms",
+        "replicas": replicas,
+        "parameters": parameters,
+    }
+    if not given.no_gloo:
+        _gloo(given, sources[0], link, results)
+    for codec, path in given.ways:
+        planned = _planned(codec, path, replicas, numel)
+        limit_s = rates.limit_s(*planned)
         with running_fast_s3() as server, links_before(server.url, replicas) as links, fleets() as start:
-            environ = [server.environ(link.url) for link in links]
-            common = {"replicas": replicas, "parameters": parameters, "codec": codec}
+            environ = [server.environ(each.url) for each in links]
+            common = {"replicas": replicas, "parameters": parameters, "codec": codec, "path": path}
             arms = {}
             for index, source in enumerate(sources):
                 own = [{**common, "rank": rank, "url": f"s3://bench/run-{index}"} for rank in range(replicas)]
                 arms[source.name] = start("ours", own, [source.environ(**each) for each in environ])
-            if codec == "fp32":  # the bare transfer moves fp32
+            if codec == "fp32" and not given.no_gloo:  # the bare transfer moves fp32
                 own = [{**common, "rank": rank, "url": "s3://bench/raw"} for rank in range(replicas)]
                 arms["transfer"] = start("raw", own, [sources[0].environ(**each) for each in environ])
             rates.shape(links)
             for repetition in range(-1, given.repetitions):  # the first one warms up
                 for name, arm in arms.items():
-                    before = [(link.up.passed, link.down.passed) for link in links]
-                    sample = one_sync(arm, name, repetition)
-                    moved = [
-                        (link.up.passed - up, link.down.passed - down)
-                        for link, (up, down) in zip(links, before, strict=True)
-                    ]
+                    server.moved()
+                    sample, moved = one_sync(arm, name, repetition), server.moved()
                     server.forget("/payload/")
                     if repetition >= 0:
                         results.add(
-                            arm=name,
-                            codec=codec,
-                            replicas=replicas,
-                            parameters=parameters,
-                            repetition=repetition,
+                            **link,
                             **sample,
+                            arm=name,
+                            codec=codec if path == "gather" else f"{codec}, {path}",
+                            repetition=repetition,
                             limit_s=limit_s,
                             of_limit=sample["wall_s"] / limit_s,
-                            up_mb=max(up for up, _ in moved) / 1e6,
-                            down_mb=max(down for _, down in moved) / 1e6,
-                            link=f"{given.up:g}/{given.down:g} Mb/s, {given.rtt:g} ms",
+                            up_mb=moved["up"] / replicas / 1e6,
+                            down_mb=moved["down"] / replicas / 1e6,
+                            planned_mb=sum(planned) / 1e6,
                         )
+
+
+def _planned(codec: str, path: str, replicas: int, numel: int) -> tuple[float, float]:
+    """Bytes of payloads and averages that a replica writes and reads in a round, as `diloco plan` foretells them."""
+    config = make_config({"entrypoint": "m:f", "replicas": replicas, "codec": codec, "path": path})
+    found = forecast(config, 60.0, numel)
+    assert found.bytes_up is not None and found.bytes_down is not None
+    return found.bytes_up / replicas, found.bytes_down / replicas
+
+
+def _gloo(given: argparse.Namespace, source: Source, link: Sample, results: Results) -> None:
+    """One all-reduce of fp32 over links between namespaces."""
+    if why := why_none():
+        print(f"without gloo: {why}")
+        return
+    with linked(given.replicas, given.up, given.down) as namespaces, fleets() as start:
+        common = {**link, "port": free_port(), "address": namespaces[0].address, "interface": INTERFACE}
+        own = [{**common, "rank": rank} for rank in range(given.replicas)]
+        arm = start("gloo", own, [source.environ()] * given.replicas, [each.prefix for each in namespaces])
+        for repetition in range(-1, min(2, given.repetitions)):
+            sample = one_sync(arm, "gloo", repetition)
+            if repetition >= 0:
+                results.add(**link, **sample, arm="gloo, without delay", codec="fp32", repetition=repetition)
 
 
 def _groups(samples: Sequence[Sample]) -> list[tuple[str, str, list[Sample]]]:
@@ -104,27 +135,35 @@ def _groups(samples: Sequence[Sample]) -> list[tuple[str, str, list[Sample]]]:
 
 
 def table(samples: Sequence[Sample]) -> str:
-    columns = ("codec", "arm", "s, median", "min", "max", "limit, s", "x limit", "MB up", "MB down", "CPU s a replica")
-    rows = []
+    columns = ("codec", "arm", "s, median", "min", "max", "than gloo", "limit, s", "x limit")
+    rows, gloo = [], [sample for sample in samples if sample["arm"].startswith("gloo")]
     for codec, arm, own in _groups(samples):
-        figures = [f"{middle(own, 'limit_s'):.2f}", f"{middle(own, 'of_limit'):.2f}"]
-        moved = [f"{middle(own, 'up_mb'):.1f}", f"{middle(own, 'down_mb'):.1f}", f"{middle(own, 'cpu_s'):.2f}"]
-        rows.append([codec, arm, *spread(own, "wall_s"), *figures, *moved])
+        faster = f"{middle(gloo, 'wall_s') / middle(own, 'wall_s'):.1f} x faster" if gloo else "-"
+        figures = ["-"] * 6
+        if "limit_s" in own[0]:
+            counted = middle(own, "up_mb") + middle(own, "down_mb")
+            figures = [
+                *(f"{middle(own, 'limit_s'):.2f}", f"{middle(own, 'of_limit'):.2f}"),
+                *(f"{middle(own, name):.1f}" for name in ("up_mb", "down_mb")),
+                f"{counted / middle(own, 'planned_mb'):.3f}",
+                f"{4 * own[0]['parameters'] / 1e6 / middle(own, 'up_mb'):.1f}",
+            ]
+        rows.append([codec, arm, *spread(own, "wall_s"), faster, *figures, f"{middle(own, 'cpu_s'):.2f}"])
     first = samples[0]
     words = (
         f"{first['link']}, N={first['replicas']}, {first['parameters'] / 1e6:g} million parameters. The limit is bytes "
         f"over bandwidth plus {ROUND_TRIPS} round trips; the goal is {GOAL:g} x that."
     )
-    return f"{words}\n\n{markdown(columns, rows)}"
+    counted = ("MB up", "MB down", "of the plan", "x fewer up than fp32", "CPU s a replica")
+    return f"{words}\n\n{markdown((*columns, *counted), rows)}"
 
 
 def picture(samples: Sequence[Sample]) -> str:
     drawn = []
     for codec, arm, own in _groups(samples):
         walls = [sample["wall_s"] for sample in own]
-        limit, muted = middle(own, "limit_s"), arm == "transfer"
-        label = f"{codec}, {arm}"
-        drawn.append(Bar(label, [middle(own, "wall_s")], min(walls), max(walls), limit, muted=muted))
+        limit, muted = middle(own, "limit_s") if "limit_s" in own[0] else None, arm not in ("this version", "after")
+        drawn.append(Bar(f"{codec}, {arm}", [middle(own, "wall_s")], min(walls), max(walls), limit, muted=muted))
     first = samples[0]
     group = Group(f"{first['link']}, N={first['replicas']}, {first['parameters'] / 1e6:g} million parameters", drawn)
     return bars(
@@ -145,7 +184,9 @@ def home_link_parser(doc: str | None) -> argparse.ArgumentParser:
 def main() -> None:
     parser = home_link_parser(__doc__)
     parser.add_argument("--million", type=float, default=25, help="parameters; default 25")
-    parser.add_argument("--codecs", nargs="+", choices=list(CODECS), default=list(CODECS))
+    ways = "fp32 bf16 int8 int4 int4:scatter_reduce 2bit topk128 topk64"
+    parser.add_argument("--ways", type=way, nargs="+", default=[way(each) for each in ways.split()], help=ways)
+    parser.add_argument("--no-gloo", action="store_true", help="leave out gloo and the bare transfer")
     run("link", parser, measure, table, picture)
 
 

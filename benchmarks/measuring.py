@@ -92,22 +92,28 @@ def _allocator_of(path: Path) -> Mapping[str, str]:
 class Fleet:
     """Processes of one program, called all at once: every call is a line of JSON to each, and one back from each.
 
-    `program`: a name in `replica_programs`; `arguments`, `environ`: one for each process. A process that dies is a
-    `RuntimeError` with the last lines of its output.
+    `program`: a name in `replica_programs`; `arguments`, `environ`, `prefixes` of the command: one for each process. A
+    process that dies is a `RuntimeError` with the last lines of its output.
     """
 
     def __init__(
-        self, program: str, arguments: Sequence[Mapping[str, Any]], environ: Sequence[Mapping[str, str]]
+        self,
+        program: str,
+        arguments: Sequence[Mapping[str, Any]],
+        environ: Sequence[Mapping[str, str]],
+        prefixes: Sequence[Sequence[str]] = (),
     ) -> None:
         self.program = program
         self._logs = [tempfile.TemporaryFile("w+") for _ in arguments]  # noqa: SIM115 - closed by `close`
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-P", str(PROGRAMS), program, json.dumps(given)],
+                [*prefix, sys.executable, "-P", str(PROGRAMS), program, json.dumps(given)],
                 **_pipes(log),
                 env=dict(own),
             )
-            for given, own, log in zip(arguments, environ, self._logs, strict=True)
+            for given, own, log, prefix in zip(
+                arguments, environ, self._logs, prefixes or [()] * len(arguments), strict=True
+            )
         ]
         self._replies()  # each has joined
 
@@ -155,8 +161,8 @@ def fleets() -> Iterator[Callable[..., Fleet]]:
     """A way to start fleets, all of which are ended with the block."""
     started: list[Fleet] = []
 
-    def start(program: str, arguments: Sequence[Mapping[str, Any]], environ: Sequence[Mapping[str, str]]) -> Fleet:
-        started.append(Fleet(program, arguments, environ))
+    def start(*given: Any) -> Fleet:
+        started.append(Fleet(*given))
         return started[-1]
 
     try:

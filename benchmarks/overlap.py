@@ -36,7 +36,8 @@ def measure(given: argparse.Namespace, sources: Sequence[Source], results: Resul
         "fragments": given.fragments,
         "delay": delay,
     }
-    limit_s = rates.limit_s(4 * numel_of(parameters) // given.fragments, replicas)
+    size = 4 * numel_of(parameters) // given.fragments
+    limit_s = rates.limit_s(size, (replicas - 1) * size)
     with running_fast_s3() as server, links_before(server.url, replicas) as links, fleets() as start:
         environ = [server.environ(link.url) for link in links]
         arms = {}

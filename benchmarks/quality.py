@@ -75,10 +75,15 @@ FEW_BITS = (
     Arm("few bits: 2bit, killed, states saved", settings={"codec": "2bit", "replica_state": "round"}, kills=3),
     Arm("few bits: fp32, killed, states saved", settings={"replica_state": "round"}, kills=3),
 )
+# Averages by scatter-reduce are encoded too, in the payloads' codec, or in int8 where that needs error feedback.
+BOTH_WAYS = tuple(
+    Arm(f"both ways: {codec}", settings={"codec": codec, "path": "scatter_reduce", **settings})
+    for codec, settings in (("int8", {}), ("int4", {}), ("2bit", {}), ("topk128", _CONTRIBUTORS))
+)
 # A tenth of rounds stall for so long that the work is averaged one, two or three rounds late.
 STALE = tuple(
     Arm(f"stale {late}: {codec}", settings={"codec": codec}, stalls=0.1, stall=late + 0.3)
-    for codec in ("fp32", "2bit")
+    for codec in ("fp32", "int4", "2bit")
     for late in (1, 2, 3)
 )
 PRESETS = (
@@ -98,6 +103,7 @@ GROUPS: Mapping[str, Sequence[Arm]] = {
     "Inner steps between outer steps": INTERVALS,
     "Fragments and payloads": (USUAL, *PARTS),
     "Payloads of few bits": (USUAL, *FEW_BITS),
+    "Few bits both ways": (USUAL, *BOTH_WAYS),
     "Late, lost and restarted": (USUAL, *TROUBLE),
     "Late work by codec": (USUAL, *STALE),
     "Presets": (USUAL, REPLICAS[0], *PRESETS),

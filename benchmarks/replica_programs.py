@@ -67,6 +67,16 @@ def train_a_little(model: Any, rank: int) -> None:
             parameter.add_(1e-4 * (rank + 1) * (1 if index % 2 else -1))
 
 
+def train_randomly(model: Any, rank: int) -> None:
+    """The same with random numbers, as codecs of few bits are made for: of equal ones they would keep the first."""
+    import torch
+
+    generator = torch.Generator().manual_seed(rank)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=1e-4)
+
+
 def _first_value(model: Any) -> float:
     """For the benchmark to see that a sync happened: replicas agree afterwards."""
     return float(next(iter(model.parameters())).detach().view(-1)[0])
@@ -90,11 +100,12 @@ def ours(given: Mapping[str, Any]) -> dict[str, Handler]:
         rounds=_FOREVER,
         codec=given.get("codec", "fp32"),
         snapshot_every=_FOREVER,
+        **({"path": given["path"]} if given.get("path", "gather") != "gather" else {}),  # older checkouts have none
     )
     make_diloco_outer_loop(model, optimizer, manager, 1).__enter__()
 
     def prepare(_: Mapping[str, Any]) -> Reply:
-        train_a_little(model, given["rank"])
+        train_randomly(model, given["rank"])
         return {}
 
     def sync(_: Mapping[str, Any]) -> Reply:
@@ -158,8 +169,8 @@ def gloo(given: Mapping[str, Any]) -> dict[str, Handler]:
     import torch
     import torch.distributed as dist
 
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    address = f"tcp://127.0.0.1:{given['port']}"
+    os.environ["GLOO_SOCKET_IFNAME"] = given.get("interface", "lo")
+    address = f"tcp://{given.get('address', '127.0.0.1')}:{given['port']}"
     dist.init_process_group("gloo", init_method=address, rank=given["rank"], world_size=given["replicas"])
     torch.set_num_threads(1)
     flat = torch.full((numel_of(given["parameters"]),), 1.0)

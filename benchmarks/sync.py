@@ -2,6 +2,7 @@
 
     make bench-sync
     make bench-sync SOURCES="--source OLD_CHECKOUT --source ."
+    make bench-sync OPTIONS="--fleets 4x25 --stores folder --ways fp32 int4:scatter_reduce"
 
 Every arm is N processes of one thread each with the same model, and its time is the slowest replica's, from the last
 inner step to the next base. Arms take turns: a repetition measures each once, and ratios are medians of the ratios
@@ -37,7 +38,8 @@ from svg_chart import Bar, Group, bars
 
 CPU = ("cpu_s", "system_s")  # of a replica on average: all of it, and its part in the kernel
 GOAL_OF_GLOO = 3.0  # folder, fp32, N=4
-GOAL_CPU_S = 1.5  # a replica, 25 million parameters, N=4
+GOAL_OF_TRANSFER = {"folder": 1.15, "s3": 1.3}  # fp32
+GOAL_CPU_S = {"fp32": 1.5, "int4": 0.5}  # a replica, 25 million parameters, N=4
 PEERS = ("gloo", "torchft", "transfer")
 StartFleet = Callable[..., Fleet]
 
@@ -46,6 +48,12 @@ def fleet_size(text: str) -> tuple[int, int]:
     """`4x25` -> 4 replicas, 25,000,000 parameters."""
     replicas, _, millions = text.partition("x")
     return int(replicas), round(float(millions) * 1e6)
+
+
+def way(text: str) -> tuple[str, str]:
+    """`int4:scatter_reduce` -> codec and path; the path is a gather by default."""
+    codec, _, path = text.partition(":")
+    return codec, path or "gather"
 
 
 def measure(given: argparse.Namespace, sources: Sequence[Source], results: Results) -> None:
@@ -97,11 +105,14 @@ def _arms(
     parameters: int,
 ) -> dict[str, Fleet]:
     """Every arm with its processes, joined."""
-    common = {"replicas": replicas, "parameters": parameters, "codec": given.codec}
+    common = {"replicas": replicas, "parameters": parameters}
     here, arms = sources[0], {}
     for index, source in enumerate(sources):
-        own = [{**common, "rank": rank, "url": place.url(f"run-{index}")} for rank in range(replicas)]
-        arms[source.name] = start("ours", own, [source.environ(**place.environ())] * replicas)
+        for codec, path in given.ways:
+            how = {**common, "codec": codec, "path": path, "url": place.url(f"run-{index}-{codec}-{path}")}
+            own = [{**how, "rank": rank} for rank in range(replicas)]
+            name = ", ".join([source.name] * (len(sources) > 1) + [codec] + [path] * (path != "gather"))
+            arms[name] = start("ours", own, [source.environ(**place.environ())] * replicas)
     if "gloo" in given.peers:
         port = free_port()
         own = [{**common, "rank": rank, "port": port} for rank in range(replicas)]
@@ -166,8 +177,10 @@ def table(samples: Sequence[Sample]) -> str:
             cells = [where, f"{replicas}", f"{parameters / 1e6:g}", arm, *spread(own, "wall_s", 3), *ratios]
             rows.append([*cells, *(f"{middle(own, name):.3f}" for name in CPU)])
     goals = (
-        f"Goals: at N=4 through a folder at most {GOAL_OF_GLOO:g} x gloo and below 1 x torchft; at most "
-        f"{GOAL_CPU_S:g} s of CPU a replica with 25 million parameters."
+        f"Goals at N=4: fp32 through a folder at most {GOAL_OF_GLOO:g} x gloo, below 1 x torchft and at most "
+        f"{GOAL_OF_TRANSFER['folder']:g} x transfer, through S3 {GOAL_OF_TRANSFER['s3']:g} x, with "
+        f"{GOAL_CPU_S['fp32']:g} s of CPU a replica of 25 million parameters; int4 by scatter-reduce through a folder "
+        f"1 x gloo and .5 x torchft, with {GOAL_CPU_S['int4']:g} s."
     )
     return f"{markdown([*columns, 'CPU s a replica', 'of it in the kernel'], rows)}\n\n{goals}"
 
@@ -200,7 +213,10 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--stores", nargs="+", choices=["folder", "s3"], default=["folder", "s3"])
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--codec", default="fp32")
+    parser.add_argument(
+        "--ways", type=way, nargs="+", default=[("fp32", "gather"), ("int4", "gather"), ("int4", "scatter_reduce")],
+        help="codecs, each perhaps with :path; default fp32 int4 int4:scatter_reduce",
+    )  # fmt: skip
     parser.add_argument("--folder", type=Path, help="where runs are written; default /dev/shm")
     run("sync", parser, measure, table, picture)
 

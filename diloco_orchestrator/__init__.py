@@ -4,6 +4,11 @@ Every public name is importable from here and is loaded at first use: importing 
 are listed in `__init__.pyi`.
 """
 
+import sys
+
+if sys.platform == "win32":
+    raise ImportError("diloco-orchestrator runs on Linux and macOS. On Windows, install it in WSL 2 (`wsl --install`).")
+
 from diloco_orchestrator.import_names import public_names
 from diloco_orchestrator.protocol.version import VERSION
 

@@ -252,6 +252,12 @@ class RunConfig(Tree):
         description="the most replicas to which the run can be scaled while it trains; data and held-out items are "
         "dealt over so many; None = replicas, for the whole run",
     )
+    deal: Literal["ids", "open"] = Field(
+        default="ids",
+        description="how `replica.batches(data)` is dealt: the training function gives each id its part; or "
+        '"open": it gives all of a finite data set, which is dealt round by round over the replicas that train, so '
+        "that a pass reads all of it while ids are vacant",
+    )
     ranks_per_replica: int | list[int] = Field(
         default=1,
         description="processes (ranks) of a replica, on one machine, which train one model with DDP or fully_shard; or "
@@ -327,7 +333,7 @@ class RunConfig(Tree):
     path: Literal["gather", "scatter_reduce", "auto"] = Field(
         default="gather",
         description="who reads what in a round: gather: every replica reads all payloads; scatter_reduce: about three, "
-        "and averages that two others agree on; auto: what takes less time at 50 ms and 100 Mb/s",
+        "and averages that two others agree on; auto: what takes less time at 50 ms and 500 Mb/s",
     )
     shard_mib: int = Field(default=64, ge=1, le=1024, description="MiB of fp32 input in one payload object")
     snapshot_every: int = Field(default=10, ge=1, description="rounds between snapshots; a leg's end has one always")
@@ -345,8 +351,8 @@ class RunConfig(Tree):
     max_cost_usd: float | None = Field(
         default=None,
         gt=0,
-        description="known machine costs of a leg in US dollars after which the run is halted; it can be resumed. "
-        "Requests, traffic and storage are not counted",
+        description="known machine costs of a leg in US dollars: the run is halted where they do not pay for another "
+        "round; it can be resumed. Requests, traffic and storage are not counted",
     )
     strict: bool = Field(default=True, description="run.wait() raises CollapseStopError when the guard fires")
     on_halt: OnHaltConfig | None = Field(
@@ -409,7 +415,7 @@ class RunConfig(Tree):
     @model_serializer(mode="wrap")
     def _without_its_later_field(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # Earlier versions, which do not know these, read the run.json of a run that does not use them.
-        unused = {"max_replicas": None, "ranks_per_replica": 1, "path": "gather"}
+        unused = {"max_replicas": None, "ranks_per_replica": 1, "path": "gather", "deal": "ids"}
         return {name: value for name, value in dump(self).items() if name not in unused or value != unused[name]}
 
     @field_validator("guard", mode="before")
@@ -443,6 +449,7 @@ class RunConfig(Tree):
                 'path="gather", or adapters="mean".'
             )
         self._check_ranks()
+        self._check_deal()
         get_codec(self.codec)  # raises `ConfigError` for one that is no row of its table
         self._check_aggregate()
         if self.steps == "equal_time" and self.quorum == "all":
@@ -500,6 +507,17 @@ class RunConfig(Tree):
                         f"{name}={value!r} with ranks_per_replica={given}: it needs the whole model in one process. "
                         f"Set {name}={usual!r}, or ranks_per_replica=1."
                     )
+
+    def _check_deal(self) -> None:
+        """Raise `ConfigError` if batches are dealt by the log and other settings do not allow it."""
+        refused = (
+            ("fragment_sync_delay", self.fragment_sync_delay, 0, "steps are taken before the commit that deals them"),
+            ("fragment_update_alpha", self.fragment_update_alpha, 0.0, "a restarted replica goes back a round"),
+            ("ranks_per_replica", self.ranks_per_replica, 1, "each rank iterates over data of its own"),
+        )
+        for name, value, usual, why in refused if self.deal == "open" else ():
+            if value != usual:
+                raise ConfigError(f'deal="open" with {name}={value}: {why}. Set {name}={usual}, or deal="ids".')
 
     def ranks_of(self, replica_id: int) -> int:
         """The number of ranks (processes) of a replica."""
@@ -667,6 +685,7 @@ class RunSettings(TypedDict, total=False):
     args: Mapping[str, Any]
     replicas: int
     max_replicas: int | None
+    deal: Literal["ids", "open"]
     ranks_per_replica: int | list[int]
     rounds: int
     sync_every: int

@@ -52,7 +52,8 @@ def train(ctx: ReplicaContext) -> None:
                     optimizer.step()
                     schedule.step()
                     optimizer.zero_grad()
-                order.taken += len(batch)  # of what was trained on: the loader is a batch ahead
+                # What was trained on, by all ranks of this replica: the loader is a batch ahead.
+                order.taken += len(batch) * accelerator.num_processes
                 if accelerator.sync_gradients and not (going := replica.step(loss=loss.item(), tokens=len(batch))):
                     break
 

@@ -85,9 +85,6 @@ class ReplicaState(StrEnum):
         return self not in (ReplicaState.PENDING, ReplicaState.RUNNING, ReplicaState.UNKNOWN)
 
 
-# Why an executor refuses more GPUs for one replica.
-ONE_GPU = "A replica is one process, which trains on one GPU; more would be paid for nothing. Launch more replicas."
-
 # State and reason of an attempt whose process exited with this code. Any other code is FAILED, reason "exit".
 BY_EXIT_CODE = {
     EXIT_DONE: (ReplicaState.SUCCEEDED, "exit"),
@@ -112,6 +109,21 @@ class LaunchRequest:
     ranks: int = 1  # processes that the replica starts itself, each of which uses one GPU where there are GPUs
     ranks_before: int | None = None  # those of the replicas with lower ids; None: one each
     place: str = ""  # name of the place to launch it at, of an executor that has several (`Places`)
+
+    def gpus(self, given: int, option: str) -> int:
+        """The number of GPUs to ask for: one for each rank, if `given` is not 0, which asks for none.
+
+        `given`: of the executor's `option`, as the user wrote it. 1 stands for one a rank, so that one executor serves
+        replicas of any size. Raises ValueError for another number than the ranks: a rank without a GPU of its own
+        cannot train, and a GPU without a rank is paid for nothing.
+        """
+        if given not in (0, 1, self.ranks):
+            raise ValueError(
+                f"{option} asks for {given} GPUs, and replica {self.replica_id} has {self.ranks} "
+                f"rank{'s' * (self.ranks > 1)}, each of which trains on one. Set ranks_per_replica={given} (--ranks), "
+                "or ask for one GPU, which stands for one for each rank."
+            )
+        return self.ranks if given else 0
 
     def pinned(self, image: str) -> str:
         """The image to send for the executor's option `image`: with its digest from `images`, if it has one there.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco_orchestrator.executors.answers import TRANSIENT_STATUSES, Failure, error_of, odd_reply, unreadable
 from diloco_orchestrator.executors.constructor_options import plain_options, withheld
-from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, Unavailable
+from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, LaunchRequest, MissingSdk, Unavailable
 from diloco_orchestrator.executors.kubernetes_jobs import KubernetesExecutor
 from diloco_orchestrator.executors.prices import EC2, EC2_GPUS, Price, listed_tflops
 
@@ -71,8 +71,8 @@ class EKSExecutor(KubernetesExecutor):
     def _where(self) -> dict[str, str | None]:
         return {"cluster": self._cluster, "region": self._region, "context": self._context}
 
-    def _listed_price(self) -> Price | None:
-        """The price of a replica's share of an instance: AWS's spot price, else the table's on-demand price."""
+    def _listed_price(self, request: LaunchRequest) -> Price | None:
+        """The price of a replica's share of an instance, by its GPUs: AWS's spot price, else that of the table."""
         kind = self._pod.instance_type
         if kind is None:
             return None
@@ -81,8 +81,8 @@ class EKSExecutor(KubernetesExecutor):
             listed = now
         elif self._pod.spot and listed is not None:
             listed = replace(listed, source=f"{listed.source}: the spot price cannot be read, and is lower")
-        share = EC2_GPUS.get(kind, 1) if self._pod.gpu else 1
-        return None if listed is None else Price(listed.hourly_usd / share, listed.source, listed_tflops(kind))
+        share = request.ranks / EC2_GPUS.get(kind, request.ranks) if self._pod.gpu else 1
+        return None if listed is None else Price(listed.hourly_usd * share, listed.source, listed_tflops(kind))
 
     def _spot_price(self, kind: str) -> Price | None:
         """The highest spot price over the region's zones, cached for ten minutes; None if AWS reports none."""

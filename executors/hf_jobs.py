@@ -60,7 +60,8 @@ class HFJobsExecutor(RemoteExecutor):
     """Runs each attempt as a Hugging Face Job. Needs a token that may write Jobs, and positive credit.
 
     Args:
-        hardware: what `hf jobs hardware` lists, such as "cpu-basic", "t4-small", "a100-large".
+        hardware: what `hf jobs hardware` lists, such as "cpu-basic", "t4-small", "a100-large", or "a100x8" for replicas
+            of eight ranks.
         image: Docker image of the jobs, "python:3.11" if None; one that brings torch is much faster to start.
         namespace: user or organisation that owns and pays the jobs; the token's own user if None.
         token: a Hugging Face token; what `hf auth login` or HF_TOKEN left if None.
@@ -151,7 +152,7 @@ class HFJobsExecutor(RemoteExecutor):
         if kinds is not None and self._options.hardware not in kinds:
             raise ValueError(unknown_name("hardware", self._options.hardware, kinds))
 
-    def _listed_price(self) -> Price | None:
+    def _listed_price(self, request: LaunchRequest) -> Price | None:
         """The price in the service's list of hardware; if that cannot be read, in our table."""
         kinds = self._api.hardware()
         if kinds is None:

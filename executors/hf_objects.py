@@ -16,6 +16,7 @@ from diloco_orchestrator.executors.process_contract import EXIT_DONE
 from diloco_orchestrator.executors.remote_base import attempt_labels, attempt_name, env_within
 
 LABEL_TIMEOUT = "diloco-timeout-s"  # the limit, which no reply of the service holds
+_COUNTED = re.compile(r"x(\d+)$")
 _TIMEOUT = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
 _UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _VOLUME = re.compile(
@@ -60,6 +61,12 @@ class JobOptions:
 def job_arguments(request: LaunchRequest, options: JobOptions) -> dict[str, Any]:
     """The arguments of the SDK's `run_job` for an attempt. The request's env, secrets and limit take precedence."""
     limit_s = options.timeout_s if request.timeout_s is None else seconds_of(request.timeout_s)
+    if request.ranks > 1 and (gpus := gpus_of(options.hardware)) not in (0, request.ranks):
+        raise ValueError(
+            f"hardware={options.hardware!r} has {gpus} GPU{'s' * (gpus > 1)}, and replica {request.replica_id} has "
+            f"{request.ranks} ranks, each of which trains on one. Take hardware with {request.ranks}, as a100x8 has 8 "
+            f"(`hf jobs hardware` lists it), or set ranks_per_replica={gpus} (--ranks)."
+        )
     return {
         "image": request.pinned(options.image),
         "command": list(request.command),
@@ -70,6 +77,12 @@ def job_arguments(request: LaunchRequest, options: JobOptions) -> dict[str, Any]
         "labels": {**attempt_labels(request), "name": attempt_name(request), LABEL_TIMEOUT: str(limit_s)},
         "volumes": [dict(each) for each in options.volumes],
     }
+
+
+def gpus_of(hardware: str) -> int:
+    """The GPUs of a kind of hardware by its name, as Hugging Face names them: 0 of "cpu-xl", 8 of "a100x8"."""
+    match = _COUNTED.search(hardware)
+    return int(match[1]) if match else 0 if hardware.startswith("cpu") else 1
 
 
 def volumes_of(given: Sequence[str]) -> list[dict[str, Any]]:

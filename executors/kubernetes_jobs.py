@@ -68,7 +68,7 @@ class KubernetesExecutor(RemoteExecutor):
     Args:
         namespace: Where the Jobs are made.
         image: Container image of the replicas; python:3.11-slim if None. One that brings torch starts much faster.
-        gpu: NVIDIA GPUs per replica.
+        gpu: NVIDIA GPUs of a replica: 1 stands for one for each of its ranks.
         cpu: CPUs per replica, such as 4 or "500m".
         memory: Memory per replica, such as "16Gi".
         service_account: Service account of the pods, which may give them access to the bucket.

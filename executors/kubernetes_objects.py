@@ -12,7 +12,6 @@ from typing import Any
 from diloco_orchestrator.executors.answers import odd_reply
 from diloco_orchestrator.executors.contract import (
     BY_EXIT_CODE,
-    ONE_GPU,
     Identity,
     LaunchRequest,
     ReplicaHandle,
@@ -70,8 +69,8 @@ class PodOptions:
     template: Mapping[str, Any] = field(default_factory=dict)  # as `kubernetes_template.read_template` returns it
 
     def __post_init__(self) -> None:
-        if isinstance(self.gpu, bool) or self.gpu not in (0, 1):
-            raise ValueError(f"gpu={self.gpu!r}: write 0 or 1. {ONE_GPU}")
+        if isinstance(self.gpu, bool) or not isinstance(self.gpu, int) or self.gpu < 0:
+            raise ValueError(f"gpu={self.gpu!r} is no number of GPUs: write 1, for one for each rank, or 0.")
         for key, size in self._sizes().items():
             if not _QUANTITY.fullmatch(size):
                 raise ValueError(f"{key}={size!r} is no size that Kubernetes reads. Write it like 4, '500m' or '16Gi'.")
@@ -80,10 +79,13 @@ class PodOptions:
         given = {"cpu": self.cpu, "memory": self.memory}
         return {key: str(size) for key, size in given.items() if size is not None}
 
-    def resources(self) -> dict[str, dict[str, str]]:
-        """Requests and limits of the container. CPU has no limit, so that a replica may use idle cores."""
-        sizes = self._sizes()
-        limits = {key: sizes[key] for key in ("memory",) if key in sizes} | ({GPU: str(self.gpu)} if self.gpu else {})
+    def resources(self, request: LaunchRequest) -> dict[str, dict[str, str]]:
+        """Requests and limits of the container. CPU has no limit, so that a replica may use idle cores.
+
+        Raises ValueError for another number of GPUs than ranks.
+        """
+        sizes, gpus = self._sizes(), request.gpus(self.gpu, f"gpu={self.gpu}")
+        limits = {key: sizes[key] for key in ("memory",) if key in sizes} | ({GPU: str(gpus)} if gpus else {})
         return {**({"requests": sizes} if sizes else {}), **({"limits": limits} if limits else {})}
 
 
@@ -103,15 +105,15 @@ def job_body(request: LaunchRequest, options: PodOptions) -> dict[str, Any]:
     }
     if request.secrets:
         container["envFrom"] = [{"secretRef": {"name": name}}]
-    if resources := options.resources():
+    if resources := options.resources(request):
         container["resources"] = resources
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": _GRACE_S,
         "containers": [container],
     }
-    # Kubernetes gives 64 MiB of shared memory, which worker processes of a DataLoader fill at once. It counts as the
-    # pod's memory.
+    # Kubernetes gives 64 MiB of shared memory, which worker processes of a DataLoader, and NCCL between ranks, fill at
+    # once. It counts as the pod's memory.
     folders = {_SHARED_MEMORY: ("shared-memory", {"medium": "Memory"}), _SCRATCH: ("scratch", {})}
     mounted = {each.get("mountPath") for each in theirs.get("volumeMounts") or []}
     made = {path: volume for path, volume in folders.items() if path not in mounted}

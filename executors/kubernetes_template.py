@@ -47,7 +47,9 @@ def read_template(given: str | Path | Mapping[str, Any] | None) -> dict[str, Any
             if name in each:
                 raise ValueError(f"pod_template.spec.containers[0].{name} is the executor's. Leave it out.")
         if "nvidia.com/gpu" in ((each.get("resources") or {}).get("limits") or {}):
-            raise ValueError("pod_template asks for GPUs. Leave that to gpu=1: a replica trains on one.")
+            raise ValueError(
+                "pod_template asks for GPUs. Leave that to gpu=: a replica gets one for each of its ranks."
+            )
     everything = [*containers, *(body.get("spec", {}).get("initContainers") or [])]
     for each in (variable for container in everything for variable in container.get("env") or []):
         if "value" in each and looks_secret(str(each.get("name"))):

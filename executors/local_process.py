@@ -1,6 +1,6 @@
 """Replicas as processes of this machine: they outlive their launcher, and any process of the host can poll them.
 
-`attempt_folder` has the files of an attempt. Linux only: /proc distinguishes a process from a later one with its pid.
+`attempt_folder` has the files of an attempt, `processes` distinguishes a process from a later one with its pid.
 """
 
 import logging
@@ -28,14 +28,14 @@ from diloco_orchestrator.executors.contract import (
 )
 from diloco_orchestrator.executors.machine import (
     VISIBLE,
-    ProcessId,
-    find_by_environment,
     gpus_of,
     memory_share,
     sharing_words,
+    usable_cores,
     visible_gpus,
 )
 from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV, ENV_MEMORY, ENV_WORLD_SIZE
+from diloco_orchestrator.executors.processes import ProcessId, find_by_environment
 from diloco_orchestrator.executors.remote_base import RemoteExecutor
 
 log = logging.getLogger(__name__)
@@ -70,8 +70,6 @@ class LocalProcessExecutor(RemoteExecutor):
     ) -> None:
         self.options = plain_options({**locals(), "directory": str(directory) if directory else None})
         super().__init__(hourly_usd=hourly_usd, clock=clock)
-        if not Path("/proc/self/stat").exists():
-            raise ExecutorError("LocalProcessExecutor needs Linux's /proc, which this machine does not have.")
         self._directory = Path(directory or state_folder(os.environ)).resolve()
         self._grace_s = grace_s
         self._children: dict[ProcessId, subprocess.Popen[bytes]] = {}
@@ -157,7 +155,7 @@ class LocalProcessExecutor(RemoteExecutor):
     # -- polling -------------------------------------------------------------------------------------------------
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
-        """Status from /proc, the recorded exit code and the exit line; UNKNOWN for a process of another host.
+        """Status from the process, its recorded exit code and exit line; UNKNOWN for a process of another host.
 
         A process whose time limit or grace period is over is ended.
         """
@@ -258,7 +256,7 @@ def _environment(request: LaunchRequest, folder: AttemptFolder, gpu: Mapping[str
 
 def _threads(request: LaunchRequest) -> dict[str, str]:
     """OMP_NUM_THREADS for a replica: its share of the cores. Fixed, because rounding of sums depends on it."""
-    threads = max(1, len(os.sched_getaffinity(0)) // _replicas(request))
+    threads = max(1, usable_cores() // _replicas(request))
     return {"OMP_NUM_THREADS": request.env.get("OMP_NUM_THREADS", str(threads))}
 
 

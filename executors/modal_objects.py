@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from diloco_orchestrator.executors.contract import BY_EXIT_CODE, ONE_GPU, LaunchRequest, ReplicaState, ReplicaStatus
+from diloco_orchestrator.executors.contract import BY_EXIT_CODE, LaunchRequest, ReplicaState, ReplicaStatus
 from diloco_orchestrator.executors.names import unknown_name
 from diloco_orchestrator.executors.process_contract import EXIT_DONE
 from diloco_orchestrator.executors.remote_base import attempt_labels, attempt_name, env_within
@@ -46,9 +46,7 @@ class SandboxOptions:
         for gpu in self.gpu:
             found = _GPU.fullmatch(gpu) if isinstance(gpu, str) else None
             if found is None:
-                raise ValueError(f"gpu={gpu!r} is not of the form 'A100'.")
-            if found[1] not in (None, ":1"):
-                raise ValueError(f"gpu={gpu!r}: write {gpu.partition(':')[0]!r}. {ONE_GPU}")
+                raise ValueError(f"gpu={gpu!r} is not of the form 'A100' or 'A100:8'.")
         if self.cpu is not None and not (isinstance(self.cpu, (int, float)) and self.cpu > 0):
             raise ValueError(f"cpu={self.cpu!r} is no number of cores above 0.")
         if self.memory is not None and not (isinstance(self.memory, int) and self.memory > 0):
@@ -129,13 +127,23 @@ def sandbox_arguments(request: LaunchRequest, options: SandboxOptions) -> dict[s
         "secrets": dict.fromkeys(request.secrets, "<redacted>"),
         "named_secrets": list(options.secrets),
         "timeout": limit_s,
-        "gpu": list(options.gpu),
+        "gpu": [gpus_of(gpu, request) for gpu in options.gpu],
         "cpu": options.cpu,
         "memory": options.memory,
         "region": list(options.region),
         "volumes": {path: each.to_json() if isinstance(each, Mount) else str(each) for path, each in mounts},
         "include_oidc_identity_token": options.oidc,
     }
+
+
+def gpus_of(gpu: str, request: LaunchRequest) -> str:
+    """A type of GPU with the number of them for a request: "A100" for a replica of eight ranks is "A100:8".
+
+    Raises ValueError if the type is given with another number than the ranks.
+    """
+    name, _, given = gpu.partition(":")
+    count = request.gpus(int(given or 1), f"gpu={gpu!r}")
+    return name if count == 1 else f"{name}:{count}"
 
 
 def whole_timeout(timeout_s: float) -> int:

@@ -38,6 +38,7 @@ from diloco_orchestrator.executors.modal_objects import (
     MAX_TIMEOUT_S,
     RUNNING,
     SandboxOptions,
+    gpus_of,
     mounts_of,
     sandbox_arguments,
     status_of,
@@ -68,7 +69,8 @@ class ModalExecutor(RemoteExecutor):
 
     Args:
         app: Name of the Modal App that holds the Sandboxes; made if it does not exist.
-        gpu: GPU of each replica, such as "A100", or several in order of preference; none by default.
+        gpu: GPU of each rank of a replica, such as "A100", or several in order of preference; none by default. "A100:8"
+            is a replica of eight ranks.
         image: Image in a registry, with Python on its PATH, or a `modal.Image`; None for Modal's slim Debian.
         cpu: CPU cores of each replica; None for Modal's default.
         memory: Memory of each replica in MiB; None for Modal's default.
@@ -179,9 +181,9 @@ class ModalExecutor(RemoteExecutor):
             return Identity(source="Modal's identity token", needs="AWS_ROLE_ARN", advice=advice)
         return Identity(advice=advice)
 
-    def _listed_price(self) -> Price | None:
+    def _listed_price(self, request: LaunchRequest) -> Price | None:
         options = self._options
-        return modal_price(options.gpu, options.cpu, options.memory, options.region)
+        return modal_price([gpus_of(gpu, request) for gpu in options.gpu], options.cpu, options.memory, options.region)
 
     # -- polling -------------------------------------------------------------------------------------------------
 

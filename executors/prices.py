@@ -179,15 +179,17 @@ def listed_tflops(kind: str) -> float | None:
 
 
 def modal_price(gpus: Sequence[str], cpu: float | None, memory_mib: int | None, regions: Sequence[str]) -> Price | None:
-    """The price of a Modal Sandbox: of its dearest GPU type, its cores, its memory, times the region's factor.
+    """The price of a Modal Sandbox: its dearest GPUs, such as "A100:8", cores and memory, times the region's factor.
 
     None if a type is not in the table. Cores and memory are the requested ones, at least those that a replica uses;
     Modal bills use beyond the request too, which is not predicted here.
     """
-    names = [gpu.rstrip("!").partition(":")[0].upper() for gpu in gpus]
+    parts = [gpu.partition(":") for gpu in gpus]
+    names = [name.rstrip("!").upper() for name, _, _ in parts]
     if any(name not in MODAL.usd for name in names):
         return None
-    machine = max((MODAL.usd[name] for name in names), default=0.0)
+    counts = [int(count or 1) for _, _, count in parts]
+    machine = max((count * MODAL.usd[name] for name, count in zip(names, counts, strict=True)), default=0.0)
     cores, gib = max(cpu or 0.0, MODAL_CORES), max((memory_mib or 0) / 1024, MODAL_GIB)
     factor = 1.0 if not regions else _MODAL_NARROW if any("-" in region for region in regions) else _MODAL_BROAD
     usd = factor * (machine + cores * MODAL_CORE_USD + gib * MODAL_GIB_USD)

@@ -14,7 +14,6 @@ from typing import Any
 from diloco_orchestrator.executors.clock import ExecutorClock
 from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import (
-    ONE_GPU,
     LaunchRequest,
     ReplicaHandle,
     ReplicaState,
@@ -68,15 +67,16 @@ class _Machine:
     resources: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if self.gpu not in (None, 0, 1):
-            raise ValueError(f"gpu={self.gpu!r}: write 1. {ONE_GPU}")
+        if isinstance(self.gpu, bool) or (self.gpu or 0) < 0:
+            raise ValueError(f"gpu={self.gpu!r} is no number of GPUs: write 1, for one for each rank.")
         if self.cpu is not None and self.cpu < 1:
             raise ValueError(f"cpu={self.cpu!r}: a replica needs one CPU or more.")
-        self.fields()
+        self.fields(None)
 
-    def fields(self) -> dict[str, Any]:
-        """The resources as fields of a job's request."""
-        given: dict[str, Any] = {"entrypoint_num_gpus": self.gpu, "entrypoint_num_cpus": self.cpu}
+    def fields(self, request: LaunchRequest | None) -> dict[str, Any]:
+        """The resources as fields of a job's request; without one, of a replica of one process."""
+        gpus = request.gpus(self.gpu or 0, f"gpu={self.gpu}") if request is not None else self.gpu
+        given: dict[str, Any] = {"entrypoint_num_gpus": gpus, "entrypoint_num_cpus": self.cpu}
         if self.memory is not None:
             match = _MEMORY.fullmatch(str(self.memory))
             if match is None:
@@ -104,7 +104,7 @@ class RayExecutor(RemoteExecutor):
 
     Args:
         address: The dashboard, such as "http://127.0.0.1:8265"; RAY_API_SERVER_ADDRESS, or that one, if None.
-        gpu: 1 for a GPU for each replica; none by default.
+        gpu: 1 for a GPU for each rank of a replica, or their number; none by default.
         cpu: CPUs that each replica reserves.
         memory: Memory that each replica reserves, such as "16G".
         resources: Further resources of a node, such as "accelerator_type:A100=0.001".
@@ -166,7 +166,7 @@ class RayExecutor(RemoteExecutor):
             "entrypoint": _ENTRYPOINT,
             "runtime_env": runtime_env,
             "metadata": attempt_labels(request),
-            **self._machine.fields(),
+            **self._machine.fields(request),
         }
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:

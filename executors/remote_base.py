@@ -135,14 +135,14 @@ class RemoteExecutor:
 
     def price(self, request: LaunchRequest) -> Price | None:
         """The price that the user gave; else that of the provider's list."""
-        return self._listed_price() if self._given_usd is None else Price(self._given_usd, "given as hourly_usd")
+        return self._listed_price(request) if self._given_usd is None else Price(self._given_usd, "given as hourly_usd")
 
     def hourly_usd(self, request: LaunchRequest) -> float | None:
         found = self.price(request)
         return None if found is None else found.hourly_usd
 
-    def _listed_price(self) -> Price | None:
-        """The price of one replica's machine in the provider's list, or None if it is not known."""
+    def _listed_price(self, request: LaunchRequest) -> Price | None:
+        """The price in the provider's list of one replica's machine, with a GPU for each rank; None if not known."""
         return None
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:

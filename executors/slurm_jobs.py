@@ -54,7 +54,8 @@ class SlurmExecutor(RemoteExecutor):
         partition: Partition, or several with commas; the cluster's default if None.
         account: Account that is charged.
         qos: Quality of service.
-        gpu: GPU of each replica: 1, or its type, such as "a100"; none by default.
+        gpu: GPU of each rank of a replica: 1, or its type, such as "a100", or their number, 8 or "a100:8"; none by
+            default.
         cpu: CPUs of each replica.
         memory: Memory of each replica, such as "16G"; the partition's default if None.
         time_limit: Longest life of an attempt as Slurm writes it, such as "04:00:00" or "1-12"; the partition's if

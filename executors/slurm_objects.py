@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diloco_orchestrator.executors.answers import odd_reply
-from diloco_orchestrator.executors.contract import ONE_GPU, LaunchRequest, ReplicaState, ReplicaStatus
+from diloco_orchestrator.executors.contract import LaunchRequest, ReplicaState, ReplicaStatus
 from diloco_orchestrator.executors.names import unknown_name
 from diloco_orchestrator.executors.process_contract import EXIT_PERMANENT, EXIT_PREEMPTED
 from diloco_orchestrator.executors.remote_base import KILL_AFTER_S, attempt_name, ended_status, limited
@@ -45,7 +45,7 @@ _BY_OPTION = {  # options of sbatch with an argument of the executor
 _LONG = re.compile(r"--([a-z][a-z0-9-]*)(=.*)?", re.DOTALL)
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_GPU = re.compile(r"[A-Za-z][\w.-]*")
+_GPU = re.compile(r"(?:([A-Za-z][\w.-]*)(?::(\d+))?|(\d+))")
 _MEMORY = re.compile(r"\d+[KMGT]?")
 
 
@@ -70,9 +70,8 @@ class Machine:
     time_limit: str | None = None
 
     def __post_init__(self) -> None:
-        one = self.gpu is None or self.gpu in (0, 1, "0", "1") or _GPU.fullmatch(str(self.gpu))
-        if isinstance(self.gpu, bool) or not one:
-            raise ValueError(f"gpu={self.gpu!r}: write 1, or a type such as 'a100'. {ONE_GPU}")
+        if isinstance(self.gpu, bool) or (self.gpu is not None and not _GPU.fullmatch(str(self.gpu))):
+            raise ValueError(f"gpu={self.gpu!r}: write 1, a type such as 'a100', 8, or 'a100:8' for eight.")
         if self.cpu is not None and self.cpu < 1:
             raise ValueError(f"cpu={self.cpu!r}: a replica needs one CPU or more.")
         if self.memory is not None and not _MEMORY.fullmatch(str(self.memory)):
@@ -80,9 +79,12 @@ class Machine:
         if self.time_limit is not None:
             seconds_of(self.time_limit)
 
-    def arguments(self) -> list[str]:
-        """The resources as options of sbatch."""
-        gpu = None if self.gpu in (None, 0, "0") else "gpu:1" if self.gpu in (1, "1") else f"gpu:{self.gpu}:1"
+    def arguments(self, request: LaunchRequest) -> list[str]:
+        """The resources as options of sbatch. Raises ValueError for another number of GPUs than ranks."""
+        match = _GPU.fullmatch(str(self.gpu or 0))
+        assert match is not None, "it was checked"
+        count = request.gpus(int(match[2] or match[3] or 1), f"gpu={self.gpu!r}")
+        gpu = ":".join(filter(None, ("gpu", match[1], str(count)))) if count else None
         given = {"gres": gpu, "cpus-per-task": self.cpu, "mem": self.memory}
         return [f"--{name}={value}" for name, value in given.items() if value is not None]
 
@@ -148,7 +150,7 @@ def sbatch_arguments(
     return [
         *extra,
         *(f"--{name}={value}" for name, value in places.items() if value is not None),
-        *machine.arguments(),
+        *machine.arguments(request),
         *([] if limit_s is None else [f"--time={math.ceil(limit_s / 60)}"]),
         "--parsable",
         f"--job-name={attempt_name(request)}",

@@ -1,6 +1,7 @@
 """`python -m diloco_orchestrator.replica --store … --replica-id … --attempt … --run-sha256 …`: an attempt's process."""
 
 import argparse
+import faulthandler
 import os
 import sys
 
@@ -45,6 +46,8 @@ def main() -> int:
         load_entrypoint=load_entrypoint,
         interrupt_if=notice.interrupt_if,
         train_in_ranks=lambda attempt: RankProcesses(attempt, arguments, environ, clock, notice).run(),
+        # By a thread of C, which runs also where a library holds the lock of the interpreter and never comes back.
+        dump_stacks_after=lambda seconds: faulthandler.dump_traceback_later(seconds, file=2),
     )
     # Read by providers that report no exit code, and for local processes whose parent has died; by the coordinator for
     # the error of an attempt that wrote no record.

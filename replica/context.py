@@ -292,7 +292,8 @@ class ReplicaSession:
 
         `data` is iterated again from its start when it ends. Outer steps happen between two batches, so take at most
         one optimizer step per batch (fewer is fine); with more, the one after an outer step uses gradients from before
-        it.
+        it. In a run with `deal="open"`, `data` is the whole data set in every replica, with a length and an index, and
+        this replica gets the batches that it is dealt, one for each optimizer step.
 
         Raises `ConfigError` outside the `with` block and at a second call, `HeldoutItemInTraining` for a batch with a
         held-out item, and a round's errors, such as `QuorumLost`.
@@ -360,6 +361,11 @@ class ReplicaSession:
         if self._iterated:
             raise ConfigError(
                 "replica.step was called in a loop over replica.batches, which does the same: leave it out."
+            )
+        if self._attempt.config.deal == "open":
+            raise ConfigError(
+                'replica.step in a run with deal="open", which deals batches through replica.batches(data): loop over '
+                'these, or launch with deal="ids".'
             )
         self._asks = True
         self.observe(loss, reward, kl_to_init, entropy, reward_std, tokens, extra)

@@ -18,6 +18,7 @@ from uuid import uuid4
 import pytest
 from genuine_azurite import Azurite, running_azurite
 from genuine_ceph import running_ceph
+from genuine_gcs import Gcs, running_gcs
 from hf_gateway import HfGateway, running_hf_gateway
 from hypothesis import settings
 from patience import PATIENCE_S
@@ -110,6 +111,13 @@ def hf_gateway() -> Iterator[HfGateway]:
 def azurite() -> Iterator[Azurite]:
     """One server for all tests of this process, which are skipped without."""
     with running_azurite() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def gcs() -> Iterator[Gcs]:
+    """One server for all tests of this process, which are skipped without."""
+    with running_gcs() as server:
         yield server
 
 

@@ -6,12 +6,20 @@ Each works block by block, in float32 on the CPU, with the same bits on every ma
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 
 from diloco_orchestrator.allreduce.agreement import AgreeingMean
-from diloco_orchestrator.allreduce.mean import LeftOut, Part, ShardBlocks, WeightedMean, WeightedParts, side_by_side
+from diloco_orchestrator.allreduce.mean import (
+    Aggregate,
+    EncodedAverage,
+    LeftOut,
+    Part,
+    ShardBlocks,
+    WeightedMean,
+    WeightedParts,
+    side_by_side,
+)
 from diloco_orchestrator.allreduce.vectors import BLOCK, empty
 from diloco_orchestrator.codecs.fine import within
 from diloco_orchestrator.codecs.table import Encoded
@@ -21,31 +29,19 @@ AGGREGATES = ("mean", "agreeing_mean", "trimmed_mean", "median", "contributors_m
 _SHORTEST = 4096  # elements of a piece that is sorted at once, at the least; all pieces together fit a core's cache
 
 
-class Aggregate(Protocol):
-    """One pseudo-gradient computed shard by shard from several contributions, each given as a `Part`."""
-
-    @property
-    def left_out(self) -> Sequence[LeftOut]:
-        """The contributions left out of the shards computed so far, such as those that agree least with the others."""
-        ...
-
-    def shard(self, index: int) -> ShardBlocks:
-        """The aggregate of one shard, for which every contribution is read once. Its elements are computed lazily.
-
-        Raises `PayloadCorrupt` for bytes that are not the shard in the manifest, and what a part's `read` raises.
-        """
-        ...
-
-
-def aggregate_of(how: str, parts: Sequence[Part], lengths: Sequence[int]) -> Aggregate:
+def aggregate_of(how: str, parts: Sequence[Part], lengths: Sequence[int], codec: str | None = None) -> Aggregate:
     """The aggregate named `how`, one of `AGGREGATES`, of the contributions `parts` with a weight above zero.
 
-    `lengths`: elements of each shard. Raises `ConfigError` for another name, `PayloadCorrupt` for a payload of another
-    length or cut into other shards.
+    `lengths`: elements of each shard. `codec`: that the aggregate passes through, as a commit names it; None: none.
+    Raises `ConfigError` for another name, `PayloadCorrupt` for a payload of another length or cut into other shards.
     """
     if how not in AGGREGATES:
         raise ConfigError(unknown_name("aggregate", how, AGGREGATES))
-    parts = [part for part in parts if part.weight]
+    found = _exactly(how, [part for part in parts if part.weight], lengths)
+    return found if codec is None else EncodedAverage(found, codec)
+
+
+def _exactly(how: str, parts: Sequence[Part], lengths: Sequence[int]) -> Aggregate:
     if how == "mean":
         return WeightedMean(parts, lengths)
     if how == "agreeing_mean":

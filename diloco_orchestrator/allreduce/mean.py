@@ -8,13 +8,14 @@ a bit.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.allreduce.threads import in_threads, ranges
 from diloco_orchestrator.allreduce.vectors import BLOCK, empty
-from diloco_orchestrator.codecs.table import Encoded
+from diloco_orchestrator.codecs.table import Encoded, get_codec
 from diloco_orchestrator.errors import PayloadCorrupt
 from diloco_orchestrator.protocol.records import Payload
 
@@ -43,6 +44,22 @@ class LeftOut:
     shard: int
     agreement: float  # its median cosine to the others
     usual: float  # the median of that over all parts
+
+
+class Aggregate(Protocol):
+    """One pseudo-gradient computed shard by shard from several contributions, each given as a `Part`."""
+
+    @property
+    def left_out(self) -> Sequence[LeftOut]:
+        """The contributions left out of the shards computed so far, such as those that agree least with the others."""
+        ...
+
+    def shard(self, index: int) -> ShardBlocks:
+        """The aggregate of one shard, for which every contribution is read once. Its elements are computed lazily.
+
+        Raises `PayloadCorrupt` for bytes that are not the shard in the manifest, and what a part's `read` raises.
+        """
+        ...
 
 
 class WeightedParts:
@@ -120,6 +137,52 @@ def mean_into(shards: Sequence[torch.Tensor], parts: Sequence[Part], only: Seque
 def write_blocks(blocks: ShardBlocks, target: torch.Tensor) -> None:
     """Compute one shard of an average, several ranges of it at a time, into `target`, a flat tensor of its length."""
     in_threads([partial(_copy, blocks, target, *each) for each in ranges(target.numel())])
+
+
+def encoded_into(blocks: ShardBlocks, target: torch.Tensor, codec: str) -> memoryview:
+    """Compute one shard of an average, write what its encoding decodes to into `target`, and return the encoding.
+
+    The encoding has a header, as that of a payload shard in `codec`. `target`: a flat tensor of the shard's length.
+    """
+    found, numel = get_codec(codec), target.numel()
+    header = found.header(numel)
+    data = memoryview(bytearray(found.encoded_size(numel)))
+    data[: len(header)] = header
+    body = data[len(header) :]
+
+    def encode(start: int, stop: int) -> None:
+        piece, place = target[start:stop], found.body_size(start)
+        for part, block in zip(piece.split(BLOCK), blocks(start, stop), strict=True):
+            packed, values = found.rounded(block)
+            body[place : place + len(packed)] = packed
+            place += len(packed)
+            part.copy_(values)
+
+    in_threads([partial(encode, *each) for each in ranges(numel)])
+    return data
+
+
+class EncodedAverage:
+    """An aggregate of contributions, each element of which is what its encoding in a codec decodes to.
+
+    So the elements are those of a reduced shard, which was encoded to be sent, wherever the aggregate is computed.
+    Ranges must begin at whole groups of the codec, as those of `threads.ranges` do.
+    """
+
+    def __init__(self, aggregate: Aggregate, codec: str) -> None:
+        self._aggregate, self._codec = aggregate, get_codec(codec)
+
+    @property
+    def left_out(self) -> Sequence[LeftOut]:
+        return self._aggregate.left_out
+
+    def shard(self, index: int) -> ShardBlocks:
+        """One shard, computed lazily. Raises as the aggregate's own `shard`."""
+        return partial(self._blocks, self._aggregate.shard(index))
+
+    def _blocks(self, blocks: ShardBlocks, start: int, stop: int) -> Iterator[torch.Tensor]:
+        for block in blocks(start, stop):
+            yield self._codec.rounded(block)[1]
 
 
 def _copy(blocks: ShardBlocks, target: torch.Tensor, start: int, stop: int) -> None:

@@ -1,27 +1,25 @@
 """`ScatterReduce`: the mean of contributions, of which each rank averages some shards and reads the averages of others.
 
-With N ranks and payloads of c bytes a gather moves (N-1) c bytes to every rank, this less than 3 c and the fp32 size of
-the mean, whatever N. The *owner* and the *checker* of a shard both average it from the payloads, and publish what came
-out. The others use it where both agree on its bytes, and average the payloads where they do not. So a reduced shard
-decides no bit of the mean: it is a cache.
+With N ranks and payloads of c bytes a gather moves (N-1) c bytes to every rank, this less than 3 c and the size of the
+encoded mean, whatever N. The *owner* and the *checker* of a shard both average it from the payloads, and publish what
+came out. The others use it where both agree on its bytes, and average the payloads where they do not. So a reduced
+shard decides no bit of the mean: it is a cache. Averages pass through a codec, whoever makes them.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
-
 from diloco_orchestrator.allreduce.aggregate import aggregate_of
-from diloco_orchestrator.allreduce.dealing import AT_ONCE, REDUCED_CODEC
-from diloco_orchestrator.allreduce.mean import Part, write_blocks
-from diloco_orchestrator.allreduce.owners import ALONE, Owners, merged
+from diloco_orchestrator.allreduce.dealing import at_once_for
+from diloco_orchestrator.allreduce.mean import Part, encoded_into
+from diloco_orchestrator.allreduce.owners import ALONE, Owners
 from diloco_orchestrator.allreduce.shards import fetch_shard
 from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import Background, Backoff, Clock, in_parallel
-from diloco_orchestrator.codecs.table import Encoded, encode, get_codec
+from diloco_orchestrator.codecs.table import Encoded, get_codec
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.allreduce_records import Reduced, ReducedShard
@@ -54,6 +52,7 @@ class ScatterReduce:
     rank: int
     pairs: Sequence[tuple[int, ...]]  # owner and checker of each shard
     write: Callable[[Reduced], bool]  # creates the record of this rank; False if its key holds another object
+    codec: str  # in which averages are sent, and through which all pass; "fp32" changes no bit
     aggregate: str = "mean"  # one of `allreduce.aggregate.AGGREGATES`
     owners: Owners = ALONE  # the processes of this rank, each of which averages and reads the shards that it owns
     fragment: int = 0  # whose shards these are
@@ -63,6 +62,7 @@ class ScatterReduce:
     false: dict[tuple[int, BulkDigest], tuple[int, ...]] = field(default_factory=dict)
     borrowed: bool = False  # whether an average of another rank was used
     _digests: dict[int, BulkDigest] = field(default_factory=dict)  # of the averages made here, by shard
+    _takes: dict[int, int | None] = field(default_factory=dict)  # versions under which those owned here were written
 
     def average_into(self, averages: FlatTensors, parts: Sequence[Part]) -> None:
         """Write the average of `parts`, the contributions, into `averages`, tensors of the payload shards' lengths.
@@ -76,7 +76,7 @@ class ScatterReduce:
         own = [index for index, pair in enumerate(self.pairs) if self.rank in pair]
         others = [index for index in range(len(averages.tensors)) if index not in own]
         self._make(own, averages, parts)
-        self._publish(own, averages)
+        self._publish(own)
         took_s = self.clock.now() - began
         drawn = [others[int(self.stamp.unforeseen(), 16) % len(others)]] if others else []
         self._make(drawn, averages, parts)
@@ -91,10 +91,12 @@ class ScatterReduce:
         self._compare(left, words)
 
     def _make(self, indices: Sequence[int], averages: FlatTensors, parts: Sequence[Part]) -> None:
-        """Average shards from the payloads."""
-        what = self.background, self.aggregate, averages, parts
-        for made in self._each_owner(_average, indices, *what) if indices else ():
-            self._digests |= made
+        """Average shards from the payloads, and write those that this rank owns."""
+        owned = {index for index in indices if self.pairs[index][0] == self.rank}
+        what = self.background, self.store, self.round_id, self.aggregate, self.codec, owned, averages, parts
+        for digests, takes in self._each_owner(_average, indices, *what) if indices else ():
+            self._digests |= digests
+            self._takes |= takes
 
     def _each_owner(self, task: Callable[..., T], indices: Sequence[int], *args: Any) -> list[T]:
         """Call `task(own, *args)` in each process of this rank; `own`: those of the shards `indices` that it owns."""
@@ -102,11 +104,9 @@ class ScatterReduce:
 
     # -- what this rank publishes --------------------------------------------------------------------------------
 
-    def _publish(self, own: Sequence[int], averages: FlatTensors) -> None:
-        """Write the averages that this rank owns, then the digests of those that it owns or checks."""
-        owned = [index for index in own if self.pairs[index][0] == self.rank]
-        takes = merged(self._each_owner(_write, owned, self.store, self.round_id, averages) if owned else ())
-        said = tuple(ReducedShard(shard=i, digest=self._digests[i], take=takes.get(i)) for i in own)
+    def _publish(self, own: Sequence[int]) -> None:
+        """Publish the digests of the averages that this rank owns, which are written, and of those that it checks."""
+        said = tuple(ReducedShard(shard=i, digest=self._digests[i], take=self._takes.get(i)) for i in own)
         record = Reduced(**self.stamp(), round_id=self.round_id, rank=self.rank, shards=said)
         if (
             said
@@ -144,7 +144,7 @@ class ScatterReduce:
                 continue
             if not self.distrusted & set(pair):
                 agreed[index] = pair[0], owner
-        what = self.store, self.background, self.round_id, averages, agreed
+        what = self.store, self.background, self.round_id, self.codec, averages, agreed
         return set().union(*self._each_owner(_read, list(agreed), *what)) if agreed else set()
 
     def _compare(self, made: Sequence[int], words: Words) -> None:
@@ -189,32 +189,39 @@ def _of_owner(owners: Owners, fragment: int, indices: Sequence[int], task: Calla
 
 
 def _average(
-    indices: Sequence[int], background: Background, aggregate: str, averages: FlatTensors, parts: Sequence[Part]
-) -> dict[int, BulkDigest]:
-    """Average shards from the payloads; returns the digests. Each shard is read from all ranks at the same time."""
-    found, lengths = dict[int, BulkDigest](), [each.numel() for each in averages.tensors]
+    indices: Sequence[int],
+    background: Background,
+    store: Store,
+    round_id: int,
+    aggregate: str,
+    codec: str,
+    owned: Collection[int],
+    averages: FlatTensors,
+    parts: Sequence[Part],
+) -> tuple[dict[int, BulkDigest], dict[int, int | None]]:
+    """Average shards from the payloads, each read from all ranks at the same time, and write the encoded ones `owned`.
+
+    Returns the digests of all, and of those written the version in the key, None where no key is left: both by shard.
+    """
+    digests, takes = dict[int, BulkDigest](), dict[int, int | None]()
+    lengths = [each.numel() for each in averages.tensors]
     for index in indices:
         read = in_parallel(background, [partial(part.read, index) for part in parts])
         held = [replace(part, read=partial(_given, data)) for part, data in zip(parts, read, strict=True)]
-        write_blocks(aggregate_of(aggregate, held, lengths).shard(index), averages.tensors[index])
-        found[index] = bulk_digest(encode(averages.tensors[index], REDUCED_CODEC))
-    return found
+        encoded = encoded_into(aggregate_of(aggregate, held, lengths).shard(index), averages.tensors[index], codec)
+        digests[index] = bulk_digest(encoded)
+        if index in owned:
+            takes[index] = _written(store, round_id, index, bytes(encoded))
+    return digests, takes
 
 
-def _write(indices: Sequence[int], store: Store, round_id: int, averages: FlatTensors) -> dict[int, int | None]:
-    """Write each average under the first of its keys that is free or has the same bytes.
-
-    Returns the version in that key by shard, None where there is no such key.
-    """
-    found = dict[int, int | None]()
-    for index in indices:
-        data, found[index] = encode(averages.tensors[index], REDUCED_CODEC), None
-        for take in range(1, keys.MAX_TAKES + 1):
-            key = keys.reduced_shard(round_id, index, take)
-            if store.create(key, data) or store.get(key) == data:
-                found[index] = take
-                break
-    return found
+def _written(store: Store, round_id: int, index: int, data: bytes) -> int | None:
+    """Write an average under the first of its keys that is free or has the same bytes; None if there is no such key."""
+    for take in range(1, keys.MAX_TAKES + 1):
+        key = keys.reduced_shard(round_id, index, take)
+        if store.create(key, data) or store.get(key) == data:
+            return take
+    return None
 
 
 def _read(
@@ -222,6 +229,7 @@ def _read(
     store: Store,
     background: Background,
     round_id: int,
+    codec: str,
     averages: FlatTensors,
     agreed: Mapping[int, tuple[int, ReducedShard]],
 ) -> set[int]:
@@ -233,21 +241,18 @@ def _read(
     def read(index: int) -> bool:
         (owner, said), shard = agreed[index], averages.tensors[index]
         assert said.take is not None, "what is agreed on was written"
-        key, size = keys.reduced_shard(round_id, index, said.take), _reduced_size(shard)
+        key, size = keys.reduced_shard(round_id, index, said.take), get_codec(codec).encoded_size(shard.numel())
         try:
             data = fetch_shard(store, key, Shard(digest=said.digest, size=size))
-            shard.copy_(Encoded(data, REDUCED_CODEC, shard.numel()).values())
+            shard.copy_(Encoded(data, codec, shard.numel()).values())
         except PayloadCorrupt as error:
             log.warning("round %d: an average of rank %d is not used: %s", round_id, owner, error)
             return False
         return True
 
-    done = in_parallel(background, [partial(read, index) for index in indices], AT_ONCE)
+    at_once = at_once_for(max(averages.tensors[index].numel() for index in indices)) if indices else 1
+    done = in_parallel(background, [partial(read, index) for index in indices], at_once)
     return {index for index, is_done in zip(indices, done, strict=True) if is_done}
-
-
-def _reduced_size(shard: torch.Tensor) -> int:
-    return get_codec(REDUCED_CODEC).encoded_size(shard.numel())
 
 
 def _given(data: bytes | memoryview, index: int) -> bytes | memoryview:

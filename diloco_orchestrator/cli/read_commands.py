@@ -155,11 +155,27 @@ def push(url: str, repository: str, rounds: tuple[int, ...], public: bool, as_js
 @score_option
 @build_option
 @items_option
+@click.option("--follow", "-f", is_flag=True, help="Write the page anew after each round, until the run stops.")
+@click.option("--serve", is_flag=True, help="The same, and show it to a browser of this machine until Ctrl-C.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="With --serve.  [default: one that is free]")
 @json_option
 def report(
-    url: str, destination: Path, influence: bool, table: Path | None, as_json: bool, **given: str | None
+    url: str,
+    destination: Path,
+    influence: bool,
+    table: Path | None,
+    follow: bool,
+    serve: bool,
+    port: int,
+    as_json: bool,
+    **given: str | None,
 ) -> None:
     """Write one self-contained HTML page about the run in URL: curves, guard, participation, attempts."""
+    if follow or serve:
+        if influence:
+            raise click.UsageError("--influence reads all payloads: it goes without --follow and --serve.")
+        _keep_up(url, destination, port if serve else None, as_json)
+        return
     from diloco_orchestrator.cli.report_page import page
     from diloco_orchestrator.clock import ThreadBackground
     from diloco_orchestrator.inspection.report import Report
@@ -176,6 +192,33 @@ def report(
         if table is not None:
             table.write_text(found.to_csv(), encoding="utf-8")
     say(as_json, told, f"wrote {destination}" + (f" and {table}" if table else ""))
+
+
+def _keep_up(url: str, destination: Path, port: int | None, as_json: bool) -> None:
+    """Keep the page in `destination` up to date until the run stops; with a `port` serve it too, until Ctrl-C."""
+    from contextlib import nullcontext, suppress
+
+    from diloco_orchestrator.cli.live_report import PageServer, keep_up
+    from diloco_orchestrator.clock import SystemClock
+
+    store, clock = store_of(url), SystemClock()
+    try:
+        server = None if port is None else PageServer(port)
+    except OSError as error:
+        raise click.UsageError(
+            f"Port {port} of this machine: {error.strerror}. Take another one, or leave it out."
+        ) from error
+    with nullcontext() if server is None else server.serving():
+        if server is not None:
+            click.echo(f"{server.url} shows the run, to this machine only", err=True)
+        status = keep_up(store, destination, server, clock)
+        told = {"url": store.url, "report": str(destination), "state": status.state}
+        say(as_json, told, f"wrote {destination}; {status.state}: {status.reason}")
+        if server is not None:
+            click.echo("Ctrl-C ends the page", err=True)
+            with suppress(KeyboardInterrupt):
+                while True:
+                    clock.sleep(3600.0)
 
 
 def _influence(reader: "RunReader", given: Mapping[str, str | None]) -> "Influence":

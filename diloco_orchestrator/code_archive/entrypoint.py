@@ -4,7 +4,7 @@ import ast
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,18 +93,62 @@ def check_importable(entrypoint: str) -> None:
 def check_defined(entrypoint: str, source: Path) -> None:
     """Raise `ConfigError` if the module file `source` is not Python or does not define the entrypoint's function.
 
-    A module that may bind names in other ways (`from x import *`, `__getattr__`) passes.
+    Also if what it defines cannot be called as a training function is, with one argument. A module that may bind names
+    in other ways (`from x import *`, `__getattr__`) passes.
     """
     wanted = entrypoint.partition(":")[2].partition(".")[0]
     try:
-        names = _top_level_names(ast.parse(source.read_text()))
+        module = ast.parse(source.read_text())
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"entrypoint {entrypoint!r}: {source} is not Python: {error}.") from None
-    if wanted in names or names & {"*", "__getattr__"}:
+    names = _top_level_names(module)
+    if wanted in names:
+        if why := _why_no_training_function(module, wanted):
+            raise ConfigError(f"entrypoint {entrypoint!r}: {wanted} in {source.name} {why}")
+        return
+    if names & {"*", "__getattr__"}:
         return
     close = nearest(wanted, names)
     hint = f"Did you mean {close!r}?" if close else "Check its spelling."
     raise ConfigError(f"entrypoint {entrypoint!r}: {source.name} defines no {wanted!r}. {hint}")
+
+
+def _why_no_training_function(module: ast.Module, name: str) -> str:
+    """The reason that replicas cannot train by calling `name`(context), and the remedy; empty if they can, or may.
+
+    Only a plain value or an undecorated function is judged, and only where the module binds the name once.
+    """
+    binding = [node for node in module.body if name in _top_level_names(ast.Module([node], []))]
+    match binding:
+        case [ast.Assign(value=ast.Constant() | ast.List() | ast.Tuple() | ast.Dict() | ast.Set() | ast.JoinedStr())]:
+            return "is a value. Name a function that takes the context: def train(ctx)."
+        case [ast.AsyncFunctionDef()]:
+            return "is a coroutine, of which a call runs nothing. Write `def` instead of `async def`."
+        case [ast.FunctionDef(decorator_list=[]) as function]:
+            given = function.args
+            required = len(given.posonlyargs) + len(given.args) - len(given.defaults)
+            keywords = [
+                a.arg for a, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None
+            ]
+            if required > 1 or keywords or not (given.posonlyargs or given.args or given.vararg):
+                taken = ast.unparse(given) or "nothing"
+                return (
+                    f"takes {taken}. It is called with one argument, the context: write def {name}(ctx), and hand over "
+                    "more with args={…} (--arg), which arrives as ctx.args."
+                )
+            if any(isinstance(node, ast.Yield | ast.YieldFrom) for node in _own_nodes(function)):
+                return "is a generator, of which a call runs nothing. Move its `yield` into a function of its own."
+    return ""
+
+
+def _own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """The nodes of a function's body, without those of functions and classes inside it."""
+    todo: list[ast.AST] = list(function.body)
+    while todo:
+        node = todo.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            todo += ast.iter_child_nodes(node)
 
 
 def _top_level_names(module: ast.Module) -> set[str]:

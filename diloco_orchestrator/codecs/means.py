@@ -12,6 +12,7 @@ forecast needs only sizes.
 
 from typing import TYPE_CHECKING
 
+from diloco_orchestrator.codecs import plain
 from diloco_orchestrator.codecs.plain import little_endian
 
 if TYPE_CHECKING:
@@ -33,22 +34,29 @@ def size_2bit(numel: int) -> int:
     return (numel + 3) // 4 + MEANS * -(-numel // GROUP)
 
 
-def pack_2bit(values: "torch.Tensor") -> memoryview:
+def pack_2bit(values: "torch.Tensor") -> "torch.Tensor":
     import torch
 
     numel = values.numel()
+    if values.is_cpu and (fast := plain.compiled()) is not None:
+        packed: torch.Tensor | None = fast.pack_means(values, GROUP, LARGE)
+        if packed is not None:
+            return packed[: size_2bit(numel)]
     missing = -numel % GROUP
     groups = (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, GROUP)
     classes, means = classified(groups, LARGE, missing)
-    rows = torch.empty(len(groups), MEANS + GROUP // 4, dtype=torch.uint8)
+    rows = torch.empty(len(groups), MEANS + GROUP // 4, dtype=torch.uint8, device=values.device)
     rows[:, :MEANS] = means
     rows[:, MEANS:] = packed_pairs(classes)
-    return rows.view(-1)[: size_2bit(numel)].numpy().data
+    return rows.view(-1)[: size_2bit(numel)]
 
 
 def unpack_2bit(body: "torch.Tensor", numel: int) -> "torch.Tensor":
     import torch
 
+    if body.is_cpu and (fast := plain.compiled()) is not None:
+        values: torch.Tensor = fast.unpack_means(body, numel, GROUP)
+        return values
     count = -(-numel // GROUP)
     missing = count * (MEANS + GROUP // 4) - body.numel()
     rows = (torch.nn.functional.pad(body, (0, missing)) if missing else body).view(count, MEANS + GROUP // 4)
@@ -87,7 +95,7 @@ def classified(groups: "torch.Tensor", large: float, missing: int = 0) -> "tuple
     negative = whole.copy_(is_negative)
     counted = [ones.sum(1, keepdim=True), negative.sum(1, keepdim=True), negative.mul_(ones).sum(1, keepdim=True)]
     counts = _by_class(numbers, *counted)
-    signs = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float32, device="cpu")
+    signs = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float32, device=groups.device)
     means = sums / counts.clamp_(min=1.0) * (biased - _DOWN << 23).view(torch.float32) * signs
     means = torch.where(is_finite, means + 0.0, torch.nan).to(torch.bfloat16)  # without -0.0
     return classes, little_endian(means.view(torch.uint8).view(-1), torch.bfloat16).view(torch.uint8).view(-1, MEANS)

@@ -1,13 +1,20 @@
-"""Codecs that store each number by itself: fp32 as it is, bf16 rounded to nearest, both little-endian.
+"""Codecs that store each number by itself (fp32 as it is, bf16 rounded to nearest), and what all codecs share.
 
 numpy and torch are imported inside functions, because the cost forecast needs only sizes and must start fast.
 """
 
+import functools
+import importlib.util
+import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import torch
+
+log = logging.getLogger(__name__)
 
 
 class _Unprotected:
@@ -38,8 +45,22 @@ def little_endian(body: "torch.Tensor", dtype: "torch.dtype") -> "torch.Tensor":
     return body.view(dtype)
 
 
-def pack_fp32(values: "torch.Tensor") -> memoryview:
-    return values.numpy().astype("<f4", copy=False).view("u1").data
+@functools.cache
+def compiled() -> "ModuleType | None":
+    """`codecs.compiled`, of the same bytes, where numba is installed; None elsewhere, and on big-endian machines."""
+    if sys.byteorder == "big" or importlib.util.find_spec("numba") is None:
+        return None
+    try:
+        return importlib.import_module("diloco_orchestrator.codecs.compiled")
+    except Exception as error:  # numba raises several types for a numpy that it does not know
+        log.warning("payloads are encoded without numba, which cannot be imported: %s", error)
+        return None
+
+
+def pack_fp32(values: "torch.Tensor") -> "torch.Tensor":
+    import torch
+
+    return little_endian(values.view(torch.uint8), torch.float32).view(torch.uint8)
 
 
 def unpack_fp32(body: "torch.Tensor", numel: int) -> "torch.Tensor":
@@ -48,10 +69,10 @@ def unpack_fp32(body: "torch.Tensor", numel: int) -> "torch.Tensor":
     return little_endian(body, torch.float32)
 
 
-def pack_bf16(values: "torch.Tensor") -> memoryview:
+def pack_bf16(values: "torch.Tensor") -> "torch.Tensor":
     import torch
 
-    return values.to(torch.bfloat16).view(torch.int16).numpy().astype("<i2", copy=False).view("u1").data
+    return little_endian(values.to(torch.bfloat16).view(torch.uint8), torch.bfloat16).view(torch.uint8)
 
 
 def unpack_bf16(body: "torch.Tensor", numel: int) -> "torch.Tensor":

@@ -8,6 +8,7 @@ fp32 product, which has the same bits on every machine. Per-block absmax needs n
 
 from typing import TYPE_CHECKING
 
+from diloco_orchestrator.codecs import plain
 from diloco_orchestrator.codecs.plain import little_endian
 
 if TYPE_CHECKING:
@@ -28,50 +29,63 @@ def size_int4(numel: int) -> int:
     return (numel + 1) // 2 + _SCALE * -(-numel // GROUP)
 
 
-def pack_int8(values: "torch.Tensor") -> memoryview:
+def pack_int8(values: "torch.Tensor") -> "torch.Tensor":
     import torch
 
+    if values.is_cpu and (fast := plain.compiled()) is not None:
+        packed: torch.Tensor = fast.pack(values, 127)
+        return packed[: size_int8(values.numel())]
     scales, whole = _quantized(values, 127)
-    rows = torch.empty(len(scales), _SCALE + GROUP, dtype=torch.uint8)
+    rows = torch.empty(len(scales), _SCALE + GROUP, dtype=torch.uint8, device=values.device)
     rows[:, :_SCALE] = _bytes_of(scales)
-    rows[:, _SCALE:].view(torch.int8).copy_(whole)
-    return rows.view(-1)[: size_int8(values.numel())].numpy().data
+    rows[:, _SCALE:] = whole.view(torch.uint8)
+    return rows.view(-1)[: size_int8(values.numel())]
 
 
 def unpack_int8(body: "torch.Tensor", numel: int) -> "torch.Tensor":
     import torch
 
+    if body.is_cpu and (fast := plain.compiled()) is not None:
+        values: torch.Tensor = fast.unpack(body, numel, 127)
+        return values
     scales, rows = _rows(body, GROUP, numel)
-    return (rows.view(torch.int8) * scales).view(-1)[:numel]
+    return rows.view(torch.int8).to(torch.float32).mul_(scales).view(-1)[:numel]
 
 
-def pack_int4(values: "torch.Tensor") -> memoryview:
+def pack_int4(values: "torch.Tensor") -> "torch.Tensor":
     import torch
 
-    scales, whole = _quantized(values, 7)
-    nibbles = whole.add_(8).to(torch.uint8)
-    rows = torch.empty(len(scales), _SCALE + GROUP // 2, dtype=torch.uint8)
-    rows[:, :_SCALE] = _bytes_of(scales)
-    torch.bitwise_or(nibbles[:, ::2], nibbles[:, 1::2] << 4, out=rows[:, _SCALE:])
-    found = rows.view(-1)[: size_int4(values.numel())]
+    if values.is_cpu and (fast := plain.compiled()) is not None:
+        found: torch.Tensor = fast.pack(values, 7)
+    else:
+        scales, whole = _quantized(values, 7)
+        rows = torch.empty(len(scales), _SCALE + GROUP // 2, dtype=torch.uint8, device=values.device)
+        rows[:, :_SCALE] = _bytes_of(scales)
+        # Two neighbours are one number of 16 bits, whose bytes are joined all at once: strided views are slow.
+        pairs = little_endian(whole.add_(8).view(torch.uint8).view(-1), torch.int16)
+        rows[:, _SCALE:] = (pairs | pairs >> 4).to(torch.uint8).view(len(scales), GROUP // 2)
+        found = rows.view(-1)
+    found = found[: size_int4(values.numel())]
     if values.numel() % 2:
         found[-1] &= 15  # an element that is not there: one vector has one encoding
-    return found.numpy().data
+    return found
 
 
 def unpack_int4(body: "torch.Tensor", numel: int) -> "torch.Tensor":
     import torch
 
+    if body.is_cpu and (fast := plain.compiled()) is not None:
+        values: torch.Tensor = fast.unpack(body, numel, 7)
+        return values
     scales, rows = _rows(body, GROUP // 2, numel)
-    values = torch.empty(len(rows), GROUP)
-    torch.mul((rows & 15).view(torch.int8) - 8, scales, out=values[:, ::2])
-    torch.mul((rows >> 4).view(torch.int8) - 8, scales, out=values[:, 1::2])
-    return values.view(-1)[:numel]
+    pairs = rows.to(torch.int16)
+    pairs = (pairs | pairs << 4) & 0x0F0F
+    nibbles = little_endian(pairs.view(torch.uint8).view(-1), torch.int16).view(torch.int8).view(len(rows), GROUP)
+    return nibbles.sub_(8).to(torch.float32).mul_(scales).view(-1)[:numel]
 
 
 def _quantized(values: "torch.Tensor", levels: int) -> "tuple[torch.Tensor, torch.Tensor]":
-    """The scales of the groups, (g,) fp32, and the quantised elements as fp32, (g, GROUP), in -levels..levels, padded
-    with 0.
+    """Scales of the groups, (g,) fp32, and the quantised elements, (g, GROUP) int8 in -levels..levels, padded with 0.
 
     A group with NaN or infinity has a non-finite scale, so that all its elements are decoded as NaN.
     """
@@ -80,11 +94,12 @@ def _quantized(values: "torch.Tensor", levels: int) -> "tuple[torch.Tensor, torc
     missing = -values.numel() % GROUP
     filled = torch.nn.functional.pad(values, (0, missing)) if missing else values
     groups = filled.view(filled.numel() // GROUP, GROUP)
-    scales = groups.abs().amax(1) / levels
+    # Divided by a tensor: by a number, a GPU multiplies with its reciprocal, which rounds differently.
+    scales = groups.abs().amax(1) / torch.tensor(float(levels), dtype=torch.float32, device=values.device)
     scales = torch.where(scales < _SMALLEST, 0.0, scales)
     factors = torch.where((scales > 0) & scales.isfinite(), scales.reciprocal(), 0.0)
     whole = (groups * factors.unsqueeze(1)).round_()
-    return scales, whole if scales.isfinite().all() else whole.nan_to_num_(0.0)
+    return scales, (whole if scales.isfinite().all() else whole.nan_to_num_(0.0)).to(torch.int8)
 
 
 def _bytes_of(scales: "torch.Tensor") -> "torch.Tensor":

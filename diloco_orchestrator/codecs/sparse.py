@@ -9,6 +9,7 @@ are imported inside functions, because the cost forecast needs only sizes.
 
 from typing import TYPE_CHECKING
 
+from diloco_orchestrator.codecs import plain
 from diloco_orchestrator.codecs.means import MEANS, classified, means_of, packed_pairs, unpacked_pairs
 from diloco_orchestrator.errors import PayloadCorrupt
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK = 4096  # elements; a place among them takes 12 bits
+_BAD_PLACES = "the places of kept elements in a chunk are not ascending, or not in the chunk."
 _LARGE = 1.0  # times the mean of |x|: the kept elements are the tail of a distribution
 
 
@@ -25,14 +27,14 @@ def size_topk(kept: int, numel: int) -> int:
     return whole * _row_size(kept) + (_row_size(_share(kept, rest)) if rest else 0)
 
 
-def pack_topk(kept: int, values: "torch.Tensor") -> memoryview:
+def pack_topk(kept: int, values: "torch.Tensor") -> "torch.Tensor":
     import torch
 
     whole = values.numel() // CHUNK * CHUNK
     rows = [_pack(kept, values[:whole].view(-1, CHUNK))] if whole else []
     if rest := values.numel() - whole:
         rows.append(_pack(_share(kept, rest), values[whole:].view(1, rest)))
-    return (torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8)).numpy().data
+    return torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8, device=values.device)
 
 
 def unpack_topk(kept: int, body: "torch.Tensor", numel: int) -> "torch.Tensor":
@@ -43,7 +45,7 @@ def unpack_topk(kept: int, body: "torch.Tensor", numel: int) -> "torch.Tensor":
     import torch
 
     whole, rest = divmod(numel, CHUNK)
-    values = torch.zeros(numel, dtype=torch.float32, device="cpu")
+    values = torch.zeros(numel, dtype=torch.float32, device=body.device)
     split = whole * _row_size(kept)
     if whole:
         _unpack(kept, body[:split].view(whole, -1), values[: whole * CHUNK].view(whole, CHUNK))
@@ -63,22 +65,17 @@ def _row_size(kept: int) -> int:
 
 def _pack(kept: int, chunks: "torch.Tensor") -> "torch.Tensor":
     """The encoded bytes, flat uint8, of chunks of n elements, (g, n) fp32, `kept` of each."""
-    import numpy as np
     import torch
 
-    # Bits of |x| as whole numbers have the order of |x|, with NaN above all, and numpy finds a row's threshold fastest.
-    sizes = chunks.abs().view(torch.int32).numpy()
-    dropped = sizes.shape[1] - kept
-    least = np.partition(sizes, dropped, axis=1)[:, dropped : dropped + 1]
-    is_kept = sizes >= least
-    if np.count_nonzero(is_kept) > len(sizes) * kept:  # several elements are as large as the smallest that is kept
-        ties = sizes == least
-        room = kept - np.count_nonzero(sizes > least, axis=1)[:, None]
-        is_kept &= ~ties | (np.cumsum(ties, axis=1) <= room)
-    flat = np.flatnonzero(is_kept)
-    places = torch.from_numpy(flat % sizes.shape[1]).view(-1, kept)
+    if chunks.is_cpu and (fast := plain.compiled()) is not None:
+        packed: torch.Tensor | None = fast.pack_largest(chunks, kept, _LARGE)
+        if packed is not None:
+            return packed
+    # Bits of |x| as whole numbers have the order of |x|, with NaN above all.
+    flat = (_largest if chunks.is_cpu else _largest_on_gpu)(kept, chunks.abs().view(torch.int32))
+    places = (flat % chunks.shape[1]).view(-1, kept)
     missing = -kept % 4
-    values = torch.nn.functional.pad(chunks.reshape(-1)[torch.from_numpy(flat)].view(-1, kept), (0, missing))
+    values = torch.nn.functional.pad(chunks.reshape(-1)[flat].view(-1, kept), (0, missing))
     classes, means = classified(values, _LARGE, missing)
     pairs = torch.nn.functional.pad(places, (0, kept % 2)).view(len(chunks), -1, 2)
     low, high = pairs.unbind(2)
@@ -88,15 +85,49 @@ def _pack(kept: int, chunks: "torch.Tensor") -> "torch.Tensor":
     return torch.cat(rows, 1).view(-1)
 
 
+def _largest(kept: int, sizes: "torch.Tensor") -> "torch.Tensor":
+    """Flat indices, ascending, of the `kept` largest numbers of each row of `sizes`, (g, n) int32 on the CPU.
+
+    The first ones of equal numbers are kept. numpy finds a row's smallest kept number fastest.
+    """
+    import numpy as np
+    import torch
+
+    rows = sizes.numpy()
+    dropped = rows.shape[1] - kept
+    least = np.partition(rows, dropped, axis=1)[:, dropped : dropped + 1]
+    is_kept = rows >= least
+    if np.count_nonzero(is_kept) > len(rows) * kept:  # several elements are as large as the smallest that is kept
+        ties = rows == least
+        room = kept - np.count_nonzero(rows > least, axis=1)[:, None]
+        is_kept &= ~ties | (np.cumsum(ties, axis=1) <= room)
+    return torch.from_numpy(np.flatnonzero(is_kept))
+
+
+def _largest_on_gpu(kept: int, sizes: "torch.Tensor") -> "torch.Tensor":
+    """The same for `sizes` on a GPU, by torch."""
+    import torch
+
+    least = sizes.topk(kept, dim=1).values[:, -1:]
+    ties = sizes == least
+    room = kept - (sizes > least).sum(1, keepdim=True)
+    is_kept = (sizes >= least) & (~ties | (ties.cumsum(1, dtype=torch.int32) <= room))
+    return is_kept.view(-1).nonzero().view(-1)
+
+
 def _unpack(kept: int, rows: "torch.Tensor", values: "torch.Tensor") -> None:
     """Write the kept elements of rows, (g, row size) uint8, into `values`, (g, n) fp32 zeros."""
     import torch
 
+    if rows.is_cpu and (fast := plain.compiled()) is not None:
+        if not fast.unpack_largest(rows, kept, values):
+            raise PayloadCorrupt(_BAD_PLACES)
+        return
     places_size = (3 * kept + 1) // 2
     triples = torch.nn.functional.pad(rows[:, MEANS : MEANS + places_size], (0, -places_size % 3))
     first, second, third = triples.view(len(rows), -1, 3).to(torch.int64).unbind(2)
     places = torch.stack([first | (second & 15) << 8, second >> 4 | third << 4], 2).view(len(rows), -1)[:, :kept]
     if not bool((places[:, 1:] > places[:, :-1]).all()) or bool((places[:, -1:] >= values.shape[1]).any()):
-        raise PayloadCorrupt("the places of kept elements in a chunk are not ascending, or not in the chunk.")
+        raise PayloadCorrupt(_BAD_PLACES)
     classes = unpacked_pairs(rows[:, MEANS + places_size :])[:, :kept]
     values.scatter_(1, places, means_of(rows[:, :MEANS], classes))

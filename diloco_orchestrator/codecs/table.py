@@ -54,7 +54,7 @@ class Measure:
 class EncodedBlock:
     """A block of a vector's elements in encoded form, with the values that they decode to."""
 
-    data: bytes | memoryview  # may share memory with the tensor that was encoded
+    data: memoryview  # may share memory with the tensor that was encoded
     values: "torch.Tensor"  # (n,) float32, decoded from `data`, whose memory they may share; not for writing
     measure: Measure  # of these values
 
@@ -67,7 +67,7 @@ class Codec:
     number: int  # in the header; never reused
     group: int  # elements; it divides `LARGEST_GROUP`, and the last group of a vector may be shorter
     body_size: Callable[[int], int]  # bytes behind the header, by number of elements; of whole groups their sum
-    pack: "Callable[[torch.Tensor], bytes | memoryview]"  # (n,) float32 -> bytes, perhaps over the same memory
+    pack: "Callable[[torch.Tensor], torch.Tensor]"  # (n,) float32 -> uint8 on its device, perhaps the same memory
     unpack: "Callable[[torch.Tensor, int], torch.Tensor]"  # uint8, n -> (n,) of a dtype that fp32 holds, likewise
     levels: int = 0  # steps from zero to a group's largest absolute value; 0: each number is rounded by itself
     # Error feedback: the share of what encoding lost that is added to the next vector; 0: the loss needs none.
@@ -98,11 +98,15 @@ class Codec:
 
     def encode_block(self, values: "torch.Tensor") -> EncodedBlock:
         """Encode elements of a vector, (n,) float32 on the CPU: whole groups, except at the end of the vector."""
+        data, decoded = self.rounded(values)
+        return EncodedBlock(data, decoded, _measured(decoded))
+
+    def rounded(self, values: "torch.Tensor") -> "tuple[memoryview, torch.Tensor]":
+        """Encode as `encode_block` does: the bytes, and the values that they decode to, unmeasured."""
         import torch
 
         data = self.pack(values)
-        decoded = self.unpack(tensor_over(memoryview(data)), values.numel()).to(torch.float32)
-        return EncodedBlock(data, decoded, _measured(decoded))
+        return data.numpy().data, self.unpack(data, values.numel()).to(torch.float32)
 
 
 @dataclass(frozen=True)

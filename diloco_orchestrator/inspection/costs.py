@@ -14,7 +14,13 @@ from operator import gt
 from statistics import median
 from typing import Any
 
-from diloco_orchestrator.allreduce.dealing import REDUCED_CODEC, bytes_down_of_round, scatters, shard_numel_of
+from diloco_orchestrator.allreduce.dealing import (
+    average_codec_of,
+    bytes_down_of_round,
+    path_of,
+    reduced_size,
+    shard_numel_of,
+)
 from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.codecs.table import get_codec
 from diloco_orchestrator.config import RunConfig
@@ -244,8 +250,9 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
     lengths, size, scattered = [1], None, False
     if parameters is not None:
         part = -(-parameters // config.fragments)
-        lengths = [stop - start for start, stop in shard_ranges(part, shard_numel_of(config, [part]))]
-        size, scattered = sum(map(codec.encoded_size, lengths)), scatters(config, [part])
+        path = path_of(config, [part])
+        lengths = [stop - start for start, stop in shard_ranges(part, shard_numel_of(config, path, [part]))]
+        size, scattered = sum(map(codec.encoded_size, lengths)), path == "scatter_reduce"
     shards = max(1, len(lengths))
     states = {"round": 1.0, "snapshot": 1.0 / config.snapshot_every, "none": 0.0}[config.saves_state]
     saved = states * (1 + shards * (codec.feedback > 0))  # with residuals
@@ -268,10 +275,11 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
         # Manifests, and requests for payloads; replicas that are out, and later attempts; the listings of a display.
         "LIST": listings + 1 + 2 * polls + n * seldom + 3 * seldom + 3 / config.snapshot_every + retention,
     }
-    averages = sum(map(get_codec(REDUCED_CODEC).encoded_size, lengths)) if scattered else 0
+    of_averages = average_codec_of(config.codec)
+    averages = sum(reduced_size(each, of_averages) for each in lengths) if scattered else 0
     down = None if size is None else n * (n - 1) * size
     if size is not None and scattered:
-        down = bytes_down_of_round(n * size, lengths, n)
+        down = bytes_down_of_round(n * size, lengths, of_averages, n)
         # Each replica writes its part of the averages, its record of them and two check records; it reads these records
         # of all others, the shards that it deals and draws, and the averages that it does not make.
         requests["PUT"] += shards + 3 * n

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from diloco_orchestrator.allreduce.dealing import bytes_down_of_round, shard_numel_of
+from diloco_orchestrator.allreduce.dealing import bytes_down_of_round
 from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.guard.round_fold import outlook as guard_outlook
 from diloco_orchestrator.inspection.costs import CostReader, EndForecast, LegCost, Spent, end_forecast, leg_cost
@@ -425,9 +425,9 @@ class NewRows:
 
     def _scattered(self, start: Start, commit: Commit, payload_bytes: int) -> int:
         """Bytes that the replicas of a round by scatter-reduce read together, as planned for those who answered."""
-        numels, config = start.fragment_numels, self._log.configs.of(commit.leg)
-        lengths = [b - a for a, b in shard_ranges(numels[commit.fragment], shard_numel_of(config, numels))]
-        return bytes_down_of_round(payload_bytes, lengths, max(3, sum(each.attempt > 0 for each in commit.answers)))
+        lengths = [b - a for a, b in shard_ranges(start.fragment_numels[commit.fragment], start.shard_numel)]
+        there = max(3, sum(each.attempt > 0 for each in commit.answers))
+        return bytes_down_of_round(payload_bytes, lengths, commit.average_codec, there)
 
 
 def _row(expected: set[int], scored: HeldoutSet | None, commit: Commit) -> RoundRow:

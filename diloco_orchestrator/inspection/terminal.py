@@ -1,12 +1,14 @@
-"""Shows a run on a terminal while it goes on: a live panel, or without a terminal one plain line per round.
+"""Shows a run while it goes on: a live panel on a terminal or in a notebook, elsewhere one plain line per round.
 
 Draws the statuses that `RunReader` read; uses no store and no executor.
 """
 
+import io
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -95,15 +97,45 @@ class LivePanel:
         self._live.update(fitted(status, self._console, height), refresh=True)
 
 
+class NotebookPanel:
+    """The live panel as the output of a notebook's cell, redrawn in place. The last drawing stays with the notebook."""
+
+    def __init__(self) -> None:
+        # By its name, so that mypy does not look for IPython, which only notebooks have.
+        self._output = import_module("IPython.display").display({}, raw=True, display_id=True)
+        self._drawn = ""
+
+    def update(self, status: RunStatus) -> None:
+        options = {"width": _NOTEBOOK_COLUMNS, "color_system": "standard", "force_jupyter": False}
+        console = Console(
+            file=io.StringIO(), record=True, **options
+        )  # a console in Jupyter prints into the cell itself
+        console.print(fitted(status, console, _NOTEBOOK_LINES))
+        html = console.export_html(inline_styles=True, code_format=_IN_A_CELL, clear=False)
+        if html != self._drawn:
+            self._output.update({"text/plain": console.export_text().rstrip(), "text/html": html}, raw=True)
+            self._drawn = html
+
+
+_NOTEBOOK_COLUMNS, _NOTEBOOK_LINES = 115, 40
+_IN_A_CELL = "<pre style='line-height: normal'>{code}</pre>"
+
+
 @contextmanager
-def drawn_on_stderr(read: Callable[[], RunStatus]) -> Iterator[Callable[[], None] | None]:
-    """A live panel on stderr while entered: yields what draws the status that `read` returns; None without terminal."""
+def drawn_live(read: Callable[[], RunStatus]) -> Iterator[Callable[[], None] | None]:
+    """A live panel while entered, in a notebook's cell or on stderr: yields what draws the status that `read` returns.
+
+    None where neither is there.
+    """
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if console.is_jupyter:
+        notebook = NotebookPanel()
+        yield lambda: notebook.update(read())
+    elif console.is_terminal:
+        with LivePanel(console) as panel:
+            yield lambda: panel.update(read())
+    else:
         yield None
-        return
-    with LivePanel(console) as panel:
-        yield lambda: panel.update(read())
 
 
 _ENDS = ("completed", "halted", "failed")

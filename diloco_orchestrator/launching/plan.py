@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 TrainFunction = Callable[["ReplicaContext"], Any]
 
 _MOUNTED = "note:      the run's folder is a path: it must be mounted where replicas run"
+_HELD, _MOST = 2.5, 3.5  # times its part of the parameters: a rank's memory, as tests/run/test_islands.py bounds it
 _LONG = 200  # characters of a value that is shown whole
 
 
@@ -161,6 +162,7 @@ class LaunchPlan:
     url: str
     replicas: int
     most_replicas: int  # ids of replicas: to so many the run can be scaled, and over so many its data is dealt
+    deal: str  # "open": data is dealt over the replicas that train instead
     code: str  # what travels; empty where nothing has to
     requests: Mapping[str, Mapping[str, Any]]  # of each executor's first replica as its provider gets it, redacted
     hourly_usd: float | None  # of all replicas together; None where the price of one is not known
@@ -175,6 +177,8 @@ class LaunchPlan:
     images: tuple[str, ...] = ()  # container images named by tag, which another image may have tomorrow
     refusal: str = ""  # why `launch` would refuse for want of credentials in replicas; empty: it would not
     places: tuple[str, ...] = ()  # which replicas would be launched where, and why, where there are several places
+    ranks: tuple[int, ...] = ()  # processes of each replica, where one has several
+    rank_bytes: tuple[int, int] | None = None  # host memory for us in a rank of the smallest replica: held, at the most
 
     def to_json(self) -> dict[str, Any]:
         limit = {"rounds_within_cost": self.rounds_within_cost}
@@ -201,7 +205,7 @@ class LaunchPlan:
         """
         if self.max_cost_usd is None or not self.hourly_usd:
             return None
-        return math.ceil(round(self.max_cost_usd / (self.hourly_usd * self.round_s / 3600), 6))
+        return max(1, math.floor(round(self.max_cost_usd / (self.hourly_usd * self.round_s / 3600), 6)))
 
     def _cost_limit(self) -> str:
         limit, halts_after = f"${self.max_cost_usd:g}", self.rounds_within_cost
@@ -218,20 +222,37 @@ class LaunchPlan:
         if self.most_replicas == self.replicas:
             return []
         known = self.hourly_usd is not None and not self.places
+        data = f"dealt over {self.most_replicas}: while {self.replicas} train, nobody reads the others' parts"
+        if self.deal == "open":
+            data = "dealt round by round over the replicas that train, of each pass all of it"
         price = f", ${(self.hourly_usd or 0.0) / self.replicas:.2f} an hour for each" if known else ""
         return [
             f"scaling:   up to {self.most_replicas} replicas by `diloco scale`{price}",
-            f"data:      dealt over {self.most_replicas}: while {self.replicas} train, nobody reads the others' parts",
+            f"data:      {data}",
         ]
+
+    def _ranks(self) -> list[str]:
+        """A line about the processes of each replica; empty where each is one."""
+        if not self.ranks:
+            return []
+        counts = f"{self.ranks[0]} each" if len(set(self.ranks)) == 1 else ", ".join(map(str, self.ranks))
+        memory = "host memory depends on the model: say --parameters, such as 7B"
+        if self.rank_bytes is not None:
+            held, most = (f"{size / 2**30:.1f}" for size in self.rank_bytes)
+            memory = f"beside the training {held} GiB of host memory in each, {most} GiB while a round ends"
+        return [f"ranks:     {counts}, with a GPU for each where the request asks for GPUs; {memory}"]
 
     def _requests_at_hugging_face(self) -> list[str]:
         """A line with the requests in five minutes, which Hugging Face limits; empty for another store."""
         if not self.url.startswith("hf://"):
             return []
-        window = sum(self.round.requests.values()) * 300 / self.round_s
+        each = sum(self.round.requests.values())
+        window = each * 300 / self.round_s
+        # Polls are few of them: longer rounds alone send fewer.
+        fits = f"; rounds of {math.ceil(each * 300 / 1000)} s keep to 1,000" if window > 1000 else ""
         return [
             f"quota:     about {window:.0f} requests in five minutes; the Hub allows 1,000 (free), 2,500 (PRO), 3,000 "
-            "(Team) or 6,000 (Enterprise), and states no other limit for its buckets"
+            f"(Team) or 6,000 (Enterprise), and states no other limit for its buckets{fits}"
         ]
 
     def lines(self) -> list[str]:
@@ -247,6 +268,7 @@ class LaunchPlan:
         return [
             f"launch:    {self.replicas} replicas by {self.executor}, run folder {self.url}",
             *self._scaling(),
+            *self._ranks(),
             *(f"places:    {words}" for words in self.places),
             f"code:      {self.code or 'nothing travels: replicas share this machine'}",
             *([f"packages:  {self.packages}"] if self.packages else []),
@@ -324,12 +346,15 @@ def plan_launch(
     stamp: StampFields = {"write_id": "planned", "at": 0.0}
     prepared = prepare_launch(entrypoint, store, options, run_id="run-planned", stamp=stamp, dry=True)
     config, archive = prepared.config, prepared.archive
+    ranks = tuple(map(config.ranks_of, range(config.replicas)))
+    share = 4 * (parameters or 0) / min(ranks)  # bytes of a rank's part of the parameters in fp32
     known = [price for price in prepared.prices if price is not None]
     return LaunchPlan(
         executor=prepared.executor.name,
         url=prepared.url,
         replicas=config.replicas,
         most_replicas=config.most_replicas,
+        deal=config.deal,
         code="" if archive is None else archive.words(),
         requests=_sent(prepared.executor, prepared.requests),
         hourly_usd=sum(price.hourly_usd for price in known) if len(known) == len(prepared.prices) else None,
@@ -344,6 +369,8 @@ def plan_launch(
         packages="" if archive is None else archive.package_words(),
         images=prepared.images(),
         refusal=_refusal(prepared),
+        ranks=ranks if max(ranks) > 1 else (),
+        rank_bytes=(round(_HELD * share), round(_MOST * share)) if parameters and max(ranks) > 1 else None,
     )
 
 

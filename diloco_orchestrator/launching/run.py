@@ -20,7 +20,7 @@ from diloco_orchestrator.executors.registry import executor_of
 from diloco_orchestrator.guard import CollapseStopError, Verdict
 from diloco_orchestrator.inspection.logs import executor_of_run, log_lines
 from diloco_orchestrator.inspection.status import DefaultModel, ReplicaRow, RoundRow, RunReader, RunStatus
-from diloco_orchestrator.inspection.terminal import drawn_on_stderr
+from diloco_orchestrator.inspection.terminal import drawn_live
 from diloco_orchestrator.launching.plan import LaunchOptions, TrainFunction, prepare_launch
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
@@ -106,8 +106,9 @@ class Run:
         """Supervise until the run ends.
 
         Dead replicas are relaunched within the run's budgets. `on_poll` is called after every step of the supervision.
-        Without it the run is drawn on stderr, if that is a terminal and `progress` is set. A resume that `on_halt` asks
-        for is done and supervised too. Ctrl-C halts the run after its open round; a second one stops it at once.
+        Without it the run is drawn on a terminal (stderr) or in a notebook, unless `progress` is False. A resume that
+        `on_halt` asks for is done and supervised too. Ctrl-C halts the run after its open round; a second one stops it
+        at once.
 
         Raises:
             CollapseStopError: the guard fired, unless the run was launched with `strict=False`.
@@ -117,7 +118,7 @@ class Run:
                 this user's state folder, where `diloco status` finds it.
         """
         if progress and on_poll is None:
-            with drawn_on_stderr(lambda: self.status(as_seen=True)) as draw:
+            with drawn_live(lambda: self.status(as_seen=True)) as draw:
                 return self._wait(timeout, draw)
         return self._wait(timeout, on_poll)
 

@@ -58,6 +58,7 @@ def average_and_step(
     outer: OuterConfig,
     *,
     aggregate: str = "mean",
+    codec: str | None = None,
     keep_average: bool = False,
     adapters: Sequence[AdapterPair] = (),
     left_out: list[LeftOut] | None = None,
@@ -75,6 +76,7 @@ def average_and_step(
         named: (manifest, weight) of the contributions that a commit averages.
         read: (manifest, shard index) -> verified bytes.
         aggregate: one of `allreduce.aggregate.AGGREGATES`; with `adapters` the mean.
+        codec: that the average passes through (`Commit.average_codec`); None, as always with `adapters`: it is exact.
         averages: the average of each shard, float32, if they are made already; None: they are made here. Those of other
             ranks' shards are not read.
         left_out: list to which contributions that the aggregate leaves out are appended.
@@ -87,7 +89,7 @@ def average_and_step(
         step_in_threads(shard, functools.partial(_blocks_of, kept[index]), outer)
     if averages is None:
         parts = [part_of(manifest, weight, read) for manifest, weight in named]
-        average = aggregate_of(aggregate, parts, [len(shard.parameters) for shard in base.shards(fragment)])
+        average = aggregate_of(aggregate, parts, [len(shard.parameters) for shard in base.shards(fragment)], codec)
         kept = [held(len(shard.parameters), "the average") for _, shard in shards] if keep_average else []
         for index, shard in shards:
             step_in_threads(shard, average.shard(index), outer, kept[index] if keep_average else None)

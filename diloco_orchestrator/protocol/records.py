@@ -124,6 +124,7 @@ class Start(Record):
     """start.json, the start record: trained parameters, shards and digest of the first base, and the held-out set."""
 
     record: ClassVar[str] = "start"
+    later_fields: ClassVar[frozenset[str]] = frozenset({"path"})
     run_sha256: Sha256
     parameters: tuple[ParameterInfo, ...]  # in name order
     fragments: tuple[tuple[str, ...], ...]  # parameter names, in the order in which they are synchronised
@@ -139,6 +140,7 @@ class Start(Record):
     # The files of snapshot 0 that hold the model's tensors, and those that hold none, which are the same in every
     # snapshot. None: of a run that began before records had them.
     first_files: dict[FileName, FileInfo] | None = None
+    path: Literal["gather", "scatter_reduce"] | None = None  # which one path="auto" takes; None for other settings
 
     @property
     def synced_fragments(self) -> tuple[tuple[str, ...], ...]:
@@ -174,7 +176,7 @@ class Follows(Record):
 
 
 class Probe(Record):
-    """probe.json: names probe.safetensors, the reference from which `KLProbe` measures drift since the run's start."""
+    """probe.json of earlier versions: names the reference from which `KLProbe` measured drift since the run's start."""
 
     record: ClassVar[str] = "probe"
     base_digest: BulkDigest  # of the run's first base, whose predictions the reference holds
@@ -500,7 +502,7 @@ class Commit(Record):
     """
 
     record: ClassVar[str] = "commit"
-    later_fields: ClassVar[frozenset[str]] = frozenset({"checks", "barred"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"checks", "barred", "average_codec"})
     round: int = Field(ge=1)
     leg: int = Field(ge=1)
     fragment: int = Field(ge=0)
@@ -517,6 +519,7 @@ class Commit(Record):
     discounted: tuple[Discounted, ...] = ()  # for their scores, in replica_id order; follows from the manifests
     checks: tuple[CheckNamed, ...] | None = None  # who read what is averaged; None in a round by gather
     barred: tuple[int, ...] | None = None  # replicas that are no dealers any more; None for none; follows from checks
+    average_codec: str | None = None  # that the average passes through before the step; None: it is fp32 as summed
     figures: RoundMetrics | None = None  # for readers of the log; None in a coordinator's commit
     applied: bool  # whether the average of this round was applied as an outer step
     empty_rounds: int = Field(ge=0)  # rounds in a row that averaged no contribution

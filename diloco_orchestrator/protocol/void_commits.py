@@ -87,6 +87,14 @@ def why_barred_differ(commit: Commit, before: Before, checks: Iterable[Checked])
     return _differs("list of who is barred", commit.barred or (), barred_after(before.barred, before.roster, checks))
 
 
+def why_average_differs(commit: Commit, codec: str | None) -> str:
+    """Reason why a commit's average passes through another codec than the run's settings give; empty if it does not.
+
+    `codec`: the one that they give; None: none. A commit may name none: earlier versions encoded no average.
+    """
+    return "" if commit.average_codec is None else _differs("codec of the average", commit.average_codec, codec)
+
+
 def why_unread(
     commit: Commit, manifests: Mapping[int, Contribution], checks: Iterable[Checked], barred: Collection[int] = ()
 ) -> str:
@@ -141,6 +149,7 @@ def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> C
             "norms": before.norms,
             "checks": None,
             "barred": before.barred or None,
+            "average_codec": None,
             "clipped": (),
             "discounted": (),
             "figures": None,

@@ -8,7 +8,7 @@ the run, and all commits once the log contradicts itself.
 import logging
 from collections.abc import Mapping
 
-from diloco_orchestrator.allreduce.dealing import dealing_of, scatters
+from diloco_orchestrator.allreduce.dealing import average_codec_of, dealing_of, scatters
 from diloco_orchestrator.errors import NoSuchRun, ObjectMissing, RecordInvalid, RecordTooNew
 from diloco_orchestrator.guard.round_fold import why_verdict_differs
 from diloco_orchestrator.protocol import keys
@@ -23,6 +23,7 @@ from diloco_orchestrator.protocol.void_commits import (
     read_as_void,
     read_without_weights,
     why_answers_differ,
+    why_average_differs,
     why_barred_differ,
     why_not_concluded,
     why_unlinked,
@@ -163,7 +164,7 @@ class Conclusions:
             config, fragments = self._records.configs.of_begin(begin), len(start.synced_fragments)
             self._heldout = start.heldout
             self._rules[begin.sha256] = LegRules(
-                *(begin.record, begin.sha256, config, max(1, fragments)), scatters(config, start.fragment_numels)
+                *(begin.record, begin.sha256, config, max(1, fragments)), scatters(config, start)
             )
         return self._rules[begin.sha256]
 
@@ -180,8 +181,9 @@ class Conclusions:
         self._last = entry.sha256, found
         known = self._heldout, before.roster, rules.config, before.position.outer_step
         why = why_answers_differ(commit, found) or why_verdict_differs(commit, before.guard, found, *known)
+        dealt = rules.scatters and dealing_of(commit.round, rules.config, set(before.roster) - set(before.barred))
+        why = why or why_average_differs(commit, average_codec_of(rules.config.codec) if dealt else None)
         if not why and rules.scatters:
-            dealt = dealing_of(commit.round, rules.config, set(before.roster) - set(before.barred)) is not None
             named = [self._check(commit, each, checks) for each in (commit.checks or ()) if dealt]
             why = why_unread(commit, found, named, before.barred) if dealt else ""
             why = why or why_barred_differ(commit, before, named)

@@ -186,7 +186,9 @@ class RunLog(LegRecords):
             return False
         if not entry.void and not entry.unreadable and entry.commit.stop != "none":
             last = self.commit(round_ - 1) if round_ > 1 else None
-            plain = not self.conclusions.why_not_concluded(entry, last)
+            # One that is unreadable or void does not say what was known before the round.
+            known = last is None or not (last.unreadable or last.void)
+            plain = known and not self.conclusions.why_not_concluded(entry, last)
             if plain and not self.conclusions.read(entry, last, derive_verdict=False, lenient=True).void:
                 return entry.commit.leg == before.leg
         if (leg, sha256) in self._goes_on:

@@ -30,7 +30,7 @@ from diloco_orchestrator.outer.base import Base, BaseLayout, BaseShard
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import leg_of_base
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import AdapterPair, Begin, Contribution, Start
+from diloco_orchestrator.protocol.records import AdapterPair, Begin, Commit, Contribution, Start
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.entries import CommitEntry
@@ -97,7 +97,7 @@ def rebuild(
         for entry in _commits(run_log, way):
             if entry.commit.applied:
                 named, config = _named(run_log, entry, reader), run_log.configs.of(entry.commit.leg)
-                what = start.adapters, base, entry.commit.fragment, named, config, reader
+                what = start.adapters, base, entry.commit, named, config, reader
                 owners.each(_step_from_bucket, *what)
                 log.info("rebuilt round %d", entry.commit.round)
                 tip = replace(tip, base_round=entry.commit.round)
@@ -346,7 +346,7 @@ def _compared_along(run_log: RunLog, base: Base | None, owners: Owners, way: _Wa
     """`base` compared with the one that a path gives. Raises `RecordInvalid` for a snapshot of another base."""
     reader = ContributionReader(run_log.store)
     steps = [
-        _Step(entry.commit.fragment, _named(run_log, entry, reader), run_log.configs.of(entry.commit.leg))
+        _Step(entry.commit, _named(run_log, entry, reader), run_log.configs.of(entry.commit.leg))
         for entry in _commits(run_log, way)
         if entry.commit.applied
     ]
@@ -368,7 +368,7 @@ def _rebuilt(
     layout, differing = shards.layout, dict[tuple[int, int], BaseShard]()
     stored, stepped = dict[tuple[int, int], str](), dict[tuple[int, int], str]()
     for fragment in range(len(layout.fragments)):
-        of_fragment = [step for step in steps if step.fragment == fragment]
+        of_fragment = [step for step in steps if step.commit.fragment == fragment]
         for index in range(len(layout.shards(fragment))):
             if not owners.owns(fragment, index):
                 continue
@@ -385,7 +385,7 @@ def _rebuilt(
 class _Step:
     """One outer step: (manifest, weight) of the averaged contributions, and the settings then in force."""
 
-    fragment: int
+    commit: Commit
     named: Sequence[tuple[Contribution, int]]
     config: RunConfig
 
@@ -397,16 +397,16 @@ def _step_shard(
     for step in steps:
         with denormals_kept(), closing(PayloadCache()) as cache:
             read = partial(_read_through, cache, reader)
-            lengths = [stop - start for start, stop in layout.shards(step.fragment)]
+            lengths = [stop - start for start, stop in layout.shards(step.commit.fragment)]
             parts = [outer_step.part_of(manifest, weight, read) for manifest, weight in step.named]
-            average = aggregate_of(step.config.aggregate, parts, lengths)
+            average = aggregate_of(step.config.aggregate, parts, lengths, step.commit.average_codec)
             outer_step.step_in_threads(shard, average.shard(index), step.config.outer)
 
 
 def take_step(
     run_log: RunLog,
     base: Base,
-    fragment: int,
+    commit: Commit,
     named: Sequence[tuple[Contribution, int]],
     config: RunConfig,
     reader: ContributionReader,
@@ -416,16 +416,17 @@ def take_step(
     Raises `PayloadGone` for a deleted payload and `PayloadCorrupt` for a damaged one, with the base partly stepped.
 
     Args:
+        commit: of the round, from which fragment and codec of the average are taken.
         named: (manifest, weight) of the averaged contributions.
         config: of the round's leg.
     """
-    _step_from_bucket(_start(run_log).adapters, base, fragment, named, config, reader)
+    _step_from_bucket(_start(run_log).adapters, base, commit, named, config, reader)
 
 
 def _step_from_bucket(
     adapters: Sequence[AdapterPair],
     base: Base,
-    fragment: int,
+    commit: Commit,
     named: Sequence[tuple[Contribution, int]],
     config: RunConfig,
     reader: ContributionReader,
@@ -434,7 +435,10 @@ def _step_from_bucket(
     with denormals_kept(), closing(PayloadCache()) as cache:
         read = partial(_read_through, cache, reader)
         outer_step.average_and_step(
-            base, fragment, named, read, config.outer, aggregate=config.aggregate, adapters=adapters
+            *(base, commit.fragment, named, read, config.outer),
+            aggregate=config.aggregate,
+            codec=commit.average_codec,
+            adapters=adapters,
         )
 
 

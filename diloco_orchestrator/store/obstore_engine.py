@@ -53,6 +53,11 @@ _NO_RANGE = re.compile(r"\b416\b|range", re.IGNORECASE)
 _CODE = re.compile(r"(?:<Code>|\(code: )(\w+)")
 # S3, GCS and Azure, and servers like them, say by a code what a 404 is about. A page or a sentence is somebody else's.
 _FOREIGN = re.compile(r"404 Not Found: +(?!.*<Code>)\S", re.DOTALL)
+# obstore sends a space as "+" and "~" as "%7E" in a query. S3 signs what that decodes to; moto's server does not.
+_RAW_QUERY = (
+    "this server signs a listing's query as it was sent, which S3 does not: name the folder with letters, digits, '.', "
+    "'_' and '-' alone, or use fsspec+s3://."
+)
 _NO_CREDENTIALS = (
     "There are no credentials in the environment, and this machine has none of its own: set "
     "GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_KEY; to read a public bucket, "
@@ -226,6 +231,12 @@ class ObstoreEngine:
         what = f"cannot {verb} {key or 'the folder'} in {self.url}: {code[1] if code else _first_line(text)}."
         if code and code[1] in BY_CODE:
             kind, remedy = BY_CODE[code[1]]
+            if (
+                verb == "list"
+                and code[1] == "SignatureDoesNotMatch"
+                and not _PLAIN.fullmatch(f"{self.url.partition('://')[2]}/{key}x")
+            ):
+                remedy = f"{remedy[:-1]}, or {_RAW_QUERY}"
             return kind(f"{what} {remedy}")
         if _CREDENTIALS_LATER.search(text):
             return StoreUnavailable(f"{what} The service that gives out credentials cannot be reached.")

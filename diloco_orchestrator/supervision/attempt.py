@@ -249,7 +249,8 @@ def _launched(state: Launching, event: LaunchReturned, now: float, policy: Attem
 
 @on(Launching, LaunchFailed, to=Ended)
 def _not_launched(state: Launching, event: LaunchFailed, now: float, policy: AttemptPolicy) -> Step:
-    return end_step(state, event.outcome, event.reason, now)
+    # No exit record will say it, and the intent of the next attempt may come in an hour.
+    return end_step(state, event.outcome, event.reason, now)._replace(effects=(WriteWaiting(event.reason),))
 
 
 @on(Launching, LaunchDenied, to=(Postponed, Ended))

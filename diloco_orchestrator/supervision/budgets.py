@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError
@@ -17,16 +18,36 @@ from diloco_orchestrator.supervision.placing import WORTH_S
 
 log = logging.getLogger(__name__)
 
+_LAST_ROUNDS = 4  # whose times are compared
+_END_S = 60.0  # that machines take to end after the last commit, the last snapshot written
 _COSTS_EVERY_S = 5.0  # adding them up is a LIST and a few GETs; five seconds of a machine cost less than a cent
 
 
-def limit_reached(config: RunConfig, used: LegCost) -> str:
-    """Reason why the run must be halted after `used` hours and dollars since its last start or resume; else empty."""
+def limit_reached(config: RunConfig, used: LegCost, next_usd: float = 0.0) -> str:
+    """Reason why the run must be halted after `used` hours and dollars since its last start or resume; else empty.
+
+    `next_usd`: US dollars that the open round and one more will cost from now on; 0 if that is not known.
+    """
     if config.max_hours is not None and used.hours >= config.max_hours:
         return f"max_hours={config.max_hours:g} is reached"
     if config.max_cost_usd is not None and used.usd is not None and used.usd >= config.max_cost_usd:
         return f"max_cost_usd={config.max_cost_usd:g} is reached: {used.words()}"
+    if config.max_cost_usd is not None and next_usd and (used.usd or 0.0) + next_usd > config.max_cost_usd:
+        return f"max_cost_usd={config.max_cost_usd:g} does not pay for another round: {used.words()}"
     return ""
+
+
+def next_round_usd(used: LegCost, committed_at: Sequence[float], now: float) -> float:
+    """US dollars for what is left of the open round, one more, and the machines' end; 0 before the second commit.
+
+    Rounds are taken to be as long as the longest of the last ones. `committed_at`: times of their commits, oldest
+    first. Times are seconds since 1970.
+    """
+    seconds = max((after - before for before, after in pairwise(committed_at)), default=0.0)
+    if not seconds:
+        return 0.0
+    left_s = max(0.0, seconds - (now - committed_at[-1]))
+    return used.rate_usd / 3600 * (left_s + seconds + _END_S)
 
 
 def check_cost_limit(config: RunConfig, hourly_usd: Sequence[float | None]) -> None:
@@ -48,7 +69,7 @@ def check_places(config: RunConfig, places: Places, prices: Mapping[str, Price |
         if price is None:
             raise ConfigError(
                 f"place {name!r}: the price of its machines is not known, so that its tokens per dollar cannot be "
-                "compared. Say it, hourly_usd=… (--hourly-usd), 0 for a machine that you have anyway."
+                f"compared. Say it, hourly_usd=… (--{name}-hourly-usd), 0 for a machine that you have anyway."
             )
     name, cheapest = min(((name, each.hourly_usd) for name, each in prices.items() if each), key=lambda each: each[1])
     rate = cheapest * config.replicas
@@ -80,23 +101,38 @@ class LegBudget:
         self._stamp = stamp
         self._next_at: float | None = None  # None: at once
         config = reader.run.config
-        self._spent_or_unlimited = config.max_hours is None and config.max_cost_usd is None
+        self._unlimited = config.max_hours is None and config.max_cost_usd is None
+        self._asked = False  # whether this object has requested a halt
         self.left_usd = config.max_cost_usd  # as of the last `enforce` that read costs; None: no limit
 
-    def enforce(self, now: float, wall_time: float) -> None:
-        """Request a halt of the run once the hours or dollars of its leg are used up. Reads costs at most every 5 s.
+    def enforce(self, now: float, wall_time: float) -> str:
+        """Request a halt of the run once the hours of its leg are used up, or its dollars do not pay for another round.
 
-        `now`: seconds on this process's monotonic clock; `wall_time`: seconds since 1970.
+        Returns the reason to stop the run at once, in mid-round, where all dollars are used up; else empty. Reads costs
+        at most every 5 s. `now`: seconds on this process's monotonic clock; `wall_time`: seconds since 1970.
         """
-        if self._spent_or_unlimited or (self._next_at is not None and now < self._next_at):
-            return
+        if self._unlimited or (self._next_at is not None and now < self._next_at):
+            return ""
         self._next_at = now + _COSTS_EVERY_S
         config, used = self._reader.run.config, self._reader.spent(self._begin, wall_time)
+        next_usd = 0.0
         if config.max_cost_usd is not None:
             self.left_usd = config.max_cost_usd - (used.usd or 0.0)
-        reason = limit_reached(config, used)
-        if reason:
+            next_usd = next_round_usd(used, self._committed_at(), wall_time)
+        reason = limit_reached(config, used, next_usd)
+        if reason and not self._asked:
             log.warning("halting the run: %s", reason)
-            self._spent_or_unlimited = True
+            self._asked = True
             with suppress(ConfigError):  # the leg has just ended
                 request_halt(self._reader.log, self._by, reason, self._stamp)
+        return reason if self.left_usd is not None and self.left_usd <= 0 else ""
+
+    def _committed_at(self) -> list[float]:
+        """Times of the newest commits of the leg, oldest first; empty while its last training round is open."""
+        log, begin = self._reader.log, self._begin
+        newest = log.newest(begin)
+        if newest is None or newest.commit.outer_step + 1 >= begin.from_outer_step + begin.outer_steps:
+            return []
+        last = newest.commit.round
+        entries = [log.commit(each) for each in range(max(begin.after_round, last - _LAST_ROUNDS) + 1, last + 1)]
+        return [entry.commit.at for entry in entries if entry is not None]

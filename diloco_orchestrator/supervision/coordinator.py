@@ -149,9 +149,11 @@ class Coordinator:
         now = self._clock.now()
         halt = self._halt_reason(now)
         asked = self.reader.log.scaled_to(self.leg)[1] if self._scales else None
+        elsewhere = self._book.observe(self._fleet.views, now) if self._book else ()
         view = fleet_policy.FleetView(
             *(self._fleet.views, self._stopped_at, halt, self._watched_since),
             wanted=None if self._book else asked or self._config.replicas,
+            elsewhere=elsewhere,
             offered=self._offered if asked is None else (),
         )
         needed = self._config.contributions_needed
@@ -175,7 +177,9 @@ class Coordinator:
     def _perform(self, action: fleet_policy.Action) -> None:
         """Perform an action other than a launch; launches are performed together."""
         match action:
-            case fleet_policy.Cancel(replica_id, attempt, why):
+            case fleet_policy.Cancel(replica_id, attempt, why, keeps_output):
+                if keeps_output:
+                    self._fleet.keep_output((replica_id, attempt))
                 self._fleet.cancel((replica_id, attempt), why)
             case fleet_policy.GiveUp(replica_id, attempt, why):
                 self._fleet.give_up((replica_id, attempt), why)
@@ -184,7 +188,9 @@ class Coordinator:
 
     def _keep_house(self) -> None:
         """Enforce limits and delete old objects until the run stops; not later, when a resume may need any object."""
-        self._budget.enforce(self._clock.now(), self._clock.wall_time())
+        if spent := self._budget.enforce(self._clock.now(), self._clock.wall_time()):
+            self.stop("halted", f"halt requested: {spent}")
+            return
         try:
             self._sweeper.step()
         except DilocoError as error:  # a failed deletion must not end the run

@@ -9,6 +9,7 @@ from functools import partial
 
 from diloco_orchestrator.clock import Background, Clock, in_parallel
 from diloco_orchestrator.errors import StoreError
+from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Cancel, Handle, Intent, Waiting
 from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
@@ -39,6 +40,7 @@ from diloco_orchestrator.supervision.attempt_types import (
     Launching,
     LegStopped,
     Postponed,
+    Running,
     State,
     Tick,
     TookPart,
@@ -194,6 +196,15 @@ class Fleet:
     def cancel(self, who: Who, why: str) -> None:
         """Cancel one attempt. `why` goes into the cancel record."""
         self._advance(who, CancelAsked(why))
+
+    def keep_output(self, who: Who) -> None:
+        """Write the end of an attempt's output, as its provider has it, to the attempt's log.txt unless that exists.
+
+        Writes nothing for an attempt without a handle of this coordinator's executor, or without any output.
+        """
+        state = self._views[who[0]].state
+        if isinstance(state, Running) and (text := self._vendor.output(state.handle)):
+            self._log.store.create(keys.log_text(*who), text.encode(errors="backslashreplace"))
 
     def cancel_all(self, why: str) -> None:
         """Cancel every attempt that is not known to have ended. `why` goes into the cancel records."""

@@ -43,6 +43,7 @@ class FleetView:
     halt: str = ""  # reason of a halt request; only needed while a replica cannot take part
     watched_since: float = -math.inf  # since when the coordinator has read records without a long break
     wanted: int | None = None  # replicas to train with; None: all
+    elsewhere: Collection[int] = ()  # whose place failed them, and whom another one may give a machine
     offered: Collection[int] = ()  # ids opened beyond these: their launch is an offer that costs nothing until taken
 
 
@@ -60,6 +61,7 @@ class Cancel:
     replica_id: int
     attempt: int
     why: str
+    keeps_output: bool = False  # whether its output is written to its log.txt before, because it cannot do that itself
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ def decide(view: FleetView, now: float, policy: AttemptPolicy, retry: RetryConfi
                 actions.append(vacate)
             continue
         action = _for_replica(replica, now, policy, retry, view.watched_since)
+        if isinstance(action, GiveUp) and isinstance(replica.state, Ended) and replica.replica_id in view.elsewhere:
+            action = Launch(replica.replica_id, replica.attempt + 1, named(replica.attempt, replica.state))
         if isinstance(action, GiveUp):
             lost[replica.replica_id] = action.why
             action = _asked_seldom(replica, action, now)
@@ -209,7 +213,7 @@ def _for_replica(
             return _after_end(replica, replica.state, now, retry)
         case _:
             hung = hung_reason(replica.state, now, policy, watched_since)
-            return Cancel(*replica.who, hung) if hung else None
+            return Cancel(*replica.who, hung, keeps_output=True) if hung else None
 
 
 # -- attempts that are alive ------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ class LaunchRequests:
                 "unsigned, or with another executor."
             )
         if isinstance(executor, Places):
-            check_places(config, executor, prices_of(executor))
+            check_places(config, executor, prices_of(executor, config.ranks_of(0)))
         else:
             check_cost_limit(config, [hourly_usd(executor, request) for request in requests])
         if not self.dry:
@@ -220,9 +220,9 @@ def at_each_place(executor: ServerlessExecutor, requests: Sequence[LaunchRequest
     return [replace(request, place=name) for request in requests for name in names]
 
 
-def prices_of(places: Places) -> dict[str, Price | None]:
-    """The price of one replica's machine at each place, by the place's name; None where it is not known."""
-    return {name: price_of(places, LaunchRequest("run", 0, 1, [], place=name)) for name in places.places}
+def prices_of(places: Places, ranks: int) -> dict[str, Price | None]:
+    """The price of the machine of one replica of so many ranks at each place, by its name; None if not known."""
+    return {name: price_of(places, LaunchRequest("run", 0, 1, [], ranks=ranks, place=name)) for name in places.places}
 
 
 def check_images(run_log: RunLog, executor: ServerlessExecutor) -> None:
@@ -234,7 +234,10 @@ def check_images(run_log: RunLog, executor: ServerlessExecutor) -> None:
     run = run_log.run
     if not run.images or not (why := why_not_launched_here(run_log)):
         return
-    requests = [LaunchRequest(run.run_id, each, 1, [], images=run.images) for each in range(run.config.most_replicas)]
+    requests = [
+        LaunchRequest(run.run_id, each, 1, [], images=run.images, ranks=run.config.ranks_of(each))
+        for each in range(run.config.most_replicas)
+    ]
     requests = at_each_place(executor, requests)
     try:
         used = any(executor.plan(request) != executor.plan(replace(request, images={})) for request in requests)

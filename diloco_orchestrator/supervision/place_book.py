@@ -39,7 +39,7 @@ _LONG_REST_S = 3600.0  # the longest one of a place whose machines cost time, or
 _PATIENCE_S = 600.0  # of an attempt that a provider keeps waiting for a machine
 _REFUSED_S = 60.0  # of one whose launch the provider refuses or cannot answer
 # How an attempt that never trained ends where its place has no machine for it, or a bad one.
-_REFUSALS = (Outcome.NO_CAPACITY, Outcome.ERROR, Outcome.PREEMPTED, Outcome.TIMED_OUT)
+_REFUSALS = (Outcome.NO_CAPACITY, Outcome.ERROR, Outcome.PREEMPTED, Outcome.TIMED_OUT, Outcome.PERMANENT)
 
 
 @dataclass
@@ -50,6 +50,7 @@ class _Seen:
     times: int = 0  # refusals in a row, those that came while it rested not counted
     since: float | None = None
     at: float = -math.inf
+    trained_at: float = -math.inf
     words: str = ""
     wastes: bool = False  # whether the newest refusal cost time
 
@@ -90,11 +91,13 @@ class PlaceBook:
     ) -> None:
         self._places = places
         self.limits = limits_of(config, places.usd_per_hour)
+        self._ranks = config.ranks_of(0)
         self._seen = {name: _Seen() for name in places.places}
         self._prices: Mapping[str, Price | None] = {}
         self._prices_at = -math.inf
         self._speeds = PlaceSpeeds(place_of)
         self._without_beat: dict[Who, tuple[str, float]] = {}  # place and launch of attempts that have not trained yet
+        self._by_place: set[Who] = set()  # attempts that ended without having trained
         self._round = self._moved_round = round_
         self._round_ended = False
         self._heading = ""
@@ -117,9 +120,8 @@ class PlaceBook:
         """`actions` with their launches at places, or left out, and with attempts that leave.
 
         `actions`: of `fleet_policy.decide` for the replicas `views`, in which each launch says that an attempt of that
-        replica may be launched. `asked`, `left_usd`: as of `placing.PlacesView`.
+        replica may be launched. `asked`, `left_usd`: as of `placing.PlacesView`. `observe` has been called before.
         """
-        self._observe(views, now)
         launches = {each.replica_id: each for each in actions if isinstance(each, Launch)}
         found: list[Action] = [each for each in actions if not isinstance(each, Launch)]
         if any(isinstance(each, Stop) for each in found):
@@ -154,10 +156,16 @@ class PlaceBook:
         self._said = decision.why
         return found
 
-    def _observe(self, views: Sequence[ReplicaView], now: float) -> None:
-        """Note which attempts train by now, and which have ended without."""
+    def observe(self, views: Sequence[ReplicaView], now: float) -> list[int]:
+        """Note which attempts train by now, and which have ended without.
+
+        Returns the replicas whose newest attempt ended without a heartbeat, while another place refuses nobody: there
+        the replica may train, however often others failed.
+        """
         for view in views:
             state, who = view.state, view.who
+            if isinstance(state, Alive) and state.beat is not None and view.place in self._seen:
+                self._seen[view.place].trained_at = now
             if isinstance(state, Alive) and state.beat is None:
                 if not isinstance(state, Cancelling):
                     self._without_beat.setdefault(who, (view.place, state.since))
@@ -166,9 +174,14 @@ class PlaceBook:
                 if place in self._seen:
                     self._seen[place].give(launched_at)
             elif isinstance(state, Ended) and state.outcome in _REFUSALS:
+                if who in self._without_beat:
+                    self._by_place.add(who)
                 self._refused(who, state.reason, now)
             else:
                 self._without_beat.pop(who, None)
+        self._by_place &= {view.who for view in views}
+        others = {name for name, seen in self._seen.items() if seen.since is None and not self._places.offers(name)}
+        return [view.replica_id for view in views if view.who in self._by_place and others - {view.place}]
 
     def _refused(self, who: Who, why: str, now: float) -> None:
         """Note that an attempt ends without having trained, if it is one of these."""
@@ -178,7 +191,7 @@ class PlaceBook:
 
     def _place_views(self, now: float) -> list[placing.PlaceView]:
         if now - self._prices_at >= _PRICES_S:
-            self._prices, self._prices_at = prices_of(self._places), now
+            self._prices, self._prices_at = prices_of(self._places, self._ranks), now
         return place_views(self._places, self._prices, self._speeds.measured(), self._seen)
 
 
@@ -208,6 +221,7 @@ def place_views(
                 rests_until=answered.rests_until,
                 refused_since=answered.since,
                 refused_at=answered.at,
+                trained_at=answered.trained_at,
                 refusal=answered.words,
                 wastes=answered.wastes,
             )
@@ -218,7 +232,9 @@ def place_views(
 def first_launches(places: Places, config: RunConfig) -> list[placing.Open]:
     """The decisions of a coordinator at the start of a new run, at today's prices. Launches nothing."""
     seats = [placing.SeatView(replica_id, free=True) for replica_id in range(config.most_replicas)]
-    view = placing.PlacesView(place_views(places, prices_of(places), {}), seats, left_usd=config.max_cost_usd)
+    view = placing.PlacesView(
+        place_views(places, prices_of(places, config.ranks_of(0)), {}), seats, left_usd=config.max_cost_usd
+    )
     limits, found = limits_of(config, places.usd_per_hour), list[placing.Open]()
     while isinstance(decision := placing.place(view, 0.0, limits), placing.Open):
         found.append(decision)

@@ -13,7 +13,9 @@ from statistics import median
 
 LESS = 0.8  # times the cost per token: a replica moves to a place that costs at most so much
 ROUNDS_BETWEEN_MOVES = 3
-QUIET_S = 7200.0  # since its last refusal, before a replica is ended for the sake of a place; its machine is sure
+# Seconds since the last refusal of a place, at least, before a replica is ended for its sake, and the share of the time
+# over which it has had no machine. A vain try costs minutes, to wait costs hours.
+QUIET_S, QUIET_SHARE = 1800.0, 0.5
 HOPED = 4.0  # times its expected speed: so fast a place may be where nobody has trained, and worth one try
 # How long others are still compared with a place that refuses: where replicas have trained, and elsewhere.
 _MISSED_S, _NEVER_SEEN_S = 86400.0, 3600.0
@@ -33,6 +35,7 @@ class PlaceView:
     rests_until: float = -math.inf  # nothing is opened there before
     refused_since: float | None = None  # the first refusal since an attempt last trained there; None: it refuses nobody
     refused_at: float = -math.inf  # the newest one
+    trained_at: float = -math.inf  # when a replica was last seen to train there
     refusal: str = ""  # the provider's words
     wastes: bool = False  # the newest refusal was that of a machine that cost time and never trained
 
@@ -40,6 +43,14 @@ class PlaceView:
     def usd_per_token(self) -> float:
         """Infinite without a price."""
         return math.inf if self.hourly_usd is None else self.hourly_usd / 3600 / self.tokens_per_s
+
+    @property
+    def quiet_until(self) -> float:
+        """When a replica may be ended for the sake of this place; in the past if it refuses nobody."""
+        if self.refused_since is None:
+            return -math.inf
+        without_s = self.refused_at - max(self.refused_since, self.trained_at)
+        return self.refused_at + max(QUIET_S, QUIET_SHARE * without_s)
 
     def words(self) -> str:
         """Price, and where the speed was measured the price of a million tokens."""
@@ -231,7 +242,7 @@ def _needless(view: PlacesView, now: float, limits: Limits) -> Decision:
     if not known:
         return Wait("")
     dearest = view.dearest(known)
-    if LESS * LESS * view.usd_per_token(dearest) <= _cheapest(view, now):
+    if LESS * LESS * view.usd_per_token(dearest) <= _worth(view, now, LESS * _mean(view, without=dearest)):
         return Wait("")
     why = f"{view.by_name[dearest.place].words()} costs too much for more than {limits.least} replicas"
     return Vacate(dearest.replica_id, why)
@@ -260,14 +271,14 @@ def _move(view: PlacesView, now: float, limits: Limits) -> Decision:
         return Wait("")
     dearest = view.dearest(training)
     least = LESS * view.usd_per_token(dearest)
-    sure = [each for each in _usable(view, now) if each.refused_since is None or now - each.refused_at > QUIET_S]
-    cheaper = [each for each in sure if _hoped_cost(view, each) <= least and each.name != dearest.place]
+    usable = _usable(view, now)
+    cheaper = [each for each in usable if _hoped_cost(view, each) <= least and each.name != dearest.place]
     for to in sorted(cheaper, key=_cost):
         why = f"moves from {view.by_name[dearest.place].words()} to {to.words()}"
         free = next((each for each in view.seats if each.free), None)
         if free is not None and view.asked is None and _affordable(view, to, limits):
             return Open(free.replica_id, to.name, f"replica {dearest.replica_id} {why}", moves=True)
-        if _affordable(view, to, limits, instead_of=dearest):
+        if to.quiet_until <= now and _affordable(view, to, limits, instead_of=dearest):
             return Vacate(dearest.replica_id, why, moves=True, to=to.name)
     return Wait("")
 
@@ -298,7 +309,8 @@ def _missing(view: PlacesView, now: float, limits: Limits) -> Decision:
     if view.heading in {each.name for each in usable}:
         usable = [view.by_name[view.heading]]
     elif not missing:
-        usable = [each for each in usable if LESS * each.usd_per_token <= _cheapest(view, now)]
+        worth = _worth(view, now, LESS * LESS * _mean(view))
+        usable = [each for each in usable if LESS * each.usd_per_token <= worth]
     # What the others of `least` will cost at the least is kept for them.
     kept_usd = max(0, missing - 1) * min(map(_hourly_usd, priced), default=0.0)
     chosen = min((each for each in usable if _affordable(view, each, limits, kept_usd)), key=_cost, default=None)
@@ -342,16 +354,32 @@ def _offer(view: PlacesView, now: float, limits: Limits) -> Decision:
     return Open(free.replica_id, offering.name, "for a machine that joins")
 
 
-def _cheapest(view: PlacesView, now: float) -> float:
-    """US dollars per token at the cheapest place that has machines, or may be expected to have some again."""
+def _worth(view: PlacesView, now: float, mean: float) -> float:
+    """US dollars per token with which places are compared before machines beyond `least` are opened or ended.
+
+    Those of the cheapest place that may be expected to have machines; where that one has none now, those of the
+    cheapest that has, but at most `mean`.
+    """
     used = {each.place for each in view.counted if each.trains}
-    found = math.inf
+    expected = here = math.inf
     for each in view.places:
+        there = each.refused_since is None or each.name in used
         memory_s = _MISSED_S if each.known_by == "measured" else _NEVER_SEEN_S
-        expected = each.refused_since is None or each.name in used or now - each.refused_since < memory_s
-        if expected and not each.offers:
-            found = min(found, each.usd_per_token)
-    return found
+        if not each.offers and (there or now - (each.refused_since or 0.0) < memory_s):
+            expected = min(expected, each.usd_per_token)
+        if not each.offers and there:
+            here = min(here, each.usd_per_token)
+    return max(expected, min(here, mean))
+
+
+def _mean(view: PlacesView, without: SeatView | None = None) -> float:
+    """US dollars per token of the machines that train, all together; 0 if none does. `without`: one that is left out.
+
+    A machine whose tokens cost less lowers it, and with it what the whole run costs.
+    """
+    training = [each for each in view.counted if each.trains and each is not without and each.place in view.by_name]
+    speed = math.fsum(view.by_name[each.place].tokens_per_s for each in training)
+    return math.fsum(map(view.hourly_usd, training)) / 3600 / speed if speed else 0.0
 
 
 def _usable(view: PlacesView, now: float) -> list[PlaceView]:

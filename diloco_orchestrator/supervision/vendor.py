@@ -47,6 +47,7 @@ from diloco_orchestrator.supervision.record_events import Addressed, Who
 log = logging.getLogger(__name__)
 
 _TAIL_LINES = 5  # of an attempt's output, where its exit line is
+_KEPT_LINES, _KEPT_CHARACTERS = 1000, 65_536  # of a hung attempt's output; stacks of many threads are long
 
 
 class Vendor:
@@ -196,6 +197,15 @@ class Vendor:
             return ""
         error = fields.get("error")
         return self._requests.without_secrets(error.strip()) if isinstance(error, str) else ""
+
+    def output(self, handle: ReplicaHandle) -> str:
+        """The last 65,536 characters of an attempt's output, credentials redacted; empty if it cannot be read."""
+        try:
+            text = "\n".join(self._executor.logs(handle, tail=_KEPT_LINES))
+        except ExecutorError as error:
+            log.warning("the output of replica %d could not be kept: %s", handle.replica_id, error)
+            return ""
+        return self._requests.without_secrets(text)[-_KEPT_CHARACTERS:]
 
     def cancel(self, handle: ReplicaHandle) -> CancelAccepted | CancelFailed:
         """Send a cancel to the provider. An error becomes the event `CancelFailed`."""

@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from diloco_orchestrator.errors import ConfigError, WorkloadEndedEarly, unknown_name
 from diloco_orchestrator.replica.context import ReplicaContext, ReplicaSession
-from diloco_orchestrator.replica.interop.loader_stream import LoaderStream
+from diloco_orchestrator.replica.interop.loader_stream import Deal, LoaderStream
 from diloco_orchestrator.replica.interop.reward_taps import RewardTap, take
 from diloco_orchestrator.replica.interop.reward_taps import tap as tap
 from diloco_orchestrator.replica.interop.trainer_settings import (
@@ -55,7 +55,8 @@ def train_as_replica(
     """Train this trainer as a replica, until the run has ended. Call it in place of `trainer.train()`.
 
     Args:
-        trainer: a new `transformers.Trainer` or a subclass, such as TRL's; on one device.
+        trainer: a new `transformers.Trainer` or a subclass, such as TRL's; on one device, or in a replica of several
+            ranks in DistributedDataParallel, or sharded by `fsdp=True` (FSDP2).
         ctx: the training function's argument.
         in_loop: the training metric; by default "reward" for trainers with reward functions, else "loss".
         shard: deal the batches of the train dataset over the replicas. False if the dataset is this replica's part.
@@ -125,15 +126,19 @@ class ReplicaCallback(TrainerCallback):
 
     def _get_train_dataloader(self) -> LoaderStream:
         loader, ctx = self._make_loader(), self._ctx
-        if self._shard and ctx.replicas > 1:
+        if self._shard and ctx.replicas > 1 and not ctx.rank:
             log.info(
                 "the train dataset is dealt over the %d replicas, batch by batch: this one takes batches %d, %d, ... "
                 "If the dataset is this replica's part already, pass shard=False.",
                 *(ctx.replicas, ctx.replica_id, ctx.replica_id + ctx.replicas),
             )
-        part = (ctx.replica_id, ctx.replicas, ctx.seed) if self._shard else (0, 1, ctx.seed + 1 + ctx.replica_id)
-        block = rollout_steps(self._trainer)
-        self._stream = LoaderStream(loader, *part, block=block, ended=lambda: self._ended, begin=self._undo_draws)
+        if self._shard:
+            ranks = list(map(ctx._attempt.config.ranks_of, range(ctx.replicas)))
+            part, seed = ctx.replica_id, ctx.seed
+        else:
+            ranks, part, seed = [ctx.ranks], 0, ctx.seed + 1 + ctx.replica_id
+        deal = Deal.over(ranks, part, ctx.rank, rollout_steps(self._trainer))
+        self._stream = LoaderStream(loader, deal, seed, ended=lambda: self._ended, begin=self._undo_draws)
         return self._stream
 
     def _undo_draws(self) -> None:
@@ -153,7 +158,9 @@ class ReplicaCallback(TrainerCallback):
         # Divided by the number of micro-batches already, or by the items of the whole window: the sum is its loss.
         self._losses.append(loss.detach())
         if num_items_in_batch is not None:
-            self._tokens = num_items_in_batch
+            counts_all = self._trainer.args.average_tokens_across_devices
+            # Tokens are summed over the ranks: a number that is the whole replica's counts in one of them.
+            self._tokens = num_items_in_batch if not (counts_all and self._ctx.rank) else 0
         elif isinstance(inputs, dict) and isinstance(mask := inputs.get("attention_mask"), torch.Tensor):
             self._tokens = self._tokens + mask.sum()
         return loss
@@ -248,4 +255,4 @@ class ReplicaCallback(TrainerCallback):
     def _count_tokens(self, state: TrainerState) -> int:
         counted, self._tokens = int(self._tokens), 0
         seen, self._tokens_before = state.num_input_tokens_seen - self._tokens_before, state.num_input_tokens_seen
-        return counted or max(0, int(seen))
+        return counted or max(0, int(seen) if not self._ctx.rank else 0)  # the trainer's number is of all ranks

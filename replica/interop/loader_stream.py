@@ -1,18 +1,19 @@
-"""`LoaderStream`: one replica's part of the batches of another library's data loader, as an endless stream.
+"""`LoaderStream`: one rank's part of the batches of another library's data loader, as an endless stream.
 
-All replicas iterate over the same batches in the same order and each takes its own, so that the data is divided without
-a change to the loader. The position, and the random state at the epoch's begin, are the stream's `state_dict`, so that
-a restarted attempt goes on with the next batch. Prefetched batches count only when they are taken.
+All ranks of all replicas iterate over the same batches in the same order and each takes its own, so that the data is
+divided without a change to the loader. The position, and the random state at the epoch's begin, are the stream's
+`state_dict`, so that a restarted attempt goes on with the next batch. Prefetched batches count once they are taken.
 """
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.replica.training import rng
@@ -34,42 +35,73 @@ _SETTINGS = (
     "in_order",
 )
 _PARTS = ("base_dataloader", "sampler", "batch_sampler", "dataset")  # of a loader, where generators may be
+_DIVIDERS = ("BatchSamplerShard", "IterableDatasetShard")  # classes of accelerate, which is not imported
 _DEPTH = 4
 _END = object()
 
 
+@dataclass(frozen=True)
+class Deal:
+    """Which batches of a stream, numbered from 0 over all epochs, one rank takes: in turn, `block` rounds at a time.
+
+    The `ranks` ranks of a replica take `ranks * block` batches that follow each other, of each `of * block`, behind
+    those of replicas with `before` ranks. Among these the batches go to the ranks one by one. `rank`: this one.
+    """
+
+    before: int = 0
+    ranks: int = 1
+    rank: int = 0
+    of: int = 1
+    block: int = 1
+
+    @classmethod
+    def over(cls, ranks: Sequence[int], replica_id: int, rank: int = 0, block: int = 1) -> "Deal":
+        """The deal of a rank of a replica. `ranks`: the number of ranks of each replica."""
+        return cls(sum(ranks[:replica_id]), ranks[replica_id], rank, sum(ranks), block)
+
+    def takes(self, index: int) -> bool:
+        """Whether this rank takes batch `index`."""
+        within = index % (self.of * self.block) - self.before * self.block
+        return 0 <= within < self.ranks * self.block and within % self.ranks == self.rank
+
+    def count(self, batches: int) -> int:
+        """The number of batches that this rank takes of the first `batches`."""
+        cycles, rest = divmod(batches, self.of * self.block)
+        within = min(max(rest - self.before * self.block, 0), self.ranks * self.block)
+        return cycles * self.block + (within + self.ranks - 1 - self.rank) // self.ranks
+
+
 class LoaderStream:
-    """Iterates over `loader` again and again; yields the batches of one replica.
+    """Iterates over `loader` again and again; yields the batches of one rank.
 
     Args:
         loader: a torch DataLoader, plain or prepared by accelerate, or any other object that can be iterated again.
-        replica_id, replicas: batches are assigned in turn. With `replicas` = 1 all of them are taken.
-        block: consecutive batches that stay together, because they are made of the same items.
+        deal: which of the batches are this rank's.
         ended: whether no more batches are wanted; then the iterator stops.
         begin: called before each batch is made.
+
+    Raises `ConfigError` for a loader that divides its batches over the ranks in a way that cannot be undone.
     """
 
     def __init__(
         self,
         loader: Any,
-        replica_id: int,
-        replicas: int,
+        deal: Deal,
         seed: int = 0,
-        block: int = 1,
         ended: Callable[[], bool] = lambda: False,
         begin: Callable[[], None] = lambda: None,
     ) -> None:
         self.epoch = 0
         self._loader = loader
-        self._replica_id, self._replicas, self._block, self._seed = replica_id, replicas, block, seed
+        self._deal, self._seed = deal, seed
         self._ended, self._prepare = ended, begin
-        base = getattr(loader, "base_dataloader", loader)  # accelerate's own iterator is a batch ahead
-        self._order, self._chance = DealtOrder(shared=replicas > 1), rng.Apart()
+        base = _undivided(loader)
+        self._order, self._chance = DealtOrder(shared=deal.of > deal.ranks), rng.Apart()
         kind = _MapEpochs if _has_indices(base) else _Epochs
-        self._epochs: _Epochs = kind(base, self._is_ours, self._order, self._chance)
+        self._epochs: _Epochs = kind(base, deal.takes, self._order, self._chance)
         self._generators = _generators_in(loader)
         self._before = 0  # batches of all earlier epochs, whoever took them
-        self._taken = 0  # by this replica, of this epoch
+        self._taken = 0  # by this rank, of this epoch
         self._batches: Iterator[Any] | None = None
         self._states: list[dict[str, Any]] = []  # of the loader's own generators when the epoch began
         self._unseeded: dict[str, Any] | None = None  # the process's when it began, in an epoch of an earlier version
@@ -89,7 +121,7 @@ class LoaderStream:
         return self
 
     def __next__(self) -> Any:
-        """The next batch of this replica. Raises `ConfigError` if the loader yields none."""
+        """The next batch of this rank. Raises `ConfigError` if the loader yields none."""
         if self._ended():
             raise StopIteration
         self._prepare()
@@ -105,8 +137,10 @@ class LoaderStream:
                     "the trainer's data loader yields no batch. Check train_dataset; an iterable dataset must be one "
                     "that can be iterated again."
                 )
-            self._before += self._epochs.seen
-            self.epoch, self._taken, self._batches = self.epoch + 1, 0, None
+            before, self._before = self._before, self._before + self._epochs.seen
+            # More than this epoch has: where rank 0 of the replica is in it still, another rank may be in the next.
+            self._taken -= min(self._taken, self._deal.count(self._before) - self._deal.count(before))
+            self.epoch, self._batches = self.epoch + 1, None
             self._unseeded, self._earlier = None, {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -115,14 +149,24 @@ class LoaderStream:
             "epoch": self.epoch,
             "taken": self._taken,
             "before": self._before,
+            "of": self._deal.of * self._deal.block,
             "generators": self._states if drawn else self._capture(),
             "order": self._order.state() if drawn else dict(self._earlier),
         }
         return state if self._unseeded is None else {**state, "chance": {"process": self._unseeded}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. The caller restores the process's random state."""
+        """Continue from `state`, which rank 0 of this replica returned. The caller restores the process's random state.
+
+        Where the batches were dealt over another number of ranks, this one goes on behind all that those have taken.
+        """
         self.epoch, self._taken, self._before = state["epoch"], state["taken"], state["before"]
+        deal, cycle = self._deal, self._deal.of * self._deal.block
+        taken = replace(deal, rank=0).count(self._before) + self._taken
+        if (dealt := state.get("of", cycle)) != cycle:
+            cycles = -(-self._before // dealt) - (-self._taken // deal.block)
+            taken = -(-cycles * dealt // cycle) * deal.block
+        self._taken = taken - self._deal.count(self._before)
         self._earlier, chance = state.get("order", {}), state.get("chance", {})
         self._unseeded = chance.get("process")
         if self._unseeded is not None:
@@ -163,13 +207,9 @@ class LoaderStream:
     def _capture(self) -> list[dict[str, Any]]:
         return [rng.capture_generator(each) for each in self._generators]
 
-    def _is_ours(self, index: int) -> bool:
-        """Whether batch `index` of the stream is this replica's."""
-        return (index // self._block) % self._replicas == self._replica_id
-
 
 class _Epochs:
-    """Iterates over one epoch after another; all batches are made, and those of other replicas dropped."""
+    """Iterates over one epoch after another; all batches are made, and those of others dropped."""
 
     def __init__(
         self, base: Iterable[Any], is_ours: Callable[[int], bool], order: DealtOrder, chance: rng.Apart
@@ -179,9 +219,9 @@ class _Epochs:
         self._is_ours, self._order, self._chance = is_ours, order, chance
 
     def begin(self, before: int, skip: int) -> Iterator[Any]:
-        """This replica's batches of an epoch except the first `skip`, which are dropped.
+        """This rank's batches of an epoch except the first `skip`, which are dropped.
 
-        `before`: number of batches, of all replicas, in the epochs before it, by which batches are assigned in turn.
+        `before`: number of batches, whoever took them, in the epochs before it, by which batches are assigned in turn.
         """
         batches = self._ours(self._base, before)
         for _ in range(skip):
@@ -213,7 +253,7 @@ class _Epochs:
 
 
 class _MapEpochs(_Epochs):
-    """`_Epochs` for a DataLoader with indices: items of other replicas, and of skipped batches, are never loaded."""
+    """`_Epochs` for a DataLoader with indices: items of others, and of skipped batches, are never loaded."""
 
     def __init__(
         self, base: DataLoader[Any], is_ours: Callable[[int], bool], order: DealtOrder, chance: rng.Apart
@@ -246,6 +286,34 @@ class _Window:
 
     def __iter__(self) -> Iterator[Any]:
         return self.indices
+
+
+def _undivided(loader: Any) -> Any:
+    """The loader behind accelerate's, with the batches of all ranks.
+
+    accelerate's own iterator is a batch ahead, and gives each rank its part of the batches of one replica.
+    """
+    base = getattr(loader, "base_dataloader", loader)
+    sampler: Any = getattr(base, "batch_sampler", None)
+    dataset: Any = getattr(base, "dataset", None)
+    divided: Any = next((each for each in (sampler, dataset) if type(each).__name__ in _DIVIDERS), None)
+    own = getattr(base, "sampler", None)
+    if getattr(divided, "split_batches", False):
+        raise ConfigError(
+            "the trainer's accelerator_config has split_batches=True, which cuts each batch into the ranks' parts. Set "
+            "split_batches=False: batches are dealt over the ranks of all replicas."
+        )
+    if isinstance(own, DistributedSampler) and own.num_replicas > 1:
+        raise ConfigError(
+            f"the trainer's data loader has a DistributedSampler over {own.num_replicas} processes. Take it out: the "
+            "batches of one loader, the same in every rank, are dealt over the ranks of all replicas."
+        )
+    if divided is None:
+        return base
+    settings = {name: getattr(base, name) for name in _SETTINGS if hasattr(base, name)}
+    if divided is sampler:
+        return DataLoader(dataset, batch_sampler=divided.batch_sampler, **settings)
+    return DataLoader(divided.dataset, batch_size=base.batch_size, drop_last=base.drop_last, **settings)
 
 
 def _has_indices(loader: Any) -> bool:

@@ -282,6 +282,7 @@ class ObjectStoreManager(TorchftManager):
         outer: OuterConfig | None = None,
         quorum: int | str = "all",
         codec: str = "fp32",
+        path: str = "gather",
         snapshot_every: int = 10,
         storage_options: Mapping[str, Any] | None = None,
         clock: Clock | None = None,
@@ -311,6 +312,7 @@ class ObjectStoreManager(TorchftManager):
                 "outer": (outer or OuterConfig()).model_dump(),
                 "quorum": quorum,
                 "codec": codec,
+                "path": path,
                 "snapshot_every": snapshot_every,
             }
         )

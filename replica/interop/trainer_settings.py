@@ -20,26 +20,12 @@ def check_trainer(trainer: Any, config: RunConfig, ranks: int = 1) -> None:
     """
     args = trainer.args
     check_not_trained(trainer.state.global_step)
-    if ranks > 1:
-        raise ConfigError(
-            f"a Trainer in a replica of {ranks} ranks is not supported yet. Write the loop around ctx.attach, with "
-            "DistributedDataParallel or fully_shard (docs/recipes/islands.md), or set ranks_per_replica=1."
-        )
     if getattr(trainer, "is_deepspeed_enabled", False):
         raise ConfigError(
-            "the trainer has deepspeed set: a replica's parameters must be whole tensors of one process. Take "
-            "TrainingArguments(deepspeed=...) out; each replica trains on one device."
+            "the trainer has deepspeed set, which holds parameters in buffers of its own. Take "
+            "TrainingArguments(deepspeed=...) out; with several ranks, fsdp=True shards the model."
         )
-    if getattr(trainer, "is_fsdp_enabled", False):
-        raise ConfigError(
-            "the trainer has fsdp set: a replica's parameters must be whole tensors of one process. Take "
-            "TrainingArguments(fsdp=...) out; each replica trains on one device."
-        )
-    if args.world_size > 1:
-        raise ConfigError(
-            f"the trainer runs in {args.world_size} processes (world_size={args.world_size}): a replica is one "
-            "process. Start the training function by `launch` alone, without torchrun or accelerate launch."
-        )
+    _check_processes(trainer, ranks)
     if args.n_gpu > 1:
         raise ConfigError(
             f"the trainer sees {args.n_gpu} GPUs (n_gpu={args.n_gpu}) and would split batches over them: a replica has "
@@ -81,6 +67,38 @@ def check_trainer(trainer: Any, config: RunConfig, ranks: int = 1) -> None:
     _check_rollouts(trainer, config)
 
 
+def _check_processes(trainer: Any, ranks: int) -> None:
+    """Raise `ConfigError` unless the trainer's processes are the replica's ranks, each with a part of every batch."""
+    args = trainer.args
+    if args.world_size != ranks:
+        raise ConfigError(
+            f"the trainer runs in {args.world_size} processes (world_size={args.world_size}), this replica in {ranks}: "
+            "start the training function by `launch(..., ranks_per_replica=...)`, without torchrun or "
+            "accelerate launch, make TrainingArguments in it, and set use_cpu=True to train on the CPU beside GPUs."
+        )
+    plugin = getattr(getattr(getattr(trainer, "accelerator", None), "state", None), "fsdp_plugin", None)
+    if (version := getattr(plugin, "fsdp_version", 2)) != 2:
+        raise ConfigError(
+            f"the trainer has fsdp set with version {version}, which hides the model's own parameters. Set "
+            'TrainingArguments(fsdp=True, fsdp_config={"version": 2}), which is fully_shard.'
+        )
+    if getattr(trainer, "is_fsdp_enabled", False) and ranks == 1:
+        raise ConfigError(
+            "the trainer has fsdp set, and this replica is one process: set ranks_per_replica to the number of GPUs "
+            "over which the model is sharded, or take TrainingArguments(fsdp=...) out."
+        )
+    parallel = getattr(getattr(trainer, "accelerator", None), "parallelism_config", None)
+    sizes = {name: getattr(parallel, f"{name}_size", 1) for name in ("tp", "cp", "sp")}
+    if (tp := getattr(trainer.model, "tp_size", None)) is not None:
+        sizes["tp"] = max(sizes["tp"], tp)
+    for name, size in sizes.items():
+        if size > 1:
+            raise ConfigError(
+                f"the trainer has {name}_size={size}: its ranks share batches, which train_as_replica deals to each "
+                f"rank. Set {name}_size=1, or write the loop around ctx.attach (docs/recipes/islands.md)."
+            )
+
+
 def _reference_is_without_adapter(trainer: Any) -> bool:
     """Whether TRL computes the reference model's outputs from the trained model with its adapter disabled."""
     beta, precomputed = (getattr(trainer.args, name, None) for name in ("beta", "precompute_ref_log_probs"))
@@ -111,6 +129,12 @@ def _check_rollouts(trainer: Any, config: RunConfig) -> None:
     Its completions would be of another model after the outer step, and a restarted attempt would not have them.
     """
     batches, accumulated = rollout_steps(trainer), trainer.args.gradient_accumulation_steps
+    sizes = {config.ranks_of(replica_id) for replica_id in range(config.replicas)}
+    if len(sizes) > 1 and getattr(trainer.args, "steps_per_generation", None):
+        raise ConfigError(
+            f"ranks_per_replica={config.ranks_per_replica}: a trainer that generates draws its prompts in an order "
+            "that depends on the number of ranks, so replicas of other sizes would train the same ones. Set one number."
+        )
     if config.round_steps * accumulated % batches == 0:
         return
     multiple = batches // math.gcd(batches, accumulated)

@@ -18,6 +18,7 @@ from diloco_orchestrator.protocol.digests import BulkHasher
 from diloco_orchestrator.protocol.records import Contribution, Payload
 from diloco_orchestrator.replica.attempt.attempt import differences
 from diloco_orchestrator.replica.process.rerun_result import RerunResult
+from diloco_orchestrator.replica.training.dealt_batches import DEAL
 from diloco_orchestrator.replica.training.dealt_order import ORDER
 from diloco_orchestrator.replica.training.tensor_tree import unpack
 from diloco_orchestrator.run_log.attempts import AttemptRecords
@@ -116,6 +117,8 @@ def _takes_micro_batches(before: Contribution | None, found: Contribution) -> bo
     from whose state it began; `found`: the one that it made.
     """
     now, then = found.progress, before.progress if before else None
+    if now is not None and DEAL in now.cursor:
+        return False  # each batch that the log deals is one step
     if now is None or "batches" not in now.cursor:
         return True
     start = dict(then.cursor) if then else {"epoch": 0, "batches": 0}

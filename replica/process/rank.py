@@ -163,6 +163,8 @@ def _joined(place: RankPlace, **own: object) -> Any:
                 "its own. Ask the executor for more, or set ranks_per_replica to their number."
             )
         torch.cuda.set_device(place.rank)
+    else:
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else accelerate takes each rank for the only process
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if has_gpus else "gloo",
         init_method=f"file://{place.meeting}",

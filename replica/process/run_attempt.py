@@ -138,6 +138,7 @@ def run_attempt(
     load_entrypoint: LoadEntrypoint,
     interrupt_if: InterruptIf = lambda _: None,
     train_in_ranks: Callable[[Attempt], Ending] = _refuse_ranks,
+    dump_stacks_after: Callable[[float], None] = lambda _: None,
 ) -> Ending:
     """Claim attempt `number` of a replica, train, and write its exit record. Returns how it ended.
 
@@ -150,6 +151,8 @@ def run_attempt(
         load_entrypoint: "module:function" -> the user's training function.
         interrupt_if: `LeavingNotice.interrupt_if` of that notice; called before and after training.
         train_in_ranks: trains in other processes, for a replica of many ranks.
+        dump_stacks_after: called before every heartbeat with a number of seconds: if they pass without another call, so
+            that heartbeats have ceased, it has to print the stacks of all threads.
 
     Raises nothing: errors of imports and training are recorded. If the attempt cannot be claimed, because the store
     cannot be opened or refuses, no record can be written: its error is printed.
@@ -165,7 +168,13 @@ def run_attempt(
         attempt = claim_attempt(store, replica_id, number, clock, stamp, should_leave, background, launched)
         heartbeat_stamp = Stamp(random_token(), clock.wall_time)
         writer = HeartbeatWriter(store, replica_id, number, attempt.pulse, heartbeat_stamp, attempt.config)
-        heartbeat = background.every(attempt.config.timing.heartbeat_s, writer.beat)
+        silent_s = attempt.config.retry.hung_after_s / 2  # before a coordinator counts it as hung and reads the output
+
+        def beat() -> None:
+            dump_stacks_after(silent_s)
+            writer.beat()
+
+        heartbeat = background.every(attempt.config.timing.heartbeat_s, beat)
         return _Joined(attempt, heartbeat, caught(lambda: _ended_before(attempt)))
 
     with OutputTail() as output:
@@ -285,7 +294,15 @@ def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint, interrupt
     rng.seed_all(attempt.config.seed)  # the same on all replicas, so that they build the same model
     context = ReplicaContext(attempt, ranks)
     interrupt_if(lambda: context.session is not None and context.session.is_unheard)
-    function(context)
+    try:
+        function(context)
+    except ValueError as error:
+        if "another FSDP group" not in str(error):
+            raise
+        raise ConfigError(
+            f"{error}\nTied weights, such as an embedding and its head, belong into one group: "
+            "fully_shard([model.embedding, model.head])."
+        ) from error
     session = context.session
     if session is not None and session.preempted:
         return Ending(EXIT_PREEMPTED, "preempted")

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from diloco_orchestrator.allreduce.aggregate import aggregate_of
-from diloco_orchestrator.allreduce.dealing import REDUCED_CODEC, Dealing
-from diloco_orchestrator.allreduce.mean import write_blocks
+from diloco_orchestrator.allreduce.dealing import EXACT, Dealing
+from diloco_orchestrator.allreduce.mean import encoded_into
 from diloco_orchestrator.allreduce.scatter_reduce import ScatterReduce
 from diloco_orchestrator.allreduce.spool import held
 from diloco_orchestrator.allreduce.vectors import FlatTensors, room
-from diloco_orchestrator.codecs.table import encode
 from diloco_orchestrator.outer.arithmetic import denormals_kept
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.outer_step import ReadShard, part_of
@@ -40,6 +39,7 @@ def averages_of(
     attempt: Attempt,
     dealing: Dealing,
     named: Sequence[tuple[Contribution, int]],
+    codec: str | None,
     base: Base,
     fragment: int,
     read: ReadShard,
@@ -53,6 +53,7 @@ def averages_of(
 
     Args:
         named: (manifest, weight) of the contributions that the commit averages.
+        codec: that the average passes through, as the commit names it; None: it is fp32 as summed.
         base: has the shards of the averages, and their owners.
         fragment: index of the one that is averaged.
         read: (manifest, shard index) -> verified bytes.
@@ -66,6 +67,7 @@ def averages_of(
     reducing = ScatterReduce(
         *(attempt.store, attempt.clock, attempt.background, attempt.stamp, dealing.round, attempt.replica_id, pairs),
         write=partial(_created, attempt, key),
+        codec=codec or EXACT,
         aggregate=attempt.config.aggregate,
         patience_s=_PATIENCE_S + pause_s,
         distrusted=set(distrusted),
@@ -87,8 +89,8 @@ def digest_of_average(attempt: Attempt, commit: Commit, index: int, lengths: Seq
     average = held(lengths[index], "an average")
     with denormals_kept():
         parts = [part_of(manifest, weight, reader.shard) for manifest, weight in named]
-        write_blocks(aggregate_of(attempt.config.aggregate, parts, lengths).shard(index), average)
-        return bulk_digest(encode(average, REDUCED_CODEC))
+        blocks = aggregate_of(attempt.config.aggregate, parts, lengths).shard(index)
+        return bulk_digest(encoded_into(blocks, average, commit.average_codec or EXACT))
 
 
 def _created(attempt: Attempt, key: str, record: Reduced) -> bool:

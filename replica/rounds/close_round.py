@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from diloco_orchestrator.allreduce.dealing import average_codec_of
 from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.errors import PayloadCorrupt, Preempted, QuorumLost
 from diloco_orchestrator.guard.round_fold import fold_round, is_rebuildable
@@ -365,6 +366,7 @@ class RoundCloser:
             discounted=discounted,
             checks=self._checks.named(),
             barred=self._checks.barred(opened.roster),
+            average_codec=average_codec_of(attempt.config.codec) if self._tip.dealing is not None else None,
             figures=(figures := round_metrics_of(listed, averaged)),
             applied=conclusion.applied,
             empty_rounds=conclusion.empty_rounds,
@@ -426,8 +428,8 @@ class RoundCloser:
             return self._tip.step(entry, contributions, read, keep_average=keep_average)
         base, fragment, false = self._tip.base, expected.fragment, self._checks.averages
         longest_s = self._timing.longest_pause_s
-        what = self._attempt, dealing, contributions, base, fragment, read, longest_s, false.distrusted
-        made = readable(lambda: averages_of(*what), until=commit.round - 1)
+        what = dealing, contributions, commit.average_codec, base, fragment, read, longest_s, false.distrusted
+        made = readable(lambda: averages_of(self._attempt, *what), until=commit.round - 1)
         self._claims.note()
         average = self._tip.step(entry, contributions, read, keep_average=keep_average, averages=made.shards)
         self._tip.borrowed |= made.borrowed

@@ -15,7 +15,7 @@ from itertools import chain
 
 import torch
 
-from diloco_orchestrator.allreduce.dealing import shard_numel_of
+from diloco_orchestrator.allreduce.dealing import path_of, shard_numel_of
 from diloco_orchestrator.clock import Backoff
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import ModelMismatch, ObjectMissing, Preempted, RecordInvalid
@@ -271,6 +271,7 @@ def _start_of(attempt: Attempt, writing: "_FirstSnapshot", own: OwnModel) -> Sta
         buffers=own.untrained.buffers.digest(),
         adapter=own.files.naming.adapter,
         first_files=writing.first_files(),
+        path=writing.path if attempt.config.path == "auto" else None,
     )
 
 
@@ -308,7 +309,8 @@ class _FirstSnapshot:
 
     def __init__(self, attempt: Attempt, own: OwnModel) -> None:
         numels = [sum(own.parameters[name].numel() for name in names) for names in own.fragments]
-        shard_numel = shard_numel_of(attempt.config, numels)
+        self.path = path_of(attempt.config, numels)
+        shard_numel = shard_numel_of(attempt.config, self.path, numels)
         self.base = own.make_base(attempt.config.outer, own.fragments, shard_numel)
         self.take: str | None = None
         self.buffers = sorted(own.untrained.buffers.first)

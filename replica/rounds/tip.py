@@ -53,7 +53,7 @@ class HeldTip:
         self.disagreeing: tuple[Disagreeing, ...] = ()  # whom the last round's step left out; empty if it was none
         self._attempt = attempt
         self._adapters = start.record.adapters if start else ()
-        self._scatters = scatters(attempt.config, start.record.fragment_numels) if start else False
+        self._scatters = scatters(attempt.config, start.record) if start else False
         self.borrowed = False  # whether the base holds averages that others made, since it was rebuilt
         self.value = tip
         self.open = self._opened(version=0)  # the open round
@@ -148,7 +148,7 @@ class HeldTip:
         config = self._attempt.config
         stepped = self._attempt.owners.each(
             *(_stepped, self.base, self.open.fragment, contributions, read_shard, config, keep_average),
-            *(self._adapters, averages),
+            *(self._adapters, averages, entry.commit.average_codec),
         )
         left_out = sorted((each for _, of_rank in stepped for each in of_rank), key=lambda each: each.shard)
         self.hold(Tip(self.base, entry.commit.round, self.value.snapshot_round, entry.position, entry))
@@ -177,6 +177,7 @@ def _stepped(
     keep_average: bool,
     adapters: Sequence[AdapterPair],
     averages: FlatTensors | None,
+    codec: str | None,
 ) -> tuple[Mapping[str, torch.Tensor], list[LeftOut]]:
     """Take an outer step in this process's shards of a base, in place, as `HeldTip.step` describes.
 
@@ -187,6 +188,7 @@ def _stepped(
         average = outer_step.average_and_step(
             *(base, fragment, contributions, read_shard, config.outer),
             aggregate=config.aggregate,
+            codec=codec,
             keep_average=keep_average,
             adapters=adapters,
             left_out=left_out,

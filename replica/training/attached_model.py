@@ -32,10 +32,8 @@ class AttachedModel:
         for name, parameter in self.parameters.items():
             check_whole(name, parameter)
         self._dtypes = {name: parameter.dtype for name, parameter in self.parameters.items()}
-        # torch's class by its name: `torch.distributed.fsdp` takes a second to import where nobody shards.
-        self._reshards: list[Any] = [
-            each for each in self.module.modules() if any(kind.__name__ == "FSDPModule" for kind in type(each).__mro__)
-        ]
+        self._reshards = _of_class(self.module, "FSDPModule")
+        _check_sharding(self.module, bool(self._reshards))
 
     def reshard(self) -> None:
         """Free the whole parameters that FSDP2 keeps after a forward pass, so that the model's are the shards again."""
@@ -134,6 +132,31 @@ class ModelParts:
     views: Sequence[FragmentView]
     schedule: SyncSchedule
     files: ModelFiles
+
+
+def _of_class(model: torch.nn.Module, name: str) -> list[Any]:
+    """The modules of a class of `torch.distributed.fsdp`, by its name: that takes a second to import."""
+    return [each for each in model.modules() if any(kind.__name__ == name for kind in type(each).__mro__)]
+
+
+def _check_sharding(model: torch.nn.Module, is_sharded: bool) -> None:
+    """Raise `ConfigError` for a model sharded by FSDP1, or in a way that has untied its weights."""
+    if _of_class(model, "FullyShardedDataParallel"):
+        raise ConfigError(
+            "the model is in FullyShardedDataParallel (FSDP1), which flattens parameters into buffers of its own. "
+            "Shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead; in Lightning by ModelParallelStrategy, "
+            'in a Trainer by TrainingArguments(fsdp=True, fsdp_config={"version": 2}).'
+        )
+    if not is_sharded or not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        return
+    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    weights = [getattr(end, "weight", None) for end in ends]
+    if weights[0] is not None and weights[1] is not None and weights[0] is not weights[1]:
+        raise ConfigError(
+            "the model's config has tie_word_embeddings=True, and its embedding and head are two parameters: "
+            "fully_shard in two groups has untied them, as torch before 2.13 does without an error (this is "
+            f"{torch.__version__}). Shard them in one group, fully_shard([embedding, head]), which needs torch 2.13."
+        )
 
 
 def _parameters_in(stateful: Any) -> Iterable[torch.Tensor]:

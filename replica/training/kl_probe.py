@@ -1,7 +1,7 @@
 """`KLProbe` and `token_mean_kl`: the KL divergence of a model from a reference, in nats per token.
 
 It is summed over the whole vocabulary, so it is neither negative nor noisy, unlike estimates from sampled tokens. In a
-run the reference is the run's start, and `replica.training.drift_meter` stores it; both can be used alone.
+run the reference is the run's start, of which `replica.training.drift_meter` takes it; both can be used alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -12,6 +12,7 @@ from pydantic import JsonValue
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.records import Contribution, Progress
 from diloco_orchestrator.replica.training import rng
+from diloco_orchestrator.replica.training.dealt_batches import DEAL, DealtBatches
 from diloco_orchestrator.replica.training.dealt_order import ORDER, DealtOrder
 from diloco_orchestrator.replica.training.observed_metrics import ObservedMetrics
 
@@ -103,6 +104,7 @@ class TrainingPosition:
         self._metrics = metrics
         self._fresh_seed = fresh_seed
         self._cursor: DataCursor | None = None  # None in a loop that takes its batches elsewhere
+        self._batches: DealtBatches | None = None  # in place of a cursor, where the log deals batches
         self._resumed: Progress | None = None  # that this attempt continued from
 
     def continue_from(self, progress: Progress | None) -> None:
@@ -118,6 +120,12 @@ class TrainingPosition:
         self._seek()
         return self._cursor
 
+    def take_dealt(self, batches: DealtBatches) -> DealtBatches:
+        """Note that the log deals the batches, and set the random generators as `take` does."""
+        self._batches = batches
+        self._seek()
+        return batches
+
     def progress(self, stateful: str) -> Progress:
         """The present position in data, random numbers and step counts. `stateful`: the encoded small state."""
         return Progress(
@@ -129,11 +137,20 @@ class TrainingPosition:
         )
 
     def compare_order(self, replica_id: int, manifests: Iterable[Contribution]) -> None:
-        """Raise `ConfigError` if replicas that share batches mostly have another order of the data than this one."""
+        """Raise `ConfigError` if replicas that share batches mostly have another order of the data than this one.
+
+        Where the log deals batches, it is also raised if another replica has another number of them.
+        """
+        if self._batches is not None:
+            for each in manifests:
+                self._batches.check_same(each.replica_id, each.progress.cursor.get(DEAL) if each.progress else None)
+            return
         if (order := self._dealt()) is not None:
             order.compare(replica_id, manifests)
 
     def _cursor_position(self) -> dict[str, JsonValue]:
+        if self._batches is not None:
+            return self._batches.position()
         if self._cursor is not None:
             return self._cursor.position()
         kept = self._resumed.cursor if self._resumed else {}

@@ -17,6 +17,7 @@ from diloco_orchestrator.replica.rounds.interface import ClosedRound, Contributi
 from diloco_orchestrator.replica.training.attached_model import ModelParts
 from diloco_orchestrator.replica.training.checkpoint import Checkpoint, ResumePoint, SavedState, resume_point
 from diloco_orchestrator.replica.training.consumed_items import together
+from diloco_orchestrator.replica.training.dealt_batches import DealtBatches
 from diloco_orchestrator.replica.training.dealt_order import dealt_in
 from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop
 from diloco_orchestrator.replica.training.follower import signal_state
@@ -130,6 +131,12 @@ class TrainingSession:
 
     def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
         """Batches until the run stops or this process is preempted; `step` is called between two batches."""
+        if self._attempt.config.deal == "open":
+            dealt = self._position.take_dealt(DealtBatches(self._attempt, data))
+            while self._going:
+                yield dealt.take(self.round, self._loop.inner_step, self.metrics.total_inner_steps)
+                self.step()
+            return
         cursor = self._position.take(data)
         while self._going:
             yield cursor.next()

@@ -183,7 +183,7 @@ def test_every_element_is_encoded_once(codec, monkeypatch):
     packed: list[int] = []
     known = codecs.get_codec(codec)
 
-    def pack(flat: torch.Tensor) -> bytes:
+    def pack(flat: torch.Tensor) -> torch.Tensor:
         packed.append(flat.numel())
         return known.pack(flat)
 

@@ -232,3 +232,11 @@ def test_heldout_split_has_a_row_for_every_length_and_search(tmp_path: Path):
     assert all(is_number(row["µs an item"]) and is_number(row["share of it"].removesuffix(" %")) for row in compared)
     assert split[0]["search"] == "equal items only"
     assert all(sample["item_us"] > 0 for sample in samples_in(tmp_path / "r"))  # type: ignore[operator]
+
+
+def test_sharded_models_are_timed_as_replicas_and_plain_on_the_cpu_too():
+    command = [sys.executable, str(BENCHMARKS / "gpu_islands.py"), "--tiny", "--steps", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines() if not line.startswith(" ")] == ["full", "lora"]
+    assert all(is_number(ratio) for ratio in re.findall(r"as a replica / plain: (\S+)", done.stdout))

@@ -151,19 +151,14 @@ def test_arguments_reach_the_workload_as_json_where_they_are(finished):
     assert config["args"] == {"lr": 0.02} and config["timing"]["poll_s"] == 0.05
 
 
-def test_run_as_json_puts_one_object_on_stdout_and_the_rest_on_stderr(finished):
-    options = ["--rounds", "1", "--replicas", "1", "--sync-every", "2", "--json"]
-    done = diloco("run", "my_train:train", "--store", "as-json", *options, cwd=finished)
-    result = json.loads(done.stdout)
-    assert done.returncode == 0 and result["status"] == "completed" and len(result["metrics"]) == 2
-    assert "round 1" in done.stderr
-
-
-def test_a_collapse_exits_with_3_and_says_why(finished):
-    options = ["--rounds", "20", "--replicas", "1", "--sync-every", "3"]
+def test_a_collapse_exits_with_3_as_one_object_on_stdout_and_says_why_on_stderr(finished):
+    options = ["--rounds", "20", "--replicas", "1", "--sync-every", "3", "--json"]
     guard = ["--guard-min-steps", "2", "--guard-ema-alpha", "0"]
     done = diloco("run", "my_train:train_collapsing", "--store", "collapse", *options, *guard, cwd=finished)
-    assert done.returncode == 3 and "halted: the guard fired: Hacking Gap" in done.stdout
+    result = json.loads(done.stdout)
+    assert done.returncode == 3 and result["status"] == "halted" and len(result["metrics"]) == 2
+    assert "Hacking Gap" in result["verdict"]["reason"]
+    assert "round 1" in done.stderr and "halted: the guard fired: Hacking Gap" in done.stderr
 
 
 @pytest.mark.slow

@@ -37,6 +37,18 @@ text = "not a command"
 '''
 
 
+def laid_out(tmp_path: Path, name: str, code: str, **entries: str) -> Path:
+    """A folder with a package of one module and these entry points, as pip would lay it out."""
+    folder, module = tmp_path / name, name.replace("-", "_")
+    metadata = folder / f"{module}-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    lines = "".join(f"{command} = {module}:{symbol}\n" for command, symbol in entries.items())
+    (metadata / "entry_points.txt").write_text(f"[diloco_orchestrator.commands]\n{lines}")
+    (folder / f"{module}.py").write_text(code)
+    return folder
+
+
 def installed(tmp_path: Path, name: str, code: str, **entries: str) -> Path:
     """A folder in which pip has installed a package with one module and these entry points."""
     source, module = tmp_path / f"source-{name}", name.replace("-", "_")
@@ -74,9 +86,9 @@ def test_an_installed_package_adds_a_command(tmp_path):
 
 def test_a_command_that_cannot_be_had_says_why_and_leaves_the_others_alone(tmp_path):
     sites = [
-        installed(tmp_path, "broken-one", "import nowhere_to_be_found\n", broken="it", twice="it"),
-        installed(tmp_path, "no-command", TIDES, words="text", twice="tides"),
-        installed(tmp_path, "quitter", "raise SystemExit('no licence')\n", quits="it"),
+        laid_out(tmp_path, "broken-one", "import nowhere_to_be_found\n", broken="it", twice="it"),
+        laid_out(tmp_path, "no-command", TIDES, words="text", twice="tides"),
+        laid_out(tmp_path, "quitter", "raise SystemExit('no licence')\n", quits="it"),
     ]
     listed = diloco("--help", sites=sites)
     assert listed.returncode == 0 and "explain    Say in plain words" in listed.stdout
@@ -92,7 +104,7 @@ def test_a_command_that_cannot_be_had_says_why_and_leaves_the_others_alone(tmp_p
 
 
 def test_no_package_can_take_one_of_our_names(tmp_path):
-    sites = [installed(tmp_path, "taker", TIDES, status="tides")]
+    sites = [laid_out(tmp_path, "taker", TIDES, status="tides")]
     assert "Show the state of the run" in diloco("status", "--help", sites=sites).stdout
     assert "registers a command 'status', which is not used" in diloco("--help", sites=sites).stderr
 

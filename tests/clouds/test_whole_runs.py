@@ -18,6 +18,8 @@ from s3_server import S3Server
 from diloco_orchestrator import LocalProcessExecutor, RunReader, launch
 from diloco_orchestrator.errors import NoSuchRun
 from diloco_orchestrator.inspection.verify.chain import verify_run
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.store.open_store import open_store
 from executors.contract import ReplicaHandle, ReplicaState
 
@@ -29,7 +31,7 @@ import json, sys
 from diloco_orchestrator import launch
 given = json.loads(sys.argv[1])
 {construct}
-run = launch("tiny_workloads:train_holding", executor=executor, **given)
+run = launch(given.pop("entrypoint", "tiny_workloads:train_holding"), executor=executor, **given)
 run.wait()
 """
 # Somebody else goes on, who knows the address of the bucket and nothing of the executor.
@@ -127,6 +129,38 @@ def test_an_account_at_hugging_face_is_enough(
     args = {"folder": str(tmp_path), "hold": [VICTIM]}
     stage = Stage(cloud, hf_gateway.url("runs"), hf_gateway.options(), args=args)
     stage.preempt_and_go_on(tmp_path, undisturbed)
+
+
+ISLANDS = {
+    "entrypoint": "island_workloads:train",
+    "replicas": 2,
+    "ranks_per_replica": [2, 1],
+    "args": {"model": "ddp", "hidden": 31},
+}
+
+
+@pytest.fixture(scope="module")
+def islands_here(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("islands")
+    given = {**SETTINGS, **ISLANDS}
+    executor = LocalProcessExecutor(folder / "executor")
+    launch(given.pop("entrypoint"), store=str(folder / "bucket"), executor=executor, **given).wait()
+    return [commit.base_digest for commit in RunReader(open_store(str(folder / "bucket"))).commits()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cloud", ["modal", "hf_jobs", "eks", "slurm"], indirect=True)
+def test_a_replica_of_two_ranks_trains_the_same_bits_there(
+    cloud: clouds.Cloud, s3_server: S3Server, bucket: str, islands_here: list[str]
+):
+    stage = Stage(cloud, f"s3://{bucket}/run", s3_server.options(), **ISLANDS)
+    assert stage.start(LAUNCHER).wait() == 0
+    reader = stage.reader()
+    assert [commit.base_digest for commit in reader.commits()] == islands_here
+    keys_of_round = [keys.contribution(2, replica_id) for replica_id in (0, 1)]
+    assert [Contribution.from_bytes(reader.store.get(key), key).ranks for key in keys_of_round] == [2, None]
+    assert verify_run(reader.store).agrees
+    stage.check_that_nothing_is_secret()
 
 
 @pytest.mark.slow

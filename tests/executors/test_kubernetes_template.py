@@ -137,7 +137,7 @@ def test_a_template_may_have_another_user_home_and_scratch_folder():
         ({"spec": {"containers": [{"name": "a"}, {"name": "b"}]}}, "only hold the container 'replica'"),
         ({"spec": {"containers": [{"command": ["sh"]}]}}, "command is the executor's"),
         ({"spec": {"containers": [{"env": [{"name": "API_KEY", "value": "x"}]}]}}, "API_KEY looks like a secret"),
-        ({"spec": {"containers": [{"resources": {"limits": {"nvidia.com/gpu": 2}}}]}}, "Leave that to gpu=1"),
+        ({"spec": {"containers": [{"resources": {"limits": {"nvidia.com/gpu": 2}}}]}}, "Leave that to gpu="),
         (
             {"spec": {"initContainers": [{"name": "fetch", "env": [{"name": "API_KEY", "value": "x"}]}]}},
             "API_KEY looks like a secret",

@@ -180,7 +180,6 @@ def test_what_is_planned_is_what_modal_receives(server: LoopbackModal):
         ({"timeout_s": 86401}, "1 to 86400"),
         ({"timeout_s": 0.5}, "1 to 86400"),
         ({"gpu": "A100:0"}, "'A100'"),
-        ({"gpu": ["H100", "A100:2"]}, "trains on one GPU"),
         ({"region": ["eu", ""]}, "us-east"),
         ({"volumes": {"data": "corpus"}}, "no absolute path"),
         ({"volumes": ["/data"]}, "/path=NAME"),

@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 
 import pytest
+from parsed import nodes_of
 
 from diloco_orchestrator.code_archive import bootstrap
 from executors import process_bootstrap
@@ -82,7 +83,7 @@ def test_names_and_codes_are_written_down_once():
     texts = {
         node.value: home
         for home in HOMES
-        for node in ast.walk(ast.parse((ROOT / home).read_text()))
+        for node in nodes_of(ROOT / home)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(("DILOCO", "REPL"))
     }
     assert {"REPLICA_RANK", "REPLICA_WORLD_SIZE", "DILOCO_LEAVE_AFTER_S", EXIT_LINE} <= set(texts)
@@ -90,7 +91,7 @@ def test_names_and_codes_are_written_down_once():
     for package in ("diloco_orchestrator", "replica", "executors"):
         for path in sorted((ROOT / package).rglob("*.py")):
             here = path.relative_to(ROOT).as_posix()
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in nodes_of(path):
                 if isinstance(node, ast.Constant) and node.value in texts:
                     assert texts[node.value] == here, f"{here} repeats {node.value!r} of {texts[node.value]}"
 

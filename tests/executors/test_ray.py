@@ -165,7 +165,7 @@ def test_a_dashboard_that_cannot_be_reached_is_unavailable():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"gpu": 2}, "Launch more replicas"),
+        ({"gpu": -1}, "write 1, for one for each rank"),
         ({"cpu": 0}, "one CPU or more"),
         ({"memory": "lots"}, "is no size"),
         ({"resources": ["A100"]}, "NAME=AMOUNT"),

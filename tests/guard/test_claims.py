@@ -1,5 +1,6 @@
 """What the guard counts and how much: items and not shares, rounds in a row, gains in one direction only."""
 
+import functools
 import json
 import math
 import random
@@ -217,6 +218,12 @@ def test_one_replica_alone_brings_no_metric_that_the_others_do_not_observe(repli
     assert folds({name: Metric(sum=value, count=1)}) == folds({})
 
 
+@functools.cache
+def honest_delay() -> int:
+    """Rounds from the begin of a hack to the halt where nobody lies."""
+    return [verdict.fire for verdict in verdicts_of({}, hack=0.02)].index(True) - 30
+
+
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 def test_one_replica_of_eight_neither_halts_a_healthy_run_nor_hides_a_hack(lie: dict[str, Any]):
     healthy = verdicts_of(lie, hack=0.0)
@@ -224,5 +231,5 @@ def test_one_replica_of_eight_neither_halts_a_healthy_run_nor_hides_a_hack(lie: 
     far = [verdict.warning for verdict in healthy if verdict.warning]  # of a metric that no other replica is near to
     assert all(words.startswith("the training metric of replica 7 has been ") for words in far)
     assert all(verdict.folded for verdict in healthy)
-    honest, lied = ([v.fire for v in verdicts_of(each, hack=0.02)].index(True) - 30 for each in ({}, lie))
-    assert lied <= 2 * honest
+    lied = [verdict.fire for verdict in verdicts_of(lie, hack=0.02)].index(True) - 30
+    assert lied <= 2 * honest_delay()

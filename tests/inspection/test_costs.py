@@ -8,7 +8,7 @@ from diloco_orchestrator.inspection.costs import AttemptCost, LegCost, end_forec
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Claim
 from diloco_orchestrator.run_log.attempts import AttemptRecords
-from diloco_orchestrator.supervision.budgets import LegBudget, limit_reached
+from diloco_orchestrator.supervision.budgets import LegBudget, limit_reached, next_round_usd
 from executors.contract import LaunchRequest, ReplicaState
 
 HOUR = 3600.0
@@ -46,6 +46,23 @@ def test_where_no_price_is_known_none_is_told():
 )
 def test_limits(settings, used, reason):
     assert limit_reached(config(**settings), used) == reason
+
+
+@pytest.mark.parametrize(
+    ("usd", "committed_at", "now", "halted"),
+    [
+        (8.0, [0.0, 900.0, 1800.0], 2000.0, False),  # at 4 $/h the open round costs .78 more, another one 1.00
+        (8.2, [0.0, 900.0, 1800.0], 2000.0, True),
+        (8.2, [0.0, 900.0, 1800.0], 2699.0, False),  # as good as over
+        (7.0, [0.0, 1800.0, 2700.0], 2700.0, True),  # the longest counts
+        (9.9, [1800.0], 2000.0, False),  # nobody knows yet how long a round is
+        (9.9, [], 2000.0, False),
+    ],
+)
+def test_a_leg_is_halted_before_the_round_that_its_money_does_not_pay_for(usd, committed_at, now, halted):
+    used = LegCost(1.0, usd, 0, rate_usd=4.0)
+    reason = limit_reached(config(max_cost_usd=10), used, next_round_usd(used, committed_at, now))
+    assert ("max_cost_usd=10 does not pay for another round" in reason) == halted
 
 
 def test_a_forecast_grows_with_what_it_should_grow_with():
@@ -123,6 +140,7 @@ def test_a_leg_is_halted_when_its_money_is_used_up_and_only_then():
     assert not halted(scene)
     scene.steps(coordinator, 0.3 * HOUR, every=600.0)  # two machines at 2 $/h: six dollars after an hour and a half
     assert halted(scene)
+    assert set(scene.executor.cancelled) == {(0, 1), (1, 1)}, "machines go on while their first round does not end"
 
 
 def test_costs_are_added_up_every_few_seconds():

@@ -116,6 +116,13 @@ def test_an_object_that_others_imply_is_named(found, missing):
     assert [each.partition(":")[0] for each in done.missing] == [missing]
 
 
+def test_the_output_of_a_hung_attempt_which_its_coordinator_kept_implies_no_exit_record():
+    done = stock(
+        keys.intent(2, 1), keys.claim(2, 1, TOKEN), keys.heartbeat(2, 1), keys.log_text(2, 1), keys.cancel(2, 1)
+    )
+    assert not done.missing
+
+
 NO_EXIT = "no exit record: its machine was lost, or exit.json and log.txt were removed"
 TAKEN_AWAY = "attempt 1 (preempted, took part): the node was taken away"
 
@@ -177,7 +184,7 @@ def test_what_other_records_say_of_an_end_is_told():
     take_stock(store, NamedByTheLog(), done)
     (said,) = done.without_exit
     assert said == (
-        "replica 0, attempt 1: no exit record: it still runs, its machine was lost after it wrote log.txt, or "
+        "replica 0, attempt 1: no exit record: it still runs, its machine was lost after log.txt was written, or "
         f"exit.json was removed; {keys.cancel(0, 1)} says: its heartbeat stood still for 300 s; {joined} says: "
         "preempted, its machine gives no sign of life"
     )

@@ -44,7 +44,6 @@ def test_places_are_ordered_by_what_the_whole_run_costs_and_unknown_prices_come_
         ("modal,gpu", "not of the form option=value"),
         ("eks,spot=perhaps", "neither true nor false"),
         ("modal,round_s=fast", "could not convert"),
-        ("kubernetes,gpu=4", "trains on one GPU"),
     ],
 )
 def test_a_place_that_cannot_be_is_refused(text: str, words: str):

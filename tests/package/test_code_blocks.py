@@ -170,6 +170,10 @@ def of_a_checkpoint(text: str, folder: Path) -> None:
     a_training(text, folder, args={"model": a_checkpoint(folder / "checkpoint"), "revision": "main"})
 
 
+def a_dealt_training(text: str, folder: Path) -> None:
+    a_training(text, folder, deal="open")
+
+
 def of_trl(text: str, folder: Path) -> None:
     pytest.importorskip("trl", reason="needs the extra [trl]: make .venv/trainers")
     of_a_checkpoint(text, folder)
@@ -207,6 +211,7 @@ FRAGMENTS: dict[tuple[str, int], Callable[[str, Path], None]] = {
     ("infra/hf-jobs/README.md", 0): a_launch,
     ("docs/reference/bucket.md", 0): on_a_kept_run,
     ("docs/recipes/training_loop.md", 0): a_training,
+    ("docs/recipes/data.md", 0): a_dealt_training,
     ("docs/recipes/islands.md", 0): a_training,
     ("docs/recipes/trainers.md", 1): a_loop_in_a_with,
     ("docs/recipes/trainers.md", 2): classes_of_tests,
@@ -231,7 +236,7 @@ def marked(which: tuple[str, int]) -> Any:
     return pytest.param(which, marks=pytest.mark.slow if FRAGMENTS[which] in (of_a_checkpoint, of_trl) else ())
 
 
-@pytest.mark.parametrize("which", map(marked, FRAGMENTS), ids=lambda which: f"{which[0]}-{which[1]}")
+@pytest.mark.parametrize("which", [marked(each) for each in FRAGMENTS], ids=lambda which: f"{which[0]}-{which[1]}")
 def test_a_fragment_does_what_its_page_says(which, tmp_path, monkeypatch, one_thread):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("REPLICA_KEY_ID", "id")

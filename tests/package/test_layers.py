@@ -5,9 +5,11 @@ import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from parsed import nodes_of, tree_of
 
 import diloco_orchestrator
 import executors
@@ -69,7 +71,7 @@ def modules() -> dict[str, Path]:
 def imports_of(path: Path) -> set[str]:
     """Long names of our own modules that a file imports, inside functions too; type-checking imports count."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -125,7 +127,7 @@ def test_none_of_our_code_imports_the_trainers_of_others(library):
 
 
 def all_imports(path: Path) -> set[str]:
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = nodes_of(path)
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     return plain | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
 
@@ -134,13 +136,14 @@ READS_OF_TIME = re.compile(r"\b(datetime|date)\.(now|utcnow|today)$")
 DRAWS = re.compile(r"^random\.(?!(Random|seed|getstate|setstate)\b)")  # from the generator that all of a process share
 
 
-def ambient_reads(tree: ast.AST) -> set[str]:
+def ambient_reads(nodes: Iterable[ast.AST]) -> set[str]:
     """How a file reads time or randomness that nobody passed to it."""
-    imported = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    nodes = list(nodes)
+    imported = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {alias.name for node in imported if isinstance(node, ast.Import) for alias in node.names}
     found = {"time", "secrets", "uuid"} & (names | {n.module for n in imported if isinstance(n, ast.ImportFrom)})
     found |= {f"random.{a.name}" for n in imported if getattr(n, "module", "") == "random" for a in n.names}
-    uses = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    uses = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
     return found | {use for use in uses if READS_OF_TIME.search(use) or DRAWS.search(use)}
 
 
@@ -157,7 +160,7 @@ def test_only_the_clock_and_process_entries_read_time_or_randomness():
         "diloco_orchestrator.cli.demo_command",
     }
     for name, path in modules().items():
-        found = ambient_reads(ast.parse(path.read_text()))
+        found = ambient_reads(nodes_of(path))
         if name in allowed:
             assert found, f"{name} reads neither: take it off the list"
         else:
@@ -176,8 +179,8 @@ def test_ambient_reads_are_found():
         "import random\nrandom.uniform(0, 1)",
         "from random import choice",
     ):
-        assert ambient_reads(ast.parse(text)), text
-    assert not ambient_reads(ast.parse("import random\nfrom datetime import date\nrandom.Random(3).random()"))
+        assert ambient_reads(ast.walk(ast.parse(text))), text
+    assert not ambient_reads(ast.walk(ast.parse("import random\nfrom datetime import date\nrandom.Random(3).random()")))
 
 
 def test_every_broad_except_has_its_reason_beside_it():
@@ -233,7 +236,7 @@ def test_an_unknown_name_is_refused_with_the_nearest():
 def test_every_file_says_first_what_it_is_for():
     for name, path in modules().items():
         if path.read_text().strip():
-            assert ast.get_docstring(ast.parse(path.read_text())), f"{name} has no docstring"
+            assert ast.get_docstring(tree_of(path)), f"{name} has no docstring"
 
 
 ONE_LIST = {"diloco_orchestrator.config"}  # of all settings, each with its default, unit and reason

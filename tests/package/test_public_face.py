@@ -193,3 +193,9 @@ def test_a_function_of_the_program_itself_is_refused_with_the_name_that_works(tm
     done = subprocess.run(as_notebook, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "%%writefile train.py" in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_windows_is_refused_in_one_sentence_that_says_where_it_runs():
+    there = "import sys; sys.platform = 'win32'; import diloco_orchestrator"
+    done = subprocess.run([sys.executable, "-c", there], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "On Windows, install it in WSL 2 (`wsl --install`)" in done.stderr.splitlines()[-1]

@@ -35,6 +35,7 @@ def leaves(of: type[BaseModel] = RunConfig, section: str = "") -> Iterator[tuple
             yield section, name, field.get_default(call_default_factory=True)
 
 
+@functools.cache
 def section_of(class_name: str) -> str:
     """The section that a class of the tree describes; empty for any other name."""
     fields = RunConfig.model_fields.items()
@@ -72,6 +73,9 @@ def name_of(target: ast.expr) -> str:
 def passed() -> dict[tuple[str, str], list[ast.expr]]:
     """Every value that the tests pass for a setting, by section and name."""
     found: dict[tuple[str, str], list[ast.expr]] = {}
+    sections: dict[str, set[str]] = {}
+    for section, name, _ in leaves():
+        sections.setdefault(name, set()).add(section)
     for path in TESTS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Assign):  # guard = {"min_steps": 2}, settings["guard"] = {…}
@@ -82,8 +86,8 @@ def passed() -> dict[tuple[str, str], list[ast.expr]]:
                 continue
             if isinstance(node, ast.Dict):  # handed on by a test's own function, for a name that one section has
                 for name, value in pairs(node):
-                    if len(sections := {section for section, each, _ in leaves() if each == name}) == 1:
-                        found.setdefault((*sections, name), []).append(value)
+                    if len(of := sections.get(name, ())) == 1:
+                        found.setdefault((*of, name), []).append(value)
             made = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
             for name, value in pairs(node):
                 section, dot, leaf = name.partition(".")

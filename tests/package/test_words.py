@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from parsed import nodes_of, tree_of
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("diloco_orchestrator", "replica", "executors")
@@ -59,17 +60,12 @@ def python_files(under: str = "") -> tuple[Path, ...]:
 
 
 @functools.cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-@functools.cache
 def names_in(under: str = "") -> frozenset[str]:
     """Every name that is defined below a path: modules, classes, functions, arguments, attributes, variables."""
     found: set[str] = set()
     for path in python_files(under):
         found |= {path.stem, path.parent.name}
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             match node:
                 case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
                     found.add(name)
@@ -81,14 +77,14 @@ def names_in(under: str = "") -> frozenset[str]:
 @functools.cache
 def texts_in_code() -> frozenset[str]:
     """String constants of our packages that are single words: literal values, environment names, folders."""
-    nodes = (node for path in python_files() for node in ast.walk(tree_of(path)))
+    nodes = (node for path in python_files() for node in nodes_of(path))
     values = (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
     return frozenset(value.strip() for value in values if re.fullmatch(r"\S+ ?", value))
 
 
 @functools.cache
 def classes() -> dict[str, ast.ClassDef]:
-    nodes = (node for path in python_files() for node in ast.walk(tree_of(path)))
+    nodes = (node for path in python_files() for node in nodes_of(path))
     return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
 
 
@@ -319,10 +315,13 @@ def test_every_invariant_that_code_and_tests_cite_is_defined():
     defined = re.findall(r"^- \*\*(I\d+)\*\* ", PROTOCOL.read_text(), flags=re.MULTILINE)
     assert defined == [f"I{number}" for number in range(1, 15)]
     cited: dict[str, str] = {}
+    invariant = re.compile(r"\bI\d+\b")
     for path in (*python_files(), *python_files("tests"), *python_files("benchmarks")):
-        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-            if token.type in (tokenize.COMMENT, tokenize.STRING) and path != Path(__file__):
-                cited |= dict.fromkeys(re.findall(r"\bI\d+\b", token.string), f"{path}:{token.start[0]}")
+        if path == Path(__file__) or not invariant.search(text := path.read_text()):
+            continue
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type in (tokenize.COMMENT, tokenize.STRING):
+                cited |= dict.fromkeys(invariant.findall(token.string), f"{path}:{token.start[0]}")
     assert set(cited) - set(defined) == set(), cited
     assert len(cited) > 5
 
@@ -352,7 +351,7 @@ class Finding:
 
 def blocks_of(path: Path) -> Iterator[tuple[int, str]]:
     """(first line, text) of every docstring and every run of comment lines."""
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             text = ast.get_docstring(node, clean=False)
             if text is not None:
@@ -412,7 +411,7 @@ def test_docstrings_begin_with_a_noun_and_no_riddle(room):
     """Say "Reason why …; empty if …" or "Number of …", so that the first word is what the reader holds."""
     found = []
     for path in rooms()[room]:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 text = ast.get_docstring(node) or ""
                 if RIDDLE.match(text):

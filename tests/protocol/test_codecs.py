@@ -97,3 +97,10 @@ def test_a_view_shares_memory_with_the_bytes_and_keeps_them_alive(codec: str, re
     del data
     assert torch.equal(values, codecs.Encoded(codecs.encode(VALUES, codec), codec, 6).values())
     assert not recwarn.list  # torch warns about tensors over memory that is not writable
+
+
+@pytest.mark.parametrize("codec", codecs.CODECS)
+@pytest.mark.parametrize("numel", [0, 1])
+def test_vectors_of_no_and_of_one_element_are_encoded(codec: str, numel: int):
+    data = codecs.encode(torch.full((numel,), -2.0), codec)
+    assert torch.equal(codecs.Encoded(data, codec, numel).values(), torch.full((numel,), -2.0))

@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
+from parsed import nodes_of
 from record_examples import EXAMPLES
 
 from diloco_orchestrator.protocol import keys, kinds
@@ -53,7 +54,7 @@ def test_nothing_but_the_writer_writes_the_bytes_of_a_record():
     found = []
     for package in ("diloco_orchestrator", "replica", "executors"):
         for path in (ROOT / package).rglob("*.py"):
-            for call in ast.walk(ast.parse(path.read_text())):
+            for call in nodes_of(path):
                 if isinstance(call, ast.Call) and getattr(call.func, "attr", "") in ("create", "put"):
                     found += [
                         path.relative_to(ROOT).as_posix() for arg in call.args if "to_bytes()" in ast.unparse(arg)

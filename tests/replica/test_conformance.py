@@ -228,16 +228,19 @@ def test_every_example_that_trains_is_tried():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["trainer", "sft", "dpo", "grpo"])
+@pytest.mark.parametrize(
+    "kind", ["trainer", "sft", "dpo", "grpo", "kto", "orpo", "gkd", "online_dpo", "whisper", "streamed"]
+)
 def test_trainers_of_others_are_sound(kind: str, tmp_path: Path):
     pytest.importorskip("trl", reason="TRL is not installed")
     check_replica("tiny_trainers:train", args={"kind": kind, "folder": str(tmp_path)}).raise_if_unsound()
 
 
 @pytest.mark.slow
-def test_adapters_are_sound(tmp_path: Path):
+@pytest.mark.parametrize("adapter", [{}, {"use_dora": True}], ids=["LoRA", "DoRA"])
+def test_adapters_are_sound(adapter: dict[str, Any], tmp_path: Path):
     pytest.importorskip("peft", reason="PEFT is not installed")
-    report = check_replica("tiny_trainers:train_lora", args={"folder": str(tmp_path)})
+    report = check_replica("tiny_trainers:train_lora", args={"folder": str(tmp_path), "adapter": adapter})
     report.raise_if_unsound()
     assert report["frozen"].outcome == "passed"
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -282,18 +283,44 @@ def test_a_model_without_values_is_refused():
             SmallRun().context().attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_a_model_that_one_process_shards_trains_the_bits_of_a_plain_one(tmp_path):
+@pytest.fixture
+def group_of_one(tmp_path):
     dist = pytest.importorskip("torch.distributed")
-    fsdp, mesh = pytest.importorskip("torch.distributed.fsdp"), pytest.importorskip("torch.distributed.device_mesh")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    try:
-        torch.manual_seed(0)
-        model, run = mlp(), SmallRun()
-        fsdp.fully_shard(model, mesh=mesh.init_device_mesh("cpu", (1,)))
-        train(run.context(), model)
-    finally:
-        dist.destroy_process_group()
+    yield pytest.importorskip("torch.distributed.device_mesh").init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_model_that_one_process_shards_trains_the_bits_of_a_plain_one(group_of_one):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    torch.manual_seed(0)
+    model, run = mlp(), SmallRun()
+    fsdp.fully_shard(model, mesh=group_of_one)
+    train(run.context(), model)
     assert digests(run) == digests(plain_run())
+
+
+def test_a_model_sharded_by_fsdp1_or_untied_by_sharding_is_refused(group_of_one):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+
+    class Untied(torch.nn.Sequential):
+        """As torch before 2.13 leaves tied weights that were sharded in two groups."""
+
+        config = SimpleNamespace(tie_word_embeddings=True)
+
+        def get_input_embeddings(self):
+            return self[0]
+
+        def get_output_embeddings(self):
+            return self[1]
+
+    untied = Untied(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False))
+    fsdp.fully_shard(untied, mesh=group_of_one)
+    one = fsdp.FullyShardedDataParallel(mlp(), device_id=torch.device("cpu"), use_orig_params=True)
+    refused = ((untied, r"untied them.*fully_shard\(\[embedding, head\]\)"), (one, "FSDP1.*ModelParallelStrategy"))
+    for model, words in refused:
+        with pytest.raises(ConfigError, match=words):
+            SmallRun().context().attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_a_parameter_of_another_kind_of_tensor_is_refused():

@@ -118,26 +118,32 @@ KINDS = [
 QUICK = ("one fragment", "fragments and overlap", "two bits")
 
 
-@pytest.mark.parametrize("settings", KINDS)
-def test_killed_after_any_inner_step_the_run_ends_with_the_undisturbed_bits(settings):
+def with_every(quick: int, thorough: int) -> list[Any]:
+    """Kinds of runs, each with the distance of the places where it is killed: few of some kinds, and slow: more of all.
+
+    Distances are odd, so that what alternates between places is seen in both states.
+    """
+    few = [pytest.param(*kind.values, quick, id=f"{kind.id}, some") for kind in KINDS if kind.id in QUICK]
+    return few + [pytest.param(*kind.values, thorough, id=kind.id, marks=pytest.mark.slow) for kind in KINDS]
+
+
+@pytest.mark.parametrize(("settings", "every"), with_every(3, 1))
+def test_killed_after_any_inner_step_the_run_ends_with_the_undisturbed_bits(settings, every):
     undisturbed = World(**settings)
     expected = undisturbed.run()
     assert len(expected) == 5
-    for step in range(1, undisturbed.inner_steps + 1):
+    for step in range(1, undisturbed.inner_steps + 1, every):
         killed = World(**settings)
         killed.dies_at_step = step
         assert killed.run() == expected, f"killed after inner step {step}"
         assert killed.attempts == 2
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [pytest.param(*kind.values, id=kind.id, marks=() if kind.id in QUICK else pytest.mark.slow) for kind in KINDS],
-)
-def test_killed_at_any_call_to_the_store_the_run_ends_with_the_undisturbed_bits(settings):
+@pytest.mark.parametrize(("settings", "every"), with_every(9, 3))
+def test_killed_at_any_call_to_the_store_the_run_ends_with_the_undisturbed_bits(settings, every):
     undisturbed = World(**settings)
     expected = undisturbed.run()
-    for call in range(1, undisturbed.calls + 1, 3):
+    for call in range(1, undisturbed.calls + 1, every):
         killed = World(**settings)
         killed.store.dies_at, killed.store.after = call, call % 2 == 0
         assert killed.run() == expected, f"killed at call {call}"

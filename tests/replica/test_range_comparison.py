@@ -19,7 +19,7 @@ def distance(first: torch.Tensor, second: torch.Tensor, codec: str) -> float:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("apart", [1e-4, 2e-3, 0.05, 0.4])
+@pytest.mark.parametrize("apart", [1e-4, *(pytest.param(each, marks=pytest.mark.slow) for each in (2e-3, 0.05)), 0.4])
 @pytest.mark.parametrize("tails", [None, 3])
 def test_a_distance_is_that_before_encoding(codec: str, apart: float, tails: int | None):
     """Rounding to a few levels turns a small distance into a larger one: without the correction honest re-runs on

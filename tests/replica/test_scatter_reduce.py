@@ -9,10 +9,10 @@ import pytest
 import torch
 from protocol_fleet import FAST, Fleet, HurriedClock, close, report, together
 
-from diloco_orchestrator.allreduce.dealing import Dealing, dealers, dealing_of, scatters, shard_numel_for
+from diloco_orchestrator.allreduce.dealing import Dealing, dealers, dealing_of, path_of, scatters, shard_numel_for
 from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import Clock, SystemClock
-from diloco_orchestrator.codecs.table import encode
+from diloco_orchestrator.codecs.table import encode, get_codec
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.costs import forecast
@@ -121,6 +121,61 @@ def test_plan_and_status_foretell_the_bytes_that_are_read_within_one_per_cent(re
     assert planned is not None and fleet.engine.bytes_down == pytest.approx(rounds * planned, rel=0.01)
     rows = NewRows(RunLog(fleet.store)).read()
     assert [row.bytes_down for row in rows] == [pytest.approx(planned, rel=0.001)] * rounds
+
+
+@pytest.mark.parametrize(("codec", "passes"), [("int4", "int4"), ("2bit", "int8"), ("fp32", None)])
+def test_the_average_passes_through_the_codec_that_the_commit_names(codec, passes):
+    """Codecs that need error feedback leave averages to the one for fine parameters: nobody keeps what is lost."""
+    fleet, participants = fleet_of("scatter_reduce", codec=codec)
+    commit = played(participants)
+    assert commit.average_codec == passes
+    numel = participants[0].base.shard_numel
+    sizes = [info.size for info in fleet.store.list(keys.reduced_shards(1)) if keys.parse_reduced_shard(info.key)]
+    assert sizes.count(get_codec(passes or "fp32").encoded_size(numel)) == of_shards(participants) - 1
+    assert_right(fleet, participants)
+
+
+def rewritten(fleet: Fleet, participants: list[Participant], **changes: object) -> list[Participant]:
+    """The replicas that close round 1 by replica 0's commit after it was changed: all others."""
+    for each in participants:
+        contribute(each)
+    for each in participants[1:]:
+        each._closer._observe(waited=False)  # reads and reports what is dealt to it
+    honest = close(participants[0]).commit
+    fleet.engine.put(keys.commit(1), honest.model_copy(update=changes).to_bytes())
+    together([lambda each=each: each.close() for each in participants[1:]])  # type: ignore[misc]
+    return participants[1:]
+
+
+def test_a_commit_of_an_earlier_version_names_no_codec_and_its_average_is_fp32():
+    fleet, participants = fleet_of("scatter_reduce", codec="int4")
+    others = rewritten(fleet, participants, average_codec=None)
+    assert b"average_codec" not in fleet.engine.get(keys.commit(1))
+    assert_right(fleet, others)
+    assert others[0].digest != participants[0].digest  # whose commit named int4
+
+
+@pytest.mark.parametrize(("path", "named"), [("scatter_reduce", "2bit"), ("scatter_reduce", "in4"), ("gather", "int4")])
+def test_a_commit_that_names_another_codec_than_the_settings_give_averages_nobody(path, named):
+    fleet, participants = fleet_of(path, codec="int4")
+    for each in rewritten(fleet, participants, average_codec=named):
+        last = each._tip.value.last
+        assert last is not None and f"its codec of the average is {named}" in last.void
+        assert not last.commit.decided_about()
+
+
+def test_what_auto_took_is_fixed_by_the_start_record():
+    """A version that foretells other times goes on with the path and the shards that the run began with."""
+    fleet, participants = fleet_of("auto", codec="int4", wide=32)
+    start = RunLog(fleet.store).start()
+    assert start is not None and start.record.path == "gather" and not scatters(fleet.config, start.record)
+    other = start.record.model_copy(update={"path": "scatter_reduce"})
+    before = start.record.model_copy(update={"path": None})
+    assert scatters(fleet.config, other) and not scatters(fleet.config, before)
+    assert scatters(fleet.config, before.model_copy(update={"shard_numel": 4096}))
+    assert played(participants).checks is None
+    assert_right(fleet, participants)
+    assert fleet_of("gather")[0].engine.get(keys.START).count(b'"path"') == 0
 
 
 BAD_RECORDS = {
@@ -341,9 +396,10 @@ def test_dealers_of_a_contribution_are_never_its_author_and_few_dealers_make_a_g
 def test_auto_takes_the_predicted_faster_path_and_says_both(caplog):
     caplog.set_level("INFO")
     config = {"entrypoint": "m:f", "replicas": 8, "path": "auto"}
-    assert scatters(make_config(config), [25_000_000]) and not scatters(make_config(config), [1000])
+    paths = [path_of(make_config(config), [numel]) for numel in (25_000_000, 1000)]
+    assert paths == ["scatter_reduce", "gather"]
     assert caplog.text.count("s by gather") == 2 and "by scatter_reduce, at 50 ms" in caplog.text
-    assert not scatters(make_config({**config, "adapters": "exact"}), [25_000_000])
-    assert not scatters(make_config({**config, "replicas": 2, "path": "scatter_reduce"}), [25_000_000])
+    assert path_of(make_config({**config, "adapters": "exact"}), [25_000_000]) == "gather"
+    assert path_of(make_config({**config, "replicas": 2, "path": "scatter_reduce"}), [25_000_000]) == "gather"
     with pytest.raises(ConfigError, match="the mean of products needs every payload"):
         make_config({**config, "path": "scatter_reduce", "adapters": "exact"})

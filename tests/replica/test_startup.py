@@ -44,7 +44,9 @@ def new_run(folder: Path) -> RunLog:
     return log
 
 
-def attempt(folder: Path, load_libraries: Callable[[], None]) -> int:
+def attempt(
+    folder: Path, load_libraries: Callable[[], None], dump_stacks_after: Callable[[float], None] = lambda _: None
+) -> int:
     def load_entrypoint(_: str) -> Callable[[object], None]:
         raise AssertionError("nobody should have come this far")
 
@@ -59,6 +61,7 @@ def attempt(folder: Path, load_libraries: Callable[[], None]) -> int:
         should_leave=lambda: False,
         load_libraries=load_libraries,
         load_entrypoint=load_entrypoint,
+        dump_stacks_after=dump_stacks_after,
     ).code
 
 
@@ -74,6 +77,20 @@ def test_an_attempt_is_claimed_while_libraries_are_loaded(tmp_path: Path):
             pass
 
     assert attempt(tmp_path, load) == EXIT_DONE
+
+
+def test_stacks_are_to_be_printed_where_half_of_the_time_until_a_replica_counts_as_hung_passes_without_heartbeat(
+    tmp_path,
+):
+    asked: list[float] = []
+
+    def load() -> None:
+        while not asked:
+            pass
+        raise ImportError("enough")
+
+    new_run(tmp_path)
+    assert attempt(tmp_path, load, asked.append) == EXIT_ERROR and set(asked) == {90.0}
 
 
 def test_libraries_that_cannot_be_loaded_are_in_the_exit_record(tmp_path: Path):

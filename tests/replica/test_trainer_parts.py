@@ -16,7 +16,7 @@ from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Contribution, Progress
-from diloco_orchestrator.replica.interop.loader_stream import LoaderStream
+from diloco_orchestrator.replica.interop.loader_stream import Deal, LoaderStream
 from diloco_orchestrator.replica.interop.reward_taps import RewardTap, take, tap
 from diloco_orchestrator.replica.interop.trainer_settings import adapt_trainer, check_trainer, rollout_steps
 from diloco_orchestrator.replica.training import rng
@@ -83,14 +83,14 @@ def slow_with_workers(kinds: Any) -> list[Any]:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_restart_after_any_batch_goes_on_with_the_next(kind: str, replicas: int):
     rng.seed_all(1)
-    straight = draw(LoaderStream(LOADERS[kind](), 0, replicas), 12)
+    straight = draw(LoaderStream(LOADERS[kind](), Deal.over([1] * replicas, 0)), 12)
     for taken in range(12):
         rng.seed_all(1)
-        first = LoaderStream(LOADERS[kind](), 0, replicas)
+        first = LoaderStream(LOADERS[kind](), Deal.over([1] * replicas, 0))
         head = draw(first, taken)
         state, chance = first.state_dict(), rng.capture()
         random.seed(99), torch.manual_seed(99)
-        second = LoaderStream(LOADERS[kind](), 0, replicas)
+        second = LoaderStream(LOADERS[kind](), Deal.over([1] * replicas, 0))
         second.load_state_dict(state)
         rng.restore(chance)
         assert head + draw(second, 12 - taken) == straight, f"after {taken} batches"
@@ -128,7 +128,7 @@ def test_replicas_with_random_numbers_of_their_own_train_no_item_twice_in_an_epo
     epochs: list[list[int]] = [[], [], []]
     for replica_id in (0, 1):
         rng.seed_all(100 + replica_id)  # as a replica's are when training begins
-        stream = LoaderStream(ORDERS[kind](), replica_id, 2)
+        stream = LoaderStream(ORDERS[kind](), Deal.over([1] * 2, replica_id))
         for epoch in epochs:
             epoch += items_of(stream, 6)
     assert all(sorted(epoch) == list(range(24)) for epoch in epochs)
@@ -136,7 +136,7 @@ def test_replicas_with_random_numbers_of_their_own_train_no_item_twice_in_an_epo
 
 
 def test_a_dataset_that_is_not_dealt_is_shuffled_by_each_replica_for_itself():
-    orders = [items_of(LoaderStream(ORDERS["shuffle=True"](), 0, 1, seed=seed), 12) for seed in (1, 2)]
+    orders = [items_of(LoaderStream(ORDERS["shuffle=True"](), Deal.over([1] * 1, 0), seed=seed), 12) for seed in (1, 2)]
     assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
 
 
@@ -172,7 +172,7 @@ def seeded(seed: int, count: int = 24, batch_size: int = 2) -> DataLoader[int]:
     ],
 )
 def test_another_order_is_refused_by_both_of_two_replicas_and_by_the_odd_one_of_three(make: Any, caplog: Any):
-    streams = [LoaderStream(make(replica_id == 1), replica_id, 3) for replica_id in range(3)]
+    streams = [LoaderStream(make(replica_id == 1), Deal.over([1] * 3, replica_id)) for replica_id in range(3)]
     for stream in streams:
         next(stream)
     manifests = [said(stream, i) for i, stream in enumerate(streams)]
@@ -186,7 +186,7 @@ def test_another_order_is_refused_by_both_of_two_replicas_and_by_the_odd_one_of_
 
 
 def test_orders_are_compared_within_an_epoch_and_with_whatever_a_manifest_holds():
-    one, other = LoaderStream(seeded(1, 4), 0, 2), LoaderStream(seeded(2, 4), 1, 2)
+    one, other = LoaderStream(seeded(1, 4), Deal.over([1] * 2, 0)), LoaderStream(seeded(2, 4), Deal.over([1] * 2, 1))
     next(one), next(one), next(other)  # one is in its second epoch
     strange = [{}, {ORDER: 3}, {ORDER: {"epoch": 1}}, {ORDER: {"epoch": 0, "batches": []}}]
     assert one.dealt is not None
@@ -206,7 +206,7 @@ class CountsItsEpochs(torch.utils.data.Sampler[int]):
 @pytest.mark.parametrize("replicas", [2, 1])
 def test_another_order_after_a_restart_is_refused_where_batches_are_dealt_and_else_said(replicas: int, caplog: Any):
     loaders = [DataLoader(range(8), sampler=CountsItsEpochs()) for _ in range(2)]  # type: ignore[arg-type]
-    first, again = (LoaderStream(each, 0, replicas) for each in loaders)
+    first, again = (LoaderStream(each, Deal.over([1] * replicas, 0)) for each in loaders)
     draw(first, 9)
     again.load_state_dict(first.state_dict())
     if replicas == 1:
@@ -236,11 +236,11 @@ OLD_STATE: dict[str, Any] = {
 
 def test_a_run_of_an_earlier_version_ends_its_epoch_in_the_order_that_it_has_and_says_so(caplog: Any):
     loader = DataLoader(range(8), batch_size=1, shuffle=True)  # type: ignore[arg-type]
-    stream = LoaderStream(loader, 1, 2)
+    stream = LoaderStream(loader, Deal.over([1] * 2, 1))
     stream.load_state_dict(OLD_STATE)
     assert "Epoch 0 goes on in the order that it has" in caplog.text
     assert items_of(stream, 1) == [3] and stream.dealt is None
-    again = LoaderStream(loader, 1, 2)
+    again = LoaderStream(loader, Deal.over([1] * 2, 1))
     again.load_state_dict(stream.state_dict())
     assert items_of(again, 1) == [0]
     items_of(again, 1)
@@ -253,20 +253,86 @@ def test_each_batch_is_one_replicas_and_none_is_left_out(replicas: int):
     parts = []
     for replica_id in range(replicas):
         loader = DataLoader(range(7), batch_size=None, sampler=OwnOrder())  # type: ignore[arg-type]
-        stream = LoaderStream(loader, replica_id, replicas)
+        stream = LoaderStream(loader, Deal.over([1] * replicas, replica_id))
         parts.append([int(next(stream)) for _ in range(7)])
     assert sorted(item for part in parts for item in part) == sorted(list(range(7)) * replicas)
 
 
 def test_batches_of_one_generation_stay_together():
-    stream = LoaderStream([0, 0, 1, 1, 2, 2, 3, 3], 1, 2, block=2)
+    stream = LoaderStream([0, 0, 1, 1, 2, 2, 3, 3], Deal.over([1] * 2, 1, block=2))
     assert [next(stream) for _ in range(8)] == [1, 1, 3, 3] * 2
 
 
+@pytest.mark.parametrize("block", [1, 2])
+def test_batches_are_dealt_over_the_ranks_of_replicas_of_any_size(block):
+    ranks = [2, 1, 3]
+    deals = [Deal.over(ranks, i, rank, block) for i, count in enumerate(ranks) for rank in range(count)]
+    takers = [[number for number, deal in enumerate(deals) if deal.takes(index)] for index in range(30)]
+    assert all(len(each) == 1 for each in takers)
+    assert [taker for (taker,) in takers[: 6 * block]] == [0, 1] * block + [2] * block + [3, 4, 5] * block
+    for deal in deals:
+        taken = list(map(deal.takes, range(30)))
+        assert [deal.count(index) for index in range(31)] == [sum(taken[:index]) for index in range(31)]
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "iterable"])
+def test_another_rank_goes_on_from_the_state_of_rank_0(kind):
+    """Seven items in batches of two are dealt to three ranks, so that one of them begins an epoch before rank 0."""
+
+    def streams() -> list[LoaderStream]:
+        return [LoaderStream(LOADERS[kind](), Deal.over([2, 1], 0, rank), seed=1) for rank in (0, 1)]
+
+    def items(stream: LoaderStream, count: int) -> list[Any]:
+        return [list(next(stream)[0]) for _ in range(count)]
+
+    for before in range(9):
+        first, second = streams()
+        items(first, before), items(second, before)
+        again = streams()[1]
+        again.load_state_dict(first.state_dict())
+        assert items(again, 5) == items(second, 5), before
+
+
+def test_a_replica_that_comes_back_with_another_number_of_ranks_repeats_no_batch():
+    before = [LoaderStream(list(range(100)), Deal.over([2, 2], 0, rank)) for rank in (0, 1)]
+    taken = [next(each) for each in before for _ in range(5)]
+    for ranks in (1, 2, 3):
+        after = [LoaderStream(list(range(100)), Deal.over([ranks, 2], 0, rank)) for rank in range(ranks)]
+        for each in after:
+            each.load_state_dict(before[0].state_dict())
+        following = [next(each) for each in after]
+        assert max(taken) < min(following) <= max(taken) + 8, (ranks, following)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_batches_that_accelerate_has_divided_over_ranks_are_dealt_anew(stream):
+    divided = pytest.importorskip("accelerate.data_loader", reason="the extra [trl] is not installed")
+    ranks = {"num_processes": 2, "process_index": 1}
+    if stream:
+        loader = DataLoader(divided.IterableDatasetShard(Endless(), batch_size=2, **ranks), batch_size=2)
+    else:
+        sampler = torch.utils.data.BatchSampler(range(7), 2, drop_last=False)
+        shard = divided.BatchSamplerShard(sampler, **ranks)
+        loader = DataLoader(range(7), batch_sampler=shard)  # type: ignore[arg-type]
+    found = [next(LoaderStream(loader, Deal.over([2, 1], *who))).tolist() for who in ((0, 0), (0, 1), (1, 0))]
+    assert found == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_loaders_whose_division_cannot_be_undone_are_refused():
+    sampler = torch.utils.data.DistributedSampler(range(7), num_replicas=2, rank=0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"DistributedSampler over 2 processes\. Take it out"):
+        LoaderStream(DataLoader(range(7), sampler=sampler), Deal())  # type: ignore[arg-type]
+    divided = pytest.importorskip("accelerate.data_loader", reason="the extra [trl] is not installed")
+    batches = torch.utils.data.BatchSampler(range(8), 2, drop_last=False)
+    shard = divided.BatchSamplerShard(batches, num_processes=2, process_index=0, split_batches=True)
+    with pytest.raises(ConfigError, match="Set split_batches=False"):
+        LoaderStream(DataLoader(range(8), batch_sampler=shard), Deal.over([2], 0))  # type: ignore[arg-type]
+
+
 def test_the_stream_ends_when_training_has_ended_and_an_empty_loader_is_refused():
-    assert list(LoaderStream([1], 0, 1, ended=lambda: True)) == []
+    assert list(LoaderStream([1], Deal.over([1] * 1, 0), ended=lambda: True)) == []
     with pytest.raises(ConfigError, match="yields no batch"):
-        next(LoaderStream([], 0, 1))
+        next(LoaderStream([], Deal.over([1] * 1, 0)))
 
 
 def test_items_of_other_replicas_are_never_loaded():
@@ -280,7 +346,7 @@ def test_items_of_other_replicas_are_never_loaded():
             asked.append(index)
             return index
 
-    stream = LoaderStream(DataLoader(Watched(), batch_size=2), 1, 2)
+    stream = LoaderStream(DataLoader(Watched(), batch_size=2), Deal.over([1] * 2, 1))
     next(stream), next(stream)
     assert asked == [2, 3, 6, 7]
 
@@ -355,11 +421,11 @@ def trainer_with(**args: Any) -> Any:
     }
     kept = {
         name: args.pop(name)
-        for name in ("is_fsdp_enabled", "is_deepspeed_enabled", "num_iterations", "ref_model")
+        for name in ("is_fsdp_enabled", "is_deepspeed_enabled", "num_iterations", "ref_model", "accelerator", "model")
         if name in args
     }
     state = SimpleNamespace(global_step=args.pop("global_step", 0))
-    return SimpleNamespace(args=SimpleNamespace(**{**plain, **args}), state=state, **kept)
+    return SimpleNamespace(args=SimpleNamespace(**{**plain, **args}), state=state, **{"model": None, **kept})
 
 
 CONFIG = make_config({"entrypoint": "m:f", "sync_every": 4, "rounds": 3})
@@ -369,8 +435,8 @@ CONFIG = make_config({"entrypoint": "m:f", "sync_every": 4, "rounds": 3})
     ("settings", "words"),
     [
         ({"is_deepspeed_enabled": True}, r"deepspeed set.*Take TrainingArguments\(deepspeed=...\) out"),
-        ({"is_fsdp_enabled": True}, r"fsdp set.*Take TrainingArguments\(fsdp=...\) out"),
-        ({"world_size": 2}, "world_size=2.*without torchrun"),
+        ({"is_fsdp_enabled": True}, r"fsdp set.*set ranks_per_replica.*or take TrainingArguments\(fsdp=...\) out"),
+        ({"world_size": 2}, "world_size=2.*this replica in 1: start .* without torchrun"),
         ({"n_gpu": 2}, "n_gpu=2.*Set CUDA_VISIBLE_DEVICES"),
         ({"fp16": True}, "fp16=True.*Set bf16=True"),
         ({"resume_from_checkpoint": "out/checkpoint-5"}, "resume_from_checkpoint='out/checkpoint-5'.*Take it out"),
@@ -388,6 +454,32 @@ CONFIG = make_config({"entrypoint": "m:f", "sync_every": 4, "rounds": 3})
 def test_a_trainer_that_cannot_be_a_replica_is_refused_with_setting_value_and_remedy(settings, words):
     with pytest.raises(ConfigError, match=words):
         check_trainer(trainer_with(**settings), CONFIG)
+
+
+def accelerator_with(**parallel: int) -> Any:
+    return SimpleNamespace(parallelism_config=SimpleNamespace(**parallel), state=SimpleNamespace())
+
+
+_FSDP1 = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"world_size": 1}, "world_size=1.*this replica in 2: .*set use_cpu=True"),
+        ({"accelerator": _FSDP1}, 'version 1.*Set .*fsdp_config={"version": 2}'),
+        ({"accelerator": accelerator_with(cp_size=2)}, "cp_size=2.*Set cp_size=1"),
+        ({"model": SimpleNamespace(tp_size=2)}, "tp_size=2.*Set tp_size=1"),
+        ({"steps_per_generation": 4, "num_iterations": 1}, r"ranks_per_replica=\[2, 1\].*Set one number"),
+    ],
+)
+def test_a_trainer_that_cannot_be_a_replica_of_ranks_is_refused(settings, words):
+    config = make_config(
+        {"entrypoint": "m:f", "sync_every": 4, "rounds": 3, "replicas": 2, "ranks_per_replica": [2, 1]}
+    )
+    with pytest.raises(ConfigError, match=words):
+        check_trainer(trainer_with(**{"world_size": 2, **settings}), config, 2)
+    check_trainer(trainer_with(world_size=2, is_fsdp_enabled=True), config, 2)
 
 
 def test_a_reference_model_that_residuals_would_change_is_refused():

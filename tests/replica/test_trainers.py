@@ -146,6 +146,29 @@ def test_replicas_share_no_item_of_an_epoch_and_one_that_is_killed_changes_no_bi
     assert models[0] == models[1]
 
 
+def test_ranks_of_unequal_replicas_share_no_item_of_an_epoch(tmp_path: Path):
+    """Four steps of three ranks, two items each, are an epoch of 24."""
+    settings = {"rounds": 1, "sync_every": 4, "guard": {"rule": "off"}}
+    result, _ = launched(tmp_path, "train_dealt", args={"kind": "seedable"}, ranks_per_replica=[2, 1], **settings)
+    items = [(tmp_path / "run" / f"items-{replica_id}.txt").read_text().split() for replica_id in (0, 1)]
+    assert [len(each) for each in items] == [16, 8]
+    assert sorted(items[0] + items[1], key=int) == [str(i) for i in range(24)]
+    assert result.status == "completed"
+
+
+def test_a_sharded_trainer_of_which_a_rank_is_killed_ends_with_the_same_bits(tmp_path: Path):
+    found = []
+    for name, killed in (("undisturbed", {}), ("killed", {"killed_after": 6})):
+        args = {"kind": "trainer", "sharded": True, **killed}
+        result, reader = launched(tmp_path, "train", name, args=args, ranks_per_replica=[1, 2])
+        assert reader.attempts.all_numbers()[1] == ([1, 2] if killed else [1])
+        assert "DTensor" in (tmp_path / name / "kinds-1.1").read_text()
+        found.append([commit.base_digest for commit in reader.commits()])
+        per_step = [row.tokens / 4 for row in result.metrics[:-1]]
+        assert all(2 * 2 * 11 < each <= 3 * 2 * 11 for each in per_step)  # of three ranks; the last batch has one row
+    assert found[0] == found[1]
+
+
 def test_orders_that_are_seeded_by_replica_are_refused_with_the_setting(tmp_path: Path):
     with pytest.raises(RunFailed) as failed:
         launched(tmp_path, "train_dealt", args={"kind": "seeded by replica"}, sync_every=3, guard={"rule": "off"})

@@ -11,7 +11,7 @@ from diloco_orchestrator import LocalProcessExecutor, Run, RunResult, launch
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run that completed: two replicas, three rounds. Tests that share it only read it."""
+    """A run that completed: two replicas, three rounds, snapshots after the second and the last. Tests only read it."""
 
     run: Run
     result: RunResult
@@ -21,19 +21,13 @@ class FinishedRun:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     folder = tmp_path_factory.mktemp("finished")
-    settings = {"replicas": 2, "rounds": 3, "sync_every": 3, **FAST}
+    settings = {"replicas": 2, "rounds": 3, "sync_every": 3, "snapshot_every": 2, **FAST}
     executor = LocalProcessExecutor(folder / "executor")
     run = launch("tiny_workloads:train", store=str(folder / "bucket"), executor=executor, **settings)
     return FinishedRun(run, run.wait(), folder / "bucket")
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The base digests of `train_holding` when nobody is held or killed."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    settings = {"replicas": 2, "rounds": 3, "sync_every": 3, **FAST}
-    executor = LocalProcessExecutor(folder / "executor")
-    args = {"folder": str(folder), "hold": []}
-    store = str(folder / "bucket")
-    launch("tiny_workloads:train_holding", store=store, executor=executor, args=args, **settings).wait()
-    return digests(folder / "bucket")
+def undisturbed(finished: FinishedRun) -> list[str]:
+    """The base digests of `train`, and of `train_holding`, which trains the same, when nobody is held or killed."""
+    return digests(finished.folder)

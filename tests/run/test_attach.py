@@ -12,6 +12,7 @@ from tiny_workloads import mlp
 from diloco_orchestrator import CollapseStopError, LocalProcessExecutor, Run, attach, launch
 from diloco_orchestrator.errors import ConfigError, NoSuchRun
 from diloco_orchestrator.inspection.pull import copy_model
+from diloco_orchestrator.inspection.verify import verify
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import bases
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -96,6 +97,20 @@ def test_a_hung_replica_is_replaced(start, tmp_path):
     assert strike.done and reader.attempts.numbers(1) == [1, 2]
     cancel = reader.attempts.cancel(1, 1)
     assert cancel is not None and cancel.reason.startswith("hung: no heartbeat for")
+
+
+@pytest.mark.slow
+def test_the_stacks_of_a_hung_replica_are_in_its_log(start, tmp_path):
+    """No Python of that process runs any more, its heartbeat included."""
+    retry = {"hung_after_s": 6.0, "backoff_s": 0}
+    run = start("train_holding_the_interpreter", args={"marker": str(tmp_path / "held")}, retry=retry)
+    assert run.wait().status == "completed"
+    records = reader_of(tmp_path / "bucket").attempts
+    assert records.cancel(1, 1).reason.startswith("hung") and records.exit(1, 1) is None
+    log = records.log_text(1, 1)
+    assert "Timeout (0:00:03)!" in log and "in never_returns" in log and "heartbeat.py" not in log.split("Timeout")[0]
+    assert "replica 1.1" in log  # what it printed before
+    assert verify(run.url).agrees
 
 
 # -- legs -------------------------------------------------------------------------------------------------------------
@@ -218,20 +233,18 @@ def test_only_a_stopped_run_is_resumed_and_only_a_running_one_halted(start, tmp_
 # -- pull -------------------------------------------------------------------------------------------------------------
 
 
-def test_any_round_is_pulled_with_the_bits_that_the_log_names(start, tmp_path):
-    run = start(rounds=4, snapshot_every=3)
-    run.wait()
-    store = open_store(str(tmp_path / "bucket"))
-    assert run.snapshots() == [0, 3, 4]
-    for round_ in (0, 1, 2, 3, 4):
+def test_any_round_is_pulled_with_the_bits_that_the_log_names(finished, tmp_path):
+    store = open_store(str(finished.folder))
+    assert finished.run.snapshots() == [0, 2, 3]
+    for round_ in (0, 1, 2, 3):
         assert copy_model(RunLog(store), tmp_path / str(round_), round_) == round_
         files = {path.name for path in (tmp_path / str(round_)).iterdir()}
         assert files == {"README.md", "model.safetensors", "outer.safetensors"}
-    assert copy_model(RunLog(store), tmp_path / "newest") == 4
+    assert copy_model(RunLog(store), tmp_path / "newest") == 3
     for name in ("model.safetensors", "outer.safetensors"):
-        assert (tmp_path / "newest" / name).read_bytes() == (tmp_path / "4" / name).read_bytes()
+        assert (tmp_path / "newest" / name).read_bytes() == (tmp_path / "3" / name).read_bytes()
     model = mlp()
-    model.load_state_dict(read_tensors(open_store(str(tmp_path)), "2/model.safetensors"))
+    model.load_state_dict(read_tensors(open_store(str(tmp_path)), "1/model.safetensors"))
 
 
 @pytest.mark.slow

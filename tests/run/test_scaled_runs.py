@@ -1,12 +1,14 @@
 """Runs that are scaled while they train, in real processes, and what is refused."""
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_support import diloco_here
-from real_runs import FAST, reader_of
+from real_runs import FAST, pid_of, reader_of
 
 from diloco_orchestrator import Run, launch, plan_launch
 from diloco_orchestrator.clock import random_token
@@ -60,6 +62,41 @@ def test_a_run_is_scaled_up_from_another_process_and_down_again_and_resumed_with
     assert last.settings == {"replicas": 2}
     with pytest.raises(ConfigError, match=r"has ended \(completed\)\. Resume it with another number"):
         again.scale(3)
+
+
+@pytest.mark.slow
+def test_a_data_set_that_is_dealt_openly_is_read_once_by_a_fleet_that_grows_shrinks_and_is_killed(start, tmp_path):
+    settings = {**ELASTIC, "deal": "open", "args": {"folder": str(tmp_path), "pause_s": 0.05}, "sync_every": 4}
+    run, done = start("train_dealt", **settings), list[str]()
+    commits = reader_of(tmp_path / "bucket").commits
+
+    def drive() -> None:
+        together = [{a.replica_id for a in commit.answers if a.averaged} for commit in commits()]
+        if not done and len(together) > 2:
+            run.scale(3), done.append("up")
+        elif done == ["up"] and {0, 1, 2} in together:
+            os.kill(pid_of(tmp_path / "bucket", 1), signal.SIGKILL), done.append("killed")
+        elif done == ["up", "killed"] and (tmp_path / "took-1-2").exists() and 1 in together[-1]:
+            run.scale(1), done.append("down")
+        elif done[-1:] == ["down"] and together[-3:] == [{0}] * 3:
+            run.halt("seen enough"), done.append("halt")
+
+    assert run.wait(on_poll=drive).status == "halted"
+    took: dict[tuple[int, int], list[dict[int, int]]] = {}
+    for path in tmp_path.glob("took-*"):
+        by_round: dict[int, dict[int, int]] = {}
+        for line in path.read_text().splitlines():
+            round_, step, number = map(int, line.split())
+            by_round.setdefault(round_, {})[step] = number
+        for round_, steps in by_round.items():
+            took.setdefault((int(path.name.split("-")[1]), round_), []).append(steps)
+    for attempts in took.values():
+        assert all(a[step] == attempts[0][step] for a in attempts for step in a.keys() & attempts[0].keys())
+    answers = [a for commit in commits() if commit.applied for a in commit.answers if a.averaged]
+    longest = {who: list(max(attempts, key=len).values()) for who, attempts in took.items()}
+    read = [longest[a.replica_id, o.round][step] for a in answers for o in a.origins for step in range(o.steps)]
+    assert len(read) == len(set(read)) and set(range(len(read) // 2)) <= set(read)
+    assert verify(run.url).agrees
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,25 @@ def test_three_commits_in_a_row_that_are_void_in_other_ways_fail_the_run_which_c
     assert first is not None and first.status == "failed"
 
 
+def test_a_leg_begins_after_a_halt_whose_commit_follows_a_first_one_that_nobody_can_read():
+    """A commit that is no record does not say among whom the scores of the next round were divided."""
+    fleet = Fleet(replicas=2, rounds=20, scored=True)
+    participants = fleet.join_all()
+    for participant, each in zip(participants, scores(1), strict=True):
+        answer(participant, 1.0, each)
+    assert fleet.store.create(keys.commit(1), b"junk")
+    for participant in participants:
+        assert not participant.close().applied
+    request_halt(RunLog(fleet.store), "test", "enough", STAMP)
+    play(participants, [1.0, 0.5], scores(2))
+    assert RunReader(fleet.store).status().state == "halted"
+    begin_next_leg(RunLog(fleet.store), rounds=2, from_round=None, by="test", why="test", stamp=STAMP)
+    again = [fleet.join(replica_id, 2) for replica_id in (0, 1)]
+    assert RunLog(fleet.store).newest_leg() == 2
+    play(again, [1.0, 0.5], scores(3))
+    assert RunReader(fleet.store).status().state == "running"
+
+
 def test_a_halt_in_a_commit_with_other_answers_is_obeyed_by_nobody():
     fleet, participants = after_two_rounds()
     void_rounds(fleet, participants, lambda commit: {**other_tokens(commit), "stop": "halted"}, range(3, 4))

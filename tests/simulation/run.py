@@ -2,7 +2,8 @@
 
 With `WIDE=1` the runs have more replicas, settings and faults, with `FLIPS=1` they are those in which bits flip in
 memory, with `FORGED=1` those in which somebody forges records, with `SIGNED=1` signed ones in which somebody does, with
-`SCALED=1` those that grow and shrink; `--kind all` plays every kind in turn. Each line printed names the seeds that
+`SCALED=1` those that grow and shrink, with `PLACED=1` those at places whose vendors lie; `--kind all` plays every kind
+in turn. Each line printed names the seeds that
 were played, so an interrupted call goes on with `--first`.
 """
 
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import torch
 from simulation import simulate, simulate_flips, simulate_forged, simulate_scaled, simulate_wide
+from simulation_places import simulate_placed
 from simulation_signed import simulate_signed
 
 KINDS = {
@@ -28,6 +30,7 @@ KINDS = {
     "forged": simulate_forged,
     "scaled": simulate_scaled,
     "signed": simulate_signed,
+    "placed": simulate_placed,
 }
 MOST_TOGETHER = 50  # seeds that one process plays for one line of output
 COLLECTED_TOGETHER = 5  # seeds after which their garbage, up to 10 MB each, is collected

@@ -32,6 +32,7 @@ NEEDED = {
         0,
         "round 2 averages what was trained from a base that was known to be false",
     ),
+    "passed": ("calm N3", 0, "replica 0 holds a base after round 1 that the log does not give"),
     "before": ("pair N4 sum", 2, "round 3 averages what was trained from a base that was known to be false"),
     "named": ("pair N6 sum", 0, "the commit of round 2 names a base that its writer knew to be false"),
     "distrust": ("pair N4 sum", 0, "liars make others rebuild their bases in every round"),

@@ -21,8 +21,9 @@ def quiet() -> Iterator[None]:
 def drawn(seed: int) -> Simulation:
     """A run with the faults of a seed: kills, storms, late work, damaged payloads, false reports of a provider."""
     replicas = (4, 3, 5, 4)[seed % 4]
+    codec = ("fp32", "int4", "2bit", "bf16", "int8")[seed % 5]
     aggregate = "mean" if replicas < 4 else ("mean", "agreeing_mean", "median", "trimmed_mean")[seed // 4 % 4]
-    return simulate(seed, replicas=replicas, path="scatter_reduce", aggregate=aggregate)
+    return simulate(seed, replicas=replicas, path="scatter_reduce", aggregate=aggregate, codec=codec)
 
 
 @pytest.mark.slow
@@ -35,7 +36,7 @@ def test_the_invariants_hold_whatever_goes_wrong(first: int):
     assert checked > 10
 
 
-@pytest.mark.parametrize("seed", [5, 13])
+@pytest.mark.parametrize("seed", [6, 13])
 def test_the_invariants_hold_in_some_of_these_runs(seed: int):
     drawn(seed)
 

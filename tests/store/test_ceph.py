@@ -52,6 +52,17 @@ def test_of_eight_writers_at_once_one_creates_the_object_and_its_bytes_stay(engi
     assert len(names) == ROUNDS and names == sorted(names)
 
 
+@pytest.mark.parametrize("folder", ["a b~*%20c", "ü/a+b=c&d,e;it's (one)!:@$"])
+def test_a_folder_with_unusual_letters_is_one_folder_by_every_engine(ceph: S3Server, folder: str):
+    url, options = f"s3://{ceph.make_bucket(f'bucket-{uuid4().hex[:12]}')}/{folder}", ceph.options()
+    stores = [open_store(engine + url, options) for engine in ("", "fsspec+")]
+    for number, store in enumerate(stores):
+        assert store.create(f"k/{number}/{folder}", b"0123") and not store.create(f"k/{number}/{folder}", b"other")
+    for store in stores:
+        assert [info.key for info in store.list("k/")] == [f"k/{number}/{folder}" for number in (0, 1)]
+        assert store.get(f"k/0/{folder}", 1, 3) == store.get(f"k/1/{folder}", 1, 3) == b"12"
+
+
 def test_of_two_uploads_in_parts_one_after_the_other_the_first_stays(ceph: S3Server, url: str):
     """So objects above 1 GiB go up. In a race this version lets several win: docs/places/clouds.md."""
     store = open_s3(url, ceph.options(), single_put_limit=0)

@@ -28,10 +28,11 @@ from diloco_orchestrator.store.retrying import RetryingStore
 from diloco_orchestrator.store.s3 import open_s3
 
 Opener = Callable[[], Store]
-AZ = pytest.param("az", marks=pytest.mark.slow)  # a genuine Azurite, where it is installed
+# A genuine Azurite and a fake-gcs-server, where they are installed.
+OPTIONAL = [pytest.param(name, marks=pytest.mark.slow) for name in ("az", "gs", "gs by gcsfs")]
 
 
-@pytest.fixture(params=["memory", "folder", "folder by fsspec", "s3", "s3 in parts", "s3 by s3fs", "hf", AZ])
+@pytest.fixture(params=["memory", "folder", "folder by fsspec", "s3", "s3 in parts", "s3 by s3fs", "hf", *OPTIONAL])
 def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
     """Opens the same empty store again and again, as several users of it would."""
     if request.param == "memory":
@@ -45,6 +46,11 @@ def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
         gateway = request.getfixturevalue("hf_gateway")
         place = gateway.url(f"bucket-{uuid4().hex[:12]}")
         return lambda: open_store(place, gateway.options())
+    if request.param.startswith("gs"):
+        gcs = request.getfixturevalue("gcs")
+        scheme = "fsspec+gs" if "gcsfs" in request.param else "gs"
+        place = f"{scheme}://{gcs.make_bucket(f'bucket-{uuid4().hex[:12]}')}/some/folder"
+        return lambda: open_store(place, gcs.options(place))
     prefix = "fsspec+" if request.param in ("folder by fsspec", "s3 by s3fs") else ""
     if "folder" in request.param:
         return lambda: open_store(f"{prefix}file://{tmp_path}/bucket")
@@ -164,7 +170,7 @@ def test_listing_is_complete_sorted_and_below_the_prefix(store: Store):
 
 
 def test_a_write_is_listed_as_soon_as_it_returned(store: Store):
-    for index in range(50):
+    for index in range(15):
         store.create(f"seen/{index:03d}", b"x")
         assert keys(store, "seen/")[-1] == f"seen/{index:03d}"
 
@@ -191,10 +197,10 @@ def test_a_store_can_be_opened_again_by_its_own_url(reopen: Opener, request: pyt
     if first.url == "memory://":
         return
     first.put("key", b"x")
-    server = {"s3": "s3_server", "az": "azurite", "hf": "hf_gateway"}.get(
-        first.url.removeprefix("fsspec+").partition("://")[0]
-    )
-    options = request.getfixturevalue(server).options() if server else None
+    scheme = first.url.removeprefix("fsspec+").partition("://")[0]
+    server = {"s3": "s3_server", "az": "azurite", "hf": "hf_gateway", "gs": "gcs"}.get(scheme)
+    given = [first.url] if scheme == "gs" else []
+    options = request.getfixturevalue(server).options(*given) if server else None
     assert open_store(first.url, options).get("key") == b"x"
 
 

@@ -96,6 +96,11 @@ def test_a_plan_says_how_much_of_the_quota_of_five_minutes_a_run_takes(replicas:
     (line,) = (line for line in plan.lines() if line.startswith("quota:"))
     said = re.search(r"about (\d+) requests in five minutes; the Hub allows 1,000 \(free\)", line)
     assert said is not None and int(said[1]) == pytest.approx(requests, rel=0.1)
+    fits = re.search(r"; rounds of (\d+) s keep to 1,000$", line)
+    assert (fits is None) == (requests < 1000)
+    if fits is not None:
+        longer = plan_launch("tiny_workloads:train", url, executor=executor, replicas=replicas, round_s=float(fits[1]))
+        assert sum(longer.round.requests.values()) * 300 / float(fits[1]) == pytest.approx(1000, rel=0.05)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+from s3_server import S3Server
 from signed_s3 import SignedS3, running_signed_s3
 
 from diloco_orchestrator.errors import StoreDenied
@@ -42,6 +43,16 @@ def test_a_space_and_its_escape_are_two_folders(signed: SignedS3):
         open_store(f"s3://spaces/{folder}", signed.options()).put("key", folder.encode())
     for scheme in ("s3", "fsspec+s3"):
         assert open_store(f"{scheme}://spaces/a%20b", signed.options()).get("key") == b"a%20b"
+
+
+def test_a_server_that_signs_a_query_as_it_was_sent_is_told_from_a_wrong_secret(s3_server: S3Server, bucket: str):
+    """moto's server: a space in the prefix of a listing is "+" on the line."""
+    url, options = f"s3://{bucket}/a b", s3_server.options()
+    with pytest.raises(StoreDenied, match=r"wrong for this access key, or this server signs .* use fsspec\+s3://"):
+        open_store(url, options).list("")
+    assert not list(open_store(f"fsspec+{url}", options).list(""))
+    with pytest.raises(StoreDenied, match=r"this access key\.$"):
+        open_store(f"s3://{bucket}/plain", {**options, "secret": "another"}).list("")
 
 
 @pytest.mark.parametrize("scheme", ["", "fsspec+"])

@@ -124,7 +124,12 @@ ROWS = [
     (replace(RESERVED, wanted=False), Tick(), replace(RESERVED, wanted=False), CallFind()),
     # our launch call
     (LAUNCHING, LaunchReturned(HANDLE, 2.0), Running(900.0, BEAT, HANDLE), WriteHandle(HANDLE, 2.0)),
-    (LAUNCHING, LaunchFailed(Outcome.NO_CAPACITY, "no machine"), ended(Outcome.NO_CAPACITY, "no machine")),
+    (
+        LAUNCHING,
+        LaunchFailed(Outcome.NO_CAPACITY, "no machine"),
+        ended(Outcome.NO_CAPACITY, "no machine"),
+        WriteWaiting("no machine"),
+    ),
     (
         LAUNCHING,
         LaunchDenied("no"),

@@ -8,6 +8,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Cancel, Heartbeat, Intent
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.run_log.append import request_halt
+from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.supervision.coordinator import Coordinator
 from diloco_orchestrator.supervision.end_of_leg import EndOfLeg
@@ -94,6 +95,27 @@ def test_an_unknown_state_is_never_a_reason_to_act():
         beat(scene, 0, 1, minute), beat(scene, 1, 1, minute)
         scene.steps(coordinator, 60, every=60)
     assert scene.executor.launched == [(0, 1), (1, 1)] and scene.executor.cancelled == []
+
+
+def test_the_output_of_a_hung_replica_is_kept_before_it_is_cancelled_without_credentials():
+    scene = Scene(retry={"hung_after_s": 30.0, "backoff_s": 0.0})
+    scene.executor.output = [
+        "Timeout (0:00:15)!",
+        '  File "train.py", line 7 in forward',
+        "with key s3cr3t-key-of-ours",
+    ]
+    scene.secrets = {"TOKEN": "s3cr3t-key-of-ours"}
+    coordinator = scene.coordinator()
+    coordinator.step()
+    beat(scene, 0, 1, 1), beat(scene, 1, 1, 1)
+    for second in range(80):
+        beat(scene, 1, 1, 2 + second)
+        scene.steps(coordinator, 1)
+    records = AttemptRecords(scene.fleet.store)
+    assert scene.executor.cancelled == [(0, 1)] and records.cancel(0, 1).reason.startswith("hung")
+    assert records.log_text(0, 1).splitlines()[1] == '  File "train.py", line 7 in forward'
+    assert records.log_text(1, 1) is None
+    assert "s3cr3t-key-of-ours" not in records.log_text(0, 1)
 
 
 @pytest.mark.parametrize("beats", [True, False])

@@ -253,7 +253,7 @@ def test_an_intent_in_other_words_names_nothing(why):
 
 
 def test_a_replica_without_heartbeat_is_replaced_once():
-    assert actions(replica(RUNNING), now=1181.0) == [Cancel(0, 1, "hung: no heartbeat for 181 s")]
+    assert actions(replica(RUNNING), now=1181.0) == [Cancel(0, 1, "hung: no heartbeat for 181 s", keeps_output=True)]
     assert actions(replica(RUNNING), now=1180.0) == []
     assert actions(replica(CANCELLING), now=1181.0) == []
 
@@ -262,7 +262,7 @@ def test_silence_before_the_coordinator_could_read_again_does_not_count():
     """After an outage of the store the newest heartbeat is an hour old, and the next has not been written yet."""
     view = FleetView([replica(RUNNING)], None, watched_since=4600.0)
     assert decide(view, 4700.0, POLICY, RETRY, 1) == []
-    assert decide(view, 4781.0, POLICY, RETRY, 1) == [Cancel(0, 1, "hung: no heartbeat for 181 s")]
+    assert decide(view, 4781.0, POLICY, RETRY, 1) == [Cancel(0, 1, "hung: no heartbeat for 181 s", keeps_output=True)]
 
 
 BEATEN = Beat(1, 1000.0)

@@ -17,6 +17,7 @@ from diloco_orchestrator.supervision.coordinator import Coordinator
 from diloco_orchestrator.supervision.place_book import first_launches
 from executors.contract import (
     ExecutorDenied,
+    ExecutorError,
     LaunchRequest,
     NoCapacity,
     ReplicaHandle,
@@ -136,6 +137,25 @@ def test_a_provider_that_refuses_every_launch_loses_its_replicas_to_another_plac
     assert list(town.alive(coordinator).values()) == ["dear", "dear"]
     assert town.records.cancel(0, 1).reason == f"vacated: cheap gives it no machine: {refusal}"
     assert f"cheap has no machine ({refusal})" in town.records.intent(0, 2).placed
+
+
+@pytest.mark.parametrize("refusal", [ValueError("gpu='V1OO' is no kind"), ExecutorError("HTTP 500")], ids=str)
+def test_a_place_that_can_launch_nothing_costs_no_replica_its_budget_while_another_place_can(refusal):
+    town = Town(retry={"backoff_s": 0.0, "hung_after_s": 30.0, "max_errors": 0})
+    town.cheap.refusal = refusal
+    coordinator = town.coordinator()
+    town.run(coordinator, 900)
+    assert sorted(town.alive(coordinator).values()) == ["dear", "dear"] and len(town.cheap.asked) < 10
+    assert "cheap has no machine (" in town.intents()[-1].placed and str(refusal) in town.intents()[-1].placed
+
+
+def test_replicas_are_given_up_where_no_place_can_launch_any():
+    town = Town(retry={"backoff_s": 0.0, "hung_after_s": 30.0, "max_errors": 0})
+    town.cheap.refusal = town.dear.refusal = ValueError("no such region")
+    coordinator = town.coordinator()
+    town.run(coordinator, 900)
+    result = coordinator.reader.log.recorded_result(1)
+    assert result is not None and result.status == "failed" and "no such region" in result.reason
 
 
 def test_a_vendor_that_says_running_and_never_claims_costs_each_replica_one_attempt_and_no_more():

@@ -210,6 +210,31 @@ def test_a_move_waits_for_a_rounds_end_for_three_rounds_for_a_fifth_and_for_a_su
     assert short(all_decisions(moves, Limits(2, 2))) == [(1, "leaves")]
 
 
+def test_an_id_that_is_free_is_opened_at_a_place_as_soon_as_it_does_not_rest():
+    seen = view(*training("a", 0, 1), *free(2), places=(A, resting(B, for_s=-1.0, since_s=60.0)))
+    assert short(all_decisions(seen)) == [(2, "b")]
+
+
+@pytest.mark.parametrize(("without_s", "waits_s"), [(600.0, QUIET_S), (36_000.0, 18_000.0)])
+def test_a_replica_is_ended_for_a_place_again_after_half_of_the_time_without_a_machine(without_s, waits_s):
+    place_ = replace(B, refused_since=NOW - 80_000.0, refused_at=NOW, trained_at=NOW - without_s)
+    for later_s, decided in ((waits_s - 1.0, []), (waits_s, [(1, "leaves")])):
+        assert (
+            short(all_decisions(view(*training("a", 0, 1), places=(A, place_)), Limits(2, 2), NOW + later_s)) == decided
+        )
+
+
+def test_further_machines_are_worth_it_where_they_lower_what_the_fleets_tokens_cost_together():
+    """One's own machines, at $0, are not there by day. Two that are wanted train at a; b costs half of that."""
+    own, limits = resting(PlaceView("own", 0.0, 100.0, "measured")), replace(LIMITS, usd_per_hour=100.0)
+    seen = view(*training("a", 0, 1), *free(2, 3), places=(own, A, B), moved_round=10)
+    assert short(all_decisions(seen, limits)) == [(2, "b"), (3, "b")]
+    dear = replace(B, hourly_usd=3.3)  # .82 of a
+    assert all_decisions(view(*training("a", 0, 1), *free(2, 3), places=(own, A, dear), moved_round=10), limits) == []
+    both = view(*training("a", 0), *training("b", 1, 2, 3), places=(own, A, B), moved_round=10)
+    assert short(all_decisions(both, limits)) == [(0, "leaves")]  # the three of b stay, one more than are wanted
+
+
 def test_at_most_one_replica_moves_in_three_rounds():
     """Prices turn every round: of 300 rounds, at most 100 see a move."""
     seats, moves, moved_round, at = training("a", 0, 1, 2, 3), 0, 0, "a"

@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from parsed import tree_of
+
 Types = frozenset[str]
 NONE: Types = frozenset()
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -169,7 +171,7 @@ def _last(node: ast.AST) -> str:
 
 def fields_read(paths: Iterable[Path]) -> set[tuple[str, str]]:
     """(class, attribute) of every attribute that these files read of a class of theirs."""
-    program = _Program(ast.parse(path.read_text()) for path in paths)
+    program = _Program(tree_of(path) for path in paths)
     for _ in range(2):  # attributes that a method sets are known in the second
         for tree in program.trees:
             _Scope(program, {}).visit(tree)

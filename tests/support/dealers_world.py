@@ -29,6 +29,7 @@ RULES = {
     "answered": "the averages are dealt among those who answered the round",
     "agree": "a reduced shard is used where the words of owner and checker agree with its bytes",
     "payloads": "otherwise, or without their words at the deadline, a shard is averaged from the payloads",
+    "passed": "an average passes through the codec of reduced shards wherever it is made, in rebuilds too",
     "draw": "everybody averages one more shard of each round from the payloads, of its own drawing",
     "secret": "nobody can foretell which",
     "told": "who finds that replicas published a false average says so in a check record of the next round",
@@ -236,17 +237,20 @@ class World:
         """Whom a round averages; empty if it averages nobody."""
         return () if self.why_void(round_) else self.store["commit", round_].named
 
-    def average(self, round_: int, shard: int, named: Iterable[int]) -> str:
-        """The average of a shard, from payloads. Raises `Unreadable`."""
+    def average(self, round_: int, shard: int, named: Iterable[int], rebuilds: bool = False) -> str:
+        """The average of a shard, from payloads, as its reduced shard decodes. Raises `Unreadable`."""
         for author in named:
             if not self.is_right(round_, author, shard):
                 raise Unreadable(f"shard {shard} of replica {author} in round {round_}")
-        return digest("mean", tuple((i, self._promised(round_, i, shard)) for i in sorted(named)))
+        mean = digest("mean", tuple((i, self._promised(round_, i, shard)) for i in sorted(named)))
+        return mean if rebuilds and "passed" not in self.rules else digest("decoded", mean)
 
     def after(self, base: Base, round_: int) -> Base:
         """The base after a round, from the base before it and payloads. Raises `Unreadable`."""
         named = self.inputs(round_)
-        return tuple(digest(each, self.average(round_, k, named)) for k, each in enumerate(base)) if named else base
+        if not named:
+            return base
+        return tuple(digest(each, self.average(round_, k, named, rebuilds=True)) for k, each in enumerate(base))
 
     def truth(self, round_: int) -> Base:
         """The base that the log gives. Raises `Unreadable`."""

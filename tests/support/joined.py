@@ -12,7 +12,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Taken
 from diloco_orchestrator.store.base import Store
 from executors.contract import ReplicaHandle
-from executors.machine import ProcessId
+from executors.processes import ProcessId
 
 EVERY_S = 0.1  # pause between a machine's requests
 ROOT = Path(__file__).parent.parent.parent

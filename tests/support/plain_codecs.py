@@ -84,6 +84,23 @@ def _packed(data: bytes, bits: int, count: int) -> NDArray[np.int64]:
     return np.array([whole >> bits * place & (1 << bits) - 1 for place in range(count)], dtype=np.int64)
 
 
+def passed(values: Floats, codec: str | None) -> Floats:
+    """The values that `values`, a shard, decode to after they were encoded in a codec; None changes nothing."""
+    if codec is None:
+        return values
+    if codec == "bf16":
+        bits = values.view(np.uint32).astype(np.uint64)
+        return ((bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint32) << 16).view(np.float32)
+    levels = np.float32({"int8": 127, "int4": 7}[codec])
+    found = np.empty_like(values)
+    for start in range(0, len(values), SCALED):
+        group = values[start : start + SCALED]
+        scale = np.abs(group).max() / levels
+        factor = np.float32(1) / scale if scale >= np.float32(2.0**-126) else np.float32(0)
+        found[start : start + SCALED] = np.rint(group * factor) * (scale if factor else np.float32(0))
+    return found
+
+
 def sent(shard: bytes) -> Floats:
     """1 for each value that a shard holds, 0 for those that a sparse codec has left out."""
     held = (group.values != 0 if group.large == 1.0 else np.ones(len(group.values), bool) for group in groups(shard))

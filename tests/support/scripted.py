@@ -35,6 +35,7 @@ class ScriptedExecutor:
         self.refuse_launch: dict[tuple[int, int], str | Exception] = {}
         self.refuse_cancel = 0
         self.denied: ExecutorError | None = None
+        self.output: list[str] = []  # of every attempt
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
         return {}
@@ -70,7 +71,7 @@ class ScriptedExecutor:
         raise NotImplementedError
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        return iter(())
+        return iter(self.output if tail is None else self.output[-tail:])
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
         if self.denied is not None:
@@ -113,10 +114,11 @@ class Scene:
         timing = {"poll_s": 0.01, "round_timeout_s": 20.0, "startup_timeout_s": 20.0}  # on the clock below
         self.fleet = Fleet(store=self.engine, **{"replicas": 2, "rounds": 2, "timing": timing, **settings})
         self.executor, self.clock = ScriptedExecutor(), ManualClock()
+        self.secrets: dict[str, str] = {}
 
     def coordinator(self) -> Coordinator:
         store = RetryingStore(self.engine, self.clock, random.Random(0))
-        return Coordinator(RunReader(store), Means(self.executor, self.clock, STAMP))
+        return Coordinator(RunReader(store), Means(self.executor, self.clock, STAMP, secrets=self.secrets))
 
     def steps(self, coordinator: Coordinator, seconds: float, every: float = 1.0) -> bool:
         """Look every second; whether the leg is over at the end."""

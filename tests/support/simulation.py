@@ -52,6 +52,7 @@ from executors.contract import (
     ReplicaHandle,
     ReplicaState,
     ReplicaStatus,
+    ServerlessExecutor,
     Unavailable,
 )
 from replica.attempt.attempt import Attempt, claim_attempt
@@ -308,13 +309,21 @@ class Simulation:
     def _start_coordinator(self, at: float) -> None:
         self.coordinator = self.time.spawn("coordinator", self._supervise, at=at)
 
+    def executor(self, clock: VirtualClock) -> ServerlessExecutor:
+        """The executor of a new coordinator."""
+        return join_executor(self, clock) if self.plan.machines else SimExecutor(self)
+
+    def look_at(self, coordinator: Coordinator) -> None:
+        """Called after each step of a coordinator."""
+
     def _supervise(self, clock: VirtualClock) -> None:
         """A user's terminal: attaches again when the connection to the bucket was lost."""
         while True:
             try:
-                executor = join_executor(self, clock) if self.plan.machines else SimExecutor(self)
-                coordinator = Coordinator(RunReader(self.network(clock)), Means(executor, clock, self.stamp(clock)))
+                means = Means(self.executor(clock), clock, self.stamp(clock))
+                coordinator = Coordinator(RunReader(self.network(clock)), means)
                 while not coordinator.step():
+                    self.look_at(coordinator)
                     clock.sleep(1.0)
                 return
             except DilocoError as error:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diloco_orchestrator.allreduce.dealing import Dealing, dealing_of
+from diloco_orchestrator.allreduce.dealing import Dealing, average_codec_of, dealing_of
 from diloco_orchestrator.allreduce.scatter_reduce import published_by
 from diloco_orchestrator.codecs.table import encode
 from diloco_orchestrator.protocol import keys
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from simulation import Simulation
 
 
-FALSE = encode(torch.full((4096,), 0.5), "fp32")  # what they publish in place of an average of that many elements
+NUMEL = 4096  # elements of an average
 
 
 class Liars:
@@ -38,6 +38,8 @@ class Liars:
         self.who, self.accuse, self.omit = set(who), accuse, omit
         self.lies = 0  # shards with a false average
         self._create = simulation.bucket.create
+        # What they publish in place of an average.
+        self._false = encode(torch.full((NUMEL,), 0.5), average_codec_of(self.config.codec) or "fp32")
         simulation.bucket.create = self.create  # type: ignore[method-assign]
 
     def create(self, key: str, data: bytes) -> bool:
@@ -63,13 +65,13 @@ class Liars:
         if found is None or not self._are_dealers(found[0], found[1]):
             return data
         self.lies += 1
-        return FALSE
+        return self._false
 
     def _reduced(self, key: str, data: bytes) -> bytes:
         found = keys.reduced.parse(key)
         if found is None or found[1] not in self.who:
             return data
-        record, false = Reduced.from_bytes(data, key), {"digest": bulk_digest(FALSE)}
+        record, false = Reduced.from_bytes(data, key), {"digest": bulk_digest(self._false)}
         shards = [s.model_copy(update=false) if self._are_dealers(found[0], s.shard) else s for s in record.shards]
         return record.model_copy(update={"shards": tuple(shards)}).to_bytes()
 

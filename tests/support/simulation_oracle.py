@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
-from plain_codecs import decoded, sent
+from plain_codecs import decoded, passed, sent
 
 Floats = NDArray[np.float32]
 Json = Mapping[str, Any]
@@ -113,7 +113,7 @@ def bases_of(
         if said != weight:
             raise Differs(f"round {round_} weighs {said}; plain arithmetic gives {weight}")
         outer = config["outer"] | {n[6:]: v for n, v in begin["settings"].items() if n.startswith("outer.")}
-        before, mean = base.copy(), average(averaged, weight, config["aggregate"])
+        before, mean = base.copy(), average(averaged, weight, config["aggregate"], commit.get("average_codec"))
         base.step(commit["fragment"], mean, outer)
         if config["adapters"] == "exact":
             step_residual(base, before, averaged, weight, mean, outer)
@@ -182,8 +182,11 @@ def weights(averaged: Sequence[Averaged], config: Json, usual: UsualNorms, fragm
     return weight | (dict.fromkeys(zeros, 0) if len(zeros) < len(averaged) / 2 else {})
 
 
-def average(averaged: Sequence[Averaged], weight: Mapping[int, int], how: str) -> Floats:
-    """The average of a round by shard, in replica_id order: docs/reference/protocol.md sections 4, Aggregate, and 5."""
+def average(averaged: Sequence[Averaged], weight: Mapping[int, int], how: str, codec: str | None) -> Floats:
+    """The average of a round by shard, in replica_id order: docs/reference/protocol.md sections 4, Aggregate, and 5.
+
+    `codec`: that it passes through, None for none.
+    """
     parts = sorted((a for a in averaged if weight[a.replica_id]), key=lambda a: a.replica_id)
     largest = max(weight[a.replica_id] for a in parts)
     share = {a.replica_id: np.float32(weight[a.replica_id] / largest) for a in parts}
@@ -209,7 +212,7 @@ def average(averaged: Sequence[Averaged], weight: Mapping[int, int], how: str) -
         summed = np.zeros_like(rows[0])
         for row in rows:
             summed = summed + row
-        found.append(summed / total)
+        found.append(passed(summed / total, codec))
     return np.concatenate(found)
 
 

@@ -182,19 +182,131 @@ def grpo(folder: Path | str, model: Any = None, reward: Any = None, **changes: A
     )
 
 
-MAKERS: dict[str, Any] = {"trainer": plain, "sft": sft, "dpo": dpo, "grpo": grpo}
+def prompts(**columns: list[Any]) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_dict({"prompt": [text(i, 4) for i in range(21)], **columns})
+
+
+def kto(folder: Path | str, **changes: Any) -> Trainer:
+    from trl import KTOConfig, KTOTrainer
+
+    rows = prompts(
+        completion=[" " + text(i + 500 * (i % 2), 4) for i in range(21)], label=[i % 2 == 0 for i in range(21)]
+    )
+    args = KTOConfig(**settings(folder, **changes))
+    return KTOTrainer(llama(), ref_model=llama(), args=args, train_dataset=rows, processing_class=tokenizer())
+
+
+def orpo(folder: Path | str, **changes: Any) -> Trainer:
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    rows = prompts(chosen=[" " + text(i, 4) for i in range(21)], rejected=[" " + text(i + 500, 4) for i in range(21)])
+    args = ORPOConfig(**settings(folder, max_length=16, **changes))
+    return ORPOTrainer(llama(), args=args, train_dataset=rows, processing_class=tokenizer())
+
+
+def gkd(folder: Path | str, **changes: Any) -> Trainer:
+    """Half of its batches are completions of the student's own."""
+    from datasets import Dataset
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    talks = [
+        [{"role": "user", "content": text(i, 3)}, {"role": "assistant", "content": text(i + 300, 3)}] for i in range(21)
+    ]
+    made = tokenizer()
+    made.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    args = GKDConfig(**settings(folder, max_length=16, max_new_tokens=4, lmbda=0.5, **changes))
+    rows = Dataset.from_dict({"messages": talks})
+    return GKDTrainer(llama(), teacher_model=llama(seed=1), args=args, train_dataset=rows, processing_class=made)
+
+
+def online_dpo(folder: Path | str, **changes: Any) -> Trainer:
+    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+    args = OnlineDPOConfig(**settings(folder, max_new_tokens=6, max_length=32, **changes))
+    return OnlineDPOTrainer(
+        llama(),
+        ref_model=llama(),
+        reward_funcs=share_of("w3"),
+        args=args,
+        train_dataset=prompts(),
+        processing_class=tokenizer(),
+    )
+
+
+def whisper(folder: Path | str, **changes: Any) -> Trainer:
+    """Speech to text: features of noise, and labels."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, WhisperConfig, WhisperForConditionalGeneration
+
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "num_mel_bins": 8, "max_source_positions": 20}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    torch.manual_seed(0)
+    model = WhisperForConditionalGeneration(
+        WhisperConfig(vocab_size=WORDS + 3, max_target_positions=32, dropout=0.1, **sizes, **heads, **tokens)
+    )
+
+    class Speech(Rows):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            noise = torch.randn(8, 40, generator=torch.Generator().manual_seed(index))
+            return {"input_features": noise, "labels": torch.tensor(sentence(index, 6))}
+
+    args = Seq2SeqTrainingArguments(**settings(folder, **changes))
+    return Seq2SeqTrainer(model, args, train_dataset=Speech(21))
+
+
+def streamed(folder: Path | str, **changes: Any) -> Trainer:
+    """A streamed data set of `datasets`, shuffled through a buffer."""
+    from datasets import Dataset
+
+    rows = [{"input_ids": sentence(i), "labels": sentence(i)} for i in range(21)]
+    data = Dataset.from_list(rows).to_iterable_dataset(num_shards=3).shuffle(seed=7, buffer_size=5)
+    args = TrainingArguments(**settings(folder, max_steps=1, **changes))
+    return Trainer(llama(), args, train_dataset=data)
+
+
+MAKERS: dict[str, Any] = {
+    "trainer": plain,
+    "sft": sft,
+    "dpo": dpo,
+    "grpo": grpo,
+    "kto": kto,
+    "orpo": orpo,
+    "gkd": gkd,
+    "online_dpo": online_dpo,
+    "whisper": whisper,
+    "streamed": streamed,
+}
 
 
 def train(ctx: Any) -> None:
     """An entrypoint: `args["kind"]` of trainer with `args["settings"]`. Replica 1 may kill itself once."""
     from diloco_orchestrator import train_as_replica
 
-    folder = Path(ctx.args["folder"])
-    trainer = MAKERS[ctx.args["kind"]](folder / f"trainer-{ctx.replica_id}", **ctx.args.get("settings", {}))
+    folder, kind = Path(ctx.args["folder"]), ctx.args["kind"]
+    changes = {**ctx.args.get("settings", {}), **(sharded() if ctx.args.get("sharded") and ctx.ranks > 1 else {})}
+    trainer = MAKERS[kind](folder / f"trainer-{ctx.replica_id}", **changes)
     step = ctx.args.get("killed_after")
-    if step and ctx.replica_id == 1 and not (folder / "killed").exists():
+    if step and ctx.replica_id == 1 and ctx.rank == ctx.ranks - 1 and not (folder / "killed").exists():
         trainer.add_callback(KillsItself(step, folder / "killed"))
-    train_as_replica(trainer, ctx, heldout=heldout, heldout_items=list(range(ITEMS)))
+    scored = {"heldout": heldout, "heldout_items": list(range(ITEMS))} if kind != "whisper" else {}
+    train_as_replica(trainer, ctx, **scored)
+    kinds = {type(parameter.data).__name__ for parameter in trainer.model.parameters()}
+    (folder / f"kinds-{ctx.replica_id}.{ctx.rank}").write_text(" ".join(sorted(kinds)))
+
+
+def sharded() -> dict[str, Any]:
+    """The settings of a trainer that shards its model over this replica's ranks, on the CPU.
+
+    accelerate shards on GPUs only. Told that this CPU is one, it makes the same calls of `fully_shard`, over gloo.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    os.environ["ACCELERATE_USE_CPU"], os.environ["ACCELERATE_TORCH_DEVICE"] = "false", "cpu"
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)  # type: ignore[method-assign]
+    return {"use_cpu": False, "fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
 
 
 class Marked(Rows):
@@ -289,7 +401,8 @@ def train_lora(ctx: Any) -> None:
 
     from diloco_orchestrator import train_as_replica
 
-    own = ctx.args.get("adapter_of_replica_1", {}) if ctx.replica_id == 1 else {}
-    adapter = LoraConfig(**{"r": 2, "lora_alpha": 4, **own}, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    own = {"r": 2, "lora_alpha": 4, **ctx.args.get("adapter", {})}
+    own |= ctx.args.get("adapter_of_replica_1", {}) if ctx.replica_id == 1 else {}
+    adapter = LoraConfig(**own, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer = sft(Path(ctx.args["folder"]) / f"trainer-{ctx.replica_id}", peft_config=adapter)
     train_as_replica(trainer, ctx, heldout=heldout, heldout_items=list(range(ITEMS)))

@@ -1,5 +1,6 @@
 """Training functions and entrypoints that tests launch in processes of their own."""
 
+import ctypes
 import os
 import signal
 import time
@@ -71,6 +72,18 @@ def train(ctx: ReplicaContext) -> None:
             time.sleep(pause_s)
 
 
+def train_dealt(ctx: ReplicaContext) -> None:
+    """One data set for all replicas. A file in `args["folder"]` has round, step and batch of each inner step."""
+    model, pause_s = mlp(), float(ctx.args.get("pause_s", 0))  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    path = Path(str(ctx.args["folder"])) / f"took-{ctx.replica_id}-{ctx._attempt.number}"
+    with attach(ctx, model, optimizer) as replica, path.open("a") as took:
+        for number in replica.batches(range(10**6)):
+            took.write(f"{replica.round} {replica.step_count} {number}\n"), took.flush()
+            replica.observe(loss=inner_step(model, optimizer, batch_of(number)), tokens=8)
+            time.sleep(pause_s)
+
+
 def train_holding(ctx: ReplicaContext) -> None:
     """In the middle of round 2 the replicas in `args["hold"]`, in their first attempt, wait for a file `release`."""
     folder, pause_s = Path(str(ctx.args["folder"])), float(ctx.args.get("pause_s", 0))  # type: ignore[arg-type]
@@ -82,6 +95,24 @@ def train_holding(ctx: ReplicaContext) -> None:
             time.sleep(pause_s)
             if replica.round == 2 and step % 3 == 1 and ctx.replica_id in ctx.args["hold"]:  # type: ignore[operator]
                 hold_once(folder / f"held-{ctx.replica_id}", folder / "release")
+
+
+def train_holding_the_interpreter(ctx: ReplicaContext) -> None:
+    """In round 2 replica 1's first attempt enters a library that keeps the interpreter's lock and does not return."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with attach(ctx, model, optimizer) as replica:
+        for batch in replica.batches(data_of(ctx)):
+            replica.observe(loss=inner_step(model, optimizer, batch))
+            if replica.round == 2 and ctx.replica_id == 1 and not Path(str(ctx.args["marker"])).exists():
+                Path(str(ctx.args["marker"])).touch()
+                never_returns()
+
+
+def never_returns() -> None:
+    mutex = ctypes.create_string_buffer(64)  # of pthreads; no signal interrupts the wait for it
+    for _ in range(2):
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 
 def hold_once(marker: Path, release: Path) -> None:

@@ -274,6 +274,7 @@ class BaseDeriver:
                     self._shard,
                     config.outer,
                     aggregate=config.aggregate,
+                    codec=commit.average_codec,
                     adapters=self._start.adapters,
                 )
                 return base

@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, RecordTooNew, RecordTooOld
+from diloco_orchestrator.protocol.kinds import kind_at
 from diloco_orchestrator.protocol.record_format import Record, canonical_json, parse_json
+from diloco_orchestrator.protocol.records import Begin, Commit, Run, Start
 from diloco_orchestrator.run_log.reader import parsed, read_record
 from diloco_orchestrator.store.base import Store
 
+_OF_THE_LOG = (Run, Start, Begin, Commit)
 T = TypeVar("T")
 R = TypeVar("R", bound=Record)
 
@@ -96,12 +99,17 @@ def check_canonical(key: str, data: bytes) -> None:
 
 
 def optional(key: str, read: Callable[[], T]) -> T:
-    """The result of `read`, which reads the object `key`. Raises `Differs` if that is no valid record of its kind."""
+    """The result of `read`, which reads the object `key`. Raises `Differs` if that is no valid record of its kind.
+
+    Raises `RecordTooNew` or `RecordTooOld` where the run itself is of another version: where its configuration, its
+    start, or a leg or commit of its log is. Any other record of another version is one that somebody put there.
+    """
     try:
         return read()
-    except (RecordTooNew, RecordTooOld):
-        raise
     except (RecordInvalid, UnicodeDecodeError) as error:
+        kind = kind_at(key)
+        if isinstance(error, RecordTooNew | RecordTooOld) and kind is not None and kind.record in _OF_THE_LOG:
+            raise
         raise Differs(key, str(error)) from None
 
 

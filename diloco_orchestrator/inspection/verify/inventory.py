@@ -234,7 +234,7 @@ def _missing_of_attempts(attempts: Mapping[tuple[int, int], set[str]], records: 
         if launched and keys.CLAIM in names and "handle.json" not in names:
             why = "its claim is there; a coordinator that died before it noted its launch leaves none either"
             found.append(f"{keys.handle(replica_id, attempt)}: {why}")
-        if "log.txt" in names and "exit.json" not in names:
+        if "log.txt" in names and not names & {"exit.json", "cancel.json"}:  # a coordinator keeps a hung one's output
             found.append(f"{keys.exit_record(replica_id, attempt)}: log.txt, which is written just before it, is there")
         if "exit.json" in names:
             before = (("log.txt", keys.log_text), ("heartbeat.json", keys.heartbeat))
@@ -319,7 +319,7 @@ def _sentence(store: Store, found: AttemptFolders, replica_id: int, attempt: int
     names = found.records[replica_id, attempt]
     causes = ["it still runs"] if may_run else []
     if "log.txt" in names:
-        causes += ["its machine was lost after it wrote log.txt", "exit.json was removed"]
+        causes += ["its machine was lost after log.txt was written", "exit.json was removed"]
     else:
         causes += ["its machine was lost", "exit.json and log.txt were removed"]
     either = ", ".join(causes[:-1]) + f", or {causes[-1]}"

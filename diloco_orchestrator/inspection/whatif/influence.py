@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from diloco_orchestrator.allreduce.aggregate import Aggregate, aggregate_of
-from diloco_orchestrator.allreduce.mean import Part
+from diloco_orchestrator.allreduce.aggregate import aggregate_of
+from diloco_orchestrator.allreduce.mean import Aggregate, Part
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.allreduce.vectors import BLOCK
@@ -123,7 +123,8 @@ class _Round:
             def combined(without: int | None) -> tuple[list[Part], Aggregate | None]:
                 pairs, _ = self._decided(without)
                 parts = [part_of(manifests[answer.replica_id], weight, read) for answer, weight in pairs]
-                return parts, aggregate_of(self._config.aggregate, parts, lengths) if parts else None
+                how = self._config.aggregate, parts, lengths, self._commit.average_codec
+                return parts, aggregate_of(*how) if parts else None
 
             parts, average = combined(None)
             without = [combined(replica_id)[1] for replica_id in self._ids]
@@ -165,7 +166,7 @@ class _Round:
         base, (pairs, config) = before.copy(), self._decided(without)
         named = [(self._reader.named(self._commit.round, answer), weight) for answer, weight in pairs]
         if named:
-            take_step(self._log, base, self._commit.fragment, named, config, self._reader)
+            take_step(self._log, base, self._commit, named, config, self._reader)
         if self._scorer is None:
             return base, None
         source = self._commit if pairs else self._before

@@ -150,7 +150,7 @@ def _replayed(run_log: RunLog, line: Line, decision: OtherDecision, changed: Seq
             below.append(commit.round)
         averaged, averaged_in = tuple(answer for answer, _ in pairs), commit.round
         named = [(reader.named(commit.round, answer), weight) for answer, weight in pairs]
-        take_step(run_log, other, commit.fragment, named, config, reader)
+        take_step(run_log, other, commit, named, config, reader)
     return Replayed(as_it_was, other, moved, averaged, averaged_in, tuple(below), tuple(nobody))
 
 

@@ -1,0 +1,88 @@
+"""`DealtBatches`: the batches of a whole finite data set that this replica trains on, where the run's log deals them.
+
+`protocol.deal` has the rule. Nothing but the log and the inner step says which batch comes next, so that no position
+in the data has to be saved.
+"""
+
+from typing import Any
+
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.protocol.deal import OpenDeal, dealt_by
+from diloco_orchestrator.replica.attempt.attempt import Attempt
+
+DEAL = "deal"  # in `Progress.cursor`: what all replicas must have in common
+_SKIPPED = 8  # batches without an optimizer step in an attempt; a loss scale that begins too high skips several
+
+
+class DealtBatches:
+    """Takes batches out of `data`, which has a length and an index, as the log deals them.
+
+    Raises `ConfigError` if it has no length, no index, or no batch.
+    """
+
+    def __init__(self, attempt: Attempt, data: Any) -> None:
+        if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+            raise ConfigError(
+                f'deal="open" with data of the type {type(data).__name__}: a data set that is dealt has len(data) and '
+                "data[i], which gives batch i. Pass such a sequence of batches, the same and whole in every replica; "
+                'a stream of each replica\'s own is deal="ids".'
+            )
+        if not len(data):
+            raise ConfigError('deal="open" with an empty data set: it has no batch that could be dealt.')
+        self._attempt, self._data, self._size = attempt, data, len(data)
+        self._deal: OpenDeal | None = None
+        self._at = (0, 0)  # round and inner step of the batch that was taken last
+        self._steps = -1  # inner steps of this replica before that batch
+        self._taken = self._skipped = 0  # batches, and those on which no step was taken
+
+    def take(self, round_: int, inner_step: int, steps: int) -> Any:
+        """The batch for an inner step of the open round. `steps`: inner steps that this replica has taken in all.
+
+        The same batch is given again if no optimizer step was taken on it. Raises `ConfigError` where a loop takes
+        several steps on one batch, or a step on several batches as a rule.
+        """
+        self._check(round_, inner_step, steps)
+        return self._data[self._of(round_).of(self._attempt.replica_id).index(inner_step)]
+
+    def position(self) -> dict[str, Any]:
+        """The entry of a manifest about the data, as JSON: the number of batches of the data set."""
+        return {DEAL: {"batches": self._size}}
+
+    def check_same(self, replica_id: int, theirs: Any) -> None:
+        """Raise `ConfigError` if another replica's manifest says that its data set has another number of batches."""
+        if isinstance(theirs, dict) and theirs.get("batches") != self._size:
+            raise ConfigError(
+                f'deal="open": replica {self._attempt.replica_id} was given {self._size} batches, replica {replica_id} '
+                f"{theirs.get('batches')}. Every replica has to pass the same whole data set, not a part of its own."
+            )
+
+    def _check(self, round_: int, inner_step: int, steps: int) -> None:
+        taken = steps - self._steps if self._steps >= 0 else 1
+        if taken > 1:
+            raise ConfigError(
+                f'deal="open": {taken} optimizer steps were taken on one batch. Each batch is one inner step, by which '
+                "the log knows what was trained on."
+            )
+        self._taken += 1
+        self._skipped += taken == 0 and (round_, inner_step) == self._at
+        if self._skipped > _SKIPPED + self._taken // 4:
+            raise ConfigError(
+                f'deal="open": {self._skipped} of {self._taken} batches had no optimizer step, and were given again. '
+                "Each batch is one inner step: where gradients are accumulated, data[i] has to hold all of its parts."
+            )
+        self._at, self._steps = (round_, inner_step), steps
+
+    def _of(self, round_: int) -> OpenDeal:
+        """The deal of a round, after all commits before it."""
+        log, config = self._attempt.log, self._attempt.config
+        if self._deal is None:
+            self._deal = OpenDeal(self._size, config.round_steps, config.most_replicas)
+            begins = log.begins()[: self._attempt.begin.leg]
+            replicas = [log.configs.of(each.leg).replicas for each in begins]
+            before = (commit for commit in log.each_commit() if commit.round < round_)
+            dealt_by(before, begins, replicas, self._deal)
+        while self._deal.round < round_ - 1:
+            entry = log.commit(self._deal.round + 1)
+            assert entry is not None, f"round {round_} is open"
+            self._deal.add(entry.commit)
+        return self._deal

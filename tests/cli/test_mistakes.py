@@ -1,0 +1,87 @@
+"""What people get wrong at the command line: each mistake, and the words that say what to do, before a start."""
+
+from pathlib import Path
+
+import pytest
+from cli_support import diloco_here
+
+WORKLOAD = """
+import asyncio
+VALUE = 3
+def train(ctx):
+    pass
+def nothing():
+    pass
+def with_a_model(ctx, model):
+    pass
+def keyword(ctx, *, lr):
+    pass
+async def waits(ctx):
+    await asyncio.sleep(0)
+def yields(ctx):
+    yield ctx
+def fine(ctx, lr=0.1, *more, x=2):
+    def inner():
+        yield lr
+@staticmethod
+def decorated(a, b, c):
+    pass
+if VALUE:
+    def either(ctx):
+        pass
+else:
+    def either():
+        pass
+"""
+RUN = ("run", "of_mistakes.py:train", "--store", "runs/a")
+MISTAKES = {  # by what was done: the command, and a part of the answer that says what to do
+    "a misspelt function": (("run", "of_mistakes.py:trian", *RUN[2:]), "defines no 'trian'. Did you mean 'train'?"),
+    "a misspelt file": (("run", "mistake.py:train", *RUN[2:]), "there is no file"),
+    "no function": (("run", "of_mistakes.py", *RUN[2:]), "Write 'of_mistakes.py:FUNCTION'"),
+    "a value": (("run", "of_mistakes:VALUE", *RUN[2:]), "VALUE in of_mistakes.py is a value. Name a function"),
+    "no argument": (("run", "of_mistakes.py:nothing", *RUN[2:]), "write def nothing(ctx)"),
+    "a second argument": (("plan", "of_mistakes.py:with_a_model", *RUN[2:]), "takes ctx, model. It is called with one"),
+    "a keyword without default": (("plan", "of_mistakes.py:keyword", *RUN[2:]), "arrives as ctx.args"),
+    "a coroutine": (("run", "of_mistakes.py:waits", *RUN[2:]), "Write `def` instead of `async def`"),
+    "a generator": (("run", "of_mistakes.py:yields", *RUN[2:]), "Move its `yield` into a function of its own"),
+    "no store": (RUN[:2], "Missing option '--store'"),
+    "no replica": ((*RUN, "--replicas", "0"), "'replicas' = '0': input should be greater than or equal to 1"),
+    "a misspelt option": ((*RUN, "--replica", "2"), "'--replicas'"),
+    "a misspelt codec": ((*RUN, "--codec", "int3"), "did you mean 'int8'?"),
+    "a misspelt executor": ((*RUN, "--executor", "modall"), "did you mean 'modal'?"),
+    "an option of the place misspelt": ((*RUN, "--executor", "modal", "--gpus", "A100"), "'--gpu'"),
+    "a quorum of more than all": (
+        (*RUN, "--quorum", "5", "--replicas", "2"),
+        'choose 1..2 (the number of replicas), or "all"',
+    ),
+    "another scheme": (("run", RUN[1], "--store", "s4://b/x"), "did you mean 's3'?"),
+    "half a scheme": (("run", RUN[1], "--store", "s3:/b/x"), "write s3://"),
+    "no bucket": (("run", RUN[1], "--store", "s3://"), "Write s3://bucket/folder"),
+    "a web address": (
+        ("run", RUN[1], "--store", "https://b.s3.amazonaws.com/x"),
+        "Use s3://, gs://, az:// or a folder",
+    ),
+    "a limit without a price": ((*RUN, "--max-cost-usd", "5"), "hourly_usd=… (--hourly-usd), or use max_hours"),
+    "an odd number of parameters": (("plan", *RUN[1:], "--parameters", "10X"), "write a number such as 124M or 1.5B"),
+    "settings that are not there": ((*RUN, "--config", "nope.toml"), "cannot read settings from nope.toml"),
+    "a misspelt command": (("statu", "runs/a"), "did you mean 'status'?"),
+    "a run that is not there": (("status", "runs/none"), "Check the address; a run is one folder"),
+    "a folder without a run": (("verify", "."), "run.json is missing"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_answered_by_what_to_do_and_starts_nothing(mistake: str, tmp_path: Path):
+    (tmp_path / "of_mistakes.py").write_text(WORKLOAD)
+    command, words = MISTAKES[mistake]
+    done = diloco_here(*command, cwd=tmp_path)
+    assert done.returncode in (1, 2) and words in done.stderr and not done.stdout, done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) <= 5
+    assert [each.name for each in tmp_path.iterdir()] == ["of_mistakes.py"]
+
+
+@pytest.mark.parametrize("function", ["fine", "decorated", "either"])
+def test_functions_that_may_be_called_with_the_context_are_taken(function: str, tmp_path: Path):
+    (tmp_path / "of_mistakes.py").write_text(WORKLOAD)
+    done = diloco_here("plan", f"of_mistakes.py:{function}", "--store", "runs/a", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
