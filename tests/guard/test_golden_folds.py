@@ -43,6 +43,7 @@ RULES: tuple[dict[str, Any], ...] = (
     {"rule": "heldout", "max_proxy_real_gap": 0.3, "ema_alpha": 0.5, "rise_eps": 1e-3},
     {"rule": "off"},
 )
+V2: tuple[dict[str, Any], ...] = tuple({**each, "rule": "sequential-v2"} for each in RULES[:2])
 NOW: tuple[dict[str, Any], ...] = tuple({**each, "rule": "sequential"} for each in RULES[:2])
 
 
@@ -116,7 +117,10 @@ def manifest(rng: random.Random, replica: int, t: int, shape: str, trouble: floa
 
 def folds_of(rng: random.Random, settings: dict[str, Any], shape: str, trouble: float, vaulted: bool) -> list[Any]:
     """What the fold says in each round of one run, the state through JSON as in a commit."""
-    earlier = settings["rule"] == "sequential-v1"  # of runs that began when it was the rule "sequential"
+    earlier = settings["rule"] in (
+        "sequential-v1",
+        "sequential-v2",
+    )  # of runs that began when it was the rule "sequential"
     config = GuardConfig(**{**settings, "rule": "sequential"} if earlier else settings)
     vault = VaultSet(shares=(ITEMS,) * 4, digest="1" * 64) if vaulted else None
     heldout = HeldoutSet(metric="reward", shares=(ITEMS,) * 4, digest="0" * 64, vault=vault)
@@ -153,5 +157,9 @@ def test_states_verdicts_and_names_have_the_bytes_that_they_always_had():
     assert digest_of(0, every=3)[0] == "841ab33d69728bb34669c1f81682aa26e723041f522b3a2a50e08bbd9b37408d"
 
 
+def test_the_rule_that_was_the_default_before_has_the_bytes_that_it_had_then():
+    assert digest_of(0, every=5, rules=V2)[0] == "8649e8857b9a73e9b8a3f939cf9568dddf6e4b59d37485874284f82cc5509e9d"
+
+
 def test_the_default_rule_has_the_bytes_that_it_had_when_it_became_the_default():
-    assert digest_of(0, every=2, rules=NOW)[0] == "bf4fc1bd0fc9665a345471bae73d1430f01e59663bc508d5c3f9dafdb4aa04d1"
+    assert digest_of(0, every=5, rules=NOW)[0] == "df1271e8c355146c61b70dde990f5fa1f1232f5ee42a9e14ebcb66a9ca70fa11"

@@ -73,7 +73,7 @@ class MetricChannels:
             slow = self.gap.judge(model, held, trained, heldout, self.gap_noise, tolerance, threshold)
         self._learn(model, held, trained)
         known = self.noise.step or 0.0, lost, self.falls.recovers
-        at_once += self.step_down.judge(model, held, *known, threshold, heldout - held)
+        at_once += self.step_down.judge(model, self.noise.last, *known, threshold, heldout - held)
         at_once += self.early.alarms(self.noise.last)
         return at_once + self.new_low.alarms(self.noise.last, trained or 0.0), slow
 
@@ -91,7 +91,7 @@ class MetricChannels:
         self.falls.begin(model)
         self.gap.begin(model)
         self.early.stop()
-        self.new_low, self.step_down = NewLow(), StepDown()
+        self.new_low, self.step_down = NewLow(), type(self.step_down)()
 
     def _since_the_first(self, which: int, value: float) -> float:
         first = self.origin[which]

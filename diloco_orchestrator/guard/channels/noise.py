@@ -93,16 +93,21 @@ class Noise(Remembered):
     def _learn_correlation(self, values: Sequence[float]) -> None:
         count = len(values)
         left, curved = _without_curve(values)
-        sizes = sorted(abs(each) for each in left)
-        limit = _OUTLIER * (sizes[(count - 1) // 2] + sizes[count // 2]) / 2
-        left = [min(max(each, -limit), limit) for each in left]
+        left = clipped(left)
         square = added([each * each for each in left])
-        self.windows = [_PAST * each for each in self.windows]
-        if square > 0 and square <= (count - 2) * (_BENT * self.bend / _MEAN_ABS) ** 2:
+        self._forget()
+        if self._knows(square, count):
             found = added([one * other for one, other in pairwise(left)]) / square
             factor, shift = _OF_CUBIC
             found = factor * (found + _LOST_CUBIC / count) + shift if curved else found + _LOST / count
             self.windows = [self.windows[0] + found, self.windows[1] + 1.0]
+
+    def _forget(self) -> None:
+        self.windows = [_PAST * each for each in self.windows]
+
+    def _knows(self, square: float, count: int) -> bool:
+        """Whether what is left of a window, with this sum of squares, is noise of the size measured, or less."""
+        return square > 0 and square <= (count - 2) * (_BENT * self.bend / _MEAN_ABS) ** 2
 
     @property
     def rho(self) -> float:
@@ -126,6 +131,13 @@ class Noise(Remembered):
 def _dropped(bends: int) -> int:
     """Number of the first `bends` second differences that are left out."""
     return (bends + 5) // 10 if bends >= _TRIMMED else 0
+
+
+def clipped(left: Sequence[float]) -> list[float]:
+    """The values, each at most as far from 0 as an outlier is."""
+    sizes = sorted(abs(each) for each in left)
+    limit = _OUTLIER * (sizes[(len(left) - 1) // 2] + sizes[len(left) // 2]) / 2
+    return [min(max(each, -limit), limit) for each in left]
 
 
 def _without_curve(values: Sequence[float]) -> tuple[list[float], bool]:

@@ -86,7 +86,7 @@ class StepDown(Remembered):
     def judge(
         self,
         model: int,
-        score: float,
+        scores: Sequence[float],
         coarse: float,
         lost: float,
         recovers: bool,
@@ -95,33 +95,37 @@ class StepDown(Remembered):
     ) -> list[Alarm]:
         """Judge the score of the base that round `model` made; a list of one alarm if it stepped down, else empty.
 
-        `score`: held-out, minus the run's first one. `coarse`: smallest change between two rounds so far, or 0.0.
-        `lost`: what the mean lost by shares whose fall does not count. `recovers`: whether the score is on its way back
-        up, which halts nothing. `threshold`: the setting. `origin`: the run's first score, added again to scores in the
-        alarm's text.
+        `scores`: held-out, of the last bases, that one the last, each minus the run's first score. `coarse`: smallest
+        change between two rounds so far, or 0.0. `lost`: what the mean lost by shares whose fall does not count.
+        `recovers`: whether the score is on its way back up, which halts nothing. `threshold`: the setting. `origin`:
+        the run's first score, added again to scores in the alarm's text.
         """
         self.rounds += 1
         longest = LATER if self.rounds > EARLY else max(LIMITS)
-        self.last = [*self.last, score][-BEFORE[1] - longest :]
-        scores = _changed(self.last)
+        self.last = [*self.last, scores[-1]][-BEFORE[1] - longest :]
+        scores = changed(self.last)
         self.found = None if recovers else _nearest(scores, coarse, lost, longest)
         if self.found is None or self.found.share(threshold) <= 1.0:
             return []
-        since, size = self.found.since, self.found.size
-        mean = added(scores[-since:]) / since + origin
-        what = (
-            f"step down: the last {since} held-out scores that differ, {mean:.4g} in the mean, lie {size:.3g} below "
-            f"where the scores before lead. A step explains them better than noise does, by a log-likelihood "
-            f"ratio of {self.found.evidence:.4g} (halts above {threshold / _DEFAULT * LIMITS[since]:.4g})"
-        )
-        return [Alarm(what, model, ADVICE, AlarmKind.FALL)]
+        return [step_alarm(model, self.found, scores, threshold / _DEFAULT * LIMITS[self.found.since], origin)]
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
         """(name, share of the evidence that halts, 1), as the verdict lists it."""
         return [("step down", self.found.share(threshold) if self.found else 0.0, 1.0)]
 
 
-def _changed(scores: Sequence[float]) -> list[float]:
+def step_alarm(model: int, found: Found, scores: Sequence[float], limit: float, origin: float) -> Alarm:
+    """The alarm that the last of `scores` stepped down, by more evidence than `limit` nats."""
+    mean = added(scores[-found.since :]) / found.since + origin
+    what = (
+        f"step down: the last {found.since} held-out scores that differ, {mean:.4g} in the mean, lie {found.size:.3g} "
+        f"below where the scores before lead. A step explains them better than noise does, by a log-likelihood "
+        f"ratio of {found.evidence:.4g} (halts above {limit:.4g})"
+    )
+    return Alarm(what, model, ADVICE, AlarmKind.FALL)
+
+
+def changed(scores: Sequence[float]) -> list[float]:
     """Without scores that are the one before given again, which says nothing of how scores vary."""
     return [*scores[:1], *(now for last, now in pairwise(scores) if now != last)]
 
@@ -137,18 +141,20 @@ def _nearest(scores: Sequence[float], coarse: float, lost: float, longest: int) 
             if since > longest or before + since > len(scores):
                 continue
             values = [*scores[-before - since : -since], *(score + lost for score in scores[-since:])]
-            found = _compared(values, before, coarse)
+            if since >= FROM and _bend(values[:before]) > NOISIER * _bend(values[before:]):
+                continue
+            found = compared(values, before, coarse)
+            if found is not None and _healed(values[:before], values[before:]):
+                continue
             if found is not None and (nearest is None or found.share(_DEFAULT) > nearest.share(_DEFAULT)):
                 nearest = found
     return nearest
 
 
-def _compared(values: Sequence[float], before: int, coarse: float) -> Found | None:
-    """The step after `before` of these values; None if the best account of a step has none, or one that has healed."""
+def compared(values: Sequence[float], before: int, coarse: float) -> Found | None:
+    """The step after `before` of these values; None if the best account of a step has none that goes down."""
     count, scale = len(values), max(abs(value) for value in values)
     if not 0 < scale < math.inf:
-        return None
-    if count - before >= FROM and _bend(values[:before], scale) > NOISIER * _bend(values[before:], scale):
         return None
     values, coarse = [value / scale for value in values], coarse / scale
     middle = added(values) / count
@@ -168,9 +174,7 @@ def _compared(values: Sequence[float], before: int, coarse: float) -> Found | No
         with_step = count * _log(max(rest - down * down - climb * climb, 0.0) + least) + constant
         if with_step < step:
             step, size = with_step, (basis.step_of_climb * climb - down) / basis.length
-    if not size > 0 or _healed(values[:before], values[before:]):
-        return None
-    return Found(count - before, size * scale, max(level - step, 0.0) / 2)
+    return Found(count - before, size * scale, max(level - step, 0.0) / 2) if size > 0 else None
 
 
 def _healed(before: Sequence[float], since: Sequence[float]) -> bool:
@@ -180,11 +184,10 @@ def _healed(before: Sequence[float], since: Sequence[float]) -> bool:
     return added(last) / len(last) - lowest > share * (max(before) - lowest)
 
 
-def _bend(values: Sequence[float], scale: float) -> float:
-    """The mean size of second differences of `values` / `scale`."""
-    parts = [value / scale for value in values]
-    changes = [now - last for last, now in pairwise(parts)]
-    return added([abs(now - last) for last, now in pairwise(changes)]) / (len(parts) - 2)
+def _bend(values: Sequence[float]) -> float:
+    """The mean size of second differences."""
+    changes = [now - last for last, now in pairwise(values)]
+    return added([abs(now - last) for last, now in pairwise(changes)]) / len(changes[1:])
 
 
 @cache
