@@ -116,23 +116,23 @@ def test_every_number_of_the_sentence_follows_from_the_scores():
         r"before lead\. A step explains them better than noise does, by a log-likelihood ratio of (\S+) \(halts "
         r"above (\S+)\)\. Roll back to round (\d+) and"
     )
-    rng, seen = random.Random("words"), 0
+    rng, seen = random.Random("words"), set[int]()
     for seed in range(30):
-        onset, size = rng.randrange(8, 40), rng.uniform(0.05, 0.3)
+        onset, size = rng.randrange(8, 40), rng.choice([0.03, 0.04, 0.1, 0.3])
         held = stepped(seed, 0.0, onset, size)
         round_, verdict = folded(held)
         said = words.match(verdict.reason)
         if said is None:
             continue
-        seen += 1
         since, back = int(said[1]), int(said[6])
+        seen.add(since)
         before, later = held[:round_][-since - 12 : round_ - since], held[round_ - since : round_]
         assert float(said[2]) == pytest.approx(sum(later) / since, rel=1e-3)
         # No climb goes before: what the scores before lead to is no lower than their mean, and not far above it.
         assert sum(before) / len(before) - float(said[2]) - 0.01 < float(said[3]) < 1.5 * size + 0.02
         assert float(said[4]) > float(said[5]) == LIMITS[since]
         assert held[back] == max(held[:round_]) and back == verdict.rollback_to
-    assert seen >= 8
+    assert min(seen) == 5 and max(seen) >= 20
 
 
 @pytest.mark.parametrize("times", [4, 8])
