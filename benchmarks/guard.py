@@ -282,11 +282,13 @@ def _together(made: Sequence[Runs], rule: Callable[[Runs], _Halts]) -> list[_Hal
     return [*zip(np.split(halts, ends), np.split(channels, ends), strict=True)]
 
 
-def batches(seed: int, runs: int) -> list[list[int]]:
-    """Cells that can be judged at once, at most `_AT_ONCE` runs of them."""
+def batches(seed: int, runs: int, only: Sequence[str] | None = None) -> list[list[int]]:
+    """Cells that can be judged at once, at most `_AT_ONCE` runs of them. `only`: groups of cells; default all."""
     found: dict[Any, list[list[int]]] = {}
     every = [*cells()]
     for number, cell in enumerate(every):
+        if only and cell.group not in only:
+            continue
         made = cell.make(np.random.default_rng([seed, number]), 2)
         kind = (cell.group, cell.phi, len(made.heldout), made.metric, *(part is None for part in _series(made)))
         groups = found.setdefault((*kind, None if made.gains is None else made.gains.shape[1]), [[]])
@@ -386,9 +388,10 @@ def cost(replicas: int = 32, rounds: int = 90) -> float:
 
 
 def measure(given: argparse.Namespace, results: Results) -> None:
-    results.add(group="check", runs=check(given.seed, given.quick))
-    results.add(group="cost", ms=cost())
-    every = batches(given.seed, given.runs)
+    if not given.groups:
+        results.add(group="check", runs=check(given.seed, given.quick))
+        results.add(group="cost", ms=cost())
+    every = batches(given.seed, given.runs, given.groups)
     if given.processes == 1:
         for numbers in every:
             for sample in measure_cells(numbers, given.seed, given.runs):
@@ -687,6 +690,18 @@ def table(samples: Sequence[Sample]) -> str:
     return "\n\n".join(f"**{title}**\n\n{text}" for title, text in parts.items())
 
 
+def rows_of(samples: Sequence[Sample]) -> str:
+    """A row for each cell of the default rule."""
+    rows = []
+    for s in pick(samples, rule=RULES[0]):
+        words = fall_words([s]) if "delays" in s else f"{rate_words(s)}, {share_words([s])} of runs"
+        rows.append([s["group"], s["case"], s["fault"], noise_words(s["phi"], s["sd"]), words])
+    falls = pick(samples, group="held-back fall", rule=RULES[0])
+    if falls:
+        rows.append(["held-back fall", "all", "", "", fall_words(falls)])
+    return markdown(["group", "case", "fault", "noise", "halts per 1000 rounds, or rounds of delay"], rows)
+
+
 def _bumps(samples: Sequence[Sample]) -> str:
     ours = pick(samples, group="bump", rule=RULES[0])
     rows = []
@@ -710,6 +725,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=300, help="simulated runs in a cell; default 300")
     parser.add_argument("--quick", action="store_true", help="24 runs in a cell, and fewer runs of the product's folds")
+    parser.add_argument("--groups", nargs="+", choices=sorted({c.group for c in cells()}), help="of cells; default all")
     parser.add_argument("--seed", type=int, default=1, help="default 1")
     parser.add_argument("--processes", type=int, default=2, help="default 2")
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-guard.jsonl")
@@ -726,6 +742,9 @@ def main() -> None:
         measure(given, results)
         print(f"{time.process_time() - began:.0f} s of CPU time here\n")
     session, samples = results.newest()
+    if given.groups:
+        print(rows_of(samples))
+        return
     text = report(session, samples)
     print(text)
     if given.docs:
