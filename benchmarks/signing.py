@@ -58,7 +58,8 @@ def stores_of(replicas: int, signed: bool) -> list[Store]:
     )
     stored.create(keys.RUN, run.to_bytes())
     sha256 = sha256_hex(run.to_bytes())
-    secrets = [key.attempt_secret(sha256, replica_id, 1) for replica_id in range(replicas)]
+    operator = key.operator(sha256)
+    secrets = [operator.of_attempt(sha256, replica_id, 1).text() for replica_id in range(replicas)]
     return [SignedStore(stored, {ENV_ATTEMPT_KEY: secret}) for secret in secrets]
 
 

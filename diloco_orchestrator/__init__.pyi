@@ -95,9 +95,9 @@ from diloco_orchestrator.replica.interop.hf import train_as_replica as train_as_
 from diloco_orchestrator.replica.interop.reward_taps import tap as tap
 from diloco_orchestrator.replica.interop.torchft import ObjectStoreManager as ObjectStoreManager
 from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop as DiLoCoLoop
-from diloco_orchestrator.replica.training.diloco_loop import make_diloco_outer_loop as make_diloco_outer_loop
 from diloco_orchestrator.replica.training.kl_probe import KLProbe as KLProbe
 from diloco_orchestrator.replica.training.kl_probe import token_mean_kl as token_mean_kl
+from diloco_orchestrator.replica.training.own_loop import make_diloco_outer_loop as make_diloco_outer_loop
 from diloco_orchestrator.replica.training.round_hooks import RoundView as RoundView
 from diloco_orchestrator.split.manifest import HeldoutManifest as HeldoutManifest
 from diloco_orchestrator.split.split import HeldoutSplit as HeldoutSplit

@@ -39,10 +39,10 @@ class Clock(Protocol):
 
 
 class Periodic(Protocol):
-    """Handle of a repeated background call."""
+    """Handle of a repeated background call, by which it can be stopped."""
 
     def stop(self) -> None:
-        """Stop calling. Returns once a running call has ended. Safe to call twice, and from within the call."""
+        """Stop the repeated calls, once a running one has ended. Safe to call twice, and from within the call."""
         ...
 
 
@@ -50,16 +50,16 @@ class Background(Protocol):
     """Runs calls beside the training loop."""
 
     def start(self, call: Callable[[], T]) -> "Future[T]":
-        """Call `call` once; the future holds what it returns or raises."""
+        """Call `call` once in the background; the future holds what it returns or raises."""
         ...
 
     def every(self, interval_s: float, call: Callable[[], None]) -> Periodic:
-        """Call `call`, which handles its own errors, at once and after every `interval_s` seconds until stopped."""
+        """Call `call` in the background, at once and after every `interval_s` seconds until stopped."""
         ...
 
 
 class SystemClock:
-    """`Clock` on this machine's monotonic and wall time."""
+    """The clock of this machine: monotonic and wall time."""
 
     def now(self) -> float:
         return time.monotonic()

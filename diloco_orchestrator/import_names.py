@@ -49,8 +49,7 @@ def registered_names(group: str) -> list[str]:
 
 
 def registered(kind: str, group: str, name: str, taken: bool = False) -> tuple[Any, str]:
-    """The object that a package registers under a name, and a text that says where: "command 'x' of package y
-    (y.cli:x)".
+    """(object that another package registers under `name`, text that says where: "command 'x' of package y (y.cli:x)").
 
     `kind`: what the object is, such as "command". `group`: of the entry points. Raises `LookupError` if no package
     registers the name, and ValueError if more than one does (`taken`: we do too) or if it does not load.

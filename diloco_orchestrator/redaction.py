@@ -40,7 +40,7 @@ _TOKENS = (
     r"\bya29\.[A-Za-z0-9_-]{20,}",
     r"\b(?:pypi-AgEI|npm_|dckr_pat_)[A-Za-z0-9_-]{20,}",
     r"\beyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}",  # JSON web token
-    r"\bdiloco-key-[A-Za-z0-9_-]{43}",  # of a signed run
+    r"\bdiloco-keys?-[A-Za-z0-9_-]{43,}",  # of a signed run
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----)?",
 )
 _TOKEN = re.compile("|".join(_TOKENS))
@@ -95,7 +95,7 @@ def secret_settings(values: Mapping[str, Any], path: str) -> list[str]:
 
 
 def _those(kind: type[T], value: Any) -> list[T]:
-    """The values of this type in a setting's value: the value itself, or items of its lists."""
+    """All values of one type in a JSON value: the value itself, or those in its lists."""
     if isinstance(value, kind):
         return [value]
     return [found for each in value for found in _those(kind, each)] if isinstance(value, list | tuple) else []
@@ -204,5 +204,5 @@ _MOVES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 
 def shown(text: str) -> str:
-    """`text` with a visible character for each that would control the terminal or reorder a line."""
+    """`text` where a visible character replaces each one that would control the terminal or reorder a line."""
     return _MOVES.sub(lambda found: chr(0x2400 + ord(found[0])) if ord(found[0]) < 32 else "\ufffd", text)

@@ -22,7 +22,7 @@ TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522
 
 
 class Failure(NamedTuple):
-    """A row of a provider's error table: a failure with one of `parts` and one of `statuses` raises `error`."""
+    """A row of a provider's error table: `error`, for a message with one of `parts` and a status in `statuses`."""
 
     error: type[ExecutorError]
     parts: Sequence[str]  # empty: any message
@@ -33,7 +33,7 @@ class Failure(NamedTuple):
 def error_of(
     what: str, said: str, failures: Sequence[Failure], status: int = 0, headers: Mapping[str, str] | None = None
 ) -> ExecutorError:
-    """The error for a failure, by the first matching row of `failures`; an `ExecutorError` if none matches.
+    """The error for a provider's failure, by the first matching row of `failures`; an `ExecutorError` if none matches.
 
     `what`: the action, for the message. `said`: the provider's message. `status`, `headers`: of an HTTP reply.
     """

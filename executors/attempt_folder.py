@@ -38,7 +38,7 @@ _OTHERS_WRITE = 0o022
 
 @dataclass(frozen=True)
 class Ending:
-    """A record that a cancel or a time limit has signalled the process to end."""
+    """A record that a process was signalled to end, by a cancel or its time limit, and when it will be killed."""
 
     state: ReplicaState  # of the attempt once it has ended: CANCELLED or TIMED_OUT
     patience_ends: float  # wall-clock time (seconds since 1970) after which the process is killed
@@ -46,7 +46,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class AttemptFolder:
-    """Reads and writes the files of one attempt."""
+    """Reads and writes the files of one attempt (a launched process of a replica) in its folder."""
 
     path: Path
 
@@ -67,7 +67,6 @@ class AttemptFolder:
         return self.path / "output.log"
 
     def open_output(self) -> BinaryIO:
-        """The file for stdout and stderr, to append to."""
         return os.fdopen(open_private(self.output, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
 
     def handle(self) -> ReplicaHandle | None:

@@ -5,7 +5,7 @@ from typing import Protocol
 
 
 class ExecutorClock(Protocol):
-    """Time in seconds."""
+    """The clock of an executor. Times are in seconds."""
 
     def now(self) -> float:
         """Seconds of a monotonic clock, from an arbitrary start."""
@@ -19,7 +19,7 @@ class ExecutorClock(Protocol):
 
 
 class SystemExecutorClock:
-    """The machine's clocks."""
+    """The clock of an executor that reads the system's monotonic clock and wall time."""
 
     def now(self) -> float:
         return time.monotonic()

@@ -15,11 +15,11 @@ PATIENCE_S = 60.0  # seconds without an answer after which a tool is ended
 
 
 class CommandLine:
-    """Runs tools as this user.
+    """Runs a provider's command line tools as this user.
 
     Args:
         words: Beginning of every command: a program and its first arguments; none for a provider of several programs.
-        failures: The first row that fits a failure decides; a failure without a row is an `ExecutorError`.
+        failures: Table of failures, of which the first row that fits counts; without one an `ExecutorError` is raised.
         missing: What to do where the program is not installed, as a sentence.
         environment: Makes the tools' environment; this process's by default.
     """

@@ -104,7 +104,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _homes(cls: type) -> list[type]:
-    """`cls`, and the classes to whose constructors its `**options` are passed on, each the base of the one before."""
+    """`cls`, and its base classes to whose constructors it passes `**options` on, in order."""
     found = [cls]
     while found[-1].__base__ not in (None, object) and any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(found[-1]).parameters.values()
@@ -150,7 +150,7 @@ def _kind(annotation: Any) -> type | None:
 
 
 def _explained_arguments(cls: type) -> dict[str, str]:
-    """The lines of the docstrings' `Args:` blocks, by argument; a class overrides its base."""
+    """Help by constructor argument, from the `Args:` blocks of the docstrings of `cls` and its bases."""
     found: dict[str, str] = {}
     for home in reversed(_homes(cls)):
         _, _, block = (inspect.getdoc(home) or "").partition("Args:\n")

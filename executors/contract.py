@@ -265,7 +265,7 @@ class ServerlessExecutor(Protocol):
         ...
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        """Lines of output, while the attempt runs and after. `follow`: until its end; `tail`: the last ones."""
+        """Lines of the attempt's output, during it and after. `follow`: until its end; `tail`: the last ones only."""
         ...
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
@@ -320,14 +320,14 @@ class Recreatable(Protocol):
 
 @runtime_checkable
 class Composite(Protocol):
-    """An executor that consists of several others, each of which launches some attempts."""
+    """An executor that consists of several other executors, each of which launches some attempts."""
 
     def part(self, attempt: LaunchRequest | ReplicaHandle) -> ServerlessExecutor:
         """The executor that launches, or has launched, this attempt. Raises ValueError if none of them does."""
         ...
 
     def has(self, handle: ReplicaHandle) -> bool:
-        """Whether one of them launched the attempt with this handle, so that it can be polled."""
+        """Whether one of these executors launched the attempt with this handle, so that it can be polled."""
         ...
 
 
@@ -345,7 +345,7 @@ class ChecksMachines(Protocol):
     """An executor whose provider lists its kinds of machines."""
 
     def check_machine(self) -> None:
-        """Raise ValueError if the provider's list lacks the configured kind of machine; the text names the nearest."""
+        """Raise ValueError if the provider has no machine of the configured type; the text names the nearest type."""
         ...
 
 
@@ -360,7 +360,7 @@ class UsesRunStore(Protocol):
 
 @runtime_checkable
 class OffersToMachines(Protocol):
-    """An executor whose launch is an offer, which costs nothing until a machine that somebody else started takes it."""
+    """An executor whose launch costs nothing until somebody's machine takes the attempt (`diloco join`)."""
 
     free_until_taken: Literal[True]
 
@@ -376,7 +376,8 @@ class KeepsRecords(Protocol):
     """An executor that leaves records of its attempts where other processes find them, such as in the run's folder."""
 
     def forget(self, run_id: str) -> None:
-        """Delete all records of the run's attempts. Safe to call twice; call it once they have ended.
+        """Delete all records that the executor keeps of the run's attempts. Safe to call twice; call it once they have
+        ended.
 
         A running attempt is ended by it, and its machine writes nothing more. Raises `ExecutorError`.
         """
@@ -400,7 +401,7 @@ def launched_by(executor: ServerlessExecutor, handle: ReplicaHandle) -> bool:
 
 
 def in_order(handles: Iterable[ReplicaHandle]) -> list[ReplicaHandle]:
-    """Handles by replica and attempt, one of each attempt: of several the first, as a listing may name one twice."""
+    """Handles sorted by replica and attempt, the first of each attempt: a provider's listing may name one twice."""
     found: dict[tuple[int, int], ReplicaHandle] = {}
     for handle in handles:
         found.setdefault((handle.replica_id, handle.attempt), handle)

@@ -72,7 +72,6 @@ class EKSExecutor(KubernetesExecutor):
         return {"cluster": self._cluster, "region": self._region, "context": self._context}
 
     def _listed_price(self, request: LaunchRequest) -> Price | None:
-        """The price of a replica's share of an instance, by its GPUs: AWS's spot price, else that of the table."""
         kind = self._pod.instance_type
         if kind is None:
             return None

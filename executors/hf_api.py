@@ -32,7 +32,7 @@ _SILENCE_S = 150.0  # of a followed log, after which the job is polled; the SDK 
 
 
 class _Gone(ExecutorError):
-    """The service has no such job. Used only within this file."""
+    """The service has no such job."""
 
 
 _SAYS = "Hugging Face says {said!r} (HTTP {status})."
@@ -58,10 +58,11 @@ _FAILURES = (
 
 
 class HFJobsApi:
-    """Calls to one endpoint with one token. `namespace` None: the token's own user, fetched once.
+    """Calls of the Hugging Face Jobs API at one endpoint, with one token.
 
-    Every call raises `ExecutorDenied` for refused credentials or requests, `Unavailable` while the service is down,
-    overloaded or unreachable, `ExecutorError` for other failures.
+    `namespace`: owner of the jobs; None: the token's own user, fetched once. Every call raises `ExecutorDenied` for
+    refused credentials or requests, `Unavailable` while the service is down, overloaded or unreachable, `ExecutorError`
+    for other failures.
     """
 
     def __init__(self, endpoint: str | None, token: str | None, namespace: str | None) -> None:
@@ -118,7 +119,7 @@ class HFJobsApi:
             return None
 
     def find(self, labels: Mapping[str, str], namespace: str | None = None) -> list[Job]:
-        """All jobs with these labels, ended ones included. `namespace` None: this object's own.
+        """All jobs with these labels, ended ones included. `namespace`: their owner; None: that of this object.
 
         An empty list that a proxy returns in the service's place counts as no jobs, because nothing distinguishes it. A
         launch then creates a job, whose reply is checked; a poll requests each job that the listing lacks.
@@ -221,7 +222,6 @@ class HFJobsApi:
     def _ask(
         self, method: str, url: str, what: str, params: Mapping[str, Any] | None = None, timeout_s: float | None = None
     ) -> Any:
-        """The response of a request through the SDK's session, with a timeout."""
         utils = _sdk().utils
         with _errors_of(what):
             headers = utils.build_hf_headers(token=self._token)  # reads the token anew, which may be another by now
@@ -233,7 +233,6 @@ class HFJobsApi:
 
 
 def _sdk() -> ModuleType:
-    """Hugging Face's SDK, loaded at first use. Raises `MissingSdk`."""
     try:
         import huggingface_hub.constants
         import huggingface_hub.errors
@@ -247,7 +246,7 @@ def _sdk() -> ModuleType:
 
 @contextmanager
 def _readable(what: str) -> Iterator[None]:
-    """Context for calls of the SDK, which assumes that every field of a reply exists: turns its errors into ours."""
+    """Context for calls of Hugging Face's SDK: raises `Unavailable` where a reply lacks a field that the SDK reads."""
     try:
         yield
     except (AttributeError, KeyError, TypeError) as error:

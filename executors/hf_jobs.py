@@ -110,7 +110,10 @@ class HFJobsExecutor(RemoteExecutor):
     # -- launching -----------------------------------------------------------------------------------------------
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
-        """The arguments of `run_job`, secrets redacted. `namespace` None: the token's own user."""
+        """The arguments of the SDK's `run_job` for an attempt, secrets redacted.
+
+        A `namespace` of None stands for the token's own user.
+        """
         job = job_arguments(request, self._options)
         secrets = dict.fromkeys(job["secrets"], "<redacted>")
         return {**job, "secrets": secrets, "namespace": self._api.given_namespace}
@@ -153,7 +156,6 @@ class HFJobsExecutor(RemoteExecutor):
             raise ValueError(unknown_name("hardware", self._options.hardware, kinds))
 
     def _listed_price(self, request: LaunchRequest) -> Price | None:
-        """The price in the service's list of hardware; if that cannot be read, in our table."""
         kinds = self._api.hardware()
         if kinds is None:
             return HF_JOBS.price(self._options.hardware)
@@ -169,7 +171,7 @@ class HFJobsExecutor(RemoteExecutor):
         return super().poll_many(handles)
 
     def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """Statuses by one listing per run; a job that the listing lacks is asked for alone."""
+        """The attempts' statuses, by one listing of jobs per run; a job that the listing lacks is requested alone."""
         if len(handles) == 1:
             job = self._api.get(handles[0].native_id, handles[0].native["namespace"])
             return [self._gone(handles[0].native_id) if job is None else self._status(handles[0], job)]
@@ -203,7 +205,7 @@ class HFJobsExecutor(RemoteExecutor):
         return self._exit_codes[handle.native_id]
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """End the job; every process sees CANCELLED. Whether the replica gets SIGTERM first is the service's choice."""
+        """End the attempt's job; every process then sees CANCELLED. The service decides about SIGTERM."""
         self._check_endpoint(handle)
         self._cancel(handle.native_id, handle.native["namespace"])
 
@@ -218,7 +220,7 @@ class HFJobsExecutor(RemoteExecutor):
             # Otherwise the service refused because the job had ended.
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        """Lines of output; none for a job that is gone. Without `follow`, the SDK may take 5 s for a running job."""
+        """Lines of the job's output; none if it was deleted. Without `follow`, a running job's may take 5 s."""
         self._check_endpoint(handle)
         yield from self._api.log_lines(handle.native_id, handle.native["namespace"], follow, tail)
 
@@ -230,7 +232,7 @@ class HFJobsExecutor(RemoteExecutor):
         return in_order(self._handle(run_id, kept(jobs)) for jobs in attempts.values())
 
     def _check_endpoint(self, handle: ReplicaHandle) -> None:
-        """Raise `ExecutorError` for a handle of another endpoint, which must not get our token."""
+        """Raise `ExecutorError` for an attempt at another endpoint (Hub), which must not get our token."""
         if handle.native["endpoint"] != self._api.endpoint:
             raise ExecutorError(
                 f"job {handle.native_id} is at {handle.native['endpoint']}, this executor talks to "

@@ -26,14 +26,14 @@ _VOLUME = re.compile(
 
 
 class JobStage(TypedDict):
-    """The `status` of a job in the service's replies."""
+    """The `status` of a Hugging Face Job in the service's replies."""
 
     stage: str
     message: str | None
 
 
 class Job(TypedDict):
-    """A job as the service describes it; unused fields are left out."""
+    """A Hugging Face Job as the service describes it, without the fields that are not used here."""
 
     id: str
     createdAt: str
@@ -121,7 +121,7 @@ def seconds_of(timeout: str | float) -> int:
 
 
 def hourly_usd_of(hardware: Mapping[str, Any]) -> float | None:
-    """US dollars an hour of one entry of the service's list of hardware; None in an unknown unit."""
+    """US dollars an hour from one entry of the service's list of hardware; None for a price in an unknown unit."""
     hours = {"second": 3600, "minute": 60, "hour": 1}.get(str(hardware.get("unitLabel")))
     usd = hardware.get("unitCostUSD")
     return None if hours is None or not isinstance(usd, int | float) else usd * hours
@@ -131,7 +131,7 @@ def hourly_usd_of(hardware: Mapping[str, Any]) -> float | None:
 
 
 def job_of(reply: Any, what: str) -> Job:
-    """A job in a reply. Raises `Unavailable` if the reply is none. `what`: the action, for errors."""
+    """The Hugging Face Job in a reply. Raises `Unavailable` if the reply is no job. `what`: the action, for errors."""
     status = reply.get("status") if isinstance(reply, dict) else None
     if not (
         isinstance(status, dict)
@@ -148,7 +148,7 @@ def job_of(reply: Any, what: str) -> Job:
 
 
 def jobs_of(reply: Any, what: str) -> list[Job]:
-    """The jobs on a page of a listing. Raises `Unavailable` for another reply. `what`: the action, for errors."""
+    """The jobs on a page of Hugging Face's listing. Raises `Unavailable` for another reply. `what`: the action."""
     if not isinstance(reply, list):
         raise odd_reply(what, "a list of jobs", reply)
     return [job_of(each, what) for each in reply]
@@ -180,12 +180,11 @@ BY_STAGE = {
 
 
 def has_ended(job: Job) -> bool:
-    """Whether the job is in a final stage."""
     return BY_STAGE.get(job["status"]["stage"], (ReplicaState.UNKNOWN, ""))[0].ended
 
 
 def status_of(job: Job, exit_code: int | None = None) -> ReplicaStatus:
-    """The status that a job reports. `exit_code`: from the exit line of a job in ERROR, if it printed one."""
+    """The status of an attempt from its Hugging Face Job. `exit_code`: from a failed job's exit line, or None."""
     stage, message = str(job["status"]["stage"]), str(job["status"].get("message") or "")
     if stage == "ERROR" and job.get("finishedAt") and not job.get("startedAt"):
         # The service documents none of its texts, so they are passed on and not read.
@@ -212,5 +211,5 @@ def _ran_to_its_limit(job: Job) -> bool:
 
 
 def kept(jobs: Sequence[Job]) -> Job:
-    """The oldest of an attempt's jobs, the one that all racing launchers keep."""
+    """The oldest of several Hugging Face Jobs of one attempt: racing launchers keep it and cancel the others."""
     return min(jobs, key=lambda job: (datetime.fromisoformat(job["createdAt"]), job["id"]))

@@ -129,9 +129,10 @@ class KubernetesApi:
         timeout_s: tuple[int, int],
         **options: Any,
     ) -> "BaseHTTPResponse | None":
-        """Call a method of the SDK and return the raw response; None for an HTTP status in `answers`.
+        """Call the SDK's method `verb` and return the raw response; None for an HTTP status in `answers`.
 
-        Raw, because the SDK's own models refuse fields that a newer server adds. `timeout_s`: to connect, to answer.
+        The response is raw because the SDK's own models refuse fields that a newer server adds. `about`: the object.
+        `timeout_s`: seconds to connect, and to answer.
         """
         apis = self._connected()
         from kubernetes.client.exceptions import ApiException
@@ -185,7 +186,7 @@ class KubernetesApi:
 
 
 def _kind_of(verb: str) -> str:
-    """The kind of object that a call returns: "JobList" for list_namespaced_job."""
+    """The kind of object that the SDK's method `verb` returns: "JobList" for list_namespaced_job."""
     action, _, kind = verb.partition("_namespaced_")
     return "Status" if action == "delete" else _KINDS[kind] + ("List" if action == "list" else "")
 
@@ -242,7 +243,6 @@ def _unreachable(about: str, error: Exception) -> Unavailable:
 
 
 def _refusal(about: str, error: "ApiException") -> ExecutorError:
-    """The `ExecutorError` for an error status of the API server."""
     try:
         words = str(json.loads(error.body or "")["message"])
     except (TypeError, ValueError, KeyError):

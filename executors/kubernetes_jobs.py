@@ -132,14 +132,15 @@ class KubernetesExecutor(RemoteExecutor):
     # -- launching -----------------------------------------------------------------------------------------------
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
-        """The Job and, if the request has secrets, the Secret with its values redacted."""
+        """The attempt's Job and, if it has secrets, its Secret with the values redacted."""
         plan: dict[str, Any] = {"job": job_body(request, self._pod)}
         if request.secrets:
             plan["secret"] = secret_body(request, dict.fromkeys(request.secrets, "<redacted>"), job_uid="")
         return plan
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
-        """Create the Job of an attempt, or adopt the Job of this name; then its Secret, for which the pod waits.
+        """Create the Job of an attempt, or adopt the existing Job of this name; then its Secret, for which the pod
+        waits.
 
         A caller that dies between the two leaves a Job that waits; the next launch creates the Secret. Raises
         `ExecutorDenied` for a server that drops `suspend`: its Jobs do not wait for a queue.
@@ -173,17 +174,16 @@ class KubernetesExecutor(RemoteExecutor):
         return self.handle_of(run_id, meta.get("labels"), f"{meta['namespace']}/{meta['name']}", native)
 
     def _where(self) -> dict[str, str | None]:
-        """The cluster and context as a handle stores them."""
         return {"cluster": None, "region": None, "context": self._context}
 
     def identity(self) -> Identity:
-        """The credentials of the pods. A service account may have a role (IRSA, Pod Identity), which no API shows."""
+        """The credentials that the pods have of their own: those of a service account, whose role no API shows."""
         return identity_of(self._pod)
 
     # -- polling -------------------------------------------------------------------------------------------------
 
     def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """Statuses by one listing per run while all of its pods run, else by two or three: of pods and of Jobs."""
+        """The attempts' statuses, by one listing per run while all pods run, else by two or three."""
         fleets: dict[tuple[str, str], list[ReplicaHandle]] = {}
         for handle in handles:
             fleets.setdefault((handle.native["namespace"], handle.run_id), []).append(handle)
@@ -194,7 +194,7 @@ class KubernetesExecutor(RemoteExecutor):
         return [found[handle.native["uid"]] for handle in handles]
 
     def _of_fleet(self, uids: Sequence[str], namespace: str, chosen: str) -> dict[str, ReplicaStatus]:
-        """Statuses by the uid of the Job. `chosen`: label selector of Jobs and pods."""
+        """The attempts' statuses by the uid of their Job. `chosen`: label selector of Jobs and pods."""
         pods = newest_by_owner(self._api.items("pod", namespace, chosen))
         if all(runs(pods.get(uid)) for uid in uids):
             running = ReplicaStatus(ReplicaState.RUNNING, native_state="Running")

@@ -93,7 +93,7 @@ class PodOptions:
 
 
 def job_body(request: LaunchRequest, options: PodOptions) -> dict[str, Any]:
-    """The body that creates an attempt's Job. Raises ValueError for a template that sets what the executor sets."""
+    """The body that creates an attempt's Job. Raises ValueError for a pod template that sets the same fields."""
     template, theirs = options.template, container_of(options.template)
     name, labels = attempt_name(request), attempt_labels(request)
     container: dict[str, Any] = {
@@ -315,7 +315,7 @@ def refusals(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def waits_for_pod(job: Mapping[str, Any], pod: Mapping[str, Any] | None) -> bool:
-    """Whether a Job has no pod (`pod` is None) although it has not ended and is not suspended by a queue.
+    """Whether a Job has no pod (`pod` is None) although it has not ended and no queue suspends it.
 
     The API server may have refused to create the pod.
     """
@@ -323,7 +323,6 @@ def waits_for_pod(job: Mapping[str, Any], pod: Mapping[str, Any] | None) -> bool
 
 
 def runs(pod: Mapping[str, Any] | None) -> bool:
-    """Whether a pod runs and is not being deleted: then its Job has not ended. False for None, no pod."""
     if pod is None or pod["metadata"].get("deletionTimestamp"):
         return False
     return bool((pod.get("status") or {}).get("phase") == "Running")
@@ -367,7 +366,7 @@ def _failed_status(end: Mapping[str, Any], pod: Mapping[str, Any] | None) -> Rep
 
 
 def condition(item: Mapping[str, Any], *types: str, status: str = "True") -> Mapping[str, Any] | None:
-    """The first condition in an object's status that has one of `types` and the status `status`; None without any."""
+    """The first condition in an object's status of one of `types` and the value `status`; None without any."""
     conditions = item.get("status", {}).get("conditions") or []
     return next((each for each in conditions if each["type"] in types and each["status"] == status), None)
 
@@ -379,7 +378,7 @@ def container_state(pod: Mapping[str, Any], state: str) -> Mapping[str, Any]:
 
 
 def image_of(pod: Mapping[str, Any]) -> str:
-    """The image of a pod's only container, with its digest, as its node reports it; empty before that."""
+    """The image of a pod's only container, with its digest, as its node reports it; empty before the node does."""
     containers = pod.get("status", {}).get("containerStatuses") or [{}]
     image = containers[0].get("imageID") or ""
     return image if _IMAGE_ID.fullmatch(image) else ""

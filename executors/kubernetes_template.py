@@ -61,7 +61,7 @@ def read_template(given: str | Path | Mapping[str, Any] | None) -> dict[str, Any
 
 
 def container_of(template: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A template's only container; empty for a template without one."""
+    """The only container of a pod template; empty for a template without one."""
     containers = (template.get("spec") or {}).get("containers") or [{}]
     container: Mapping[str, Any] = containers[0]
     return container
@@ -91,7 +91,11 @@ def _missing() -> MissingSdk:
 
 
 def _check_fields(value: Any, kind: str, path: str) -> None:
-    """Raise ValueError if `value` is not of the type `kind` of the official client: a model, or a plain type."""
+    """Raise ValueError unless `value` has the type `kind` of the official client, a model or a plain type, in all its
+    fields.
+
+    `path`: names the value in errors.
+    """
     if value is None or kind == "object":
         return
     if found := _LIST.fullmatch(kind):
@@ -146,7 +150,8 @@ def _check_model(value: Any, kind: str, path: str) -> None:
 
 
 def merged(template: Any, ours: Any, path: str = "pod_template") -> Any:
-    """`ours` plus the additions of `template`. Raises ValueError for a value of the template that differs from ours.
+    """The pod `ours` plus the additions of the user's `template`. Raises ValueError where the template sets another
+    value.
 
     Mappings are merged by name; lists are concatenated, the template's items first, except items of the same name or
     path. Alternatives of a required node affinity are combined, so that a node has to match both.
@@ -176,7 +181,7 @@ def _joined(template: Sequence[Any], ours: Sequence[Any], path: str) -> list[Any
 
 
 def _both(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Alternative node selector terms that match a node if one of `first` and one of `second` match it."""
+    """Alternative node selector terms that match a node which one of `first` and one of `second` match."""
     if not first or not second:
         return [dict(each) for each in first or second]
     return [_and(one, other) for one in first for other in second]

@@ -34,7 +34,7 @@ from diloco_orchestrator.executors.machine import (
     usable_cores,
     visible_gpus,
 )
-from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV, ENV_MEMORY, ENV_WORLD_SIZE
+from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV, ENV_MEMORY, ENV_WORLD_SIZE, KEY_VARIABLES
 from diloco_orchestrator.executors.processes import ProcessId, find_by_environment
 from diloco_orchestrator.executors.remote_base import RemoteExecutor
 
@@ -128,7 +128,7 @@ class LocalProcessExecutor(RemoteExecutor):
         return process
 
     def _gpu(self, request: LaunchRequest) -> dict[str, str]:
-        """CUDA_VISIBLE_DEVICES for a replica, where this machine has a GPU. Several replicas on one are logged once."""
+        """CUDA_VISIBLE_DEVICES for a replica, if this machine has GPUs. Warns, once, if several replicas share one."""
         if VISIBLE in request.env:
             return {VISIBLE: request.env[VISIBLE]}
         if self._gpus is None:
@@ -155,7 +155,7 @@ class LocalProcessExecutor(RemoteExecutor):
     # -- polling -------------------------------------------------------------------------------------------------
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
-        """Status from the process, its recorded exit code and exit line; UNKNOWN for a process of another host.
+        """The attempt's status from its process, recorded exit code and exit line; UNKNOWN for another host's process.
 
         A process whose time limit or grace period is over is ended.
         """
@@ -189,7 +189,7 @@ class LocalProcessExecutor(RemoteExecutor):
             _signal_group(process, signal.SIGKILL)
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """Send SIGTERM now; `poll` sends SIGKILL once `grace_s` is over. Raises `ExecutorError` on another host."""
+        """Send SIGTERM now; `poll` sends SIGKILL after `grace_s`. Raises `ExecutorError` on another host."""
         process, folder = ProcessId.from_native(handle.native), _folder_of(handle)
         if process.host != platform.node():
             raise ExecutorError(f"replica {handle.replica_id} runs on {process.host}; cancel it there.")
@@ -235,14 +235,14 @@ def _argv(command: Sequence[str]) -> list[str]:
 def _environment(request: LaunchRequest, folder: AttemptFolder, gpu: Mapping[str, str]) -> dict[str, str]:
     """The child's environment: this process's, its `sys.path`, a thread count, a GPU, then the request's variables.
 
-    The allocator's settings are this process's, if it has any.
+    The allocator's settings are this process's, if it has any. Private keys of a signed run are not inherited.
     """
     ours = str(Path(__file__).absolute().parents[2])
     users = [str(Path(entry or ".").resolve()) for entry in sys.path]
     path = dict.fromkeys([*users, ours])  # ours last: a user's own `executors` or `replica` is found before our names
     return {
         **ALLOCATOR_ENV,
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name not in KEY_VARIABLES},
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONUNBUFFERED": "1",
         **_threads(request),

@@ -76,7 +76,7 @@ def listed_gpus(listing: str) -> tuple[str, ...]:
 
 
 def gpus_of(first: int, ranks: int, gpus: Sequence[str]) -> dict[str, str]:
-    """The environment variable that gives a replica of `ranks` processes its GPUs: from number `first` on, modulo all.
+    """CUDA_VISIBLE_DEVICES for a replica of `ranks` processes: consecutive GPUs from number `first` on, counted round.
 
     At most all GPUs, each once: the replica refuses more ranks than it sees GPUs.
     """
@@ -85,7 +85,7 @@ def gpus_of(first: int, ranks: int, gpus: Sequence[str]) -> dict[str, str]:
 
 
 def sharing_words(replicas: int, gpus: Sequence[str]) -> str | None:
-    """The warning that several replicas share a GPU; None if each has its own, or there is none."""
+    """The warning that several of `replicas` on this machine share a GPU; None if each has its own or there is none."""
     if not gpus or replicas <= len(gpus):
         return None
     most = -(-replicas // len(gpus))

@@ -25,9 +25,9 @@ from diloco_orchestrator.executors.remote_base import RemoteExecutor
 
 
 class SeveralExecutors(RemoteExecutor):
-    """Base class of executors that pass each call to one of `executors`, the one that `part` names.
+    """Base class of executors that pass each call on to one of `executors`, which the method `part` chooses.
 
-    Handles are those of that executor; a subclass that renames them overrides `_ours` and `_theirs`.
+    Handles are those of the chosen executor; a subclass that renames them overrides `_ours` and `_theirs`.
     """
 
     def __init__(self, executors: Sequence[ServerlessExecutor]) -> None:
@@ -44,11 +44,11 @@ class SeveralExecutors(RemoteExecutor):
         """Whether one of the executors launched the attempt with this handle, so that it can be polled."""
 
     def _ours(self, handle: ReplicaHandle, executor: ServerlessExecutor) -> ReplicaHandle:
-        """The handle to record of an attempt for which `executor` returned `handle`."""
+        """The handle to record for an attempt that `executor` launched under `handle`."""
         return handle
 
     def _theirs(self, handle: ReplicaHandle) -> ReplicaHandle:
-        """The handle as its executor knows it."""
+        """The handle under which the chosen executor knows the attempt that is recorded as `handle`."""
         return handle
 
     def use_store(self, url: str, storage_options: Mapping[str, Any]) -> None:
@@ -66,11 +66,11 @@ class SeveralExecutors(RemoteExecutor):
         return self.part(handle).poll(self._theirs(handle))
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """`statuses` with its errors: each part has already turned transient ones into UNKNOWN."""
+        """The attempts' statuses; each executor has already turned transient errors into UNKNOWN."""
         return self.statuses(handles)
 
     def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """Statuses in the order of `handles`: one `poll_many` per executor, UNKNOWN where credentials are refused."""
+        """The attempts' statuses by one `poll_many` per executor, UNKNOWN where credentials are refused."""
         found: dict[tuple[int, int], ReplicaStatus] = {}
         for executor in self._executors:
             theirs = [handle for handle in handles if self.part(handle) is executor]
@@ -86,7 +86,7 @@ class SeveralExecutors(RemoteExecutor):
         return self.part(handle).logs(self._theirs(handle), follow=follow, tail=tail)
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
-        """The run's attempts. One that two executors of one account both list has the handle of the first."""
+        """The handles of the run's attempts, each once, though two executors of one account both list it."""
         return in_order(self._ours(each, executor) for executor in self._executors for each in executor.find(run_id))
 
     def forget(self, run_id: str) -> None:
@@ -124,7 +124,7 @@ class MixedExecutor(SeveralExecutors):
         self.name = "+".join(f"{executor.name}:{count}" for executor, count in shares)
 
     def part(self, attempt: LaunchRequest | ReplicaHandle) -> ServerlessExecutor:
-        """The executor that launches the replica of `attempt`. Raises ValueError for a replica beyond all shares."""
+        """The executor that launches the replica of `attempt`. Raises ValueError if no share includes this replica."""
         if attempt.replica_id >= len(self._of_replica):
             known = len(self._of_replica)
             raise ValueError(f"replica {attempt.replica_id}: this fleet has executors for {known} replicas.")

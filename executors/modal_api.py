@@ -49,7 +49,6 @@ class Entry(NamedTuple):
 
 
 def sdk() -> ModuleType:
-    """Modal's SDK. Raises `MissingSdk` if it is not installed."""
     try:
         import modal
     except ImportError:
@@ -110,7 +109,7 @@ def log_in_again() -> bool:
 
 
 class ModalApp:
-    """Calls about one App, which is created if it does not exist.
+    """Calls about one Modal App, which is created if it does not exist.
 
     Errors are the SDK's own, or `Unavailable` if a call does not return in time, so that no call holds the lock for
     longer. `client`: None for that of the environment's credentials.
@@ -137,7 +136,6 @@ class ModalApp:
             return log_in_again()
 
     def app_id(self) -> str | None:
-        """The App's id."""
         return self._looked_up().app_id
 
     def _looked_up(self) -> "App":
@@ -166,7 +164,7 @@ class ModalApp:
             return self._built[name]
 
     def named(self, name: str) -> "Sandbox | None":
-        """The Sandbox of this name, live or ended; None if there never was one."""
+        """The Sandbox of this name, live or ended; None if Modal never had one."""
         modal = sdk()
 
         def look_up() -> "Sandbox | None":
@@ -196,7 +194,7 @@ class ModalApp:
         yield from sdk().Sandbox.list(app_id=app_id, tags={LABEL_RUN: run_label(run_id)}, client=self._client)
 
     def create(self, arguments: Mapping[str, Any], secrets: Mapping[str, str]) -> "Sandbox":
-        """A new Sandbox on the first GPU type of `arguments` for which Modal has a machine.
+        """A new Sandbox on the first GPU type in `arguments` for which Modal has a machine.
 
         Types without a machine at the last try come last. Raises the SDK's ResourceExhaustedError if no type has one.
         `secrets`: values of the request's secrets.
@@ -251,7 +249,7 @@ class ModalApp:
 
 
 def end_of(sandbox: "Sandbox") -> tuple[str, str]:
-    """The end of a Sandbox, as `GenericResult.GenericStatus` without its prefix, and Modal's message about it.
+    """(how a Sandbox ended, Modal's message about it). The first is a `GenericResult.GenericStatus` without its prefix.
 
     `RUNNING` if it has not ended. The SDK's public methods return only an exit code, which is 0 for an image that did
     not start. A private method returns the status; with an SDK version without it, the exit code decides.

@@ -176,7 +176,8 @@ _BY_CODE = {  # State by exit code, for SUCCESS and FAILURE: the process ended b
 
 
 def status_of(end: str, code: int | None, said: str = "") -> ReplicaStatus:
-    """The status of a Sandbox. `end`, `said`: Modal's name for its end, and message; `code`: exit code or None.
+    """The status of an attempt from its Sandbox. `end`: how it ended, in Modal's terms; `code`: exit code; `said`:
+    message.
 
     Modal reports the code 0 for a process that never started, so 0 counts only if the process ended.
     """

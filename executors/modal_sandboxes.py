@@ -130,7 +130,7 @@ class ModalExecutor(RemoteExecutor):
     # -- launching -----------------------------------------------------------------------------------------------
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
-        """The arguments of `Sandbox.create` as JSON, secrets redacted."""
+        """The arguments of Modal's `Sandbox.create` for an attempt as JSON, secrets redacted."""
         return sandbox_arguments(request, self._options)
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
@@ -153,7 +153,11 @@ class ModalExecutor(RemoteExecutor):
         return self._handle(request.run_id, request.replica_id, request.attempt, sandbox)
 
     def _ask(self, what: str, call: Callable[[], T]) -> T:
-        """The result of `call`, with errors translated; repeated after a new login if credentials are refused."""
+        """The result of `call`, a call of Modal's SDK, repeated once after a new login if Modal refuses the
+        credentials.
+
+        `what`: the action, for errors, which are translated.
+        """
         with errors_of(what):
             try:
                 return call()
@@ -173,7 +177,7 @@ class ModalExecutor(RemoteExecutor):
         return replace(handle, native=native)
 
     def identity(self) -> Identity:
-        """The credentials of Sandboxes: named Secrets, or an identity token for an AWS role that trusts Modal."""
+        """The credentials that Sandboxes have of their own: named Secrets, or an identity token for an AWS role."""
         advice = "oidc=True with env={'AWS_ROLE_ARN': …} of a role that trusts Modal, or secrets=[…] of Modal Secrets"
         if self._options.secrets:
             return Identity(source=f"Modal Secrets {', '.join(self._options.secrets)}", advice=advice)
@@ -188,7 +192,7 @@ class ModalExecutor(RemoteExecutor):
     # -- polling -------------------------------------------------------------------------------------------------
 
     def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """Statuses by one listing of live Sandboxes per run; Sandboxes not in it are polled one by one, in parallel."""
+        """The attempts' statuses, by one listing of live Sandboxes per run; others are polled alone, in parallel."""
         if len(handles) == 1:
             what = f"polling Sandbox {handles[0].native_id}"
             return [self._ask(what, lambda: answer_within(CALL_S, what, lambda: self._status(handles[0])))]
@@ -221,7 +225,7 @@ class ModalExecutor(RemoteExecutor):
         return ReplicaStatus(ReplicaState.PENDING, "", None, RUNNING, "waits for a machine")
 
     def _listed(self, handles: Sequence[ReplicaHandle], app_id: str | None) -> dict[str, ReplicaStatus]:
-        """Statuses by Sandbox id of those that Modal lists as live. Stops paging once all were found."""
+        """Statuses of the attempts whose Sandboxes Modal lists as live, by Sandbox id. Stops once all were found."""
         wanted = {handle.native_id: handle for handle in handles}
         found: dict[str, ReplicaStatus] = {}
         for run_id in sorted({handle.run_id for handle in handles}):
@@ -248,7 +252,7 @@ class ModalExecutor(RemoteExecutor):
         return handle.native_id in self._started
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        """Lines of output. Output before the call is limited to 20,000 entries, the most that Modal returns."""
+        """Lines of the attempt's output; of output before the call the last 20,000 entries, all that Modal returns."""
         what = f"reading the output of Sandbox {handle.native_id}"
         sandbox = self._ask(what, lambda: self._app.with_id(handle.native_id))
         if sandbox is None:

@@ -36,12 +36,15 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def words_of(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The words of `given`, which is one word, several or None, as a tuple."""
+    """`given`, which is one word, several or None, as a tuple of words."""
     return () if given is None else (given,) if isinstance(given, str) else tuple(given)
 
 
 def looks_secret(name: str) -> bool:
-    """Whether a variable's name suggests that its value is a credential. PWD and OLDPWD are folders."""
+    """Whether a variable's name, such as API_KEY or one with PASSWORD, suggests that its value is a credential.
+
+    PWD and OLDPWD, which are folders, do not.
+    """
     return bool(_SECRET_NAME.search(name))
 
 

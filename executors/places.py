@@ -54,7 +54,7 @@ class Places(SeveralExecutors):
         self.name = "+".join(self.places)
 
     def part(self, attempt: LaunchRequest | ReplicaHandle) -> ServerlessExecutor:
-        """The executor of the attempt's place; of the first place for a request that names none of these.
+        """The executor of the attempt's place; the first place's for a request that names none of them.
 
         Raises ValueError for a handle of another place.
         """
@@ -68,13 +68,16 @@ class Places(SeveralExecutors):
         return handle.executor in self.places
 
     def price(self, request: LaunchRequest) -> Price | None:
-        """The price at the request's place, or None if it is not known; 0 for machines that join unless it is given."""
+        """The price of a machine at the request's place; None if it is not known.
+
+        0 for machines that join (`diloco join`) unless a price was given.
+        """
         part = self.part(request)
         free = Price(0.0, "machines that join") if isinstance(part, OffersToMachines) else None
         return price_of(part, request) or free
 
     def offers(self, place: str) -> bool:
-        """Whether a launch at `place` is an offer, which costs nothing until a machine takes it (`diloco join`)."""
+        """Whether a launch at `place` costs nothing until somebody's machine takes the attempt (`diloco join`)."""
         return isinstance(self.places[place], OffersToMachines)
 
     def _ours(self, handle: ReplicaHandle, executor: ServerlessExecutor) -> ReplicaHandle:

@@ -13,7 +13,7 @@ from datetime import date
 
 @dataclass(frozen=True)
 class Price:
-    """The price of one replica's machine."""
+    """The price of one replica's machine in US dollars an hour, and where it was found."""
 
     hourly_usd: float
     source: str  # who says so, and when: for people
@@ -22,7 +22,7 @@ class Price:
 
 @dataclass(frozen=True)
 class PriceTable:
-    """On-demand prices of a provider, as they were known on a day."""
+    """On-demand prices of a provider, copied from its list on the day `as_of`."""
 
     name: str
     url: str  # where today's are
@@ -199,7 +199,7 @@ def modal_price(gpus: Sequence[str], cpu: float | None, memory_mib: int | None, 
 
 
 def checked_usd(hourly_usd: float | None) -> float | None:
-    """`hourly_usd=` as given. Raises ValueError unless it is a number of dollars."""
+    """The user's `hourly_usd`. Raises ValueError unless it is None or a number of dollars, at least 0."""
     if hourly_usd is not None and not (isinstance(hourly_usd, int | float) and 0 <= hourly_usd < math.inf):
         raise ValueError(f"hourly_usd={hourly_usd!r} is no number of US dollars an hour, 0 or more.")
     return hourly_usd

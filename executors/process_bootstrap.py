@@ -33,7 +33,6 @@ def main() -> int:
 
 
 def _run(folder: str) -> int:
-    """Unpack the code into `folder`, if any was sent, and call the entrypoint. Returns the exit code."""
     entrypoint = os.environ[ENV_ENTRYPOINT]
     args = json.loads(os.environ.get(ENV_ARGS) or "{}")
     try:

@@ -21,6 +21,8 @@ ENV_MEMORY = "DILOCO_MEMORY_MIB"  # what the replica holds beside the workload m
 ENV_CODE_FOLDER = "DILOCO_CODE_FOLDER"  # where the first program unpacked the code; the process removes it at its end
 
 # What glibc's allocator needs in a replica, unless the user sets it: a round allocates and frees tensors of 64 MiB.
+# Private keys of a signed run: of its launcher, and of an attempt. A replica gets the latter alone, as a secret.
+KEY_VARIABLES = ("DILOCO_RUN_KEY", "DILOCO_ATTEMPT_KEY")
 ALLOCATOR_ENV = {
     # Memory of 1 MiB and more goes back to the system when it is freed. By default glibc raises this limit to 32 MiB as
     # soon as such memory is freed, and keeps later allocations in its heap: a replica held 4 instead of 2 times its
@@ -56,7 +58,7 @@ def unpacked_code() -> Iterator[None]:
 
 
 def print_exit_line(code: int, **fields: Any) -> None:
-    """Print the exit line, the last line of a process's output, for executors that get no exit code.
+    """Print the last line of a process's output, which holds its exit code for providers that report none.
 
     `fields` are JSON beside the code; a `value` that JSON cannot hold becomes null.
     """
@@ -70,7 +72,10 @@ def print_exit_line(code: int, **fields: Any) -> None:
 
 
 def parse_exit_line(lines: Iterable[str]) -> dict[str, Any] | None:
-    """The JSON object in the last complete exit line among `lines`; None without one. Truncated lines do not count."""
+    """The JSON object in the last complete exit line among `lines`, the end of a process's output; None without one.
+
+    Truncated lines do not count.
+    """
     found = None
     for line in lines:
         if line.startswith(EXIT_LINE):

@@ -22,11 +22,11 @@ Job = Mapping[str, Any]
 
 
 class _Exists(ExecutorError):
-    """A job of this id exists already. Used only within this file."""
+    """The cluster has a job of this id already."""
 
 
 class _Gone(ExecutorError):
-    """The cluster has no job of this id. Used only within this file."""
+    """The cluster has no job of this id."""
 
 
 _SAYS = "Ray says {said!r} (HTTP {status})."
@@ -53,7 +53,7 @@ class RayApi:
         self.address = address.rstrip("/")
 
     def submit(self, body: Mapping[str, Any], what: str) -> bool:
-        """Create a job. Returns False if there is one of its id, running or ended. `what`: the action, for errors."""
+        """Submit a job; False if the cluster has one of this id, even ended. `what`: the action, for errors."""
         try:
             answer = self._json("POST", "/api/jobs/", what, json=body)
         except _Exists:
@@ -84,7 +84,7 @@ class RayApi:
         return {job["submission_id"]: job for job in listed if job.get("submission_id")}
 
     def job(self, job_id: str) -> Job:
-        """One job, which exists."""
+        """The job with this id, which must exist."""
         what = f"reading job {job_id}"
         job = self._json("GET", f"/api/jobs/{job_id}", what)
         if not isinstance(job, dict) or "status" not in job:
@@ -158,7 +158,6 @@ def _token_in_file() -> str:
 
 
 def _httpx() -> ModuleType:
-    """The HTTP library, loaded at first use. Raises `MissingSdk`."""
     try:
         import httpx
     except ImportError:

@@ -59,7 +59,7 @@ _MESSAGE = 300  # characters of Ray's message about a failed job, which holds th
 
 @dataclass(frozen=True)
 class _Machine:
-    """The resources that a replica requests of its node. Raises ValueError for a size that is none."""
+    """The resources that a replica requests of its node. Raises ValueError for a malformed size, such as of memory."""
 
     gpu: int | None
     cpu: int | None
@@ -142,14 +142,14 @@ class RayExecutor(RemoteExecutor):
     # -- launching -----------------------------------------------------------------------------------------------
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
-        """The body of the request that submits the job, and the names of its secrets."""
+        """The body of the request that submits the attempt's job, and the names of its secrets."""
         plan: dict[str, Any] = {"job": self._job(request, "<its secrets>" if request.secrets else None)}
         if request.secrets:
             plan["secrets"] = dict.fromkeys(request.secrets, "<redacted>")
         return plan
 
     def _job(self, request: LaunchRequest, package: str | None) -> dict[str, Any]:
-        """The job of an attempt. `package`: URI of its secrets."""
+        """The attempt's job as the body of a request. `package`: URI of its secrets, or None."""
         given = self._runtime_env
         program = [self._python, *request.command[1:]] if request.command[0] == "python" else request.command
         variables = {
@@ -189,7 +189,6 @@ class RayExecutor(RemoteExecutor):
     # -- polling -------------------------------------------------------------------------------------------------
 
     def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """The statuses, by one listing of the cluster's jobs."""
         jobs = self._api.jobs()
         return [self._status(handle, jobs.get(handle.native_id)) for handle in handles]
 
@@ -216,7 +215,7 @@ class RayExecutor(RemoteExecutor):
         return ReplicaStatus(ReplicaState.UNKNOWN, native_state=state, message=f"Ray's state {state!r} is not known")
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """Stop the job: SIGTERM, and SIGKILL two minutes later; one that waits for resources stops as it begins."""
+        """Stop the attempt's job: SIGTERM, and SIGKILL two minutes later; a waiting job stops as it begins."""
         if self._api.stop(handle.native_id):
             self._cancelled.add(handle.native_id)
 
@@ -235,7 +234,10 @@ class RayExecutor(RemoteExecutor):
             self._clock.sleep(_FOLLOW_S)
 
     def _lines(self, handle: ReplicaHandle, whole: bool) -> list[str]:
-        """The attempt's own lines. `whole`: the last one too, which a running process may not have finished."""
+        """Lines of the attempt's own output in its job's log, without those that Ray printed before.
+
+        `whole`: the last one too, which a running process may not have finished.
+        """
         try:
             text = self._api.log(handle.native_id)
         except Unavailable:
@@ -253,7 +255,6 @@ class RayExecutor(RemoteExecutor):
         return [line.rstrip("\r\n") for line in ours]
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
-        """Handles of the run's jobs, by the labels in their metadata."""
         label = run_label(run_id)
         return in_order(
             self.handle_of(run_id, job.get("metadata"), job_id, {"timed": _is_timed(job)})
@@ -263,7 +264,7 @@ class RayExecutor(RemoteExecutor):
 
 
 def _separator(attempt: LaunchRequest | ReplicaHandle) -> str:
-    """The line after which a job's log is the attempt's own output."""
+    """The line that separates Ray's own output, at the beginning of a job's log, from that of the attempt."""
     return f"-- {attempt_name(attempt)} --"
 
 

@@ -75,7 +75,7 @@ def make_executor(name: str, options: Mapping[str, Any]) -> ServerlessExecutor:
 
 
 def executor_of(given: object) -> ServerlessExecutor:
-    """The executor that a caller passed, or a new one with default options if it passed a name.
+    """`given` if it is an executor; a new one with default options if it is an executor's name.
 
     Raises ValueError for an unknown name, one with required options, and anything else.
     """
@@ -98,7 +98,7 @@ def executor_of(given: object) -> ServerlessExecutor:
 
 
 def spec_of(executor: ServerlessExecutor) -> dict[str, Any] | None:
-    """Name and options as `run.json` stores them, from which `recreate` makes an equal executor in another process.
+    """Name and options of an executor as `run.json` stores them, from which `recreate` makes an equal one elsewhere.
 
     For an executor with arguments that must not be recorded, their names; `recreate` then raises an error naming them.
     None for an executor whose class is not the one registered under its name or records no options, and for a mixed
@@ -157,12 +157,12 @@ def _of_spec(spec: Mapping[str, Any]) -> ServerlessExecutor:
 def make_fleet(
     specs: Sequence[str], options: Mapping[str, Mapping[str, Any]], usd_per_hour: float | None = None
 ) -> tuple[ServerlessExecutor, int | None]:
-    """The executor for the values of `--executor`, and the sum of their replica counts; None without a count.
+    """The executor for the values of `--executor`, and the sum of their replica counts; None without counts.
 
     `specs`: one name; several with counts, a mixed fleet: ["modal:2", "eks:2"]; or several without, of which
     supervision chooses by price and speed (`Places`); empty: "local". `options`: constructor options by executor name.
-    `usd_per_hour`: as of `Places`. Raises ValueError for invalid names, counts or options, for counts at some names and
-    not at others, and for `usd_per_hour` where the places are fixed.
+    `usd_per_hour`: cost limit of all machines for `Places`. Raises ValueError for invalid names, counts or options, for
+    counts at some names and not at others, and for `usd_per_hour` where the places are fixed.
     """
     parsed = [_parsed(spec) for spec in specs or ["local"]]
     uncounted = [name for name, count in parsed if count is None]

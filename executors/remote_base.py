@@ -1,4 +1,5 @@
-"""`RemoteExecutor`: common parts of executors: `launch_replicas`, `poll`, `collect`, prices, names, labels, ends.
+"""`RemoteExecutor`: the base class of executors. It has what all have in common: `poll`, `collect`, names, labels,
+prices.
 
 Each provider's module adds the rest: build the request, send it, translate the reply.
 """
@@ -134,7 +135,7 @@ class RemoteExecutor:
         return launched
 
     def price(self, request: LaunchRequest) -> Price | None:
-        """The price that the user gave; else that of the provider's list."""
+        """The price of the request's machine: `hourly_usd` if the user gave it, else that of the provider's list."""
         return self._listed_price(request) if self._given_usd is None else Price(self._given_usd, "given as hourly_usd")
 
     def hourly_usd(self, request: LaunchRequest) -> float | None:
@@ -149,7 +150,7 @@ class RemoteExecutor:
         return self.poll_many([handle])[0]
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """The statuses; all UNKNOWN while the provider does not respond."""
+        """The attempts' statuses in the order of `handles`; all UNKNOWN while the provider does not respond."""
         try:
             return self.statuses(handles) if handles else []
         except (ExecutorDenied, MissingSdk):
@@ -184,9 +185,10 @@ class RemoteExecutor:
             self._clock.sleep(_TRY_S)
 
     def gone(self, native_id: str, words: str, native_state: str = "gone") -> ReplicaStatus:
-        """The status of an attempt that the provider no longer knows: CANCELLED if this object cancelled it.
+        """The status of an attempt that the provider no longer knows.
 
-        Otherwise PREEMPTED with reason "lost". `words`: such as "the Job is gone", for the status's message.
+        It is CANCELLED if this object cancelled it, else PREEMPTED with reason "lost". `words`: the message, such as
+        "the Job is gone".
         """
         if native_id in self._cancelled:
             return ReplicaStatus(ReplicaState.CANCELLED, "user", None, native_state, f"cancelled; {words}")
@@ -228,7 +230,7 @@ class RemoteExecutor:
         return ReplicaResult(handle, status, error=str(error))
 
     def close(self) -> None:
-        """Does nothing: no connection is kept open. Replicas run on."""
+        """Does nothing, because no connection is kept open. Replicas run on."""
 
 
 # -- functions in n processes -----------------------------------------------------------------------------------------
@@ -327,7 +329,7 @@ def ended_status(
 
 
 def env_within(request: LaunchRequest, limit_s: float) -> dict[str, str]:
-    """The request's environment, plus the number of seconds after which the replica leaves by itself.
+    """The request's environment, plus a variable with the number of seconds after which the replica leaves by itself.
 
     That is some minutes before the provider ends the attempt at `limit_s` without a notice.
     """
@@ -347,17 +349,17 @@ def run_label(run_id: str) -> str:
 
 
 def run_selector(run_id: str) -> str:
-    """The label selector "label=value" for a run's attempts among everything that the provider lists."""
+    """The label selector "label=value" that finds a run's attempts in a provider's listing."""
     return f"{LABEL_RUN}={run_label(run_id)}"
 
 
 def attempt_name(attempt: LaunchRequest | ReplicaHandle) -> str:
-    """The provider's name for an attempt, a DNS label of at most 63 characters. It makes launching idempotent."""
+    """The provider's name of an attempt, a DNS label of at most 63 characters, by which a launch finds an older one."""
     return f"dl-{run_label(attempt.run_id)}-r{attempt.replica_id}-a{attempt.attempt}"
 
 
 def attempt_labels(attempt: LaunchRequest | ReplicaHandle) -> dict[str, str]:
-    """The provider's labels or tags for an attempt: `find` selects by the run's and reads the others."""
+    """The provider's labels or tags of an attempt: run, replica and attempt number, which `find` reads."""
     return {
         LABEL_RUN: run_label(attempt.run_id),
         LABEL_REPLICA: str(attempt.replica_id),

@@ -121,7 +121,6 @@ class SlurmCli:
             raise odd_reply(what, "scancel's, which is none", said)
 
     def cluster(self) -> str:
-        """The cluster's name; cached."""
         if not self._cluster:
             said = self._tools.run("scontrol", "show", "config", what="asking for the cluster's name")
             self._cluster = cluster_of(said)

@@ -112,7 +112,7 @@ class SlurmExecutor(RemoteExecutor):
     # -- launching -----------------------------------------------------------------------------------------------
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
-        """sbatch's arguments, the script for its stdin, and the file of secrets with their values redacted."""
+        """The arguments of sbatch for an attempt, its script, and the file of secrets with values redacted."""
         folder = self._folder(request)
         arguments, script = self._job(request, folder)
         plan: dict[str, Any] = {"command": ["sbatch", *arguments], "script": script.splitlines()}
@@ -134,7 +134,8 @@ class SlurmExecutor(RemoteExecutor):
         return arguments, script_of(request, folder.path, python=self._python, setup=self._setup)
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
-        """Submit the attempt's job, or adopt it: by the handle in its folder, else by its name in the queue.
+        """Submit the attempt's job, or adopt an existing one: by the handle in its folder, else by its name in the
+        queue.
 
         The folder's lock excludes other launchers. Where the file system has no locks, the job with the lowest id is
         kept, and its doubles are cancelled.
@@ -169,7 +170,7 @@ class SlurmExecutor(RemoteExecutor):
             raise
 
     def _named(self, name: str) -> list[str]:
-        """Ids of this user's jobs of this name, the oldest first.
+        """Ids of this user's Slurm jobs of this name, the oldest first.
 
         Jobs that sbatch refused are left out; Slurm lists some of them for a while as failed for their constraints.
         """
@@ -189,7 +190,7 @@ class SlurmExecutor(RemoteExecutor):
     # -- polling -------------------------------------------------------------------------------------------------
 
     def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """Statuses by one squeue, and one sacct for jobs that the controller no longer lists."""
+        """The attempts' statuses by one squeue, and one sacct for jobs that the controller no longer lists."""
         jobs = self._cli.jobs(sorted({handle.native["user"] for handle in handles}))
         gone = [handle.native_id for handle in handles if not _is_job_of(handle, jobs.get(handle.native_id))]
         jobs |= self._cli.ended_jobs(gone)
@@ -207,7 +208,7 @@ class SlurmExecutor(RemoteExecutor):
         return status
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """Cancel the job, waiting or running; every process then sees CANCELLED, also once Slurm has dropped it."""
+        """Cancel the attempt's job; every process then sees CANCELLED, even once Slurm has dropped it."""
         folder = AttemptFolder(Path(handle.native["dir"]))
         job = self._cli.jobs([handle.native["user"]]).get(handle.native_id)
         if job is None or not _is_job_of(handle, job) or status_of(job, timed=False).state.ended:

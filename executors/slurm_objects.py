@@ -89,9 +89,9 @@ class Machine:
         return [f"--{name}={value}" for name, value in given.items() if value is not None]
 
     def limit_s(self, request: LaunchRequest) -> float | None:
-        """Seconds after which Slurm ends an attempt; None: the partition's limit.
+        """Seconds after which Slurm ends the attempt; None: the partition's limit.
 
-        The batch script enforces a request's own limit to the second; Slurm's, in minutes, comes after it.
+        The batch script enforces the request's own limit to the second; Slurm's, in minutes, comes after it.
         """
         limits = [] if self.time_limit is None else [seconds_of(self.time_limit)]
         if request.timeout_s is not None:
@@ -232,10 +232,9 @@ def cluster_of(config: str) -> str:
 
 
 def queued_jobs(table: str) -> dict[str, Job]:
-    """The jobs that squeue printed in `SQUEUE_FORMAT`, by id.
+    """The jobs in the output of squeue with `SQUEUE_FORMAT`, by id.
 
-    A job with a name of another form is not ours and left out. Raises `Unavailable` for a line that is no job, or half
-    of one.
+    Jobs whose names are not those of attempts are left out. Raises `Unavailable` for an incomplete or unreadable line.
     """
     found: dict[str, Job] = {}
     for line in _rows(table, _QUEUED, "squeue"):
@@ -247,9 +246,9 @@ def queued_jobs(table: str) -> dict[str, Job]:
 
 
 def accounted_jobs(table: str) -> dict[str, Job]:
-    """The jobs that sacct printed with `SACCT_FIELDS`, by id; for a job that ran several times, its last run.
+    """The jobs in the output of sacct with `SACCT_FIELDS`, by id; for a job that ran several times, its last run.
 
-    Raises `Unavailable` for a line that is no job, or half of one.
+    Raises `Unavailable` for an incomplete or unreadable line.
     """
     found: dict[str, Job] = {}
     for line in _rows(table, _ACCOUNTED, "sacct"):
@@ -303,7 +302,7 @@ _STATES: Mapping[str, tuple[ReplicaState, str]] = {
 
 
 def status_of(job: Job, timed: bool) -> ReplicaStatus:
-    """The status of an attempt from its job. `timed`: the batch script enforces the request's own time limit."""
+    """The status of an attempt from its Slurm job. `timed`: the batch script enforces the request's time limit."""
     if job.restarts and job.state not in ("CANCELLED", "COMPLETING"):
         words = "Slurm put the job back into the queue; it will not run the attempt again"
         return ReplicaStatus(ReplicaState.PREEMPTED, "lost", None, job.state, words)

@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--store", required=True, help="the run's folder")
     parser.add_argument("--replica-id", type=int, required=True)
     parser.add_argument("--attempt", type=int, required=True)
-    parser.add_argument("--ranks", type=int, default=1, help="processes that train the replica's model together")
+    parser.add_argument("--ranks", type=int, help="processes that train the replica's model together; else the run's")
     Launched.add_options(parser)
     options = parser.parse_args()
     clock, environ = SystemClock(), process_environment()
@@ -42,10 +42,11 @@ def main() -> int:
         environ=environ,
         should_leave=notice,
         # The process above ranks trains nothing, and needs no torch.
-        load_libraries=lambda: load_training_libraries(environ) if options.ranks == 1 else None,
+        load_libraries=lambda: None if (options.ranks or 1) > 1 else load_training_libraries(environ),
         load_entrypoint=load_entrypoint,
         interrupt_if=notice.interrupt_if,
-        train_in_ranks=lambda attempt: RankProcesses(attempt, arguments, environ, clock, notice).run(),
+        ranks=options.ranks,
+        train_in_ranks=lambda attempt, ranks: RankProcesses(attempt, ranks, arguments, environ, clock, notice).run(),
         # By a thread of C, which runs also where a library holds the lock of the interpreter and never comes back.
         dump_stacks_after=lambda seconds: faulthandler.dump_traceback_later(seconds, file=2),
     )

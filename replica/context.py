@@ -1,6 +1,6 @@
-"""The API of the user's training function: `ctx` (`ReplicaContext`) and what `ctx.attach` returns (`ReplicaSession`).
+"""The API of the user's training function: its argument `ReplicaContext`, and what `attach` returns, `ReplicaSession`.
 
-The public half only: training itself is in `replica.training.session`.
+Training itself is in `replica.training.session`.
 """
 
 import logging
@@ -75,7 +75,7 @@ class ReplicaContext:
 
     @property
     def local_rank(self) -> int:
-        """This process's rank among those of the replica on this machine, from 0."""
+        """This process's rank among the ranks of its replica on this machine, from 0."""
         return self._ranks.local_rank
 
     @property
@@ -228,7 +228,7 @@ class ReplicaContext:
 
 
 class ReplicaSession:
-    """One attempt's training, to be used as a context manager.
+    """One attempt's training in a run, as a context manager; made by `ReplicaContext.attach`.
 
     Leaving the context early publishes nothing: the replica's next attempt trains the open round again.
     """
@@ -258,7 +258,7 @@ class ReplicaSession:
 
     @property
     def is_unheard(self) -> bool:
-        """Whether the loop has neither stepped nor called `batches` or `step`.
+        """Whether the training loop has neither stepped an optimizer nor called `batches` or `step`.
 
         Such a loop does not poll whether the process was asked to leave (SIGTERM, time limit).
         """
@@ -335,8 +335,8 @@ class ReplicaSession:
     def on_round(self, function: RoundFn) -> None:
         """Call `function(view)` after each commit that this replica applies, in order, before the next batch.
 
-        Also at once with the newest commit, if there is one, so that a restarted attempt repeats that one. An error of
-        the function ends the attempt. Put objects that it changes into `stateful`.
+        It is also called at once with the newest commit, if there is one, so that a restarted attempt repeats that one.
+        An error of the function ends the attempt. Put objects that it changes into `stateful`.
         """
         self._training.hooks.add(function)
 
@@ -350,9 +350,9 @@ class ReplicaSession:
         tokens: int = 0,
         extra: Mapping[str, float] | None = None,
     ) -> bool:
-        """For loops that take their batches elsewhere: call it after each optimizer step. False: leave the loop.
+        """Report an optimizer step of a loop that takes its batches elsewhere. Returns False once the loop has to end.
 
-        Reports the metrics as `observe` does and closes the round if it is complete, which changes the parameters; step
+        Metrics are reported as by `observe`. The round is closed if it is complete, which changes the parameters; step
         learning-rate schedules before. The position in the data is saved and restored for objects in `stateful` only.
         Raises `ConfigError` outside the `with` block and in a loop over `batches`, and a round's errors, such as
         `QuorumLost`.

@@ -32,8 +32,9 @@ _SHORTEST = 4096  # elements of a piece that is sorted at once, at the least; al
 def aggregate_of(how: str, parts: Sequence[Part], lengths: Sequence[int], codec: str | None = None) -> Aggregate:
     """The aggregate named `how`, one of `AGGREGATES`, of the contributions `parts` with a weight above zero.
 
-    `lengths`: elements of each shard. `codec`: that the aggregate passes through, as a commit names it; None: none.
-    Raises `ConfigError` for another name, `PayloadCorrupt` for a payload of another length or cut into other shards.
+    `lengths`: elements of each shard. `codec`: name of the codec in which the aggregate is encoded and decoded again,
+    as a commit records it; None: it is not encoded. Raises `ConfigError` for another name, `PayloadCorrupt` for a
+    payload of another length or cut into other shards.
     """
     if how not in AGGREGATES:
         raise ConfigError(unknown_name("aggregate", how, AGGREGATES))
@@ -52,9 +53,10 @@ def _exactly(how: str, parts: Sequence[Part], lengths: Sequence[int]) -> Aggrega
 
 
 def trimmed(how: str, count: int) -> int:
-    """Number of values left out at each end when `count` values of a coordinate are averaged.
+    """Number of values that an aggregate leaves out at each end when it averages `count` values of a coordinate.
 
-    A median keeps the middle one or two; a trimmed mean leaves out a quarter, one of three, none of two; a mean none.
+    `how`: its name. A median keeps the middle one or two; a trimmed mean leaves out a quarter, one of three, none of
+    two; a mean none.
     """
     if how == "mean" or count < 3:
         return 0

@@ -52,7 +52,10 @@ class AgreeingMean:
 
 
 def summary(left_out: Sequence[LeftOut], round_: int) -> tuple[Disagreeing, ...]:
-    """The replicas left out of a round, as a manifest lists them: in replica_id order, cosines in three digits."""
+    """The contributions left out of round `round_` in some shards, as a manifest lists them: in replica_id order.
+
+    Cosines are rounded to three digits.
+    """
     found: dict[int, list[LeftOut]] = {}
     for each in left_out:
         found.setdefault(each.replica_id, []).append(each)
@@ -96,7 +99,7 @@ def _scale(norm: float, numel: int) -> float:
 
 
 def _products(vectors: Sequence[Encoded], scales: Sequence[float]) -> list[list[int]]:
-    """The exact dot product of every pair of vectors, rounded to integers at their scales."""
+    """The exact dot product of every pair of vectors, each rounded to integers at its scale in `scales`."""
     count = len(vectors)
     total = torch.zeros(count, count, dtype=torch.int64, device="cpu")
     rows = empty(count * _PIECE).view(count, _PIECE)

@@ -1,7 +1,7 @@
-"""Which replicas read and average which payload shards by scatter-reduce, what that costs, and when a run does so.
+"""Scatter-reduce: which replicas read and average which payload shards, what that costs, and when a run uses it.
 
-Pure functions of numbers and settings, so that all replicas, and all readers of the commit log, deal alike. Needs no
-torch. `allreduce.scatter_reduce` averages what is dealt.
+Pure functions of numbers and settings, so that all replicas, and all readers of the commit log, assign shards alike.
+Needs no torch. `allreduce.scatter_reduce` computes the averages.
 """
 
 import logging
@@ -36,22 +36,25 @@ _ROUND_TRIP_S, _BYTES_PER_S = 0.05, 62.5e6
 
 
 def at_once_for(numel: int) -> int:
-    """Reduced shards of `numel` elements that are read at the same time, so that they take 256 MiB, or are four."""
+    """Number of averaged shards of `numel` elements that a rank reads at the same time: as many as take 256 MiB, at
+    least four.
+    """
     return max(_FEWEST_AT_ONCE, min(MOST_PARALLEL, _IN_FLIGHT // max(1, _BYTES_IN_FLIGHT * numel)))
 
 
 def average_codec_of(codec: str) -> str | None:
-    """Codec through which an average by scatter-reduce passes; None for payloads in fp32: it stays as it is.
+    """Name of the codec in which averages by scatter-reduce are sent; None if payloads are in fp32: then averages are
+    too.
 
-    It is that of the payloads, or the one for fine parameters if theirs needs error feedback: what encoding loses of an
-    average nobody keeps.
+    It is the payloads' codec `codec`, or the one for fine parameters if that codec needs error feedback: for an average
+    no replica keeps the encoding's error to add it to the next one.
     """
     found = get_codec(codec).fine or codec
     return None if found == EXACT else found
 
 
 def shard_numel_for(numel: int, world_size: int, most: int) -> int:
-    """Elements per shard, at most `most`, so that every rank has shards to average; whole groups of every codec."""
+    """Elements per shard, at most `most`: a multiple of every codec's group, small enough that each rank has some."""
     shards = max(world_size, min(_SHARDS_A_RANK * world_size, _MOST_SHARDS))
     return min(most, max(1, -(-numel // (shards * LARGEST_GROUP))) * LARGEST_GROUP)
 
@@ -59,10 +62,11 @@ def shard_numel_for(numel: int, world_size: int, most: int) -> int:
 def dealers(
     round_id: int, shard: int, world_size: int, among: Container[int] | None = None, but: int | None = None
 ) -> tuple[int, ...]:
-    """The ranks, owner and checker, that average a shard in this round; another pair each round.
+    """The two ranks, owner and checker, that both average a shard for all others in this round; another pair each
+    round.
 
-    The first two ranks of `among` (default: all) without `but`, in turn from `round_id + shard` on; fewer if there are
-    fewer.
+    They are the first two ranks in turn from `round_id + shard` on that are in `among` (default: all) and are not
+    `but`; fewer if fewer are left.
     """
     in_turn = ((round_id + shard + step) % world_size for step in range(world_size))
     return tuple(islice((rank for rank in in_turn if rank != but and (among is None or rank in among)), 2))
@@ -70,24 +74,27 @@ def dealers(
 
 @dataclass(frozen=True)
 class Dealing:
-    """The replicas that read and average payload shards in one round by scatter-reduce, called its dealers."""
+    """The assignment of payload shards to the replicas that verify and average them for all in one round."""
 
     round: int
     replicas: int  # ids of the run
     among: frozenset[int]  # the dealers
 
     def readers(self, author: int, shard: int) -> tuple[int, ...]:
-        """The two dealers that read a shard of one contribution before the commit, none of them its author."""
+        """Two replicas that read and verify a shard of one contribution before the commit; neither is its author."""
         return dealers(self.round, shard, self.replicas, self.among, author)
 
     def averagers(self, shard: int) -> tuple[int, int]:
-        """Owner and checker of a shard: the two dealers that average it after the commit."""
+        """Owner and checker of a shard: the two replicas that average it for the others after the commit."""
         owner, checker = dealers(self.round, shard, self.replicas, self.among)
         return owner, checker
 
 
 def dealing_of(round_: int, config: RunConfig, among: Iterable[int]) -> Dealing | None:
-    """Dealing of a round's shards among some replicas; None for fewer than three, or half of the run's: a gather."""
+    """The assignment of a round's shards to the replicas `among`; None if they are too few for scatter-reduce.
+
+    Fewer than three, or than half of the run's replicas, are too few: then every replica reads every payload.
+    """
     dealing = Dealing(round_, config.most_replicas, frozenset(among))
     return dealing if len(dealing.among) >= max(_FEWEST_DEALERS, config.replicas // 2 + 1) else None
 
@@ -108,15 +115,16 @@ def bytes_down(lengths: Sequence[int], codec: str, world_size: int) -> tuple[int
 
 
 def reduced_size(numel: int, codec: str | None) -> int:
-    """Bytes of the reduced shard of `numel` elements. `codec`: that of averages, None for fp32 as it is."""
+    """Bytes of an averaged shard of `numel` elements. `codec`: of averages; None: they are in fp32."""
     return get_codec(codec or EXACT).encoded_size(numel)
 
 
 def bytes_down_of_round(payload_bytes: float, lengths: Sequence[int], codec: str | None, replicas: int) -> int:
-    """Bytes of payloads and reduced shards that all replicas together read in a round by scatter-reduce of a run.
+    """Bytes of payloads and averaged shards that all replicas together read in a round by scatter-reduce of a run.
 
-    While nobody fails or is late, on average over what they draw. A run reads more than `bytes_down`, because a third
-    replica reads the shards whose author is one of their dealers. What such a reader draws it has read in part.
+    The number is a mean over rounds in which nobody fails or is late. A run reads more than `bytes_down`, because a
+    third replica reads the shards whose author is one of the two that average them, and every replica averages one more
+    shard.
 
     Args:
         payload_bytes: of all payloads of the round.
@@ -131,10 +139,11 @@ def bytes_down_of_round(payload_bytes: float, lengths: Sequence[int], codec: str
 
 
 def predicted_s(numel: int, codec: str, world_size: int, most: int) -> tuple[float, float]:
-    """Seconds in which a rank moves its bytes and sends its requests, (by gather, by scatter-reduce), over `LINK`.
+    """Seconds that a rank's transfers and requests take over `LINK`: (by gather, by scatter-reduce), for three ranks or
+    more.
 
-    For three ranks or more. Payload shards are written four at a time, and up to `MOST_PARALLEL` objects read at the
-    same time. `most`: elements of a shard at the most.
+    Payload shards are written four at a time, and up to `MOST_PARALLEL` objects read at the same time. `most`: the
+    largest number of elements in a shard.
     """
     whole = [stop - start for start, stop in shard_ranges(numel, most)]
     lengths = [stop - start for start, stop in shard_ranges(numel, shard_numel_for(numel, world_size, most))]
@@ -171,7 +180,7 @@ def chooses_scatter(path: str, numel: int, codec: str, world_size: int, most: in
 
 
 def path_of(config: RunConfig, fragments: Iterable[int]) -> Literal["gather", "scatter_reduce"]:
-    """The path of a run that begins now. `fragments`: elements of each fragment that rounds average."""
+    """Name of the way in which a run that begins now averages. `fragments`: elements of each fragment of the model."""
     if config.path == "auto" and config.adapters == "exact":
         return "gather"  # steps of products need every payload
     numel = max(fragments, default=0)
@@ -180,9 +189,9 @@ def path_of(config: RunConfig, fragments: Iterable[int]) -> Literal["gather", "s
 
 
 def scatters(config: RunConfig, start: Start) -> bool:
-    """Whether the rounds of a run are by scatter-reduce. What "auto" takes is fixed by the start record.
+    """Whether a run averages by scatter-reduce. With `path="auto"` its start record says which way was chosen.
 
-    Without it in an earlier version's record: the shards of a gather have the length of the setting.
+    In a start record of an earlier version, which does not say it, shards shorter than the setting mean scatter-reduce.
     """
     if config.path == "auto":
         return start.path == "scatter_reduce" if start.path else start.shard_numel < config.shard_numel
@@ -190,7 +199,10 @@ def scatters(config: RunConfig, start: Start) -> bool:
 
 
 def shard_numel_of(config: RunConfig, path: str, fragments: Sequence[int]) -> int:
-    """Elements in a shard of a run's base and payloads. `path`, `fragments`: as of `path_of`."""
+    """Elements in a shard of a run's base and payloads. `path`: a result of `path_of`.
+
+    `fragments`: elements of each fragment of the model.
+    """
     if path == "gather":
         return config.shard_numel
     return shard_numel_for(max(fragments), config.replicas, config.shard_numel)

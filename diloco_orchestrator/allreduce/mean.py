@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A contribution that was left out of the average of one shard."""
+    """A contribution that an aggregate left out of the average of one shard, and how far it pointed from the others."""
 
     replica_id: int
     shard: int
@@ -47,7 +47,7 @@ class LeftOut:
 
 
 class Aggregate(Protocol):
-    """One pseudo-gradient computed shard by shard from several contributions, each given as a `Part`."""
+    """One pseudo-gradient computed shard by shard from several replicas' contributions, each given as a `Part`."""
 
     @property
     def left_out(self) -> Sequence[LeftOut]:
@@ -140,7 +140,7 @@ def write_blocks(blocks: ShardBlocks, target: torch.Tensor) -> None:
 
 
 def encoded_into(blocks: ShardBlocks, target: torch.Tensor, codec: str) -> memoryview:
-    """Compute one shard of an average, write what its encoding decodes to into `target`, and return the encoding.
+    """Compute one shard of an average, encode it, write the decoded values to `target`, and return the encoding.
 
     The encoding has a header, as that of a payload shard in `codec`. `target`: a flat tensor of the shard's length.
     """
@@ -163,10 +163,10 @@ def encoded_into(blocks: ShardBlocks, target: torch.Tensor, codec: str) -> memor
 
 
 class EncodedAverage:
-    """An aggregate of contributions, each element of which is what its encoding in a codec decodes to.
+    """An aggregate of contributions whose elements have been encoded in a codec and decoded again.
 
-    So the elements are those of a reduced shard, which was encoded to be sent, wherever the aggregate is computed.
-    Ranges must begin at whole groups of the codec, as those of `threads.ranges` do.
+    They equal those of an averaged shard that another rank has encoded and sent. Ranges must begin at whole groups of
+    the codec, as those of `threads.ranges` do.
     """
 
     def __init__(self, aggregate: Aggregate, codec: str) -> None:
@@ -177,7 +177,7 @@ class EncodedAverage:
         return self._aggregate.left_out
 
     def shard(self, index: int) -> ShardBlocks:
-        """One shard, computed lazily. Raises as the aggregate's own `shard`."""
+        """One shard, computed lazily. Raises what the `shard` of the aggregate itself raises."""
         return partial(self._blocks, self._aggregate.shard(index))
 
     def _blocks(self, blocks: ShardBlocks, start: int, stop: int) -> Iterator[torch.Tensor]:

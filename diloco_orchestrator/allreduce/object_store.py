@@ -111,7 +111,7 @@ class ObjectStoreAllReduce:
         return mean.to(device=tensor.device, dtype=tensor.dtype)
 
     def _cut(self, numel: int) -> tuple[bool, int]:
-        """Whether a tensor of `numel` elements takes scatter-reduce, and its elements per shard; alike on all ranks."""
+        """(whether a tensor of `numel` elements is averaged by scatter-reduce, elements per shard)."""
         scatters = chooses_scatter(self._path, numel, self._codec, self.world_size, SHARD_NUMEL)
         return scatters, shard_numel_for(numel, self.world_size, SHARD_NUMEL) if scatters else SHARD_NUMEL
 

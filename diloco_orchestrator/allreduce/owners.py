@@ -23,7 +23,10 @@ def owner_of(fragment: int, index: int, ranks: int) -> int:
 
 
 class Owners:
-    """The owners of shards as one of them sees them: `rank` of `ranks`. This class is a replica of one process."""
+    """The assignment of a base's shards to the ranks of one replica, as rank `rank` of `ranks` sees it.
+
+    This class serves a replica of one process, which owns every shard; a subclass serves several ranks.
+    """
 
     rank = 0
     ranks = 1
@@ -40,10 +43,10 @@ class Owners:
     def each(self, task: Callable[..., T], *args: Any) -> list[T]:
         """Call `task(*args)` in every rank at the same time; returns the results in rank order.
 
-        For rank 0, from any thread. `task`: a function of a module, or a partial of one. Arguments and results are
-        pickled, except what every rank has of its own, which it gets in place of rank 0's: results of `make`, this
-        object, and the attempt's store, log and threads. Raises the error of the lowest rank in which the task failed,
-        once all have ended.
+        Only rank 0 may call it, from any thread. `task`: a function of a module, or a partial of one. Arguments and
+        results are pickled, except objects of which every rank has its own: results of `make`, this object, and the
+        attempt's store, log and threads; each rank gets its own of these. Raises the error of the lowest rank in which
+        the task failed, once all have ended.
         """
         return [task(*args)]
 
@@ -68,5 +71,5 @@ ALONE = Owners()
 
 
 def merged(found: Iterable[Mapping[K, T]]) -> dict[K, T]:
-    """The entries of all mappings, which share no key."""
+    """One mapping with the entries of all in `found`, which share no key."""
     return {key: value for each in found for key, value in each.items()}

@@ -48,7 +48,10 @@ class PayloadCache:
         self._end = 0  # of the bytes in the file that are in use
 
     def put(self, name: Name, data: bytes) -> None:
-        """Keep `data` under `name`, unless the name is in the cache. Raises `SpoolFailed` if the disk is full."""
+        """Keep `data`, verified payload bytes, under `name` (key and digest), unless the name is in the cache.
+
+        Raises `SpoolFailed` if the disk is full.
+        """
         with self._lock:
             if self._has(name):
                 return
@@ -77,7 +80,8 @@ class PayloadCache:
             self.put(name, bytes(mapped(file, size)))
 
     def get(self, name: Name) -> bytes | memoryview | None:
-        """The bytes stored under `name`, or None if there are none. Valid until `clear` or `close`.
+        """The payload bytes stored under `name` (key and digest); None if there are none. Valid until `clear` or
+        `close`.
 
         Bytes in a file are mapped, so that those of many replicas can be read side by side without being in memory.
         """
@@ -91,7 +95,9 @@ class PayloadCache:
             return data
 
     def kept(self, name: Name, read: Callable[[], bytes]) -> bytes | memoryview:
-        """The bytes under `name`, put there from `read()` if there are none yet. Raises `SpoolFailed`."""
+        """The payload bytes under `name`, stored there from `read()` if missing. Raises `SpoolFailed` for a full
+        disk.
+        """
         if name not in self:
             self.put(name, read())
         found = self.get(name)
@@ -117,7 +123,10 @@ class PayloadCache:
             return sum(len(data) for data, _ in self._memory.values())
 
     def spill(self) -> None:
-        """Move all bytes in memory to the file; until `clear` more bytes go there too. Raises `SpoolFailed`."""
+        """Move all cached bytes from memory to the temporary file; until `clear` more bytes go there too.
+
+        Raises `SpoolFailed` if the disk is full.
+        """
         with self._lock:
             kept, self._memory, self._room = self._memory, {}, -1
         for name in list(kept):

@@ -18,7 +18,7 @@ _WORTH_A_FILE = 16 * 2**20  # bytes in memory; fewer stay there
 
 
 class RecentPayloads:
-    """Two caches in turn: bytes put since the last `end_round`, and bytes put before it. Thread-safe.
+    """Two caches of payload bytes: those put since the last `end_round`, and those of the round before. Thread-safe.
 
     If more than 16 MiB of the round before are in memory they are moved to the cache's file, beside training, so that
     memory is needed for one round only; the file takes disk space for one more.
@@ -48,9 +48,9 @@ class RecentPayloads:
         return name in self._open
 
     def held(self, key: str) -> bytes | memoryview | None:
-        """The bytes of the payload shard at `key`, of the open round or the one before; None if not held.
+        """The bytes of the payload shard at `key`, of the open round or the one before; None if this process has none.
 
-        They are verified once more: a file of the store may be the very one whose damage is to be repaired.
+        They are verified once more: a mapped file of the store may itself be the damaged object that is to be replaced.
         """
         for cache in (self._open, self._before):
             for name in cache.names():

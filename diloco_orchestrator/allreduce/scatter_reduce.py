@@ -1,9 +1,10 @@
 """`ScatterReduce`: the mean of contributions, of which each rank averages some shards and reads the averages of others.
 
-With N ranks and payloads of c bytes a gather moves (N-1) c bytes to every rank, this less than 3 c and the size of the
-encoded mean, whatever N. The *owner* and the *checker* of a shard both average it from the payloads, and publish what
-came out. The others use it where both agree on its bytes, and average the payloads where they do not. So a reduced
-shard decides no bit of the mean: it is a cache. Averages pass through a codec, whoever makes them.
+With N ranks and payloads of c bytes a gather moves (N-1) c bytes to every rank, a scatter-reduce less than 3 c and the
+size of the encoded mean, whatever N is. Two ranks, the *owner* and the *checker* of a shard, both average it from the
+payloads and publish the digest of the result. The others use the owner's result where the two digests are equal, and
+average the payloads themselves where they differ. So no published average changes a bit of the mean: it only saves
+reading. Every rank encodes averages in the same codec and decodes them again.
 """
 
 import logging
@@ -91,7 +92,10 @@ class ScatterReduce:
         self._compare(left, words)
 
     def _make(self, indices: Sequence[int], averages: FlatTensors, parts: Sequence[Part]) -> None:
-        """Average shards from the payloads, and write those that this rank owns."""
+        """Average the shards `indices` of the contributions `parts` from the payloads, into `averages`.
+
+        Those that this rank owns are written to the store.
+        """
         owned = {index for index in indices if self.pairs[index][0] == self.rank}
         what = self.background, self.store, self.round_id, self.aggregate, self.codec, owned, averages, parts
         for digests, takes in self._each_owner(_average, indices, *what) if indices else ():
@@ -99,7 +103,7 @@ class ScatterReduce:
             self._takes |= takes
 
     def _each_owner(self, task: Callable[..., T], indices: Sequence[int], *args: Any) -> list[T]:
-        """Call `task(own, *args)` in each process of this rank; `own`: those of the shards `indices` that it owns."""
+        """Call `task(own, *args)` in each process of this rank; `own`: the shards in `indices` that it holds."""
         return self.owners.each(_of_owner, self.owners, self.fragment, indices, task, *args)
 
     # -- what this rank publishes --------------------------------------------------------------------------------
@@ -119,7 +123,7 @@ class ScatterReduce:
     # -- what others published -----------------------------------------------------------------------------------
 
     def _words(self, needed: Iterable[int], until: float) -> Words:
-        """Averages by rank and shard that the ranks `needed` published by the time `until`, when waiting ends."""
+        """Averages that the ranks `needed` have published, by rank and shard; waits for them until the time `until`."""
         found, missing, pauses = dict[int, Mapping[int, ReducedShard]](), set(needed), _POLL.pauses()
         while missing:
             for info in self.store.list(keys.reduced_shards(self.round_id)):
@@ -135,7 +139,10 @@ class ScatterReduce:
         return found
 
     def _take(self, indices: Sequence[int], averages: FlatTensors, words: Words) -> set[int]:
-        """Copy the owners' averages of shards of which owner and checker agree on the bytes. Returns these shards."""
+        """Copy into `averages` the published averages of shards on which owner and checker agree. Returns these shards.
+
+        `words`: the averages that ranks have published, by rank and shard.
+        """
         agreed = dict[int, tuple[int, ReducedShard]]()
         for index in indices:
             pair = self.pairs[index]
@@ -148,7 +155,10 @@ class ScatterReduce:
         return set().union(*self._each_owner(_read, list(agreed), *what)) if agreed else set()
 
     def _compare(self, made: Sequence[int], words: Words) -> None:
-        """Note and log ranks that published an average which the payloads do not give, of the shards `made` here."""
+        """Record and log the ranks that published an average which the payloads do not give.
+
+        `made`: the shards that this rank has averaged itself. `words`: published averages, by rank and shard.
+        """
         for index in sorted(made):
             said = {rank: words[rank][index].digest for rank in self.pairs[index] if index in words.get(rank, {})}
             for digest, wrong in false_averages(said, self._digests[index], self.rank).items():
@@ -161,7 +171,7 @@ class ScatterReduce:
 
 
 def published_by(store: Store, round_id: int, rank: int) -> Mapping[int, ReducedShard]:
-    """Averages that the record of a rank lists, by shard; none, with a warning, if it is not its of this round."""
+    """Averages that a rank has published in a round, by shard; none, with a warning, if its record is of another."""
     key = keys.reduced(round_id, rank)
     try:
         record = Reduced.from_bytes(store.get(key, 0, most_bytes(key) + 1), key)
@@ -233,9 +243,9 @@ def _read(
     averages: FlatTensors,
     agreed: Mapping[int, tuple[int, ReducedShard]],
 ) -> set[int]:
-    """Copy published averages of shards into `averages`; returns those that could be read.
+    """Copy published averages of shards into `averages`; returns the shards that could be read.
 
-    `agreed`: by shard, the rank that owns it and what that has published.
+    `agreed`: by shard, the rank that owns it and the record of its average.
     """
 
     def read(index: int) -> bool:
@@ -256,5 +266,5 @@ def _read(
 
 
 def _given(data: bytes | memoryview, index: int) -> bytes | memoryview:
-    """The bytes `data` of a shard that was read before, as `Part.read` returns them."""
+    """The bytes `data` of one shard that was read before, returned by a function of the form of `Part.read`."""
     return data

@@ -25,7 +25,7 @@ class PayloadGone(PayloadCorrupt):
 
 
 class NotFinite(PayloadCorrupt):
-    """The vector holds NaN or infinity, or numbers so large that their sums would be infinite."""
+    """A vector holds NaN or infinity, or numbers so large that sums of them would be infinite."""
 
 
 def shard_ranges(numel: int, shard_numel: int) -> list[tuple[int, int]]:

@@ -35,7 +35,7 @@ _MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 class Allocation:
-    """A number of bytes taken from a memory budget, given back when this object is deleted."""
+    """A number of bytes reserved from a memory budget, returned to it when this object is deleted."""
 
     def __init__(self, budget: "MemoryBudget", nbytes: int) -> None:
         self._budget = budget
@@ -69,12 +69,12 @@ class MemoryBudget:
 
 @functools.cache
 def budget() -> MemoryBudget:
-    """The budget of this process, read from its environment once. Raises `ConfigError` for an invalid value."""
+    """The memory budget of this process, read from its environment once. Raises `ConfigError` for an invalid value."""
     return budget_of(os.environ)
 
 
 def budget_of(environ: Mapping[str, str]) -> MemoryBudget:
-    """The budget that `DILOCO_MEMORY_MIB` sets, by default half of the memory that this machine or container has."""
+    """The memory budget that `DILOCO_MEMORY_MIB` sets, by default half of the memory of this machine or container."""
     given = environ.get(ENV_MEMORY)
     if given is None:
         return MemoryBudget(memory_share(1) * _MIB, "half of this machine's memory")

@@ -73,9 +73,10 @@ def aligned(numel: int, *parts: tuple[FlatTensors, int], longest: int = BLOCK) -
 
 
 def room(numel: int, shard_numel: int, what: str, owners: Owners = ALONE, fragment: int = 0) -> FlatTensors:
-    """Zeros, in tensors of `shard_numel` elements within the memory budget (`allreduce.spool`). `what`: for errors.
+    """A vector of `numel` zeros in tensors of `shard_numel` elements, within the memory budget (`allreduce.spool`).
 
-    `owners`: each holds the shards of a vector of this fragment that it owns, the others without numbers.
+    `what`: names it in errors. `owners`: the ranks that hold its shards, which are of this fragment of the model;
+    shards of other ranks have no numbers.
     """
     return FlatTensors(
         [
@@ -94,7 +95,10 @@ def copied(vector: Vector, shard_numel: int = SHARD_NUMEL) -> FlatTensors:
 
 
 def norm_of(vector: Vector, owners: Owners = ALONE, fragment: int = 0, shard_numel: int = SHARD_NUMEL) -> float:
-    """The Euclidean norm of all elements, to about six digits. The others as in `has_nonzero`."""
+    """The Euclidean norm of all elements of a vector, to about six digits.
+
+    `owners`: the ranks that hold its shards of `shard_numel` elements, which are of this fragment of the model.
+    """
     squares = owners.each(_squares, owners, vector, fragment, shard_numel)
     return math.sqrt(math.fsum(each for of_rank in squares for each in of_rank))
 
@@ -105,9 +109,9 @@ def _squares(owners: Owners, vector: Vector, fragment: int, shard_numel: int) ->
 
 
 def has_nonzero(vector: Vector, owners: Owners = ALONE, fragment: int = 0, shard_numel: int = SHARD_NUMEL) -> bool:
-    """Whether any element is not zero. Each rank stops reading at the first block that has one.
+    """Whether any element of a vector is not zero. Each rank stops reading at the first block that has one.
 
-    `owners`: the ranks that hold the vector's shards of `shard_numel` elements; it is of this fragment.
+    `owners`: the ranks that hold its shards of `shard_numel` elements, which are of this fragment of the model.
     """
     return any(owners.each(_has_nonzero, owners, vector, fragment, shard_numel))
 

@@ -43,7 +43,7 @@ def compare(urls: tuple[str, ...], page: Path | None, as_json: bool) -> int:
 
 
 def _figures(found: "Comparison") -> list[tuple[str, list[str]]]:
-    """The rows of the table beside the settings, each as name and one value per run."""
+    """The rows of the comparison's table beside the settings: name and one value per run."""
     figures = [_figures_of(run) for run in found.runs]
     return [(name, [each[name] for each in figures]) for name in (figures[0] if figures else ())]
 
@@ -83,7 +83,7 @@ def _table_of(found: "Comparison") -> "Table":
 
 
 def html_of(found: "Comparison") -> str:
-    """The page: the table, and curves over rounds, tokens and dollars, one drawing per metric and axis."""
+    """The HTML page of a comparison: a table, and curves over rounds, tokens and dollars for each metric."""
     from diloco_orchestrator.cli.html_page import document, section, table
 
     head = ["", *(run.name for run in found.runs)]
@@ -105,7 +105,7 @@ def html_of(found: "Comparison") -> str:
 
 
 def _charts(runs: Sequence["ComparedRun"], points: Callable[["ComparedRun"], Sequence["Point"]]) -> str:
-    """The curves of runs over rounds, tokens and dollars. Those that no run has are left out."""
+    """The curves of compared runs over rounds, tokens and dollars; without axes of which no run has values."""
     from diloco_orchestrator.inspection.charts import DOLLARS, ROUNDS, TOKENS, Line, chart
 
     drawn = ""

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 )
 @click.option("--expect", metavar="HEAD", help="The log must reach it.  [default: the newest that you saw here]")
 @click.option("--signed-by", metavar="KEY", help="The public key that must have signed the run, ed25519:….")
+@click.option("--witness", metavar="PLACE", help="The log must have all heads that a witness has stated there.")
+@click.option("--witnessed-by", metavar="KEY", help="The public key of that witness.  [default: any]")
 @json_option
 def verify(
     url: str,
@@ -47,12 +49,15 @@ def verify(
     tolerance: float,
     expect: str | None,
     signed_by: str | None,
+    witness: str | None,
+    witnessed_by: str | None,
     as_json: bool,
 ) -> int:
     """Derive the run in URL again from its bucket: log, guard, averages, outer steps, snapshots. Exit 4: it differs."""
     store = store_of(url)  # before what is slow to import
     from diloco_orchestrator.inspection.verify import check_loading, verify_run
     from diloco_orchestrator.inspection.verify.inventory import shortened
+    from diloco_orchestrator.inspection.witness import heads_seen
     from diloco_orchestrator.protocol import keys
     from diloco_orchestrator.protocol.head import Head
     from diloco_orchestrator.run_log.launched_here import head_seen_here, why_not_launched_here
@@ -61,7 +66,10 @@ def verify(
     named = {name: named_object(name, text) for name, text in (("build", build), ("score", score), ("items", items))}
     noted = "" if expect else head_seen_here(store)
     expect = expect or noted
-    done = verify_run(store, expect=Head.parse(expect) if expect else None, signed_by=signed_by)
+    if witnessed_by and not witness:
+        raise click.UsageError("--witnessed-by goes with --witness PLACE.")
+    seen = heads_seen(store_of(witness), witnessed_by) if witness else ()
+    done = verify_run(store, expect=Head.parse(expect) if expect else None, signed_by=signed_by, noted=seen)
     readable = done.disagreement is not None and done.disagreement.key != keys.RUN
     if noted and readable and (why := why_not_launched_here(RunLog(store))):
         done.notes.append(f"the head {Head.parse(noted).short} is of a run that you launched here, and {why}")
@@ -104,7 +112,6 @@ def _counts(found: Mapping[str, int]) -> str:
 
 
 def _spans(rounds: list[int]) -> str:
-    """Round numbers as text: [0, 1, 2, 5] as "rounds 0 to 2, 5"."""
     spans: list[list[int]] = []
     for round_ in rounds:
         if spans and round_ == spans[-1][-1] + 1:
@@ -159,7 +166,7 @@ _TITLE = "payload"
 
 
 class _AuditTable:
-    """Prints the audit's last commit and seed, then a line for each audited range. `silent`: prints nothing."""
+    """Prints the last commit audited and the seed, then a line for each finding. `silent`: prints nothing."""
 
     def __init__(self, *, silent: bool = False) -> None:
         self._silent = silent
@@ -172,13 +179,12 @@ class _AuditTable:
         echo("".join(f"{name:<{width}}" for name, width in _COLUMNS) + _TITLE)
 
     def row(self, found: "RangeFinding") -> None:
-        """Print the finding about one range (one replica's training in one round)."""
+        """Print the finding about one replica's training in one round."""
         if not self._silent:
             echo(_row_of(found))
 
 
 def _row_of(found: "RangeFinding") -> str:
-    """The line of the finding about one range (one replica's training in one round)."""
     follows = f"round {found.follows}" if found.follows else "start"
     cells = (found.range_.round, found.range_.replica_id, found.steps, follows, f"{found.seconds:.1f}")
     line = "".join(f"{cell!s:<{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True))

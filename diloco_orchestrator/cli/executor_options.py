@@ -21,7 +21,7 @@ _PREFIX, _JOIN = "executor__", "__"  # in click's parameter names, which have to
 
 
 def named(args: Sequence[str]) -> list[str]:
-    """Values of `--executor` in the unparsed arguments; which options a command has depends on them."""
+    """Values of `--executor` in `args`, the unparsed command line; which options a command has depends on them."""
     found = [after for flag, after in pairwise(args) if flag == "--executor"]
     return found + [arg.partition("=")[2] for arg in args if arg.startswith("--executor=")]
 
@@ -110,9 +110,9 @@ def take_fleet(values: dict[str, Any], default: str | None = "local") -> tuple[S
 
 
 def with_count(settings: Mapping[str, Any], count: int | None) -> dict[str, Any]:
-    """The settings with `replicas` set to `count` unless it is None.
+    """`settings` with `replicas` set to `count` unless it is None.
 
-    Raises `ConfigError` if `--replicas` differs, or the end of its range, `max_replicas`.
+    Raises `ConfigError` if `--replicas` or the end of its range (`max_replicas`) is another number.
     """
     given = settings.get("replicas")
     if count is None:

@@ -1,4 +1,4 @@
-"""Parts of our HTML pages: the document with its style and script, sections, tables. Pure: text to text, all escaped.
+"""Parts of HTML pages: the document with its style and script, sections, tables. Pure: text to text, all escaped.
 
 A page loads nothing from elsewhere, so that it can be mailed. Its one script draws curves over the SVGs, which stay for
 print, for screen readers and where scripts do not run. Browsers run no other script: the page's own policy names this
@@ -13,7 +13,7 @@ from importlib.resources import files
 
 
 def document(title: str, sections: Sequence[str]) -> str:
-    """A whole page. `sections`: HTML; those that are empty are left out."""
+    """A whole HTML page. `sections`: their HTML; empty ones are left out."""
     script = "\n".join(_part(name) for name in ("uPlot.iife.min.js", "curves.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return "\n".join(
@@ -43,12 +43,11 @@ def document(title: str, sections: Sequence[str]) -> str:
 
 
 def _part(name: str) -> str:
-    """A file beside this one that pages contain: uPlot 1.6.32 as npm has it, our style, our script."""
     return (files("diloco_orchestrator.cli") / "html-page" / name).read_text(encoding="utf-8")
 
 
 def section(name: str, content: str, words: str) -> str:
-    """A section with a heading and a sentence about it; empty if `content`, HTML, is."""
+    """An HTML section with a heading and the sentence `words` about it; empty if `content`, its HTML, is empty."""
     if not content:
         return ""
     anchor = name.lower().replace(" ", "-")
@@ -57,7 +56,7 @@ def section(name: str, content: str, words: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table, which scrolls sideways on a phone; empty without rows."""
+    """An HTML table, which scrolls sideways on a phone; empty without rows."""
     if not rows:
         return ""
     top = "".join(f"<th>{escape(name)}</th>" for name in head)
@@ -66,7 +65,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """A table cell; one with a sentence gets a width readable on a phone."""
     return f"<td{' class=words' if len(text) > _LONG_CELL else ''}>{escape(text)}</td>"
 
 

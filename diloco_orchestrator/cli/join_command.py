@@ -11,6 +11,8 @@ import click
 from diloco_orchestrator.cli.shared import EXIT_INTERRUPTED, echo, url_argument
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from diloco_orchestrator.protocol.attempt_records import Offer
     from diloco_orchestrator.store.base import Store
 
@@ -25,6 +27,11 @@ if TYPE_CHECKING:
 @click.option("--once", is_flag=True, help="Leave after one attempt, with its exit code.")
 @click.option("--replica", type=click.IntRange(min=0), metavar="N", help="Take this replica only.")
 @click.option("--gpus", metavar="IDS", help="GPUs of the replica, such as 0 or 2,3.  [default: all that are visible]")
+@click.option(
+    "--ranks", type=click.IntRange(min=1), metavar="N",
+    help="Processes that train a replica together here, each on a GPU of its own.  [default: as the run says; under "
+    "torchrun its number of processes]",
+)  # fmt: skip
 @click.option("--hours", type=click.FloatRange(min=0, min_open=True), help="Leave after so many hours.")
 @click.option(
     "--every", "every_s", type=click.FloatRange(0.05, 30.0), default=5.0, show_default=True,
@@ -36,6 +43,7 @@ def join(
     once: bool,
     replica: int | None,
     gpus: str | None,
+    ranks: int | None,
     hours: float | None,
     every_s: float,
 ) -> int:
@@ -50,13 +58,17 @@ def join(
     from diloco_orchestrator.store.open_store import absolute_url, open_store
     from diloco_orchestrator.store.retrying import RetryPolicy
 
+    ranks, joins = ranks_here(os.environ, ranks)
+    if not joins:
+        echo(f"process {os.environ['RANK']} of torchrun: process 0 joins, and starts the ranks", err=True)
+        return 0
     clock, token = SystemClock(), random_token()
     patience = RetryPolicy(total_s=5.0, first_call_s=10.0)  # what fails is asked again every few seconds
     store = open_store(absolute_url(url), clock=clock, retry=patience)
     why_not = (lambda offer: "") if trust_bucket else only_own_offers(store)
     machine = Machine(
         store,
-        JoinSettings(replica, once, hours, gpus, every_s),
+        JoinSettings(replica, once, hours, gpus, ranks, every_s),
         Identity(token, platform.node(), os.getpid()),
         environ=os.environ,
         clock=clock,
@@ -77,8 +89,30 @@ def join(
     return EXIT_INTERRUPTED if interrupted[:1] == ["SIGINT"] else code
 
 
+def ranks_here(environ: "Mapping[str, str]", ranks: int | None) -> tuple[int | None, bool]:
+    """Number of ranks of a replica on this machine, None for the run's setting, and whether this process is to join.
+
+    `ranks`: of the command line. Under torchrun, which sets the variables in `environ`, the first process joins and
+    starts ranks, by default as many as torchrun has processes; the others have nothing to do. Raises `ConfigError` if
+    torchrun has processes on several machines, or another number of them than `ranks`.
+    """
+    from diloco_orchestrator.errors import ConfigError
+
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return ranks, True
+    world, local = int(environ["WORLD_SIZE"]), int(environ["LOCAL_WORLD_SIZE"])
+    if world != local:
+        raise ConfigError(
+            f"torchrun has {world} processes, of which {local} are on this machine: the ranks of a replica are "
+            "processes of one machine. Call `diloco join` on each, without torchrun."
+        )
+    if ranks not in (None, world):
+        raise ConfigError(f"--ranks {ranks} under a torchrun of {world} processes: leave one of them out.")
+    return (None if world == 1 and ranks is None else world), environ["RANK"] == "0"
+
+
 def only_own_offers(store: "Store") -> Callable[["Offer"], str]:
-    """A function that returns why an offered attempt is not what this user launched; empty text if it is.
+    """A function that returns why an offer (attempt for machines that join) is not what this user launched, or "".
 
     Raises `ConfigError` unless this user launched the run here and run.json, from which offers follow, is unchanged.
     """
@@ -103,7 +137,7 @@ def only_own_offers(store: "Store") -> Callable[["Offer"], str]:
     run = run_log.run
 
     def launched(offer: "Offer", settings: str) -> tuple[str, list[str], dict[str, str], str]:
-        """The contents that an offer (attempt for machines that join) of this run must have with these settings."""
+        """Run id, command, environment and code that this run's offer of an attempt must have with `settings`."""
         pinned, secrets = Launched(run_log.run_sha256, settings), dict.fromkeys(run.secret_names, "")
         requests = LaunchRequests(run, pinned, store.url, secrets=secrets)
         command, env = requests.program(offer.replica_id, offer.attempt, shares_machine=False)

@@ -44,7 +44,7 @@ class PageServer:
         self.url = f"http://{_HERE}:{self._server.server_port}/"
 
     def show(self, html: str, again_s: int) -> None:
-        """Serve `html` from now on. `again_s`: seconds until a browser asks again; 0: it need not."""
+        """Serve `html` from now on. `again_s`: seconds after which a browser loads the page again; 0: it does not."""
         with self._lock:
             self._body, self._again_s = html.encode(), again_s
 
@@ -63,7 +63,7 @@ class PageServer:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Answer requests in a thread of its own while entered."""
+        """Context in which a thread answers the browsers' requests."""
         thread = Thread(target=self._server.serve_forever, name="report page", daemon=True)
         thread.start()
         try:

@@ -43,6 +43,7 @@ GROUPS = {  # by section of `diloco --help`: our commands, and where each is def
         "check": "diloco_orchestrator.cli.before_commands:check",
         "doctor": "diloco_orchestrator.cli.before_commands:doctor",
         "verify": "diloco_orchestrator.cli.derive_commands:verify",
+        "witness": "diloco_orchestrator.cli.witness_command:witness",
         "audit": "diloco_orchestrator.cli.derive_commands:audit",
         "whatif": "diloco_orchestrator.cli.derive_commands:whatif",
     },
@@ -61,7 +62,7 @@ OURS = {name: where for group in GROUPS.values() for name, where in group.items(
 
 
 class Commands(click.Group):
-    """Our commands, and those of other packages by their entry points, each imported when it is asked for.
+    """The commands of `diloco`, and those of other packages by their entry points, each imported when it is called.
 
     No package can take one of our names: the list of commands names those that tried, on stderr. A command that does
     not load fails when it is called; the others work.
@@ -107,14 +108,11 @@ class Commands(click.Group):
 
 
 def _first_clause(text: str) -> str:
-    """The first sentence up to a colon, and up to a comma where that is longer than a line of help."""
     clause = re.split(r"[:;.](?:\s|$)", " ".join(text.split()), maxsplit=1)[0]
     return clause if len(clause) <= _CLAUSE else clause.partition(", ")[0]
 
 
 def _broken(name: str, why: str) -> click.Command:
-    """A command that accepts any arguments and raises `ConfigError`, in place of a command that does not load."""
-
     def refuse() -> NoReturn:
         from diloco_orchestrator.errors import ConfigError
 

@@ -96,5 +96,5 @@ def _summarise(result: RunResult, console: Console) -> None:
 
 
 def say(console: Console, *parts: Any) -> None:
-    """Print one line without markup, wrapped only by the terminal."""
+    """Print one line of text without markup, wrapped only by the terminal."""
     console.print(*parts, highlight=False, markup=False, soft_wrap=True)

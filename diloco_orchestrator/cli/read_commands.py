@@ -14,9 +14,11 @@ from diloco_orchestrator.cli.shared import (
     items_option,
     json_option,
     named_object,
+    optional_url_argument,
     reader_of,
     say,
     score_option,
+    signed_by_option,
     store_of,
     trust_option,
     url_argument,
@@ -81,13 +83,11 @@ def watch(url: str, as_json: bool) -> int:
 @json_option
 def snapshots(url: str, as_json: bool) -> None:
     """List the snapshots in URL; the model after any other round is rebuilt by `pull`."""
-    from diloco_orchestrator.snapshots.default_base import url_of_snapshot
-
     reader = reader_of(url)
     found = [
         {
             "round": round_,
-            "url": url_of_snapshot(reader.log, round_),
+            "url": reader.snapshot_url(round_),
             "heldout": reader.heldout_of_base(round_),
         }
         for round_ in reader.snapshots()
@@ -100,6 +100,9 @@ def snapshots(url: str, as_json: bool) -> None:
         echo(f"round {each['round']}  {each['url']}{score}")
 
 
+sign_option = click.option("--sign", is_flag=True, help="Add model.sig, your signature in OpenSSF's format.")
+
+
 @click.command()
 @url_argument
 @click.argument("destination", type=click.Path(path_type=Path))
@@ -109,18 +112,20 @@ def snapshots(url: str, as_json: bool) -> None:
     type=click.IntRange(min=0),
     help="The model after this round.  [default: the newest; after a halt by the guard the best by held-out score]",
 )
+@sign_option
+@signed_by_option
 @json_option
-def pull(url: str, destination: Path, round_: int | None, as_json: bool) -> None:
+def pull(url: str, destination: Path, round_: int | None, sign: bool, signed_by: str | None, as_json: bool) -> None:
     """Copy the model files out of URL into the new folder DESTINATION, rebuilding the round if it has no snapshot."""
     from diloco_orchestrator.inspection.pull import copy_model
 
-    reader = reader_of(url)
+    reader = reader_of(url, signed_by)
     if round_ is not None:
-        pulled = copy_model(reader.log, destination, round_)
+        pulled = copy_model(reader.log, destination, round_, sign=sign)
         say(as_json, {"round": pulled, "destination": str(destination)}, f"round {pulled} is in {destination}")
         return
     model = reader.model()
-    pulled = copy_model(reader.log, destination, model.round)
+    pulled = copy_model(reader.log, destination, model.round, sign=sign)
     found = {"round": pulled, "destination": str(destination), "model": asdict(model)}
     say(as_json, found, f"{destination}: {model.words()}")
 
@@ -136,13 +141,17 @@ def pull(url: str, destination: Path, round_: int | None, as_json: bool) -> None
     help="The model after this round; repeatable.  [default: the one that pull takes]",
 )
 @click.option("--public", is_flag=True, help="Make the repository public, or send to one that is.")
+@sign_option
+@signed_by_option
 @json_option
-def push(url: str, repository: str, rounds: tuple[int, ...], public: bool, as_json: bool) -> None:
+def push(
+    url: str, repository: str, rounds: tuple[int, ...], public: bool, sign: bool, signed_by: str | None, as_json: bool
+) -> None:
     """Send models of URL to the Hugging Face Hub with a model card, each round as a tagged commit. Private if new."""
-    reader = reader_of(url)
+    reader = reader_of(url, signed_by)
     from diloco_orchestrator.inspection.push import push_models
 
-    pushed = push_models(reader, repository, rounds, public=public)
+    pushed = push_models(reader, repository, rounds, public=public, sign=sign)
     body = {"repository": repository, "pushed": [asdict(each) for each in pushed]}
     say(as_json, body, "\n".join(f"round {each.round} is {each.url} (tag {each.tag})" for each in pushed))
 
@@ -222,7 +231,6 @@ def _keep_up(url: str, destination: Path, port: int | None, as_json: bool) -> No
 
 
 def _influence(reader: "RunReader", given: Mapping[str, str | None]) -> "Influence":
-    """The influence of each contribution; with `--score` its effect on the held-out score too."""
     from diloco_orchestrator.inspection.whatif.influence import influence_of
     from diloco_orchestrator.inspection.whatif.models import BaseScorer, ModelWriter
 
@@ -305,27 +313,73 @@ def _follow(reader: "RunReader", replica: int | None, tail: int | None, trust_bu
 
 
 def _prefix(line: "LogLine") -> str:
-    """Replica and attempt of a line, in the replica's colour; click drops colours if there is no terminal."""
     return click.style(f"{line.replica_id}.{line.attempt} |", fg=_COLOURS[line.replica_id % len(_COLOURS)])
 
 
 @click.command()
-@url_argument
-@click.option("--export", is_flag=True, help="Print the private key, to put it into DILOCO_RUN_KEY on another machine.")
+@optional_url_argument
+@click.option("--export", is_flag=True, help="Print an operator's private keys, for DILOCO_RUN_KEY on another machine.")
+@click.option("--me", is_flag=True, help="Print the line by which a launcher certifies you. It is no secret.")
+@click.option("--models", is_flag=True, help="Print the public key that checks models which you have signed, as PEM.")
+@click.option("--certify", metavar="LINE", help="Let the user with this line (`diloco key --me`) supervise the run.")
+@click.option("--rotate", is_flag=True, help="Replace all keys but the run's own after the open round: one has leaked.")
+@click.option("--why", default="diloco key --rotate", show_default=True, help="Goes into the log.")
 @json_option
-def key(url: str, export: bool, as_json: bool) -> None:
-    """Show which key signs the run in URL, and whether its private key is on this machine."""
-    from diloco_orchestrator.run_log.run_store import key_of_run, why_only_watching
+def key(
+    url: str | None,
+    export: bool,
+    me: bool,
+    models: bool,
+    certify: str | None,
+    rotate: bool,
+    why: str,
+    as_json: bool,
+) -> None:
+    """Show which key signs the run in URL, and whether this machine has its private key; certify or rotate keys."""
+    from diloco_orchestrator.run_log.run_store import identity_of_user, operator_of_run, why_only_watching
 
+    if sum((export, me, models, certify is not None, rotate)) > 1 or (url is None) is not (me or models):
+        raise click.UsageError("say --me or --models alone, or URL with one of --export, --certify, --rotate or none.")
+    if url is None:
+        from diloco_orchestrator.inspection.sign_model import public_pem
+
+        line = identity_of_user().public.text() if me else public_pem().strip()
+        say(as_json, {"user" if me else "models": line}, line)
+        return
     reader = reader_of(url)
     run, store = reader.run, reader.store
     if export:
-        private = key_of_run(run, store, "--export")
-        if private is None:
+        operator = operator_of_run(run, store, "--export")
+        if operator is None:
             raise click.UsageError(f"{store.url} is not signed: it has no key.")
-        say(as_json, {"private": private.text()}, private.text())
+        say(as_json, {"private": operator.text()}, operator.text())
+        return
+    if certify is not None or rotate:
+        _change_keys(reader, certify, why, as_json)
         return
     public = "" if run.signed_by is None else run.signed_by.key
-    why = why_only_watching(run, store)
-    words = f"{public}\n{why or 'The private key is on this machine.'}" if public else "The run is not signed."
-    say(as_json, {"url": store.url, "signed_by": public, "has_private_key": bool(public) and not why}, words)
+    only_watches = why_only_watching(run, store)
+    words = f"{public}\n{only_watches or 'Its keys are on this machine.'}" if public else "The run is not signed."
+    has_keys = bool(public) and not only_watches
+    say(as_json, {"url": store.url, "signed_by": public, "has_private_key": has_keys}, words)
+
+
+def _change_keys(reader: "RunReader", certify: str | None, why: str, as_json: bool) -> None:
+    """Certify the user with the line `certify`, or replace the run's keys."""
+    from diloco_orchestrator.clock import SystemClock, random_token
+    from diloco_orchestrator.protocol.record_format import Stamp
+    from diloco_orchestrator.supervision import rotation
+
+    stamp = Stamp(random_token(), SystemClock().wall_time)
+    if certify is not None:
+        record = rotation.certify(reader.log, certify, "diloco key", stamp)
+        words = f"{record.operator.key} may supervise the run until its keys are rotated."
+        say(as_json, {"certified": record.operator.key}, words)
+        return
+    found = rotation.rotate(reader.log, "diloco key", why, stamp)
+    words = (
+        "The run halts after its open round; its coordinator goes on with new keys. Where none runs: `diloco resume`."
+        if found is None
+        else f"New keys count from leg {found.from_leg} on: `diloco resume`."
+    )
+    say(as_json, {"from_leg": None if found is None else found.from_leg}, words)

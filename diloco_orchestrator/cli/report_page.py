@@ -15,7 +15,7 @@ _MOST_BYTES = 2_000_000  # so that a page can be mailed
 
 
 def page(report: Report) -> str:
-    """The whole HTML page, of at most 2 MB: where it would be larger, its curves have fewer points, its tables rows."""
+    """The HTML page about a run, of at most 2 MB: a larger one gets fewer points in curves and rows in tables."""
     for detail in (3000, 1000, 300, 100):
         html = _page(report, detail)
         if len(html.encode()) <= _MOST_BYTES:
@@ -24,7 +24,7 @@ def page(report: Report) -> str:
 
 
 def _page(report: Report, detail: int) -> str:
-    """The page with at most `detail` points in a drawing, boxes in a strip of participation, and rows in a table."""
+    """The HTML page with at most `detail` points in a drawing, boxes of participation, and rows in a table."""
     status, rows = report.status, report.status.rounds
     trained = [row for row in rows if row.stop != "completed"]  # the final evaluation round only carries scores
     by_now = f". By round {status.round} the guard {status.outlook}" if status.outlook else ""
@@ -85,7 +85,7 @@ def _summary(report: Report) -> str:
 
 
 def _verdict(status: RunStatus) -> str:
-    """The guard's verdict after the last round as text, without a reason that is the run's; empty if it judged none."""
+    """Guard's verdict after the last round as text, without its reason where that is the run's; empty without one."""
     if (verdict := status.verdict) is None:
         return ""
     why = f": {verdict.reason}" if verdict.reason and verdict.reason not in status.reason else ""
@@ -108,7 +108,7 @@ def _cost(facts: RunFacts) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as text in two units: 48 s, 3 min 20 s, 5 h 12 min, 2 d 3 h."""
+    """A number of seconds as text in two units: 48 s, 3 min 20 s, 5 h 12 min, 2 d 3 h."""
     whole = round(seconds)
     for unit, size, next_unit, next_size in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if whole >= size:
@@ -130,7 +130,7 @@ def _losses(rows: Sequence[RoundRow], detail: int) -> str:
 
 
 def _by_replica(report: Report, detail: int) -> str:
-    """A curve per replica; empty for a single replica, whose curve is the run's."""
+    """Drawing with a curve of the training metric per replica; empty for a single replica, whose curve is the run's."""
     if report.config.most_replicas == 1:
         return ""
     return chart(_replica_lines(report.losses), points=detail)
@@ -151,7 +151,7 @@ def _share_of(row: RoundRow, name: str) -> float | None:
 
 
 def _extra(rows: Sequence[RoundRow], detail: int) -> str:
-    """A drawing for each of the first `_MOST_METRICS` names, and a sentence that names the others."""
+    """Drawing for each of the first `_MOST_METRICS` metrics that the user defined, and a sentence naming the others."""
     found = sorted({name for row in rows for name in row.extra})
     names, others = found[:_MOST_METRICS], found[_MOST_METRICS:]
     each = max(50, detail // max(1, len(names) // 4))
@@ -219,7 +219,7 @@ _INFLUENCE: Sequence[tuple[str, str, Callable[[InfluenceRow], float | None]]] = 
 
 
 def _influence(influence: Influence | None, detail: int) -> str:
-    """A curve per replica of each measured quantity, and a table of their means."""
+    """Drawings with a curve per replica of each measure of influence, and a table of their means."""
     if influence is None:
         return ""
     by_replica: dict[int, list[InfluenceRow]] = {}
@@ -242,7 +242,6 @@ def _influence(influence: Influence | None, detail: int) -> str:
 
 
 def _attempts(attempts: Sequence[AttemptRow], began_at: float, detail: int) -> str:
-    """The attempts on a time axis, a row per replica, and as a table."""
     newest = max((at for a in attempts for at in (a.began_at, a.ended_at) if at is not None), default=began_at)
     bars = [
         Bar(
@@ -263,7 +262,6 @@ def _attempts(attempts: Sequence[AttemptRow], began_at: float, detail: int) -> s
 
 
 def _lived(attempt: AttemptRow) -> str:
-    """The lifetime of an attempt on its own machine's clock, as text; "-" if its start or end is unknown."""
     if attempt.began_at is None or attempt.ended_at is None:
         return "-"
     return duration(attempt.ended_at - attempt.began_at)
@@ -286,14 +284,13 @@ def _judged(rows: Sequence[RoundRow], detail: int) -> str:
 
 
 def _newest(head: Sequence[str], cells: Sequence[Sequence[str]], detail: int) -> str:
-    """A table of the last `detail` rows, with a sentence where there are more."""
     more = len(cells) - detail
     words = f"<p>The last {detail}; {more} before them are in diloco status --json.</p>" if more > 0 else ""
     return words + table(head, cells[-detail:])
 
 
 def _numbers(rows: Sequence[RoundRow], detail: int) -> str:
-    """The numbers of the curves, folded away: for who cannot see a drawing, and for copying."""
+    """The numbers of the curves as a table, collapsed: for readers who cannot see a drawing, and for copying."""
     head = ("round", "training", "held-out before", "tokens", "MB up", "MB down", "seconds", "averaged")
     cells = [
         (

@@ -17,6 +17,7 @@ from diloco_orchestrator.cli.shared import (
     reader_of,
     say,
     secret_option,
+    signed_by_option,
     texts,
     trust_option,
     url_argument,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 class _RunCommand(ExecutorCommand):
     """A command with `--executor`, its executors' options, and one option per setting of `RunConfig`.
 
-    `part`: the part of the settings that has options, such as "guard"; empty for all.
+    `part`: the part of the settings that has options here, such as "guard"; empty for all.
     """
 
     part = ""
@@ -66,7 +67,12 @@ _WHAT_RUNS = (
         help="Hashes of packages: given, or listed by uv now if it can (auto); given alone (given); or refuse packages "
         "without one, and images by tag (require).",
     ),
-    click.option("--signed", is_flag=True, help="Sign what is written: nothing that others write there counts."),
+    click.option(
+        "--signed/--unsigned",
+        default=None,
+        help="Whether what others write into the run's folder counts for nothing: what the run writes is signed.  "
+        "[default: signed in a bucket, unless machines join]",
+    ),
     click.option("--config", type=click.Path(path_type=Path), help="TOML file of settings; options go before it."),
 )
 
@@ -83,7 +89,7 @@ def _what_runs(command: Callable[..., Any]) -> Callable[..., Any]:
 @_what_runs
 @json_option
 def run_(entrypoint: str, store: str, as_json: bool, **given: Any) -> int:
-    """Launch a run of your own training function and supervise it until it ends.
+    """Launch a run of your own training function, and supervise it until it ends.
 
     FUNCTION is called with a ReplicaContext in every replica. It may also be PKG.MOD:FUNCTION, looked up from the
     current folder too.
@@ -164,8 +170,9 @@ _track_option = click.option(
 @secret_option
 @trust_option
 @_track_option
+@signed_by_option
 @json_option
-def attach_(url: str, as_json: bool, **given: Any) -> int:
+def attach_(url: str, signed_by: str | None, as_json: bool, **given: Any) -> int:
     """Supervise the run in URL, whose launcher is gone: relaunch its dead replicas until it ends.
 
     A signed run whose key is not on this machine is only shown until it ends.
@@ -175,7 +182,7 @@ def attach_(url: str, as_json: bool, **given: Any) -> int:
     from diloco_orchestrator.run_log.run_store import why_only_watching
 
     sys.path.insert(0, str(Path.cwd()))
-    means, reader = _means(given), reader_of(url)
+    means, reader = _means(given), reader_of(url, signed_by)
     if why := why_only_watching(reader.run, reader.store):
         echo(f"watching only: {why}", err=True)
         return watch_until_stopped(reader.store, as_json=as_json)
@@ -183,7 +190,7 @@ def attach_(url: str, as_json: bool, **given: Any) -> int:
 
 
 def _means(given: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for `attach` from parsed options. Without --executor the executor is None: local replicas."""
+    """Keyword arguments for `attach` from the parsed options in `given`. The executor is None without `--executor`."""
     from diloco_orchestrator.cli.executor_options import secrets_of, take_fleet
 
     executor, _ = take_fleet(given, default=None)

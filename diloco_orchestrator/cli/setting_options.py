@@ -12,7 +12,7 @@ import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from diloco_orchestrator.config import FIRST, LAST, RunConfig
+from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError
 
 _ELSEWHERE = {"entrypoint", "args", "env", "heldout_items"}  # an argument; own options; for Python callers only
@@ -21,13 +21,35 @@ _SHORT: dict[tuple[str, ...], str] = {
 }  # names of options that are shorter than those of the setting
 _JOIN = "__"  # between the names of a nested setting, in click's parameter names
 
+# By how often a setting is needed: `run --help` lists FIRST, `--help-experts` LAST, `--help-settings` the others.
+FIRST = (
+    *(
+        "replicas",
+        "max_replicas",
+        "ranks_per_replica",
+        "rounds",
+        "sync_every",
+        "seed",
+        "quorum",
+        "codec",
+        "snapshot_every",
+        "replica_state",
+    ),
+    *("max_hours", "max_cost_usd", "track", "strict", "on_halt", "outer.lr", "outer.momentum", "guard.rule"),
+)
+LAST = (  # right as they are for nearly every run
+    *("fragment_update_alpha", "clip_factor", "shard_mib", "outer.nesterov"),
+    *("guard.gap_sigmas", "guard.pause_after", "guard.vault_sigmas", "guard.item_sd"),
+    *("guard.decline_patience", "guard.ema_alpha", "guard.rise_eps", "timing.poll_s", "timing.heartbeat_s"),
+    *("retry.max_timeouts", "retry.max_no_capacity", "retry.unavailable_for_s", "retry.backoff_s"),
+)
 
 SECTIONS = ("Settings that most runs choose", "Settings for now and then", "Settings for experts")
 _MORE = {"--help-settings": SECTIONS[1], "--help-experts": SECTIONS[2]}
 
 
 class SettingOption(click.Option):
-    """The option of a setting. `section`: of the help text in which it is listed."""
+    """The command-line option of a setting. `section`: heading under which help lists it."""
 
     section = ""
 
@@ -48,7 +70,7 @@ def _write_section(section: str, command: click.Command, ctx: click.Context, for
 
 
 def help_options() -> list[click.Parameter]:
-    """The options that print one further tier of settings and exit."""
+    """The options that print the help of one further tier of settings and exit."""
     return [
         click.Option([flag], is_flag=True, expose_value=False, is_eager=True, callback=_show_tier, help=f"List {what}.")
         for flag, what in (("--help-settings", "further settings"), ("--help-experts", "the rest of the settings"))
@@ -70,7 +92,7 @@ def setting_options(part: str = "") -> list[click.Parameter]:
 
 
 def take_part(part: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The given command-line options for one group of settings, by field; all of that group leave `given`."""
+    """Remove the parsed options of one part of the settings, such as "guard", from `given`; returns them by field."""
     taken = {name: given.pop(name) for name in list(given) if name.startswith(f"{part}{_JOIN}")}
     found: dict[str, Any] = nested(taken).get(part, {})
     return found
@@ -102,7 +124,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Two settings trees as one: values of `above` override `below`, nested dicts are merged field by field."""
+    """Two nested dicts of settings as one: `above` overrides `below`, nested dicts are merged field by field."""
     result = dict(below)
     for name, value in above.items():
         mine = result.get(name)

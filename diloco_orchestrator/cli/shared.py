@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 EXIT_COMPLETED, EXIT_FAILED, EXIT_USAGE, EXIT_HALTED, EXIT_DISAGREES, EXIT_INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end, on stdout.")
+signed_by_option = click.option("--signed-by", metavar="KEY", help="The public key that must have signed the run.")
+optional_url_argument = click.argument("url", metavar="[URL]", required=False)
 url_argument = click.argument("url", metavar="URL")
 trust_option = click.option(
     "--trust-bucket", is_flag=True,
@@ -58,18 +60,25 @@ class ExecutorCommand(click.Command):
 
 
 def store_of(url: str) -> "Store":
-    """The store at `url`, which must exist. Until a request succeeds, retries end after 10 s, for wrong URLs."""
+    """The existing store at `url`. Until a request succeeds, retries end after 10 s: the URL may be wrong."""
     from diloco_orchestrator.run_log.run_store import of_run
     from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
     return of_run(open_store(absolute_url(url), retry=INTERACTIVE, must_exist=True))
 
 
-def reader_of(url: str) -> "RunReader":
-    """A reader of the run whose folder is `url`. Raises `NoSuchRun`."""
-    from diloco_orchestrator.inspection.status import RunReader
+def reader_of(url: str, signed_by: str | None = None) -> "RunReader":
+    """A reader of the run whose folder is `url`. Raises `NoSuchRun`.
 
-    return RunReader(store_of(url))
+    `signed_by`: the public key that must have signed the run, else `ConfigError`; None: any or none.
+    """
+    from diloco_orchestrator.inspection.status import RunReader
+    from diloco_orchestrator.run_log.run_store import check_signed_by
+
+    reader = RunReader(store_of(url))
+    if signed_by is not None:
+        check_signed_by(reader.run, reader.store.url, signed_by)
+    return reader
 
 
 def importable(target: str) -> str:
@@ -93,7 +102,10 @@ def importable(target: str) -> str:
 
 
 def named_object(option: str, name: str | None) -> Any:
-    """The object that an option names as "package.module:name"; None for None. Raises `ConfigError` if missing."""
+    """The object that the value of an option names as "package.module:name"; None for None.
+
+    Raises `ConfigError` if it is missing. `option`: for errors.
+    """
     if name is None:
         return None
     import importlib
@@ -145,7 +157,7 @@ def pairs(flag: str, given: tuple[str, ...]) -> dict[str, Any]:
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Print `shown(text)`."""
+    """Print `text` with control characters replaced (`redaction.shown`)."""
     click.echo(shown(text), err=err)
 
 

@@ -53,7 +53,7 @@ _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 
 
 class Stopped(Exception):
-    """The replica cannot start. `code`: the exit code, which says whether a relaunch could help."""
+    """The replica cannot start on this machine. `code`: its exit code, which says whether a relaunch could help."""
 
     def __init__(self, words: str, code: int = EXIT_ERROR) -> None:
         super().__init__(words)
@@ -121,10 +121,11 @@ def unpack(archive: bytes, sha256: str, folder: Path) -> None:
 
 
 def missing(requirements: list[dict[str, str]]) -> list[str]:
-    """Requirements to install: those in `requirements` that are absent here or pinned to another version.
+    """Requirements to install: those in `requirements` that are absent here or pinned to another version, in pip's
+    syntax.
 
-    Returned in pip's syntax. `requirements`: name, spec, pin and perhaps a marker each, from the archive's details. One
-    whose marker is false here is skipped.
+    `requirements`: name, spec, pin and perhaps a marker each, from the archive's details. One whose marker is false
+    here is skipped.
     """
     return [each["spec"] for each in requirements if applies(each) and not _is_there(each)]
 
@@ -151,7 +152,11 @@ def _is_there(requirement: dict[str, str]) -> bool:
 
 
 def install_unhashed(details: dict[str, Any], folder: Path) -> None:
-    """Install the requirements that the image lacks, in the launcher's versions. Raises `Stopped` if pip fails."""
+    """Install the requirements that the image lacks, in the versions that the launcher has. Raises `Stopped` if pip
+    fails.
+
+    `details`: from the code archive, unpacked in `folder`.
+    """
     limits = folder / "constraints.txt"
     limits.write_text("".join(f"{line}\n" for line in details["constraints"]))
     if wanted := missing(details["requirements"]):
@@ -240,7 +245,6 @@ def _install_file(count: int, limits: list[str], folder: Path) -> None:
 
 
 def _pip(arguments: list[str]) -> bool:
-    """Whether `pip install` succeeds. Its errors go to this process's output."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     return subprocess.run([*command, *arguments], check=False).returncode == 0
 

@@ -67,7 +67,7 @@ def _defined_in_main(name: str) -> str:
 
 
 def _found(module: str, name: str) -> Any:
-    """The object that `module:name` names among the modules imported in this process; None if there is none."""
+    """The object `name` of the imported module `module`; None if this process has imported no such object."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -93,8 +93,8 @@ def check_importable(entrypoint: str) -> None:
 def check_defined(entrypoint: str, source: Path) -> None:
     """Raise `ConfigError` if the module file `source` is not Python or does not define the entrypoint's function.
 
-    Also if what it defines cannot be called as a training function is, with one argument. A module that may bind names
-    in other ways (`from x import *`, `__getattr__`) passes.
+    Also if that function cannot be called with one argument, the context. A module that may bind names in other ways
+    (`from x import *`, `__getattr__`) passes.
     """
     wanted = entrypoint.partition(":")[2].partition(".")[0]
     try:
@@ -142,7 +142,7 @@ def _why_no_training_function(module: ast.Module, name: str) -> str:
 
 
 def _own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
-    """The nodes of a function's body, without those of functions and classes inside it."""
+    """The syntax nodes of a function's body, without those of functions and classes inside it."""
     todo: list[ast.AST] = list(function.body)
     while todo:
         node = todo.pop()

@@ -120,7 +120,10 @@ class _Reply:
 
 @dataclass(frozen=True)
 class _Lookup:
-    """One lookup of an image's digest. Credentials are sent to the registry's own host and its token service only."""
+    """One lookup of an image's digest at its registry.
+
+    Credentials are sent to the registry's own host and its token service only.
+    """
 
     image: str
     reference: Reference
@@ -198,7 +201,11 @@ class _Lookup:
         raise self._error(f"asks for credentials. {self._advice()}")
 
     def _token(self, challenge: Mapping[str, str], login: str) -> str:
-        """A token to read the repository only, whatever scope the registry asks for."""
+        """A token of the registry's token service that permits reading this repository only, whatever the challenge
+        asks for.
+
+        `login`: user and password in base64; empty for an anonymous token.
+        """
         realm = challenge.get("realm", "")
         at_home = _host(realm) == _host(self.reference.origin)
         if urlsplit(realm).scheme != "https" and not at_home:
@@ -269,7 +276,6 @@ class _AsItCame(urllib.request.HTTPErrorProcessor):
 
 
 def _ask(method: str, url: str, headers: Mapping[str, str]) -> _Reply:
-    """Send one http or https request. Uses the environment's proxy, except to localhost and loopback addresses."""
     own = _is_loopback(urlsplit(url).netloc)
     opener = urllib.request.build_opener(_AsItCame, *([urllib.request.ProxyHandler({})] if own else []))
     request = urllib.request.Request(url, method=method, headers=dict(headers))
@@ -281,7 +287,6 @@ def _ask(method: str, url: str, headers: Mapping[str, str]) -> _Reply:
 
 
 def _host(url: str) -> tuple[str, str]:
-    """Scheme and host, with its port, of a URL."""
     parts = urlsplit(url)
     return parts.scheme, parts.netloc
 

@@ -47,7 +47,7 @@ class CodeBundle:
     Args:
         paths: modules, packages (folders with `__init__.py`), or folders, whose content can then be imported.
         include_secrets: file name patterns; matching files are sent although they look like secrets.
-        requirements: packages to install there beside ours, as pip spells them.
+        requirements: packages to install on these machines beside ours, as pip spells them.
         largest_mib: largest size of the packed archive in MiB; every attempt fetches it.
     """
 
@@ -69,12 +69,12 @@ class Archive:
     note: str = ""  # where the hashes are from, or why there are none
 
     def words(self) -> str:
-        """A line for the log: digest, number of files, sizes."""
+        """The archive in one line for the log: digest, number of files, sizes."""
         size, packed = sum(self.users.values()) / 1024, len(self.data) / 1024
         return f"code {self.sha256[:12]}: {len(self.users)} files of {size:.1f} KiB; {packed:.0f} KiB packed, with ours"
 
     def package_words(self) -> str:
-        """A line for the log: which packages replicas check by hash, and which they do not."""
+        """A line for the log: the packages that replicas check by hash, and those that they do not."""
         named, note = ", ".join(self.unhashed), f" ({self.note})" if self.note else ""
         if not self.hashed:
             return (
@@ -103,8 +103,8 @@ def pack(
     Args:
         code: what to send; None for the package or module that holds `entrypoint`, as this process finds it.
         entrypoint: the training function, "package.module:function".
-        extras: extras of our own distribution to install there, such as the SDK that the store needs.
-        requirements: packages to install there, as the user's file lists them.
+        extras: extras of our own distribution to install on replicas, such as the SDK that the store needs.
+        requirements: packages to install on replicas, as the user's file lists them.
     """
     code = _code_of(code, entrypoint)
     users = _distinct(_users_files(code))
@@ -132,14 +132,14 @@ def pack(
 
 
 def pack_ours(extras: Sequence[str] = (), requirements: Requirements | None = None) -> Archive:
-    """Pack an archive of our own package alone, to install with these `extras` of it and the user's requirements."""
+    """Pack an archive of our own package with these `extras` of it, and packages to install with it."""
     files = {f"{bootstrap.OURS}/{name}": data for name, data in our_files()}
     data = _zip(files | _list_files(_details(extras, ()), requirements))
     return Archive(data, hashlib.sha256(data).hexdigest(), {})
 
 
 def _list_files(details: dict[str, Any], requirements: Requirements | None) -> dict[str, bytes]:
-    """The archive's files that list packages. Adds the contents of `requirements` to `details`."""
+    """The archive's files with lists of packages, by name. Adds the contents of `requirements` to `details`."""
     files = {}
     if requirements is not None:
         files[bootstrap.REQUIREMENTS] = requirements.text.encode()
@@ -261,7 +261,10 @@ def _check_inside(path: Path, folder: Path) -> None:
 
 
 def _is_ignored(path: Path, suffix: str, rules: list[tuple[Path, GitIgnoreSpec]]) -> bool:
-    """Whether git ignores a path. The innermost folder above it whose .gitignore has a matching rule decides."""
+    """Whether git ignores `path`. The innermost folder above it whose .gitignore has a matching rule decides.
+
+    `suffix`: "/" for a folder. `rules`: by folder.
+    """
     for folder, spec in reversed(rules):
         said = spec.check_file(path.relative_to(folder).as_posix() + suffix).include
         if said is not None:
@@ -286,7 +289,6 @@ def _check_entrypoint(entrypoint: str, users: Mapping[str, Path]) -> None:
 
 
 def _installed(top: str) -> bool:
-    """Whether the module is part of an installed distribution."""
     return top in importlib.metadata.packages_distributions()
 
 

@@ -64,7 +64,7 @@ class Pinned:
 
 
 class _NoList(Exception):
-    """uv made no list; the text is the reason, in one line."""
+    """uv made no list of packages; the text is the reason, in one line."""
 
 
 def pinned(
@@ -143,7 +143,8 @@ def _listed(given: Requirements | None, needed: Sequence[Requirement], secrets: 
 def _limits(needed: Sequence[Requirement], asked: Sequence[Requirement]) -> list[list[str]]:
     """Constraints for uv, in order of preference: all versions of this machine, then only those that a replica needs.
 
-    pip on a replica without hashes uses the second ones; they serve machines with inconsistent packages.
+    Replicas without hashes use the latter for pip; it serves machines whose packages are inconsistent. `needed`: our
+    packages; `asked`: the user's.
     """
     direct = {canonical(each.name) for each in needed if is_installed(each)}
     every = limits_beside([*needed, *asked])
@@ -153,9 +154,10 @@ def _limits(needed: Sequence[Requirement], asked: Sequence[Requirement]) -> list
 def _asked_of(
     uv: Sequence[str], wanted: Sequence[str], limits: Sequence[Sequence[str]], secrets: Mapping[str, str]
 ) -> str:
-    """uv's list of `wanted` and dependencies under the first of `limits` with a solution, for the oldest Python.
+    """uv's list of the packages `wanted` and their dependencies, under the first of `limits` that has a solution.
 
-    `uv`: the command. Raises `_NoList` if no combination has a solution, or uv fails or exceeds `LIMIT_S` seconds.
+    It is for the oldest Python with a solution. `uv`: the command. Raises `_NoList` if no combination has a solution,
+    or uv fails or exceeds `LIMIT_S` seconds. `secrets`: redacted from uv's errors.
     """
     # Nobody asked for uv here, so that it gets no credentials but its own.
     environ = {name: value for name, value in os.environ.items() if name.startswith("UV_") or not looks_secret(name)}
@@ -181,7 +183,6 @@ def _pythons(newest: int) -> list[str]:
 
 
 def _shown(said: str, secrets: Mapping[str, str]) -> str:
-    """The end of uv's error in one line, without credentials and control characters."""
     names = [*os.environ.get(ENV_SECRET_NAMES, "").split(","), *secrets]
     said = redact(said, {**os.environ, **secrets, ENV_SECRET_NAMES: ",".join(names)})
     lines = [" ".join("".join(c if c.isprintable() else " " for c in line).split()) for line in said.splitlines()]
@@ -278,7 +279,7 @@ def installed_here() -> list[str]:
 
 
 def limits_beside(asked: Sequence[Requirement]) -> list[str]:
-    """The packages on this machine with their versions, without those that `asked` wants in another version."""
+    """Constraints: the versions of packages installed here, without those that `asked` wants in another version."""
     other = {canonical(each.name) for each in asked if not is_installed(each)}
     return [line for line in installed_here() if canonical(line.partition("==")[0]) not in other]
 

@@ -42,18 +42,18 @@ class Requirements:
 
     @property
     def options(self) -> list[str]:
-        """The lines that are options for pip, such as an index."""
+        """The lines of the requirements file that are options for pip, such as an index."""
         return [line for line in _lines_of(self.text) if line.startswith("-")]
 
     def missing_here(self) -> list[str]:
-        """The packages that this machine lacks, or has in another version."""
+        """The packages in the requirements file that this machine lacks, or has in another version."""
         wanted = [each for each in self.packages if each.marker is None or each.marker.evaluate()]
         return [str(each) for each in wanted if not is_installed(each)]
 
 
 @dataclass(frozen=True)
 class MadeList(Requirements):
-    """A list with hashes that a launch made by itself; a replica installs only packages that its image lacks.
+    """A list of packages with hashes that a launch made by itself; replicas install only those that their image lacks.
 
     `text` has one line for each of `packages`, in their order, after the lines with options.
     """
@@ -152,7 +152,7 @@ def _shown(line: str) -> str:
 
 
 def _package_and_hashes(line: str) -> tuple[Requirement, list[str]]:
-    """The package of a line, and its hashes. Raises `ConfigError` for any other option."""
+    """The package in a line of a requirements file, and its hashes. Raises `ConfigError` for any other option."""
     words = line.split(" ")
     end = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
     package, options = package_of(" ".join(words[:end])), _words(" ".join(words[end:]))
@@ -231,12 +231,15 @@ _IMAGE_LINE = re.compile(rf"# diloco: image ({NAME_FORM}) ({DIGEST_FORM})", re.A
 
 
 def image_lines(digests: Mapping[str, str]) -> str:
-    """The lines of a lock file that hold the digests of container images, in the order of their names."""
+    """Lines of a lock file with the digests of container images, by `digests` (name to digest), in order of names."""
     return "".join(f"# diloco: image {name} {digest}\n" for name, digest in sorted(digests.items()))
 
 
 def read_image_lines(text: str) -> dict[str, str]:
-    """Digests of images by name, from a lock file. Raises `ConfigError` for invalid, repeated or too many lines."""
+    """Digests of container images by name, from the text of a lock file.
+
+    Raises `ConfigError` for invalid, repeated or too many lines.
+    """
     found: dict[str, str] = {}
     for line in text.splitlines():
         if not _IMAGE_COMMENT.match(line):

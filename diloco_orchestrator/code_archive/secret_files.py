@@ -80,7 +80,6 @@ def _why_by_itself(path: Path) -> str:
 
 
 def _texts_in(data: bytes) -> Iterator[str]:
-    """The text of a file, decoded also from UTF-16, and decompressed if it is compressed."""
     yield data.decode("latin-1")
     if max(data[::2].count(0), data[1::2].count(0)) > len(data) // 4:  # every second byte of most text
         yield data.replace(b"\0", b"").decode("latin-1")

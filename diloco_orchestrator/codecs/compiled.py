@@ -1,7 +1,8 @@
-"""The codecs of few bits compiled by numba, where it is installed: the same bytes, sooner.
+"""Codecs with few bits per element, compiled by numba where it is installed. They give the same bytes in less time.
 
-A few passes over the elements of a group, in a core's first cache, instead of fifteen to sixty tensor operations on a
-block. Imported where numba is found, on little-endian machines; `scaled`, `means` and `sparse` say what is encoded.
+One loop passes a few times over the elements of a group, which stay in a core's first cache; without numba fifteen to
+sixty tensor operations pass over a block. Imported where numba is found, on little-endian machines; `scaled`, `means`
+and `sparse` describe the encodings.
 """
 
 import importlib
@@ -19,7 +20,7 @@ _SMALLEST = 2.0**-126
 
 
 def pack(values: "torch.Tensor", levels: int) -> "torch.Tensor":
-    """Encode (n,) float32 on the CPU: uint8, of whole groups, the last of which is padded with zeros."""
+    """The encoding, uint8, of `values`, (n,) float32 on the CPU. The last group is padded with zeros."""
     groups = -(-values.numel() // _GROUP)
     words = 1 + _GROUP // (4 if levels == 127 else 8)
     found = np.zeros(groups * words, np.uint32)
@@ -29,7 +30,7 @@ def pack(values: "torch.Tensor", levels: int) -> "torch.Tensor":
 
 
 def unpack(body: "torch.Tensor", numel: int, levels: int) -> "torch.Tensor":
-    """Decode (n,) float32 from uint8 on the CPU, as `pack` wrote them or without the end of the last group."""
+    """The decoded values, (numel,) float32, of `body`, uint8 on the CPU: `pack`'s result, or that without padding."""
     found = torch.empty(numel, dtype=torch.float32, device="cpu")
     (_unpack_int8 if levels == 127 else _unpack_int4)(body.numpy(), found.numpy())
     return found
@@ -131,7 +132,9 @@ def _unpack_int4(body: Any, out: Any) -> None:
 
 
 def pack_means(values: "torch.Tensor", group: int, large: float) -> "torch.Tensor | None":
-    """`means.pack_2bit` before its end is cut; None where a number is not finite: then tensor operations encode."""
+    """The result of `means.pack_2bit` with its padding; None if a number is not finite: tensor operations then encode
+    it.
+    """
     groups = -(-values.numel() // group)
     found = np.empty((groups, 8 + group // 4), np.uint8)
     done = _pack_groups(values.contiguous().numpy(), group, np.float32(large), found)
@@ -139,21 +142,27 @@ def pack_means(values: "torch.Tensor", group: int, large: float) -> "torch.Tenso
 
 
 def unpack_means(body: "torch.Tensor", numel: int, group: int) -> "torch.Tensor":
-    """`means.unpack_2bit`: (n,) float32."""
+    """The result of `means.unpack_2bit`: the decoded values, (n,) float32."""
     found = torch.empty(numel, dtype=torch.float32, device="cpu")
     _unpack_groups(body.numpy(), group, found.numpy())
     return found
 
 
 def pack_largest(chunks: "torch.Tensor", kept: int, large: float) -> "torch.Tensor | None":
-    """`sparse._pack`: the encoded `kept` largest of each row of (g, n) float32; None where one is not finite."""
+    """The result of `sparse._pack`: the `kept` largest elements of each row of `chunks`, (g, n) float32, encoded.
+
+    None if a number is not finite.
+    """
     found = np.zeros((len(chunks), 8 + (3 * kept + 1) // 2 + (kept + 3) // 4), np.uint8)
     done = _pack_chunks(chunks.contiguous().numpy(), kept, np.float32(large), found)
     return torch.from_numpy(found.reshape(-1)) if done else None
 
 
 def unpack_largest(rows: "torch.Tensor", kept: int, values: "torch.Tensor") -> bool:
-    """`sparse._unpack`: write the kept elements into (g, n) zeros; False for places that are out of range or order."""
+    """Decode the stored elements of `rows` into `values`, (g, n) zeros, as `sparse._unpack` does.
+
+    Returns False if the stored places are out of range or not ascending.
+    """
     return bool(_unpack_chunks(rows.numpy(), kept, values.numpy()))
 
 

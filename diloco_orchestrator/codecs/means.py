@@ -28,8 +28,8 @@ _UP, _DOWN = 253 + _BITS, _BITS - 1
 
 
 def size_2bit(numel: int) -> int:
-    """Encoded size in bytes of `numel` elements from the beginning of a group on; a quarter of a byte each, rounded up,
-    and four means per group.
+    """Encoded size in bytes of `numel` elements from a group's beginning on: a quarter of a byte each, and four means
+    per group.
     """
     return (numel + 3) // 4 + MEANS * -(-numel // GROUP)
 
@@ -104,10 +104,10 @@ def classified(groups: "torch.Tensor", large: float, missing: int = 0) -> "tuple
 def _by_class(
     total: "torch.Tensor", large: "torch.Tensor", negative: "torch.Tensor", both: "torch.Tensor"
 ) -> "torch.Tensor":
-    """Sums over a group's elements of each class, (g, 4): small >= 0, large >= 0, small < 0, large < 0.
+    """Sums over each group's elements by class, (g, 4): small >= 0, large >= 0, small < 0, large < 0; g groups.
 
-    Computed from the sums over all, large, negative, and large negative elements, each (g, 1). g: number of groups. An
-    element is large if |x| exceeds a multiple of the group's mean |x|, as in `classified`.
+    Computed from the sums over all, large, negative, and large negative elements, each (g, 1). An element is large if
+    |x| exceeds a multiple of the group's mean |x|, as in `classified`.
     """
     import torch
 

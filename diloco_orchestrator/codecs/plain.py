@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class _Unprotected:
-    """Wraps read-only memory so that numpy treats it as writable, and torch does not warn of it."""
+    """Read-only memory wrapped so that numpy treats it as writable and torch gives no warning."""
 
     def __init__(self, body: memoryview) -> None:
         import numpy as np
@@ -47,7 +47,9 @@ def little_endian(body: "torch.Tensor", dtype: "torch.dtype") -> "torch.Tensor":
 
 @functools.cache
 def compiled() -> "ModuleType | None":
-    """`codecs.compiled`, of the same bytes, where numba is installed; None elsewhere, and on big-endian machines."""
+    """The module `codecs.compiled`, which gives the same bytes, where numba is installed; None elsewhere, and on
+    big-endian machines.
+    """
     if sys.byteorder == "big" or importlib.util.find_spec("numba") is None:
         return None
     try:

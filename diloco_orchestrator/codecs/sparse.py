@@ -22,7 +22,7 @@ _LARGE = 1.0  # times the mean of |x|: the kept elements are the tail of a distr
 
 
 def size_topk(kept: int, numel: int) -> int:
-    """Encoded size in bytes of `numel` elements from the beginning of a chunk on, `kept` of each 4,096."""
+    """Encoded size in bytes of `numel` elements from a chunk's beginning on; `kept` of each 4,096 are stored."""
     whole, rest = divmod(numel, CHUNK)
     return whole * _row_size(kept) + (_row_size(_share(kept, rest)) if rest else 0)
 
@@ -55,7 +55,10 @@ def unpack_topk(kept: int, body: "torch.Tensor", numel: int) -> "torch.Tensor":
 
 
 def _share(kept: int, numel: int) -> int:
-    """The number of elements kept of a last chunk of `numel` elements, fewer than 4,096."""
+    """The number of elements that are stored of a vector's last chunk of `numel` elements, fewer than 4,096.
+
+    `kept`: the number stored of a whole chunk.
+    """
     return -(-kept * numel // CHUNK)
 
 
@@ -64,7 +67,7 @@ def _row_size(kept: int) -> int:
 
 
 def _pack(kept: int, chunks: "torch.Tensor") -> "torch.Tensor":
-    """The encoded bytes, flat uint8, of chunks of n elements, (g, n) fp32, `kept` of each."""
+    """The encoded bytes, flat uint8, of chunks of n elements, (g, n) fp32; `kept` elements of each are stored."""
     import torch
 
     if chunks.is_cpu and (fast := plain.compiled()) is not None:
@@ -105,7 +108,7 @@ def _largest(kept: int, sizes: "torch.Tensor") -> "torch.Tensor":
 
 
 def _largest_on_gpu(kept: int, sizes: "torch.Tensor") -> "torch.Tensor":
-    """The same for `sizes` on a GPU, by torch."""
+    """The result of `_largest` for `sizes` on a GPU, computed by torch."""
     import torch
 
     least = sizes.topk(kept, dim=1).values[:, -1:]
@@ -116,7 +119,10 @@ def _largest_on_gpu(kept: int, sizes: "torch.Tensor") -> "torch.Tensor":
 
 
 def _unpack(kept: int, rows: "torch.Tensor", values: "torch.Tensor") -> None:
-    """Write the kept elements of rows, (g, row size) uint8, into `values`, (g, n) fp32 zeros."""
+    """Decode the stored elements of chunks and write them to their places in `values`, (g, n) fp32 zeros.
+
+    `rows`: the encoded chunks, (g, row size) uint8. `kept`: number of elements stored of each.
+    """
     import torch
 
     if rows.is_cpu and (fast := plain.compiled()) is not None:

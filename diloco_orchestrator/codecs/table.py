@@ -36,7 +36,7 @@ Ranges: TypeAlias = Sequence[tuple[int, int]]  # [start, stop) of elements, asce
 
 @dataclass(frozen=True)
 class Measure:
-    """Number of non-finite elements and sum of squares of a tensor."""
+    """Number of non-finite elements and sum of squares of a tensor, from which its norm follows."""
 
     nonfinite: int = 0  # elements that are NaN or infinity
     squares: float = 0.0  # the sum of all squares, to about six digits; infinity unless all are finite
@@ -80,7 +80,10 @@ class Codec:
             raise ValueError(f"groups of {self.group} do not fill {LARGEST_GROUP} elements.")
 
     def header(self, numel: int, fine: Ranges = ()) -> bytes:
-        """The header of an encoded vector of `numel` elements. `fine`: its ranges in the codec for fine parameters."""
+        """The header of an encoded vector of `numel` elements.
+
+        `fine`: ranges of elements that are encoded in another codec with more bits, such as embeddings and norms.
+        """
         header = _HEADER.pack(_MAGIC, _VERSION, self.number, numel)
         if not self.fine:
             return header
@@ -88,7 +91,10 @@ class Codec:
         return header + b"".join(map(_COUNT.pack, (len(lengths), *lengths)))
 
     def encoded_size(self, numel: int, fine: Ranges = ()) -> int:
-        """The size in bytes of an encoded tensor of `numel` elements, header included. `fine`: as for `header`."""
+        """The size in bytes of an encoded vector of `numel` elements, header included.
+
+        `fine`: ranges of elements that are encoded in another codec with more bits.
+        """
         spans = self.spans(numel, fine)
         return len(self.header(numel, fine)) + sum(span.codec.body_size(span.stop - span.start) for span in spans)
 
@@ -102,7 +108,9 @@ class Codec:
         return EncodedBlock(data, decoded, _measured(decoded))
 
     def rounded(self, values: "torch.Tensor") -> "tuple[memoryview, torch.Tensor]":
-        """Encode as `encode_block` does: the bytes, and the values that they decode to, unmeasured."""
+        """The bytes that `encode_block` returns for `values`, and the values that they decode to; the error is not
+        measured.
+        """
         import torch
 
         data = self.pack(values)
@@ -111,7 +119,7 @@ class Codec:
 
 @dataclass(frozen=True)
 class Span:
-    """Elements [start, stop) of a vector, encoded in one codec. `place`: of their bytes behind the header."""
+    """Elements [start, stop) of a vector, encoded in one codec. `place`: offset of their bytes behind the header."""
 
     codec: Codec
     start: int
@@ -120,14 +128,17 @@ class Span:
 
 
 def _lengths(numel: int, fine: Ranges) -> list[int]:
-    """Numbers of elements by turns outside and inside of the ranges `fine`, from the vector's beginning on."""
+    """Numbers of elements, alternately outside and inside of the ranges `fine`, from the vector's beginning on."""
     ends = [end for each in fine for end in each]
     ends += [numel] if not ends or ends[-1] < numel else []
     return [stop - start for start, stop in zip([0, *ends], ends, strict=False)]
 
 
 def _spans(codec: Codec, lengths: Sequence[int]) -> list[Span]:
-    """The spans of a vector whose numbers of elements by turns outside and inside of the fine ranges are `lengths`."""
+    """The spans of a vector: its ranges in one codec each.
+
+    `lengths`: their numbers of elements, alternately in `codec` and in the codec for parameters that need more bits.
+    """
     turns = (codec, get_codec(codec.fine or codec.name))
     found, start, place = list[Span](), 0, 0
     for index, length in enumerate(lengths):
@@ -171,7 +182,7 @@ def get_codec(name: str) -> Codec:
 def encode(values: "torch.Tensor", codec: str, fine: Ranges = ()) -> bytes:
     """Encode `values`, (numel,) float32 on the CPU, as header and body. Raises `ConfigError` for an unknown codec.
 
-    `fine`: ranges of elements in the codec for fine parameters, where `codec` has one.
+    `fine`: ranges of elements that are encoded with more bits, such as embeddings, if `codec` has another one for them.
     """
     found, flat = get_codec(codec), values.contiguous()
     spans = found.spans(values.numel(), fine)
@@ -204,7 +215,7 @@ class Encoded:
         self._body = tensor_over(self._data[self._header_size :])
 
     def _read_lengths(self) -> list[int]:
-        """The numbers of elements of the spans that the header lists. Raises `struct.error` for too few bytes."""
+        """Numbers of elements of the ranges that the header lists. Raises `struct.error` if it is too short."""
         if not self._codec.fine:
             return [self.numel]
         (count,) = _COUNT.unpack_from(self._data, _HEADER.size)
@@ -251,7 +262,10 @@ class Encoded:
         return unpacked if (first, last) == (start, stop) else unpacked[start - first : stop - first]
 
     def step_norm(self) -> float:
-        """The norm of the distances between neighbouring values of all elements; 0 where numbers are rounded alone."""
+        """The norm of the rounding steps: of each element the distance between neighbouring representable values.
+
+        0 for a codec that rounds every number by itself.
+        """
         return math.sqrt(sum(self._squared_steps(span) for span in self._spans if span.codec.levels))
 
     def _squared_steps(self, span: Span) -> float:
@@ -264,7 +278,7 @@ class Encoded:
         return float(squares.sum()) * span.codec.group - float(squares[-1]) * missing
 
     def measure(self, passing: Callable[[memoryview], object] = lambda piece: None) -> Measure:
-        """The measure of all elements, without a decoded copy of all.
+        """Norm and number of non-finite values of all elements, computed without a decoded copy of all.
 
         `passing` is called with all bytes, piece by piece, while each is in a core's cache, for example to hash them.
         """

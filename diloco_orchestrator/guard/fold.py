@@ -1,7 +1,7 @@
-"""Updates the guard once per round: adds the scores of the held-out shares to its state and returns a verdict.
+"""Updates the guard once per round: adds the scores of the held-out set to its state and returns a verdict.
 
 Pure functions. The state is JSON in each commit, so every round is added exactly once, whichever replica commits and
-however often replicas restart. The state names the rule that judges.
+however often replicas restart. The state names the guard rule that computed it.
 """
 
 import math

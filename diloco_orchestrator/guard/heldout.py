@@ -40,8 +40,6 @@ class CollapseStopError(RuntimeError):
 
 @dataclass
 class _Smoothed:
-    """An exponential moving average, with its first value and its last change."""
-
     ema: float | None = None
     baseline: float | None = None
     delta: float | None = None  # change by the last sample; None before the second one
@@ -55,7 +53,6 @@ class _Smoothed:
 
     @property
     def gain(self) -> float:
-        """Change since the first value."""
         return 0.0 if self.ema is None or self.baseline is None else self.ema - self.baseline
 
 
@@ -231,7 +228,7 @@ class HeldOutGuard:
     # -- persistence --------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Everything the guard has seen so far, as JSON, from which `restore` continues exactly."""
+        """All averages and counts of the guard as JSON, from which `restore` continues exactly."""
         return {
             "in_loop": asdict(self._in_loop),
             "heldout": asdict(self._heldout),
@@ -288,7 +285,7 @@ class HeldOutRule(GuardRule):
 
 
 def _plain(value: float | None) -> float | str | None:
-    """`value` as JSON that equals itself; NaN and infinity become text."""
+    """`value` as JSON; NaN and infinity become text, so that equal states have equal JSON."""
     return value if value is None or math.isfinite(value) else str(float(value))
 
 

@@ -7,9 +7,10 @@ faults (a corrupt data shard, a broken machine, a hack in one environment), not 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
+from statistics import median
 from typing import Any
 
-from diloco_orchestrator.guard.robust import median, weighted_mean
+from diloco_orchestrator.guard.robust import weighted_mean
 from diloco_orchestrator.protocol.records import Quarantine, Score
 
 WARM_UP = 12  # rounds in which a replica's usual gain is learnt; only numbers that are not finite are judged in them
@@ -55,7 +56,7 @@ def local_gain(replica_id: int, base: Sequence[Score], local: Sequence[Score]) -
 
 
 def threshold(replicas: int) -> float:
-    """The threshold of a replica's statistic, in sigmas added up, in a fleet of this many judged replicas.
+    """The threshold of a replica's statistic in a fleet of `replicas`, in sigmas added up over rounds.
 
     A CUSUM with slack k crosses h by chance at a rate proportional to exp(-2 k h), so ln(N) / 2k more, .28 for each
     doubling, keeps the rate of the whole fleet that of one replica. `math.log` is not used, because its last bits
@@ -67,7 +68,8 @@ def threshold(replicas: int) -> float:
 def fold_local(
     state: Mapping[str, Any] | None, gains: Sequence[LocalGain]
 ) -> tuple[dict[str, Any], tuple[Quarantine, ...]]:
-    """The guard's state after one more round, and the contributions to quarantine with reasons, in replica order.
+    """The per-replica guard's state after one more round, and the contributions to leave out with reasons, in replica
+    order.
 
     A replica's gain is compared with the other replicas' in the round, and with its usual difference from them at such
     gains, so that replicas with harder data or larger steps are not suspected. Its statistic sums up the sigmas by
@@ -108,22 +110,26 @@ class _Usual:
     distance: float = 0.0  # mean distance of the difference from the line
 
     def at(self, level: float, sigma: float) -> float:
-        """The usual difference in a round of this level. `sigma`: the fleet's noise; levels closer count less."""
+        """The usual difference of the replica's gain in a round where the fleet's median gain is `level`.
+
+        `sigma`: the fleet's noise, below which levels are not distinguished.
+        """
         apart = self.variance + _RIDGE * sigma * sigma
         return self.difference + (self.covariance / apart * (level - self.level) if apart else 0.0)
 
     def is_new(self, level: float, sigma: float) -> bool:
-        """Whether no round before had such a level, as for some 15 rounds after a change of the learning rate."""
+        """Whether no round before had a median gain like `level`, as for 15 rounds after a new learning rate."""
         return abs(level - self.level) > _NEW * (math.sqrt(self.variance) + sigma)
 
     def sigma(self, fleet: float) -> float:
-        """Standard deviation of the difference: that of the fleet, or its own if it is larger."""
+        """Standard deviation of the replica's difference: `fleet`, that of all replicas, or its own if it is larger."""
         return max(fleet, _MEAN_ABS * self.distance if self.count >= WARM_UP else 0.0)
 
     def learn(self, level: float, usual: float, off: float, suspect: bool) -> None:
-        """Add a round in which the difference was `usual` by this line, and `off` more, as far as it is trusted.
+        """Add a round to the replica's usual difference. `level`: the fleet's median gain.
 
-        `suspect`: whether the replica falls short at present, so that `off` says nothing of its noise.
+        `usual`: the difference expected at this level; `off`: how much the observed one was above it. `suspect`:
+        whether the replica falls short at present, so that `off` says nothing of its noise.
         """
         weight = max(1 / (self.count + 1), _LEARN)
         apart, moved = level - self.level, usual + off - self.difference
@@ -136,7 +142,7 @@ class _Usual:
 
 
 class _Run:
-    """The mutable state of the per-replica guard while it is updated. Replicas are named by their ids as text."""
+    """The state of the per-replica guard while a round is added. Replica ids are text."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.usual = {name: _Usual(*each) for name, each in state.get("usual", {}).items()}
@@ -188,7 +194,7 @@ class _Run:
             self.out.discard(name)
 
     def _widen(self, deviations: Sequence[float]) -> None:
-        """Add a round's distances of gains from the replicas' usual gains to their running median distance.
+        """Add `deviations`, distances of this round's gains from the replicas' usual gains, to their running median.
 
         The median of few numbers is biased, which is corrected.
         """

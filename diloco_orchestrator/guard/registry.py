@@ -1,6 +1,7 @@
 """Finds guard rules by name: the built-in ones, and those of other packages through entry points.
 
-An installed rule's entry point has the same name as its class's `name`. Settings name built-in rules without version.
+An installed rule's entry point has the same name as its class's `name`. Settings name built-in rules without version:
+the newest is used.
 """
 
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ def rule_of(name: str) -> type[GuardRule]:
 
 
 def rule_of_state(state: Mapping[str, Any] | None, setting: str, where: str) -> type[GuardRule]:
-    """The rule that judges the next round: the one named in `state`, without a state that of `setting`.
+    """The guard rule that judges the next round: the one named in `state`; at the run's start that of `setting`.
 
     `where`: describes the state in errors. Raises `RecordTooNew` if the rule is not installed here.
     """
@@ -63,7 +64,7 @@ def first_state(written: Mapping[str, Any] | None, setting: str) -> dict[str, An
 
 @cache  # the search of installed packages takes long beside a fold
 def _installed(name: str) -> type[GuardRule]:
-    """The rule that another package registers. Raises `LookupError` if none does, `ConfigError` if it is no rule."""
+    """The guard rule that another package registers. Raises `LookupError` if none does, `ConfigError` if it is none."""
     try:
         kind, where = registered("guard rule", ENTRY_POINTS, name)
     except ValueError as error:

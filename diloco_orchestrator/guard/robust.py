@@ -6,6 +6,7 @@ Pure, and with the same bits on every machine: sums are exactly rounded (`math.f
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 from diloco_orchestrator.guard.rule import Evidence
@@ -22,7 +23,8 @@ _PAST = 0.9  # weight of the past in the spread
 
 @dataclass(frozen=True)
 class RoundReports:
-    """The reports of replicas in one round, restricted to what the run's start allows them to say.
+    """The scores and metrics that replicas report in one round, restricted to what the run's start allows them to
+    report.
 
     All are of the base that the round started from, or of the first steps from there; higher is better.
     """
@@ -43,7 +45,8 @@ class RoundReports:
 def measure(
     before: Mapping[str, Any], heldout: HeldoutSet, reports: RoundReports
 ) -> tuple[Evidence, dict[str, Any], tuple[int, ...], tuple[int, ...]]:
-    """The evidence of a round, the values for the guard's next state, and the shares and replicas far from all others.
+    """(evidence of a round for the guard rule, values for the guard's next state, shares and replicas far from all
+    others).
 
     Scores and training metric of a contribution are of the same model: the base that its round started from. Means over
     shares and replicas are clipped; a share whose score is not finite is missing. `before`: the guard's state before
@@ -158,7 +161,7 @@ def _training_metric(
 
 @dataclass(frozen=True)
 class ClippedMean:
-    """A weighted mean of clipped values, and the spread by which to clip the next round's."""
+    """A weighted mean of clipped values, and the spread by which to clip the next round's values."""
 
     mean: float
     kept: tuple[float, ...]  # the values after clipping, in their order
@@ -208,9 +211,3 @@ def weighted_mean(values: Sequence[tuple[int, float]]) -> float:
     if math.isfinite(mean) or not all(math.isfinite(value) for _, value in values):
         return mean
     return math.fsum(weight / total * value for weight, value in values)  # of numbers that replicas made up
-
-
-def median(values: Sequence[float]) -> float:
-    """The middle one of the sorted values, or the mean of the two middle ones. `values` must not be empty."""
-    ordered, half = sorted(values), len(values) // 2
-    return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2

@@ -7,6 +7,7 @@ start record and the roster assign to its author. `guard.fold` updates the guard
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from pydantic import JsonValue
@@ -16,7 +17,7 @@ from diloco_orchestrator.errors import RecordTooNew
 from diloco_orchestrator.guard.fold import FoldResult, fold
 from diloco_orchestrator.guard.per_replica import fold_local, local_gain
 from diloco_orchestrator.guard.registry import first_state, rule_of_state
-from diloco_orchestrator.guard.robust import RoundReports, median
+from diloco_orchestrator.guard.robust import RoundReports
 from diloco_orchestrator.guard.shares import deal
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON
 from diloco_orchestrator.protocol.records import (
@@ -100,14 +101,13 @@ def fold_of_commit(
     config: RunConfig,
     outer_step: int,
 ) -> FoldResult | None:
-    """The guard's state and verdict after the round of `commit`, derived from its manifests; None without a held-out
-    set.
+    """The guard's state and verdict after the round of `commit`, from its manifests; None without a held-out set.
 
     Args:
         guard: the guard's state before the round.
         manifests: by replica id, without those that cannot be read or that were copied from another key.
-        roster: of the round.
-        config: of the leg.
+        roster: the replicas that the round waited for.
+        config: of the leg (start or resume to stop).
         outer_step: outer steps in the base before the round.
     """
     contributing = [answer.replica_id for answer in commit.answers if answer.kind in ("delta", "scores")]
@@ -152,12 +152,15 @@ def why_verdict_differs(
 
 
 def vault_base(state: Mapping[str, Any] | None) -> int | None:
-    """The round whose base the confirmation set is compared on, if an alarm awaits it. `state`: before the round."""
+    """The round whose base the confirmation set is compared on, if an alarm awaits confirmation; else None.
+
+    `state`: the guard's state before the round.
+    """
     return rule_of_state(state, "off", "the guard's state").vault_base(state.get("guard")) if state else None
 
 
 def outlook(state: Mapping[str, Any] | None, config: GuardConfig) -> str:
-    """A sentence of the state's guard rule about what it can judge by now; empty if the rule is not installed."""
+    """A sentence of the guard rule that `state` names about what it can judge by now; empty if it is not installed."""
     try:
         return (
             rule_of_state(state, config.rule, "the guard's state").outlook(state.get("guard"), config) if state else ""
@@ -191,9 +194,10 @@ def _without_suspects(
     dealt: Mapping[int, Sequence[int]],
     named: Sequence[Contribution],
 ) -> tuple[Sequence[Contribution], dict[str, Any] | None, tuple[Quarantine, ...]]:
-    """The manifests left after the per-replica guard's quarantine, that guard's state, and the quarantined ones.
+    """(manifests without those that the per-replica guard quarantines, that guard's state, the quarantined ones).
 
-    The state is None, and none is quarantined, in a run without that guard.
+    `named`: manifests to judge. `dealt`: replica id -> the held-out shares assigned to it. The state is None, and none
+    is quarantined, in a run without that guard.
     """
     if not config.per_replica:
         return named, None, ()
@@ -209,7 +213,7 @@ def _without_suspects(
 
 
 def _allowed(scores: Sequence[Score], heldout: HeldoutSet, dealt: Sequence[int]) -> list[Score]:
-    """The scores of shares that are assigned to a manifest's author, each once and over all items of its share."""
+    """`scores` of held-out shares that are assigned to the manifest's author (`dealt`), each once and whole."""
     first = {score.share: score for score in reversed(scores)}
     return [first[share] for share in dealt if share in first and first[share].count == heldout.shares[share]]
 

@@ -45,18 +45,18 @@ class Evidence:
 
     @property
     def model(self) -> int:
-        """The round that made the measured model; 0 is the run's first model."""
+        """The round that made the measured base; 0 is the run's first base."""
         return self.round - 1
 
     @property
     def is_nonfinite(self) -> bool:
-        """Whether one of the metrics is not finite."""
+        """Whether the held-out score, the training metric or the KL divergence is not finite."""
         metrics = (self.heldout, self.in_loop, self.kl_to_init)
         return any(metric is not None and not math.isfinite(metric) for metric in metrics)
 
 
 class GuardRule(ABC):
-    """Judges the evidence of one round after another.
+    """A rule that judges the evidence of one round after another, and so decides when the guard halts the run.
 
     Pure: the same settings, state and evidence give the same verdicts and the same next state on every machine.
     """
@@ -68,7 +68,7 @@ class GuardRule(ABC):
     @classmethod
     @abstractmethod
     def of(cls, config: GuardConfig, heldout: HeldoutSet) -> Self:
-        """The rule with these settings. `heldout`: the run's held-out set from start.json, which names the metric."""
+        """The rule with the settings in `config`, for the held-out set of start.json, which names the metric."""
 
     @abstractmethod
     def fold(self, state: Mapping[str, Any] | None, evidence: Evidence) -> tuple[dict[str, Any] | None, Verdict]:

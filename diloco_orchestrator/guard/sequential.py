@@ -66,7 +66,7 @@ class SequentialGuard(GuardRule):
 
     @classmethod
     def of(cls, config: GuardConfig, heldout: HeldoutSet) -> Self:
-        """The rule with these settings. A Hacking Gap is judged of rewards: of losses it is memorisation."""
+        """Rule with the settings in `config`. It judges a Hacking Gap of rewards only: of losses it is memorisation."""
         return cls(
             min_steps=config.min_steps,
             threshold=config.threshold,
@@ -101,7 +101,7 @@ class SequentialGuard(GuardRule):
 
     @property
     def digest(self) -> str:
-        """Identifies the rule with these settings: the first 16 hex digits of a sha256."""
+        """A digest of the rule's name and settings, by which states name them: the first 16 hex digits of a sha256."""
         given = {**asdict(self), "quorum": _QUORUM}
         settings = {name: float(value) for name, value in given.items() if value is not None}
         text = json.dumps([self.name, settings], sort_keys=True)
@@ -167,9 +167,10 @@ class SequentialGuard(GuardRule):
     def _after_the_vault(
         self, run: "_Run", alarms: list[Alarm], evidence: Evidence, numbers: dict[str, Any]
     ) -> Verdict | None:
-        """The verdict of a round in which an alarm is raised, or awaits confirmation by the confirmation set.
+        """The verdict of a round in which an alarm is raised, or awaits scores on the confirmation set.
 
         It halts, or waits for a round; None if that set's scores dismiss the alarm, and the round goes on without it.
+        `run`: the statistics; `alarms`: those of this round; `numbers`: further fields of the verdict.
         """
         certain = [alarm for alarm in alarms if alarm.kind is AlarmKind.CERTAIN]
         if certain:
@@ -254,7 +255,7 @@ class SequentialGuard(GuardRule):
 
 
 class _Run:
-    """The mutable state of the rule while one round is added."""
+    """The statistics of `SequentialGuard` while one round is added."""
 
     def __init__(self, guard: SequentialGuard) -> None:
         self.metrics, self.kl, self.vault = guard.channels(), KLChannel(), Vault()

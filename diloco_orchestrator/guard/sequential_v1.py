@@ -1,19 +1,19 @@
-"""`SequentialV1`: the rule "sequential-v1", by which runs that began before "sequential-v2" go on to be judged.
+"""`SequentialV1`: the guard rule "sequential-v1", by which runs that began before "sequential-v2" go on to be judged.
 
 Frozen: its states and verdicts keep their bytes (golden digests), since commits of those runs are derived again by it.
-It differs from `SequentialGuard` in how it measures noise, levels, falls and the Hacking Gap, and by a channel for
-sudden falls; early collapse, new low, drift and the shares' breadth are the same.
+It differs from `SequentialGuard` in how it measures noise, levels, falls and the Hacking Gap, and by a statistic of
+sudden falls; early collapse, new low, KL drift and the breadth over shares are the same.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
 from diloco_orchestrator.guard.channels.early import ADVICE, ROUNDS, EarlyCollapse, NewLow
-from diloco_orchestrator.guard.channels.remembered import Remembered, added
+from diloco_orchestrator.guard.channels.remembered import Remembered, RememberedTogether, added
 from diloco_orchestrator.guard.sequential import SequentialGuard
 from diloco_orchestrator.protocol.records import HeldoutSet
 
@@ -40,7 +40,7 @@ def _two() -> list[float]:
 
 @dataclass
 class Noise(Remembered):
-    """The noise of one series, from its values one after another. State: 44 numbers."""
+    """The noise of one series in the rule "sequential-v1", measured value by value. Stored state: 44 numbers."""
 
     last: list[float] = field(default_factory=list)  # 32 values, oldest first
     count: int = 0  # of squares at lag 1
@@ -54,7 +54,7 @@ class Noise(Remembered):
     high: float = 0.0
 
     def add(self, value: float) -> None:
-        """Learn the next value of the series."""
+        """Add the next value of the series to the measurement."""
         last, floor = self.last, _FLOOR * (self.high - self.low)
         full = len(last) >= 2 * LAG
         self.block_count += full
@@ -83,7 +83,7 @@ class Noise(Remembered):
             self.block[index] += square
 
     def sigma(self, value: float) -> float:
-        """The long-run standard deviation before `value`, which is not learnt but counts in the series' range."""
+        """The long-run standard deviation of the series before `value`, which only counts in the series' range."""
         sigma = _long_run(self.squares[0], self.squares[1], min(self.count, _LONG))
         if self.before_count:
             n = self.before_count + self.block_count
@@ -143,7 +143,7 @@ _NAMES = ("slow fall", "fast fall")
 
 @dataclass
 class BestLevel(Remembered):
-    """The best level that a noisy series has surely reached, from the means of full blocks of it. State: 10 numbers."""
+    """The best level that a noisy series has surely reached, from means over full blocks. Stored state: 10 numbers."""
 
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
     best: list[float | None] = field(default_factory=lambda: [None, None])
@@ -152,7 +152,7 @@ class BestLevel(Remembered):
     first: float | None = None  # mean of the first short block
 
     def add(self, value: float) -> float | None:
-        """Learn the next value; returns the mean of the short block of values that it completes, else None."""
+        """Add the next value of the series; returns the mean of the short block that it completes, else None."""
         self.count += 1
         filled: float | None = None
         for index, size in enumerate(BLOCKS):
@@ -198,7 +198,7 @@ _WITHOUT_EXTREMES = 2.2
 
 @dataclass
 class Breadth(Remembered):
-    """Each share's part in each of two statistics. State: 1 number per share, and 1 per share and statistic."""
+    """Part of each share of the held-out set in two statistics. Stored state: 1 number per share, and per statistic."""
 
     count: int = 0  # rounds learnt
     usual: dict[str, float] = field(default_factory=dict)  # by share: distance from the mean, in the metric's unit
@@ -211,7 +211,7 @@ class Breadth(Remembered):
         self.now = {share: gains[share] - mean for share in sorted(gains)}
 
     def add(self, index: int, *, zero: bool) -> None:
-        """Add the round to each share's part in statistic `index`; if `zero`, it is zero now: drop all its parts."""
+        """Add the round to each share's part in statistic number `index`. `zero`: it is zero now, so drop the parts."""
         parts = self.parts[index]
         if zero:
             parts.clear()
@@ -220,7 +220,6 @@ class Breadth(Remembered):
             parts[share] = parts.get(share, 0.0) - (distance - self.usual.get(share, distance))
 
     def dismiss(self) -> None:
-        """Restart all parts at zero."""
         self.parts = [{} for _ in self.parts]
 
     def is_broad(self, index: int, statistic: float, sigma: float, threshold: float) -> bool:
@@ -254,20 +253,20 @@ class Breadth(Remembered):
 
 @dataclass
 class Drawdown(Remembered):
-    """Two statistics that add up by how many sigmas the score is below its best level."""
+    """Two statistics that add up, round by round, the sigmas by which the held-out score is below its best level."""
 
     falls: list[float] = field(default_factory=lambda: [0.0, 0.0])
     zero: list[int] = field(default_factory=lambda: [0, 0])  # the last models at which they were zero
     narrow: str = field(default="", init=False)  # a fall that does not count in this round: few shares carry it
 
     def begin(self, model: int) -> None:
-        """Set both statistics to zero, so that they add up from this model on."""
+        """Set both statistics to zero, so that they add up from the base of round `model` on."""
         self.falls, self.zero = [0.0, 0.0], [model, model]
 
     def judge(
         self, model: int, below: float, sigma: float, weight: float, threshold: float, breadth: Breadth
     ) -> list[Alarm]:
-        """Add the score of the model of round `model` to both statistics; returns alarms for those above their limit.
+        """Add the score of the base of round `model` to both statistics; returns alarms for those above their limit.
 
         `below`: how far the score is below its best level, in the metric's unit; `sigma`: its noise. `weight`: fraction
         of the held-out items scored. A fall that only few shares show (`breadth`) gives no alarm but a warning.
@@ -294,7 +293,7 @@ class Drawdown(Remembered):
         return alarms
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
-        """(name, value, threshold) of both statistics, as the verdict lists them."""
+        """(name, value, threshold) of both statistics, as the guard's verdict lists them."""
         rows = zip(_NAMES, self.falls, CUSUMS, strict=True)
         return [(name, fall, share * threshold) for name, fall, (_, share) in rows]
 
@@ -305,7 +304,7 @@ def in_sigmas(value: float, sigma: float) -> float:
 
 
 def clipped(sigmas: float) -> float:
-    """The part that a round adds to a statistic, before its slack."""
+    """The limited number of sigmas that one round adds to a statistic, before its slack is subtracted."""
     return min(max(sigmas, -CLIP), CLIP)
 
 
@@ -316,7 +315,7 @@ OF_THE_HELD_GAIN = 0.25  # of what held-out has gained: a gap this size is no re
 
 @dataclass
 class HackingGap(Remembered):
-    """A statistic that adds up by how many sigmas training has gained on held-out since held-out improved last."""
+    """A statistic of the sigmas by which training has outrun the held-out score since that last improved."""
 
     statistic: float = 0.0
     zero: int = 0  # the last model at which it was zero
@@ -325,16 +324,17 @@ class HackingGap(Remembered):
     training: list[float] = field(default_factory=lambda: [0.0, 0.0])  # sum and count in the block that is being filled
 
     def begin(self, model: int) -> None:
-        """Start the statistic anew from this model; the reference stays."""
+        """Set the statistic to zero at the base of round `model`; the reference (last best block of rounds) stays."""
         self.statistic, self.zero = 0.0, model
 
     def judge(
         self, model: int, held: float, trained: float, sigma: float, allowed: float, weight: float, threshold: float
     ) -> list[Alarm]:
-        """Add the gap of the next model to the statistic; returns an alarm if it is above `threshold`, else none.
+        """Add the gap of the base of round `model` to the statistic; returns a list of one alarm if it is above
+        `threshold`.
 
         `held`, `trained`: held-out score and training metric, less their first values. `allowed`: gap, in the metric's
-        unit, that does not count. `weight`: fraction of the held-out items scored. None before the first reference.
+        unit, that does not count. `weight`: fraction of the held-out items scored. Empty before the first reference.
         """
         if self.reference is None:
             return []
@@ -355,11 +355,12 @@ class HackingGap(Remembered):
         return [Alarm(what, self.zero, advice, AlarmKind.GAP)]
 
     def learn(self, trained: float) -> None:
-        """Learn the next training metric."""
+        """Add the training metric of the next round to the current block."""
         self.training = [self.training[0] + trained, self.training[1] + 1]
 
     def end_block(self, model: int, held: float, least: float) -> None:
-        """End a block of held-out scores, whose mean is `held`. It becomes the reference of gaps if it improved enough.
+        """End a block of rounds with mean held-out score `held`, which becomes the reference of gaps if it improved
+        enough.
 
         Enough is more than `least` above the reference before. A new reference sets the statistic to zero.
         """
@@ -389,13 +390,14 @@ class SuddenFall(Remembered):
     at_best: int = 0  # the last model not below the best level by more than one usual change
 
     def begin(self, model: int) -> None:
-        """Start counting rounds anew from this model; the size of usual changes stays."""
+        """Count rounds anew from the base of round `model`; the size of usual changes stays."""
         self.quartet, self.strikes, self.at_best = [0.0, 0, None, 0], 0, model
 
     def judge(self, model: int, held: float, last: Sequence[float]) -> list[Alarm]:
-        """Judge the next model by its held-out score; returns an alarm in the second round of a fall, else none.
+        """A list of one alarm in the second round in a row with a held-out score far below its best, else empty.
 
-        `last`: the held-out scores before it, oldest first, at most 32; too few give no alarm.
+        `held`: score of the base of round `model`. `last`: the scores before it, oldest first, at most 32; too few give
+        no alarm.
         """
         best, best_model = self.quartet[2], self.quartet[3]
         if best is None or best - held <= self.largest:
@@ -414,7 +416,7 @@ class SuddenFall(Remembered):
         return [Alarm(what, best_model if fallen else self.at_best, advice, AlarmKind.FALL)]
 
     def learn(self, model: int, held: float, trained: float | None, last: Sequence[float]) -> None:
-        """Learn the scores of the next model. `last`: held-out scores before it, oldest first, at most 32."""
+        """Add the scores of the base of round `model`. `last`: held-out scores before it, oldest first, at most 32."""
         if last and not self.strikes:  # a fall must not set the scale that it is judged by
             change = abs(held - last[-1])
             self.largest = max(FADES * self.largest if change else self.largest, change)
@@ -437,7 +439,7 @@ IMPROVED = 3.5  # standard errors by which a block of held-out scores must beat 
 
 
 class _NewLow(NewLow):
-    """Scores between the groups that do not join the later one are not compared with it."""
+    """`NewLow` of the rule "sequential-v1": scores between the groups that belong to neither are not compared."""
 
     def _joined(self, last: Sequence[float], place: int, lowest: float) -> tuple[int, float]:
         while place > 0 and last[place - 1] < lowest:
@@ -446,11 +448,11 @@ class _NewLow(NewLow):
 
 
 @dataclass
-class MetricChannels:
-    """The statistics so far. Values are kept relative to the first ones: a shift of a metric changes nothing."""
+class MetricChannels(RememberedTogether):
+    """All statistics of the rule "sequential-v1". Values are relative to the first round's: adding a constant changes
+    no verdict.
+    """
 
-    count: int = 0  # models judged
-    origin: list[float | None] = field(default_factory=lambda: [None, None])  # first held-out score, training metric
     noise: Noise = field(default_factory=Noise)  # of the held-out score
     gap_noise: Noise = field(default_factory=Noise)  # of the training metric minus it
     best: BestLevel = field(default_factory=BestLevel)
@@ -473,18 +475,18 @@ class MetricChannels:
         tolerance: float,
         gains: Mapping[str, float],
     ) -> tuple[list[Alarm], list[Alarm]]:
-        """Judge the next model and learn from it.
+        """Judge the scores of the base of round `model`, and add them to every statistic.
 
         `weight`: fraction of the held-out items that were scored. `threshold`: value of the slow fall statistic above
         which it halts. `tolerance`: gap, in sigmas, of training metric to held-out score that does not halt. `gains`:
-        by share of the held-out set, its score's gain since the start; empty if not known. Returns
-        (alarms that may fire in any round, alarms that may fire after warm-up).
+        by share of the held-out set, its score's gain since the start; empty if not known. Returns (alarms that may
+        fire in any round, alarms that may fire after warm-up).
         """
         if self.count == 0:
             self.falls.begin(model)
             self.gap.begin(model)
-        held = self._since_the_first(0, heldout)
-        trained = None if in_loop is None else self._since_the_first(1, in_loop)
+        held = self.since_the_first(0, heldout)
+        trained = None if in_loop is None else self.since_the_first(1, in_loop)
         self.breadth.begin_round(gains)
         at_once, slow = self.sudden.judge(model, held, self.noise.last), []
         if self.count >= FIRST_JUDGED:
@@ -500,19 +502,13 @@ class MetricChannels:
         return at_once + self.new_low.alarms(self.noise.last, trained or 0.0), slow
 
     def dismiss(self, model: int) -> None:
-        """Start the statistics anew from this model, because what they added up was no fall; noise and levels stay."""
+        """Restart the statistics at the base of round `model` after a dismissed alarm; noise and levels stay."""
         self.falls.begin(model)
         self.breadth.dismiss()
         self.gap.begin(model)
         self.sudden.begin(model)
         self.early.stop()
         self.new_low = _NewLow()
-
-    def _since_the_first(self, which: int, value: float) -> float:
-        first = self.origin[which]
-        if first is None:
-            first = self.origin[which] = value
-        return value - first
 
     def _learn(self, model: int, held: float, trained: float | None) -> None:
         self.sudden.learn(model, held, trained, self.noise.last)
@@ -533,7 +529,7 @@ class MetricChannels:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
-        """(name, value, threshold) of each statistic, as the verdict lists them."""
+        """(name, value, threshold) of each statistic, as the guard's verdict lists them."""
         early = self.early.fall(self.noise.last)
         low = self.new_low.fall(self.noise.last, self.sudden.last_trained or 0.0)
         return [
@@ -550,7 +546,7 @@ class MetricChannels:
         return self.noise.sigma(self.noise.last[-1]) if self.noise.last else 0.0
 
     def compare(self, trained: Mapping[int, float]) -> None:
-        """Nothing: only later rules compare replicas."""
+        """Does nothing: only later guard rules compare replicas."""
 
     @property
     def warning(self) -> str:
@@ -559,30 +555,11 @@ class MetricChannels:
 
     @property
     def best_model(self) -> None:
-        """None: an alarm's own model is the one to go back to."""
+        """None: in this rule the run resumes from the base that an alarm itself names."""
 
     def outlook(self, threshold: float) -> str:
-        """Empty: only later rules say what they can judge by now."""
+        """Empty: only later guard rules say what they can judge by now."""
         return ""
-
-    def gained_apart(self, heldout: float, in_loop: float) -> float:
-        """Gain of the training metric minus gain of the held-out score since the first model."""
-        held, trained = self.origin
-        return 0.0 if held is None or trained is None else (in_loop - trained) - (heldout - held)
-
-    def state(self) -> dict[str, Any]:
-        """The fields by name, as JSON. It shares its lists with the channels."""
-        parts = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: part.state() if isinstance(part, Remembered) else part for name, part in parts.items()}
-
-    @classmethod
-    def restore(cls, state: Mapping[str, Any]) -> Self:
-        """The statistics as they were when `state` was taken. They change its lists."""
-        made = cls()
-        for each in fields(cls):
-            part, kept = getattr(made, each.name), state[each.name]
-            setattr(made, each.name, part.restore(kept) if isinstance(part, Remembered) else kept)
-        return made
 
 
 class SequentialV1(SequentialGuard):

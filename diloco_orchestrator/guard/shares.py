@@ -18,7 +18,7 @@ def content_hash(item: Any) -> str:
 
 
 def canonical(item: Any) -> tuple[str, bytes]:
-    """(kind of item, bytes of its content). Raises `TypeError` for an item without canonical content."""
+    """(kind of item, bytes of its content), equal on every machine. Raises `TypeError` for other objects."""
     if isinstance(item, str):
         return "text", unicodedata.normalize("NFC", item).encode()
     if isinstance(item, bytes | bytearray | memoryview):

@@ -32,14 +32,14 @@ class Answer:
 
 
 class Vault:
-    """The best base so far, and the alarm that awaits confirmation on other held-out items. State: 2 numbers, alarm."""
+    """The best base so far, and the alarm that awaits scores on the confirmation set. Stored state: 3 values."""
 
     def __init__(self) -> None:
         self._best: list[Any] | None = None  # held-out score and round of the best base that can be rebuilt
         self._waiting: dict[str, Any] | None = None
 
     def learn(self, model: int, heldout: float) -> None:
-        """Keep the rebuildable base that round `model` made if its held-out score is the best so far."""
+        """Keep the base of round `model`, which can be rebuilt, if its held-out score `heldout` is the best so far."""
         if self._best is None or heldout > self._best[0]:
             self._best = [heldout, model]
 

@@ -29,11 +29,11 @@ class Axis:
     least: float = 1.0  # the smallest distance of two marks
 
     def words(self, x: float) -> str:
-        """A value on the axis as text: a round in full, anything else in at most seven characters."""
+        """The text for a value on this axis: a round in full, anything else in at most seven characters."""
         return f"{x:.0f}" if self is ROUNDS else short(x)
 
     def ticks(self, first: float, last: float) -> list[float]:
-        """At most six values within [first, last] to mark."""
+        """At most six values within [first, last] to mark on this axis."""
         marks = round_ticks(ceil(first / self.least), floor(last / self.least))
         return [mark * self.least for mark in marks]
 
@@ -42,10 +42,10 @@ ROUNDS, TOKENS, DOLLARS = Axis("round"), Axis("tokens"), Axis("dollars", 1e-4)
 
 
 def chart(lines: Sequence[Line], limit: float | None = None, axis: Axis = ROUNDS, points: int = 3000) -> str:
-    """A figure with a legend and an SVG of the lines, and a dashed horizontal `limit`; empty if there is no point.
+    """An HTML figure with a legend and an SVG of the curves, and a dashed line at `limit`; empty if there is no point.
 
-    Its `data-curves` has the same as JSON, for the page's script. `points`: how many of all lines are in it at the
-    most; longer lines keep the lowest and the highest of each stretch. Values that are not finite are left out.
+    Its attribute `data-curves` has the same as JSON, for the page's script. `points`: at most so many of all curves are
+    drawn; of a longer curve the lowest and the highest of each stretch. Values that are not finite are left out.
     """
     lines = _drawable(lines, points)
     if not lines:
@@ -75,13 +75,12 @@ def chart(lines: Sequence[Line], limit: float | None = None, axis: Axis = ROUNDS
 
 
 def _brief(value: float) -> float:
-    """The value in six digits, as an int where it is whole, so that its JSON is short."""
     brief = float(f"{value:.6g}")
     return int(brief) if brief.is_integer() and abs(brief) < 1e15 else brief
 
 
 def _drawable(lines: Sequence[Line], most: int) -> list[Line]:
-    """The lines with their finite points, `most` in all; lines without any are left out."""
+    """The curves with finite points only, `most` in all; curves without any are left out."""
     finite = [Line(line.name, [(x, y) for x, y in line.points if isfinite(x) and isfinite(y)]) for line in lines]
     kept = [line for line in finite if line.points]
     each = max(4, most // max(1, len(kept)))
@@ -106,7 +105,7 @@ _IN_SVG, _WITH_DOTS = 1200, 150  # points that an SVG has at the most, and up to
 
 @dataclass(frozen=True)
 class Bar:
-    """A stretch of time in a row of a timeline."""
+    """A stretch of time, drawn as a bar in a row of a timeline."""
 
     row: str
     name: str
@@ -146,7 +145,7 @@ def timeline(bars: Sequence[Bar]) -> str:
 
 
 def svg_file(lines: Sequence[Line]) -> str:
-    """A stand-alone SVG file of the lines, with their names in the picture; empty if there is no point."""
+    """A stand-alone SVG file of curves, with their names in the picture; empty if there is no point."""
     lines = _drawable(lines, _IN_SVG)
     if not lines:
         return ""
@@ -224,7 +223,6 @@ def round_ticks(first: int, last: int) -> list[int]:
 
 
 def _steps() -> Iterator[int]:
-    """Distances of axis marks: 1, 2, 5, 10, 20, 50, …"""
     for power in count():
         for digit in (1, 2, 5):
             yield digit * 10**power

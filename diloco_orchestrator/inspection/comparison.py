@@ -23,7 +23,7 @@ class Point:
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One run of a comparison. Scores have the metric's own sign: a loss falls."""
+    """One run of a comparison, as read from its bucket. Scores have the metric's own sign: a loss falls."""
 
     name: str  # the last part of its address; the whole address where several end alike
     url: str
@@ -49,7 +49,7 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs in the order in which they were named, and why others could not be read."""
+    """Several runs to compare, in the order in which they were named, and why others could not be read."""
 
     runs: Sequence[ComparedRun]
     missing: Mapping[str, str]  # why a run could not be read, by URL
@@ -61,11 +61,11 @@ class Comparison:
         return {name: values for name, values in found.items() if len(set(values)) > 1}
 
     def metrics(self) -> list[str]:
-        """The metrics that are scored on held-out items, in alphabetical order."""
+        """The held-out metrics of the compared runs ("loss", "reward"), in alphabetical order."""
         return sorted({run.metric for run in self.runs if run.heldout})
 
     def warnings(self) -> list[str]:
-        """Sentences on scores that cannot be compared, because items or metrics differ."""
+        """Sentences about compared runs whose held-out scores cannot be compared, because items or metrics differ."""
         found = []
         for metric in self.metrics():
             items = {run.heldout_digest for run in self.runs if run.metric == metric}
@@ -83,7 +83,10 @@ class Comparison:
 
 
 def compare(urls: Sequence[str], open_: Callable[[str], RunReader]) -> Comparison:
-    """Read the runs at `urls`. A run that `open_` or its records refuse (`DilocoError`) is listed as missing."""
+    """Read the runs at `urls` to compare them. A run that cannot be read (`DilocoError`) is listed with the reason.
+
+    `open_`: makes the reader of a run from its URL.
+    """
     runs, missing = list[ComparedRun](), dict[str, str]()
     for url in dict.fromkeys(urls):
         try:
@@ -132,7 +135,9 @@ def _said(verdict: Verdict | None) -> str:
 
 
 def _settings(reader: RunReader, status: RunStatus, facts: RunFacts, heldout: HeldoutSet | None) -> dict[str, str]:
-    """The settings of the newest leg as text by dotted name; each argument of the training function has its own."""
+    """The run's settings since its last start or resume, as text by dotted name, with the training function's
+    arguments.
+    """
     found: dict[str, str] = {}
     for name, value, _ in leaves(reader.log.configs.of(status.leg)):
         if isinstance(value, Mapping):

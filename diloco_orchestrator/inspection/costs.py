@@ -52,7 +52,7 @@ class AttemptCost:
     ended: float | None  # None while it runs
 
     def usd(self, at: float) -> float | None:
-        """US dollars until its end, or until `at` while it runs; None if the price is not known."""
+        """US dollars for the attempt's machine until its end, or until `at` while it runs; None if unknown."""
         if self.hourly_usd is None:
             return None
         return self.hourly_usd * max(0.0, (at if self.ended is None else self.ended) - self.began) / _HOUR_S
@@ -68,7 +68,7 @@ class LegCost:
     rate_usd: float = 0.0  # an hour, of the machines that run now and whose price is known
 
     def words(self) -> str:
-        """The cost as text; empty if no price is known."""
+        """The cost of a leg (start or resume to stop) as text; empty if no price is known."""
         if self.usd is None:
             return ""
         unknown = f", {self.unpriced} attempts of unknown price not counted" if self.unpriced else ""
@@ -89,15 +89,20 @@ def leg_cost(attempts: Sequence[AttemptCost], began: float, now: float) -> LegCo
 
 
 class Spent:
-    """Dollars that the machines of a run had cost by a time. A leg's cost is spread evenly over its hours."""
+    """US dollars that the machines of a run had cost by a given time.
+
+    The cost of a leg (start or resume to stop) is spread evenly over its hours.
+    """
 
     def __init__(self, began: Mapping[int, float], legs: Mapping[int, LegCost]) -> None:
-        """`began`: when each leg began, in seconds since 1970. `legs`: the cost of each. Both by number of the leg."""
+        """`began`: when each leg (start or resume to stop) began, in seconds since 1970. `legs`: the cost of each. By
+        number.
+        """
         self._began = began
         self._legs = legs
 
     def by(self, leg: int, at: float) -> float | None:
-        """Dollars until `at`, seconds since 1970, in a leg; None if no price of that leg or one before is known."""
+        """US dollars for the run's machines until `at` (seconds since 1970), a time in `leg`; None if unknown."""
         known = [self._legs[number].usd for number in sorted(self._legs) if number <= leg]
         if None in known:
             return None
@@ -114,7 +119,7 @@ class EndForecast:
     usd: float | None  # of the whole leg; None if no price is known
 
     def words(self) -> str:
-        """The forecast as text."""
+        """The forecast of hours and dollars to the run's planned stop, as text."""
         cost = "" if self.usd is None else f", ${self.usd:.2f} in all"
         return f"about {self.hours:.1f} h to the end{cost}"
 
@@ -187,9 +192,10 @@ class CostReader:
         return costs, at
 
     def _of_attempt(self, replica_id: int, attempt: int, leg: int, replaced: bool) -> AttemptCost | None:
-        """Price and times of one attempt; None before a process claimed it, and for an attempt of another leg.
+        """Price and times of one attempt of `leg` (start or resume to stop).
 
-        `replaced`: whether the replica has a later attempt.
+        None before a process claimed it, and for an attempt of another leg. `replaced`: whether the replica has a later
+        one.
         """
         who = replica_id, attempt
         known = self._known.get(who)
@@ -298,7 +304,8 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
 def _while_waiting(config: RunConfig, round_s: float) -> tuple[float, float]:
     """Requests of all replicas that wait for the slowest in a round of `round_s` seconds, mean of `_DRAWS` draws.
 
-    (listings of manifests, the one after a replica's own response included; polls for each of what hardly ever comes)
+    Returns (listings of manifests, the one after a replica's own response included; polls for rare events, for each
+    kind of them).
     """
     rng, deviation_s = random.Random(0), _DIFFERENCE * round_s
     pauses = pace.waiting(config, round_s, _MEASURED * deviation_s)
@@ -313,7 +320,7 @@ def _while_waiting(config: RunConfig, round_s: float) -> tuple[float, float]:
 
 
 def _commit_polls(round_s: float) -> float:
-    """GET requests of a coordinator for the commit of a round of `round_s` seconds, the one that finds it included."""
+    """GET requests of a coordinator for the commit of a round of `round_s` seconds, including the successful one."""
     open_s = polls = 0.0
     while open_s < round_s:
         open_s += pace.commits_read_s(round_s, open_s)

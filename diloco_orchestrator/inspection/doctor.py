@@ -38,7 +38,7 @@ _GPU_QUERY = ("nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check."""
+    """The result of one check of `diloco doctor`: its name, whether it is ok, what was found, and what to do."""
 
     name: str  # what was checked
     ok: bool
@@ -107,7 +107,7 @@ def gpus_of_driver() -> list[str]:
 
 
 def gpu_finding(gpus: list[str], wanted: bool) -> Finding:
-    """The finding about the GPUs that the driver reports. `wanted`: none is not ok, more than one is a waste."""
+    """Finding about the GPUs that the driver reports. `wanted`: then no GPU is not ok, and more than one is a waste."""
     if not gpus:
         todo = "Check the machine's type, and that the image may use its GPU (NVIDIA driver, device plugin)."
         return Finding("GPU", not wanted, "none that nvidia-smi reports", todo if wanted else "")
@@ -118,7 +118,8 @@ def gpu_finding(gpus: list[str], wanted: bool) -> Finding:
 
 
 def _torch(has_gpu: bool, wanted: bool) -> Finding:
-    """The finding about torch: ok if it computes a correct product on the GPU, or if there is none and none wanted.
+    """The finding about torch: ok if it computes a correct product on the GPU, or if there is no GPU and none is
+    `wanted`.
 
     A build for another CUDA version or GPU fails only once a kernel runs, so one is run.
     """

@@ -112,7 +112,7 @@ class Explanation:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """The explanation as lines of text."""
+        """The explanation as lines of text for a terminal."""
         shown = [f"  {words}" for words in statistic_lines(self.statistics)]
         return [
             self.what,
@@ -125,7 +125,7 @@ class Explanation:
 
 
 def statistic_lines(statistics: Sequence[Statistic], width: int = 20) -> list[str]:
-    """A line for each statistic: name, bar up to the threshold, value and threshold."""
+    """A line of text for each statistic of the guard: name, bar up to the threshold, value and threshold."""
     longest = max((len(each.name) for each in statistics), default=0)
     return [
         f"{each.name:<{longest}}  {bar_of(each.share, width)}  {each.value:.3g} of {each.threshold:g}"
@@ -134,7 +134,7 @@ def statistic_lines(statistics: Sequence[Statistic], width: int = 20) -> list[st
 
 
 def bar_of(share: float, width: int) -> str:
-    """A bar of `width` characters that is full at 1."""
+    """A bar of `width` characters, filled in proportion to `share`, whole at 1."""
     full = min(round(share * width), width)
     return "█" * full + "·" * (width - full)
 
@@ -239,7 +239,7 @@ def _errors(status: RunStatus) -> tuple[list[str], list[str]]:
 
 
 def _missing(rows: Sequence[RoundRow]) -> list[str]:
-    """A sentence for the replicas that at least half of the outer steps went without."""
+    """A sentence about the replicas that were not averaged in at least half of the outer steps; empty if none."""
     applied = [row for row in rows if row.applied]
     counts = Counter(replica_id for row in applied for replica_id in row.without)
     often = ((replica_id, count) for replica_id, count in sorted(counts.items()) if 2 * count >= len(applied))
@@ -334,7 +334,6 @@ def _of_replica(replica: ReplicaRow) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """A duration as text: minutes below two hours, hours below two days, then days."""
     for unit, length_s, most in (("min", 60.0, 120), ("h", 3600.0, 48)):
         if seconds < most * length_s:
             return f"{seconds / length_s:.0f} {unit}"

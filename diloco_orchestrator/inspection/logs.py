@@ -81,7 +81,7 @@ def log_lines(
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of output."""
+    """One line of a replica's output, with the attempt that printed it."""
 
     replica_id: int
     attempt: int
@@ -89,13 +89,14 @@ class LogLine:
 
 
 class LogFollower:
-    """Yields the lines of all attempts of a run as they come. `tail`: how many earlier lines of each attempt are shown.
+    """Yields the lines of output of all attempts of a run as they come.
 
     Args:
         replicas: ids of the replicas to follow.
         background: reads the output of each attempt.
-        executor: by default one recreated from run.json.
-        trust_bucket: as of `log_lines`.
+        executor: the run's; by default one recreated from run.json.
+        tail: how many earlier lines of each attempt are shown.
+        trust_bucket: recreate the executor in run.json although this user did not launch the run here.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class LogFollower:
         return self._reader.attempts.handle(*who) is not None or self._reader.attempts.log_text(*who) is not None
 
     def _follow(self, who: tuple[int, int]) -> None:
-        """Put the lines of one attempt, or the error of reading them, into the queue."""
+        """Read the output of one attempt, and put its lines, or the error of reading them, into the queue."""
         reader = RunReader(self._reader.store, self._reader.log)  # records are kept by attempt, for one thread
         try:
             lines = log_lines(reader, *who, self._tail, self._executor, follow=True, trust_bucket=self._trust_bucket)

@@ -25,7 +25,7 @@ _MOST_ROWS = 20  # of the table; the picture has every round
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Facts of one snapshot's run, for its card."""
+    """Facts about the run that made a snapshot, for the snapshot's model card on the Hub."""
 
     repo_id: str
     run_id: str
@@ -41,7 +41,7 @@ class CardFacts:
 
 
 def card_files(facts: CardFacts, folder: Path) -> dict[str, str]:
-    """The card and its picture, for the snapshot whose files are in `folder`.
+    """The model card and its picture by file name, for the snapshot whose files are in `folder`.
 
     Whoever can write to the bucket wrote those files, so only well-formed names, and a README as text, are copied into
     the card. Raises `RecordInvalid` for an invalid config.json or adapter_config.json.
@@ -84,7 +84,6 @@ def _front_matter(folder: Path) -> str:
 
 
 def _json_in(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a snapshot. Raises `RecordInvalid` if the file is no JSON object."""
     try:
         body = parse_json(path.read_bytes())
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""Figures and decisions about a run's places: tokens per second of a replica there, dollars, and why it is there.
+"""Speeds, costs and decisions about the places at which a run trains: which executor runs which replica, and why.
 
-A place is where an attempt's intent says that it was launched: one of several that supervision chooses from, or the
-run's only executor.
+A place is where an attempt's intent record says that it was launched: one of several executors that supervision chooses
+from, or the run's only executor.
 """
 
 from collections import defaultdict, deque
@@ -21,7 +21,7 @@ PlaceOf = Callable[[int, int], str]  # the place of an attempt by replica and nu
 
 
 def place_reader(attempts: AttemptRecords) -> PlaceOf:
-    """The function that gives the place of an attempt, from its intent."""
+    """A function that returns the place (executor) of an attempt, from its intent record."""
 
     def place_of(replica_id: int, attempt: int) -> str:
         intent = attempts.intent(replica_id, attempt)
@@ -31,7 +31,7 @@ def place_reader(attempts: AttemptRecords) -> PlaceOf:
 
 
 class PlaceSpeeds:
-    """Tokens per second of one replica at each place, and tokens averaged from there, as commits state them."""
+    """Tokens per second of one replica at each place (executor), and tokens averaged from there, from the commits."""
 
     def __init__(self, place_of: PlaceOf) -> None:
         self._place_of = place_of
@@ -47,13 +47,13 @@ class PlaceSpeeds:
                 self.tokens[commit.leg, place] += answer.tokens
 
     def measured(self) -> dict[str, float]:
-        """Median tokens per second of the newest 27 contributions from each place, by the place's name."""
+        """Median tokens per second over the newest 27 contributions from each place (executor), by the place's name."""
         return {place: median(found) for place, found in sorted(self._speeds.items())}
 
 
 @dataclass(frozen=True)
 class PlaceRow:
-    """One place of a run as a row of the status."""
+    """One place (executor) of a run as a row of the status: its attempts, tokens, speed and cost."""
 
     place: str
     replicas: tuple[int, ...]  # whose newest attempt is there and has not ended
@@ -64,13 +64,13 @@ class PlaceRow:
 
     @property
     def usd_per_million(self) -> float | None:
-        """US dollars for a million tokens of one replica there, while it trains; None without a price or a speed."""
+        """US dollars for a million tokens of one replica at this place; None without a price or a speed."""
         if self.hourly_usd is None or not self.tokens_per_s:
             return None
         return 1e6 * self.hourly_usd / 3600 / self.tokens_per_s
 
     def words(self) -> str:
-        """The row as one line of text."""
+        """The place (executor) with its speed and cost as one line of text."""
         who = replicas(self.replicas) if self.replicas else "nobody"
         price = "" if self.hourly_usd is None else f", ${self.hourly_usd:.2f} an hour each"
         speed = "" if self.tokens_per_s is None else f", {self.tokens_per_s:,.0f} tokens/s each"
@@ -82,7 +82,7 @@ class PlaceRow:
 def place_rows(
     costs: Mapping[tuple[int, int], AttemptCost], at: float, leg: int, speeds: PlaceSpeeds, place_of: PlaceOf
 ) -> list[PlaceRow]:
-    """The rows of all places at which attempts of a leg (start or resume to stop) have had a process, by name.
+    """The rows of all places (executors) where attempts of a leg (start or resume to stop) ran as processes, by name.
 
     `costs`: price and times of these attempts by (replica id, number). `at`: seconds since 1970, to which attempts that
     run are counted.
@@ -108,7 +108,7 @@ def place_rows(
 
 
 def newest_decision(attempts: AttemptRecords, numbers: Mapping[int, Sequence[int]], leg: int) -> str:
-    """The newest decision in a leg about a replica's place, as text; empty if there was no place to choose.
+    """The newest decision since the last start or resume at which place (executor) a replica trains, as text; or empty.
 
     `numbers`: the numbers of all attempts by replica id, oldest first. Reads the cancel record of each newest attempt.
     """

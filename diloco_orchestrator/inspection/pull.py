@@ -9,8 +9,10 @@ from typing import Any
 
 from diloco_orchestrator.clock import random_token
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, StoreError, StoreFull
+from diloco_orchestrator.inspection.sign_model import check_can_sign, sign_folder
 from diloco_orchestrator.protocol.legs import bases, check_base
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.run_store import check_signed_by
 from diloco_orchestrator.snapshots.default_base import default_base
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
@@ -21,6 +23,8 @@ def pull(
     round_: int | None = None,
     *,
     storage_options: Mapping[str, Any] | None = None,
+    sign: bool = False,
+    signed_by: str | None = None,
 ) -> int:
     """Copy the model after round `round_` of the run in `url` into the new folder `destination`; returns the round.
 
@@ -28,25 +32,32 @@ def pull(
     files are made from the base whose digest is in the commit log, read from a snapshot or rebuilt from payloads, and
     from files whose digests are in `start.json`: other files of a snapshot are not copied. Exactly averaged PEFT
     adapters become an adapter folder, without the outer optimizer's state. `storage_options`: credentials and endpoint
-    in s3fs spelling.
+    in s3fs spelling. `sign`: sign the folder as this user, in the format of OpenSSF's model-signing (`model.sig`).
+    `signed_by`: the public key that must have signed the run.
 
     Raises `ConfigError` if `destination` is not empty or the round has no base (naming the nearest), `NoSuchRun`,
     `RecordInvalid` or `PayloadCorrupt` for an object that was changed, and `StoreError`, `StoreFull` among them. After
     an error `destination` is as it was before.
     """
     store = open_store(absolute_url(url), storage_options, retry=INTERACTIVE, must_exist=True)
-    return copy_model(RunLog(store), Path(destination), round_)
+    log = RunLog(store)
+    check_signed_by(log.run, store.url, signed_by)
+    return copy_model(log, Path(destination), round_, sign=sign)
 
 
-def copy_model(run_log: RunLog, destination: Path, round_: int | None = None) -> int:
+def copy_model(run_log: RunLog, destination: Path, round_: int | None = None, *, sign: bool = False) -> int:
     """Copy the model after a round out of an open run log, as `pull` does and with its errors; returns the round."""
     check_new(destination)
+    if sign:
+        check_can_sign()
     if run_log.start() is None:
         raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model yet: there is nothing to pull.")
     known = bases(run_log.each_commit(), run_log.begins())
     round_ = default_base(run_log).round if round_ is None else round_
     check_base(round_, known, run_log.store.url)
     write_folder(destination, _files(run_log, round_))
+    if sign:
+        sign_folder(destination)
     return round_
 
 

@@ -14,10 +14,12 @@ from typing import Any
 from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from diloco_orchestrator.inspection.model_card import CardFacts, card_files, tag_of
 from diloco_orchestrator.inspection.pull import copy_model
+from diloco_orchestrator.inspection.sign_model import check_can_sign, sign_folder
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol.legs import bases, check_base
 from diloco_orchestrator.protocol.version import VERSION
 from diloco_orchestrator.redaction import redact
+from diloco_orchestrator.run_log.run_store import check_signed_by
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
 _OUTER = "outer*"  # the outer optimizer's state, which nobody loads from there
@@ -26,7 +28,7 @@ _REPLACED = ["*.safetensors", "*.safetensors.index.json"]  # of an earlier commi
 
 @dataclass(frozen=True)
 class PushedSnapshot:
-    """One snapshot on the Hub."""
+    """One snapshot that was sent to the Hugging Face Hub."""
 
     round: int
     tag: str
@@ -42,6 +44,8 @@ def push(
     public: bool = False,
     token: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    sign: bool = False,
+    signed_by: str | None = None,
 ) -> list[PushedSnapshot]:
     """Send the model after each of `rounds` of the run in `url` to the Hub's repository `repo_id` ("user/model").
 
@@ -53,34 +57,48 @@ def push(
         public: make a public repository, or send to one that is public. Default: a private one.
         token: of the Hub; default: the one that huggingface_hub finds.
         storage_options: credentials and endpoint of the bucket in s3fs spelling.
+        sign: add a signature of all files by this user (`model.sig`), in the format of OpenSSF's model-signing.
+        signed_by: the public key that must have signed the run.
 
     Raises `ConfigError` for an invalid repository name, without a token, for a public repository without `public`, and
     for a round that has no base or was sent before; `StoreDenied`, `StoreUnavailable` or `StoreError` for the Hub's
     answers; and the errors of `pull`.
     """
     store = open_store(absolute_url(url), storage_options, retry=INTERACTIVE, must_exist=True)
-    return push_models(RunReader(store), repo_id, rounds, public=public, token=token)
+    reader = RunReader(store)
+    check_signed_by(reader.run, store.url, signed_by)
+    return push_models(reader, repo_id, rounds, public=public, token=token, sign=sign)
 
 
 def push_models(
-    reader: RunReader, repo_id: str, rounds: Sequence[int] = (), *, public: bool = False, token: str | None = None
+    reader: RunReader,
+    repo_id: str,
+    rounds: Sequence[int] = (),
+    *,
+    public: bool = False,
+    token: str | None = None,
+    sign: bool = False,
 ) -> list[PushedSnapshot]:
-    """Send models out of an open run, as `push` does and with its errors."""
+    """Send models of the run that `reader` reads to the Hub, as `push` does and with its errors."""
+    if sign:
+        check_can_sign()
     known = bases(reader.log.each_commit(), reader.log.begins())
     chosen = sorted(set(rounds)) or [reader.model().round]
     for round_ in chosen:
         check_base(round_, known, reader.store.url)
     hub = _Hub(repo_id, token)
     hub.prepare(chosen, public=public)
-    return [_push_one(reader, hub, round_, [each for each in chosen if each != round_]) for round_ in chosen]
+    return [_push_one(reader, hub, round_, [each for each in chosen if each != round_], sign) for round_ in chosen]
 
 
-def _push_one(reader: RunReader, hub: "_Hub", round_: int, others: Sequence[int]) -> PushedSnapshot:
+def _push_one(reader: RunReader, hub: "_Hub", round_: int, others: Sequence[int], sign: bool) -> PushedSnapshot:
     with tempfile.TemporaryDirectory(prefix="diloco-push-") as parent:
         folder = Path(parent) / "model"
         copy_model(reader.log, folder, round_)
         for name, text in card_files(_facts(reader, hub.repo_id, round_, others), folder).items():
             (folder / name).write_text(text, encoding="utf-8")
+        if sign:
+            sign_folder(folder, but=[path.name for path in folder.glob(_OUTER)])
         return hub.commit(folder, round_, reader.run.run_id)
 
 
@@ -105,7 +123,7 @@ def _facts(reader: RunReader, repo_id: str, round_: int, others: Sequence[int]) 
 
 
 class _Hub:
-    """One model repository on the Hub, accessed with one token."""
+    """One model repository on the Hugging Face Hub, accessed with one token."""
 
     def __init__(self, repo_id: str, token: str | None) -> None:
         from huggingface_hub import HfApi, get_token
@@ -129,7 +147,10 @@ class _Hub:
         self._api: HfApi = HfApi(token=token)
 
     def prepare(self, rounds: Sequence[int], *, public: bool) -> None:
-        """Create the repository if missing. Raises `ConfigError` if it is public unasked, or has a round's tag."""
+        """Create the repository if missing.
+
+        Raises `ConfigError` if it is public though `public` is False, or already has the tag of one of `rounds`.
+        """
         with self._words("preparing the repository"):
             self._api.create_repo(self.repo_id, private=not public, exist_ok=True)
             is_private = self._api.model_info(self.repo_id).private
@@ -147,7 +168,7 @@ class _Hub:
                 )
 
     def commit(self, folder: Path, round_: int, run_id: str) -> PushedSnapshot:
-        """Upload a folder as one commit, and tag it."""
+        """Upload a folder, the snapshot of `round_`, as one commit to the repository, and tag it."""
         with self._words(f"sending round {round_}"):
             made = self._api.upload_folder(
                 repo_id=self.repo_id,

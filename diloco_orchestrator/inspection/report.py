@@ -67,7 +67,7 @@ Points = Sequence[tuple[int, float]]  # (round, value)
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Code, machines and duration of a run. Times are seconds since 1970 on the clocks of the records' writers."""
+    """Code, machines and duration of a run, for its report. Times are seconds since 1970 on the writers' clocks."""
 
     entrypoint: str
     settings: Mapping[str, str]  # by dotted name, where they are not the default
@@ -105,7 +105,7 @@ class Report:
 
     @classmethod
     def read(cls, reader: RunReader, background: Background, influence: Influence | None = None) -> Self:
-        """Read the run. Manifests are read several at a time. Raises as `RunReader.status` does."""
+        """Read all data of the report, several manifests at a time. Raises as `RunReader.status` does."""
         status, attempts = reader.status(), reader.all_attempts()
         losses = losses_by_replica(reader.log, background)
         config, facts = reader.run.config, facts_of(reader, status)
@@ -113,7 +113,7 @@ class Report:
 
 
 def facts_of(reader: RunReader, status: RunStatus) -> RunFacts:
-    """Facts of the run, from its records and those of its attempts."""
+    """Code, machines and duration of a run, from its records and those of its attempts."""
     run = reader.run
     spent = [reader.spent(begin) for begin in reader.log.begins()]
     seconds = sum(leg.hours for leg in spent) * 3600
@@ -136,7 +136,7 @@ def facts_of(reader: RunReader, status: RunStatus) -> RunFacts:
 
 
 def settings_of(config: RunConfig) -> dict[str, str]:
-    """The settings that differ from the default, by dotted name, except those shown elsewhere on the page."""
+    """The settings that differ from the default, by dotted name, without those that the report shows elsewhere."""
     found = {
         name: str(value) for name, value, default in leaves(config) if value != default and name not in _SHOWN_APART
     }
@@ -149,7 +149,7 @@ _SHOWN_APART = ("entrypoint", "replicas", "rounds", "sync_every")
 
 
 def leaves(node: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The settings below `node`, in alphabetical order: dotted name, value, default."""
+    """(dotted name, value, default) of every setting below `node`, in alphabetical order."""
     for name in sorted(type(node).model_fields):
         value, default = getattr(node, name), type(node).model_fields[name].get_default(call_default_factory=True)
         if isinstance(value, BaseModel) and type(value) is type(default):
@@ -166,7 +166,7 @@ def _machine_of(claim: Claim) -> str:
 
 
 def times_of(reader: RunReader) -> RoundTimes:
-    """Seconds and dollars of all rounds but the final evaluation, in which nobody trains."""
+    """Seconds and dollars of all rounds but the final evaluation round, in which nobody trains."""
     spent = reader.spent_over_time()
     answered, between, usd = dict[int, list[tuple[int, float]]](), list[tuple[int, float]](), list[tuple[int, float]]()
     before: Commit | None = None
@@ -214,7 +214,7 @@ def _manifests(log: RunLog, background: Background) -> Iterator[Contribution]:
 
 
 def _readable(reader: ContributionReader, round_: int, answer: Answer, line: bytes | None) -> Contribution | None:
-    """A manifest from its line in a segment (many manifests in one object) or its own object; None if unreadable."""
+    """A manifest from `line`, its bytes in an object that joins many, or from its own object; None if unreadable."""
     try:
         if line is not None:
             return Contribution.from_bytes(line, "a segment's line")

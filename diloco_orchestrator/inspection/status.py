@@ -22,14 +22,14 @@ from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.snapshots.default_base import default_base
+from diloco_orchestrator.snapshots.default_base import default_base, url_of_snapshot
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.local_files import why_no_room
 
 
 @dataclass(frozen=True)
 class RoundRow:
-    """One committed round as a row of the status, from its commit alone."""
+    """One committed round as a row of the status: its metrics, contributors and bytes, from its commit alone."""
 
     round: int
     outer_step: int  # outer steps in the base after it
@@ -84,7 +84,7 @@ class ReplicaRow:
     ranks: int = 1  # its processes, which train one model
 
     def words(self) -> str:
-        """The replica's state as text, and what it waits for before it trains."""
+        """The replica's state as text, and before it trains the reason why it does not yet."""
         waits_for = self.waits_for or _FIRST_MINUTE.get(self.state, "")
         return f"{self.state}: {waits_for}" if waits_for else self.state
 
@@ -110,7 +110,7 @@ class AttemptRow:
 
 @dataclass(frozen=True)
 class DefaultModel:
-    """The model that commands use if no round is named, and the newest one. Scores with the metric's own sign."""
+    """The model that commands use if the user names no round, and the newest one. Scores with the metric's own sign."""
 
     round: int
     heldout: float | None  # held-out score; None if none was measured
@@ -167,7 +167,7 @@ class RunStatus:
     )
 
     def place_words(self) -> list[str]:
-        """Lines about the places of a run whose supervision chooses among several; empty for any other run."""
+        """Lines about the places (executors) of a run whose supervision chooses among several; else empty."""
         if not self.placed:
             return []
         return [*(row.words() for row in self.places), f"last decision about places: {self.placed}"]
@@ -215,6 +215,10 @@ class RunReader:
         """The rounds with a complete snapshot, oldest first; 0 is the first base."""
         return self.log.snapshots()
 
+    def snapshot_url(self, round_: int) -> str:
+        """The URL of the folder with a round's snapshot; of several versions, that of the confirmed one."""
+        return url_of_snapshot(self.log, round_)
+
     def rows(self) -> list[RoundRow]:
         """One `RoundRow` per commit, oldest first, all in memory. Raises `RecordInvalid` for a broken hash chain."""
         for commit, row in self._new_rows.with_commits():
@@ -228,12 +232,12 @@ class RunReader:
         return list(self._rows)
 
     def model(self) -> DefaultModel:
-        """The model that commands use if no round is named. Raises `RecordInvalid` where the hash chain breaks."""
+        """Model that commands use if the user names no round. Raises `RecordInvalid` where the hash chain breaks."""
         self.rows()
         return self._model(self.log.begins())
 
     def _model(self, begins: Sequence[Begin]) -> DefaultModel:
-        """The model that commands use if no round is named, according to the rows read so far."""
+        """The model that commands use if the user names no round, according to the commits read so far."""
         found, sign = default_base(self.log, self._bases, begins), _sign(self.log)
         score, newest = (None if each is None else sign * each for each in (found.score, found.newest_score))
         return DefaultModel(found.round, score, found.newest, newest, found.after_verdict)
@@ -298,12 +302,15 @@ class RunReader:
         return stopped or self.log.result(leg.leg) is not None
 
     def _unreadable(self) -> list[str]:
-        """The objects that this reader has ignored so far, with the reasons."""
+        """The objects that this reader has ignored so far, each with the reason."""
         found = self.log.passed_over() | self.attempts.unreadable
         return [*(f"{key}: {found[key]}" for key in sorted(found)), *self.log.unsigned()]
 
     def spent(self, begin: Begin, now: float | None = None) -> LegCost:
-        """The machine cost of a leg (start or resume to stop) so far. `now`: seconds since 1970; None: its records'."""
+        """The machine cost of a leg (start or resume to stop) until `now`, in seconds since 1970.
+
+        None: until the newest time in the leg's records.
+        """
         numbers = self.attempts.all_numbers()
         beats = self._newest_heartbeats(numbers)
         newest = self.log.newest(begin)
@@ -311,7 +318,7 @@ class RunReader:
         return leg_cost(list(costs.values()), begin.at, at)
 
     def spent_over_time(self) -> Spent:
-        """The machine cost of the run by a time, from the costs of its legs."""
+        """The machine cost of the run as a function of time, from the costs of its legs."""
         begins = self.log.begins()
         return Spent({begin.leg: begin.at for begin in begins}, {begin.leg: self.spent(begin) for begin in begins})
 
@@ -395,7 +402,10 @@ class RunReader:
 
 
 class NewRows:
-    """A `RoundRow` for each commit of a run, oldest first. Each `read` continues after the one before; none is kept."""
+    """A reader of the rows (`RoundRow`) of a run's commits, oldest first. It keeps none.
+
+    Each call of `read` continues after the one before.
+    """
 
     def __init__(self, run_log: RunLog) -> None:
         self._log = run_log
@@ -424,14 +434,14 @@ class NewRows:
             yield entry.commit, row
 
     def _scattered(self, start: Start, commit: Commit, payload_bytes: int) -> int:
-        """Bytes that the replicas of a round by scatter-reduce read together, as planned for those who answered."""
+        """Bytes that all replicas of a round by scatter-reduce read together if none of those that responded failed."""
         lengths = [b - a for a, b in shard_ranges(start.fragment_numels[commit.fragment], start.shard_numel)]
         there = max(3, sum(each.attempt > 0 for each in commit.answers))
         return bytes_down_of_round(payload_bytes, lengths, commit.average_codec, there)
 
 
 def _row(expected: set[int], scored: HeldoutSet | None, commit: Commit) -> RoundRow:
-    """The row of a commit. `expected`: ids of the replicas that should contribute to its round."""
+    """The row of the status for a commit. `expected`: ids of the replicas that should contribute to its round."""
     averaged = [answer for answer in commit.answers if answer.averaged]
     contributors = [answer.replica_id for answer in averaged]
     figures = commit.figures or RoundMetrics()

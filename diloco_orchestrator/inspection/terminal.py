@@ -33,7 +33,7 @@ _SHOWN_UNREADABLE = 3
 
 
 class Console(rich.console.Console):
-    """rich's console without markup and highlighting in strings, which prints text through `shown`."""
+    """A console of rich without markup and highlighting, which replaces control characters in all text."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, "highlight": False, "emoji": False, **options})
@@ -56,12 +56,15 @@ class Display(Protocol):
     ) -> None: ...
 
     def update(self, status: RunStatus) -> None:
-        """Show the newest status of the run."""
+        """Show `status`, the newest status of the run."""
         ...
 
 
 def display_for(console: Console, *, supervises: bool = False) -> Display:
-    """The live panel on a terminal, plain lines elsewhere. `supervises`: this process logs how replicas end."""
+    """A display of a run: the live panel on a terminal, plain lines elsewhere.
+
+    `supervises`: whether this process also logs how replicas end.
+    """
     return LivePanel(console) if console.is_terminal else PlainLines(console, with_attempts=not supervises)
 
 
@@ -76,7 +79,10 @@ def log_to(console: Console) -> None:
 
 
 class LivePanel:
-    """Progress, the replicas and the newest rounds, redrawn in place. The last drawing stays on the screen."""
+    """A display of a run's progress, replicas and newest rounds on a terminal, redrawn in place.
+
+    The last drawing stays on the screen.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -123,9 +129,9 @@ _IN_A_CELL = "<pre style='line-height: normal'>{code}</pre>"
 
 @contextmanager
 def drawn_live(read: Callable[[], RunStatus]) -> Iterator[Callable[[], None] | None]:
-    """A live panel while entered, in a notebook's cell or on stderr: yields what draws the status that `read` returns.
+    """Context with a live panel in a notebook's cell or on stderr: yields what draws the status returned by `read`.
 
-    None where neither is there.
+    Yields None where there is neither a notebook nor a terminal.
     """
     console = Console(stderr=True)
     if console.is_jupyter:
@@ -144,7 +150,7 @@ _SUMMARY_LINES = 15  # that commands print under the panel once the run has ende
 
 
 def fitted(status: RunStatus, console: Console, height: int) -> RenderableType:
-    """A run on a screen of `height` lines: headline, all replicas, then as many rounds and guard lines as fit.
+    """A run's status on a screen of `height` lines: headline, all replicas, then as many rounds and guard lines as fit.
 
     The guard gets a table if that leaves half of the lines below the replicas to rounds, else one line for the
     statistic closest to its threshold. A fleet that does not fit is shown by its unusual replicas and a count of the
@@ -174,14 +180,14 @@ def fitted(status: RunStatus, console: Console, height: int) -> RenderableType:
 
 
 def _lines(console: Console, part: RenderableType) -> int:
-    """Number of lines that `part` takes on this console."""
     return len(console.render_lines(part, pad=False))
 
 
 class PlainLines:
-    """Prints a line per round, what the first one waits for, that the disk is full, and how attempts fail and begin.
+    """A display of a run as text lines: one per round, and what the first round waits for, or that the disk is full.
 
-    `with_attempts`: whether to print the latter two, each one line for all replicas with the same text.
+    `with_attempts`: whether to print how attempts fail and begin too, each one line for all replicas with the same
+    text.
     """
 
     def __init__(self, console: Console, with_attempts: bool = True) -> None:
@@ -233,7 +239,7 @@ class PlainLines:
 
 
 def _furthest_from_training(status: RunStatus) -> list[tuple[Sequence[int], str]]:
-    """Replicas furthest from training, by what they wait for; empty once a round of the leg is committed."""
+    """Replicas that need longest until they train, by what they wait for; empty once a round is committed."""
     alive = [each for each in status.replicas if status.state == "starting" and each.state in _BEFORE_TRAINING]
     last = min((_BEFORE_TRAINING.index(each.state) for each in alive), default=0)
     return grouped((each.replica_id, each.words()) for each in alive if each.state == _BEFORE_TRAINING[last])
@@ -303,7 +309,7 @@ def _of_leg(status: RunStatus) -> list[str]:
 
 
 def _passed_over(status: RunStatus) -> list[str]:
-    """The first objects of the run ignored as unreadable, one line each, and the number of the others."""
+    """The first objects of the run that were ignored as unreadable, one line each, and the number of the others."""
     found = status.unreadable
     more = [f"passed over: {len(found) - _SHOWN_UNREADABLE} more"] if len(found) > _SHOWN_UNREADABLE else []
     return [f"passed over: {words}" for words in found[:_SHOWN_UNREADABLE]] + more
@@ -335,7 +341,6 @@ def _rounds_table(status: RunStatus, shown: int) -> Table:
 
 
 def _metric(status: RunStatus) -> str:
-    """The name of the training metric that the tables show."""
     rewarded = any(row.reward is not None for row in status.rounds)
     return "reward" if rewarded and all(row.loss is None for row in status.rounds) else "loss"
 
@@ -349,7 +354,6 @@ def _nearest(statistics: Sequence[Statistic]) -> RenderableType:
 
 
 def _guard_table(statistics: Sequence[Statistic]) -> Table:
-    """Each statistic of the guard against the threshold above which it stops the run."""
     table = _table("guard")
     for name in ("", "value", "stops above"):
         table.add_column(name, justify="right")
@@ -403,7 +407,7 @@ def megabytes(count: int) -> str:
 
 
 def findings_table(found: Sequence[Finding]) -> Table:
-    """The table of `diloco doctor`: one row for each finding, with what to do."""
+    """The table of `diloco doctor`: one row for each check, with what to do."""
     table = _table()
     table.add_column("", no_wrap=True)
     for name in ("check", "found", "what to do"):

@@ -1,4 +1,6 @@
-"""`TakenAttempt`: an attempt that a joined machine runs: its process, its lease, its output and its end record."""
+"""`TakenAttempt`: an attempt that a joined machine runs: its process, its signs of life, its output and its end
+record.
+"""
 
 import logging
 import os
@@ -51,11 +53,11 @@ class AttemptProcess(Protocol):
     pid: int  # on this machine
 
     def exit_code(self, wait_s: float) -> int | None:
-        """The exit code, negative for a signal; None if the process still runs after `wait_s` seconds."""
+        """The process's exit code, negative for a signal; None if it still runs after `wait_s` seconds."""
         ...
 
     def ask_to_end(self) -> None:
-        """Send SIGTERM. Does nothing once the process has ended."""
+        """Send SIGTERM to the process. Does nothing once it has ended."""
         ...
 
     def kill(self) -> None:
@@ -109,10 +111,10 @@ class LocalProcess:
 
 
 def end_of(code: int, asked: ReplicaStatus | None) -> ReplicaStatus:
-    """The end of an attempt whose process exited with `code`. `asked`: reason for which it was asked to end, or None.
+    """The end of an attempt on a joined machine whose process exited with `code`.
 
-    A finished process has succeeded, whatever it was asked. The replica's own exit code for a preemption is kept if its
-    machine leaves.
+    `asked`: the reason for which it was asked to end, or None. A process with the exit code for success has succeeded,
+    whatever it was asked. The replica's own exit code for a preemption is kept if its machine leaves.
     """
     state, reason = BY_EXIT_CODE.get(code, (ReplicaState.FAILED, "exit"))
     if asked is None or code == EXIT_DONE:
@@ -124,15 +126,17 @@ def end_of(code: int, asked: ReplicaStatus | None) -> ReplicaStatus:
 
 
 class TakenAttempt:
-    """Runs an attempt in `folder`, shows by its lease that it is alive, and obeys a coordinator's records about it.
+    """Runs an attempt (process of a replica) in `folder` that this machine has taken from an offer in the bucket.
 
-    `begin`, `attend` and `record` are called once each, in this order; `ask_to_end` and `kill` at any time.
+    Renews a lease in the bucket while the process lives, and ends it if the coordinator cancels the attempt. `begin`,
+    `attend` and `record` are called once each, in this order; `ask_to_end` and `kill` at any time.
 
     Args:
         store: the run's folder.
         offer: of the attempt, which this machine has taken.
         offer_sha256: digest of its bytes.
         folder: on this machine, for its code and output; exists, and is removed by the caller.
+        arguments: of this machine, behind those that the offered command has.
         env: of this machine, which the replica inherits; secrets in it are redacted in the output.
         clock: time, in seconds.
         stamp: who writes the records, and when.
@@ -148,6 +152,7 @@ class TakenAttempt:
         offer_sha256: str,
         folder: Path,
         *,
+        arguments: Sequence[str] = (),
         env: Mapping[str, str],
         clock: Clock,
         stamp: Stamp,
@@ -161,6 +166,7 @@ class TakenAttempt:
         self._offer_sha256 = offer_sha256
         self._name = name_of(offer)
         self._folder = folder
+        self._command = [*offer.command, *arguments]
         code = {bootstrap.ENV_URL: str(folder / "code.zip")} if offer.code is not None else {}
         self._env = {**env, "PYTHONUNBUFFERED": "1", **offer.env, **code}
         self._clock = clock
@@ -177,28 +183,28 @@ class TakenAttempt:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process; None before its start."""
+        """The id of the attempt's process; None before its start."""
         return None if self._process is None else self._process.pid
 
     def ask_to_end(self) -> None:
-        """Send SIGTERM, once. Safe in a signal's handler."""
+        """Send SIGTERM to the attempt's process, once. Safe in a signal's handler."""
         if self._process is not None and not self._is_asked:
             self._is_asked = True
             self._process.ask_to_end()
 
     def kill(self) -> None:
-        """Send SIGKILL. Safe in a signal's handler, and after the end."""
+        """Send SIGKILL to the attempt's process. Safe in a signal's handler, and after its end."""
         if self._process is not None:
             self._process.kill()
 
     def begin(self) -> None:
-        """Fetch the code and start the process. Raises OSError if it cannot be started, and the store's errors."""
+        """Fetch the attempt's code and start its process. Raises OSError if that fails, and the store's errors."""
         self._file.touch(mode=0o600)
         self._patiently(self._renew)
         if (key := self._offer.code) is not None:
             archive = self._patiently(lambda: self._store.get(key))
             (self._folder / "code.zip").write_bytes(archive)
-        self._process = self._start(self._offer.command, self._env, self._file)
+        self._process = self._start(self._command, self._env, self._file)
 
     def attend(self) -> ReplicaStatus:
         """Wait for the process's end; ask for it if this machine leaves, a coordinator cancels, or the time is over.
@@ -224,7 +230,8 @@ class TakenAttempt:
         return end_of(code, asked or self._asked_here(0.0))
 
     def record(self, end: ReplicaStatus) -> bool:
-        """Write the rest of the output and the end record; False if another end was recorded first, which counts.
+        """Write the rest of the attempt's output and its end record; False if another end was recorded first, which
+        counts.
 
         Nothing is written, and False returned, if the attempt's offer was deleted. Raises `StoreUnavailable` or
         `StoreFull` if the bucket cannot be reached or is full while the machine leaves.

@@ -97,9 +97,9 @@ class JoinExecutor(RemoteExecutor):
         self._ended: dict[str, ReplicaStatus] = {}
 
     def use_store(self, url: str, storage_options: Mapping[str, Any]) -> None:
-        """Offer attempts in the folder at `url`. A run passes its own; without a run, call this yourself.
+        """Use the run's folder at `url` for offers. A run calls this itself; without a run, the user does.
 
-        `storage_options`: as for `launch`; they stay in this process. Opens nothing yet.
+        `storage_options`: credentials and endpoint as for `launch`; they stay in this process. Opens nothing yet.
         """
         url = absolute_url(url)
         if (url, dict(storage_options)) != (self._url, dict(self._storage_options)):
@@ -123,7 +123,8 @@ class JoinExecutor(RemoteExecutor):
     # -- launching -----------------------------------------------------------------------------------------------
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
-        """The offer of an attempt to joining machines, its key, and the secrets' names that a machine must have itself.
+        """The offer of an attempt to machines that join, its key, and the names of secrets that a machine must have
+        itself.
 
         Writes nothing. Raises ValueError if a variable of `request.env` looks like a credential.
         """
@@ -135,7 +136,6 @@ class JoinExecutor(RemoteExecutor):
         }
 
     def _offer(self, request: LaunchRequest) -> Offer:
-        """The offer to joining machines for a request. Raises ValueError for a variable that looks secret."""
         if exposed := secret_settings(request.env, "env"):
             raise ValueError(
                 f"{', '.join(exposed)} would be written into the bucket with the offer. Pass it as a secret "
@@ -176,10 +176,11 @@ class JoinExecutor(RemoteExecutor):
     # -- polling -------------------------------------------------------------------------------------------------
 
     def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """Statuses by one LIST request, and a GET for each attempt that a machine has taken.
+        """The attempts' statuses by one LIST request, and a GET for each attempt that a machine has taken.
 
-        A machine whose lease has not changed for `lost_after_s` on this process's clock is lost for good: that is
-        recorded as the attempt's end, which the machine obeys if it comes back. Outages of the bucket do not count.
+        A machine whose lease (heartbeat record) has not changed for `lost_after_s` on this process's clock is lost for
+        good: that is recorded as the attempt's end, which the machine obeys if it comes back. Outages of the bucket do
+        not count.
         """
         try:
             with _as_executor_errors():
@@ -214,7 +215,7 @@ class JoinExecutor(RemoteExecutor):
         return self._ended[name]
 
     def _silence_s(self, name: str, counter: int) -> float:
-        """Seconds, on this process's clock, since a lease's counter was seen to change; 0 when first seen."""
+        """Seconds, on this process's clock, since the counter in a machine's lease changed; 0 when first seen."""
         now = self._clock.now()
         if self._leases.get(name, (-1, 0.0))[0] != counter:
             self._leases[name] = (counter, now)
@@ -227,7 +228,7 @@ class JoinExecutor(RemoteExecutor):
     # -- ending --------------------------------------------------------------------------------------------------
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """Withdraw the offer, or ask its machine to end the attempt, by a record that every process sees.
+        """Withdraw the attempt's offer, or ask its machine to end it, by a record that every process sees.
 
         Does nothing for an attempt that has ended, or whose offer was deleted. Returns before the machine has obeyed,
         which takes up to a minute.
@@ -246,7 +247,7 @@ class JoinExecutor(RemoteExecutor):
             writer.create(JoinCancel(**self._stamp()), keys.join_record(name, offer, keys.JOIN_CANCEL))
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        """Lines of output that the machine has written to the bucket, some seconds late while it runs.
+        """Lines of the attempt's output that its machine has written to the bucket, some seconds late while it runs.
 
         `follow`: go on until the attempt has ended. `tail`: only this many of the last lines that exist now.
         """
@@ -315,7 +316,6 @@ def _listed(store: Store, name: str = "") -> dict[str, set[keys.JoinKey]]:
 
 
 def _offer_in(handle: ReplicaHandle) -> str:
-    """The sha256 of the offer (attempt for joining machines) in a handle; the keys of the offer's records hold it."""
     return str(handle.native.get("offer", ""))
 
 
@@ -329,7 +329,7 @@ def _offer_of(store: Store, name: str) -> Entry[Offer] | None:
 
 
 def _has_exit(store: Store, handle: ReplicaHandle) -> bool:
-    """Whether the attempt has its replica's exit record, which says more of its end than that its machine is lost."""
+    """Whether the attempt's replica wrote an exit record, which says more than that its machine is lost."""
     return read_optional(store, keys.exit_record(handle.replica_id, handle.attempt)) is not None
 
 
@@ -343,7 +343,7 @@ def _counter_of(store: Store, name: str, offer: str) -> int:
 
 
 def _end_of(store: Store, name: str, offer: str) -> ReplicaStatus:
-    """The recorded end of an attempt. A record that cannot be read counts as a lost machine."""
+    """The recorded end of an attempt on a joined machine. A record that cannot be read counts as a lost machine."""
     key = keys.join_record(name, offer, keys.JOIN_END)
     try:
         end = JoinEnd.from_bytes(read_record(store, key), key)

@@ -13,7 +13,7 @@ from pathlib import Path
 from diloco_orchestrator.clock import Clock
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, RecordInvalid, StoreFull, StoreUnavailable
 from diloco_orchestrator.executors.contract import ReplicaState, ReplicaStatus
-from diloco_orchestrator.executors.process_contract import EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED
+from diloco_orchestrator.executors.process_contract import EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED, KEY_VARIABLES
 from diloco_orchestrator.join.attempt import LocalProcess, Start, TakenAttempt
 from diloco_orchestrator.join.offers import name_of, offers_in, records_about, who
 from diloco_orchestrator.protocol import keys
@@ -45,12 +45,13 @@ class JoinSettings:
     once: bool = False  # leave after one attempt
     hours: float | None = None  # leave so many hours after `Machine` was made, on its clock; None: stay
     gpus: str | None = None  # CUDA_VISIBLE_DEVICES of the replica, such as "2,3"; None: as it is here
+    ranks: int | None = None  # processes that train a replica together here; None: as the run's configuration says
     every_s: float = 5.0  # seconds between two requests to the bucket; well below the executor's lost_after_s
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The machine that takes an attempt, as named in the record by which it takes it (`Taken`)."""
+    """The machine that takes an offered attempt, as named in the record by which it takes it (`Taken`)."""
 
     token: str  # random, other for each process
     host: str  # for people
@@ -106,7 +107,10 @@ class Machine:
         self._said = ""
 
     def leave(self, why: str) -> None:
-        """Ask the replica's process here to end, and `run` to return; a second call kills it. For signal handlers."""
+        """Ask the replica's process on this machine to end, and `run` to return; a second call kills it.
+
+        For signal handlers. `why`: reason, for records.
+        """
         again, self._signalled = self._signalled, True
         self._leaving = self._leaving or why
         if self._attempt is not None:
@@ -122,7 +126,7 @@ class Machine:
         return self._leaving
 
     def run(self) -> int:
-        """Take offers until the run is over; returns the exit code of `diloco join`.
+        """Take and run offered attempts until the run is over; returns the exit code of `diloco join`.
 
         0: the run or the hours are over, or the one attempt succeeded. 75: a signal asked it to leave. Otherwise the
         exit code of the one attempt, or 1 after several attempts in a row that failed here. Raises `ConfigError` for a
@@ -166,6 +170,11 @@ class Machine:
                 self._log = RunLog(self._store)
             except NoSuchRun:
                 return ""
+            if self._log.run.signed_by is not None:
+                raise ConfigError(
+                    f"{self._store.url} is a signed run. Its launcher offers nothing to machines that join, so what is "
+                    "offered there is somebody else's. Launch a run with --unsigned for machines that join."
+                )
             self._check_secrets(self._log.run.secret_names, f"run {self._log.run.run_id}")
         try:
             newest = self._log.newest_leg()
@@ -213,7 +222,7 @@ class Machine:
         return self._read[name]
 
     def _offer(self, name: str, data: bytes) -> Entry[Offer] | None:
-        """The offered attempt in `data`; None if it cannot be read, may not run here, or needs secrets missing here."""
+        """The offered attempt in `data`; None if it is unreadable, may not run here, or needs secrets missing here."""
         key = keys.join_offer(name)
         try:
             offer = Offer.from_bytes(data, key)
@@ -236,12 +245,14 @@ class Machine:
         offer = taken.record
         folder = Path(tempfile.mkdtemp(prefix="diloco-join-"))
         gpus = {} if self._settings.gpus is None else {"CUDA_VISIBLE_DEVICES": self._settings.gpus}
+        ranks = [] if self._settings.ranks is None else ["--ranks", str(self._settings.ranks)]
         attempt = TakenAttempt(
             self._store,
             offer,
             taken.sha256,
             folder,
-            env={**self._environ, **gpus},
+            arguments=ranks,
+            env={**{name: value for name, value in self._environ.items() if name not in KEY_VARIABLES}, **gpus},
             clock=self._clock,
             stamp=self._stamp,
             every_s=self._settings.every_s,

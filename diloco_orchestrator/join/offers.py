@@ -31,7 +31,7 @@ def records_about(listed: Mapping[str, Iterable[keys.JoinKey]], name: str, offer
 
 
 def name_of(offer: Offer) -> str:
-    """The name of an attempt offered to joining machines, as the keys of its records hold it."""
+    """The name of an attempt offered to joining machines, as part of the keys of the records about it."""
     return attempt_name(LaunchRequest(offer.run_id, offer.replica_id, offer.attempt, []))
 
 

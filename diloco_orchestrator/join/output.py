@@ -37,10 +37,11 @@ class OutputPieces:
         self._pending: tuple[bytes, int] | None = None
 
     def write(self, *, to_end: bool = False) -> None:
-        """Write the new complete lines. `to_end`: the process has ended, so also write an incomplete last line.
+        """Write the new complete lines to the bucket. `to_end`: the process has ended, so also write an incomplete last
+        line.
 
-        Otherwise at most a MiB per call, because the caller must renew its lease. Safe to repeat after an error. Raises
-        the store's errors.
+        Otherwise at most a MiB per call, because the caller must write its next sign of life. Safe to repeat after an
+        error. Raises the store's errors.
         """
         most = self._pieces + _PIECES_AT_ONCE
         while (to_end or self._pieces < most) and (pending := self._pending or self._next(to_end)) is not None:
@@ -71,7 +72,7 @@ class OutputPieces:
 
 
 def lines_of(store: Store, name: str, *, tail: int | None, passes: Iterator[bool]) -> Iterator[str]:
-    """The lines of an attempt's output.
+    """The lines of an attempt's output on a joined machine, read from the pieces in the bucket.
 
     `tail`: only this many of the last lines that exist now; None for all. `passes`: for each pass over the bucket,
     whether the attempt had ended before it; True is the last pass. Raises the store's errors.
@@ -93,7 +94,6 @@ def lines_of(store: Store, name: str, *, tail: int | None, passes: Iterator[bool
 
 
 def _split(text: str) -> tuple[list[str], str]:
-    """The complete lines of a text, and its incomplete last line."""
     whole, _, rest = text.rpartition("\n")
     return (whole.split("\n") if len(rest) < len(text) else []), rest
 

@@ -16,7 +16,7 @@ _ROUND_S = "round_s"  # of a place; the only name in its text that is no option 
 
 @dataclass(frozen=True)
 class Place:
-    """An executor with its options, and the duration of a round there."""
+    """An executor with its options, to be compared with others, and the duration of a round on its machines."""
 
     name: str  # as the user wrote it
     executor: ServerlessExecutor

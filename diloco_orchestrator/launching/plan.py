@@ -26,7 +26,12 @@ from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.protocol.version import VERSION
 from diloco_orchestrator.run_log.run_store import RunKey, new_key
 from diloco_orchestrator.store.open_store import absolute_url
-from diloco_orchestrator.supervision.launch_request import LaunchRequests, archive_for, extras_for
+from diloco_orchestrator.supervision.launch_request import (
+    LaunchRequests,
+    archive_for,
+    extras_for,
+    offers_to_machines,
+)
 from diloco_orchestrator.supervision.place_book import first_launches
 from diloco_orchestrator.supervision.placing import Open
 from diloco_orchestrator.supervision.trackers import library_of
@@ -60,14 +65,14 @@ class PreparedLaunch:
         return self.run.config
 
     def words(self) -> list[str]:
-        """Lines for the log: the code and packages sent, and which are not pinned (no hashes, images by tag)."""
+        """Lines for the log: the code and packages to be sent, and which are not pinned (no hashes, images by tag)."""
         if self.archive is None:
             return []
         images = [f"images: {images_words(found)}"] if (found := self.images()) else []
         return [self.archive.words(), f"packages: {self.archive.package_words()}", *images]
 
     def images(self) -> tuple[str, ...]:
-        """Container images that the requests name by tag, in order. A provider's default image has no name here."""
+        """Container images that the launch requests name by tag, in order, without the provider's defaults."""
         return tuple(sorted(set(images_by_tag(_sent(self.executor, self.requests)))))
 
 
@@ -81,7 +86,7 @@ class LaunchOptions(RunSettings, total=False):
     requirements: Sequence[str] | str | Path | None
     pin: Pin
     heldout_items: Sequence[Any]
-    signed: bool
+    signed: bool | None
 
 
 def prepare_launch(
@@ -96,7 +101,7 @@ def prepare_launch(
     executor, code, requirements = (settings.pop(each, None) for each in ("executor", "code", "requirements"))
     storage_options, secrets = settings.pop("storage_options", None) or {}, settings.pop("secrets", None) or {}
     pin, heldout_items = settings.pop("pin", "auto"), settings.pop("heldout_items", ())
-    key = new_key() if settings.pop("signed", False) else None
+    signed = settings.pop("signed", None)
     name = entrypoint if isinstance(entrypoint, str) else entrypoint_of(entrypoint)
     config = make_config({"entrypoint": name, "heldout_items": list(heldout_items), **settings})
     rule = rule_of(config.guard.rule)
@@ -118,6 +123,9 @@ def prepare_launch(
     if store.startswith("memory://"):
         raise ConfigError("memory:// is gone with this process; replicas are processes of their own. Give a folder.")
     url = absolute_url(store)
+    if signed is None:
+        signed = "://" in url and not url.startswith("file://") and not offers_to_machines(executor, config)
+    key = new_key() if signed else None
     give_store(executor, url, storage_options)
     if requirements is None and not executor.shares_machine:
         requirements = lock_file_of(code, name)
@@ -139,7 +147,8 @@ def prepare_launch(
         signed_by=None if key is None else key.signed_by,
     )
     launched = Launched(sha256_hex(run.to_bytes()))
-    launching = LaunchRequests(run, launched, url, storage_options, secrets, dry, run_key=key)
+    operator = None if key is None else key.operator(launched.run_sha256)
+    launching = LaunchRequests(run, launched, url, storage_options, secrets, dry, operator=operator)
     launching.check(executor)
     opened = first_launches(executor, config) if isinstance(executor, Places) else []
     places = {each.replica_id: each.place for each in opened} or dict.fromkeys(range(config.replicas), "")
@@ -186,7 +195,7 @@ class LaunchPlan:
 
     @property
     def round_usd(self) -> float | None:
-        """Cost of a round's machines, requests and, for a model of known size, transfer; None without a price."""
+        """US dollars for a round: machines, requests, transfer of a model of known size; None without a price."""
         if self.hourly_usd is None:
             return None
         moved = (self.round.bytes_down or 0) / 1e9 * self.egress_usd_per_gb
@@ -194,7 +203,7 @@ class LaunchPlan:
 
     @property
     def run_usd(self) -> float | None:
-        """The cost of all rounds of the run in US dollars, if none is repeated; None if `round_usd` is unknown."""
+        """US dollars for all rounds of the run, if none is repeated; None if the cost of a round is not known."""
         return None if self.round_usd is None else self.round_usd * self.rounds
 
     @property
@@ -232,7 +241,7 @@ class LaunchPlan:
         ]
 
     def _ranks(self) -> list[str]:
-        """A line about the processes of each replica; empty where each is one."""
+        """A line about the ranks (processes) of each replica; empty if each replica has one."""
         if not self.ranks:
             return []
         counts = f"{self.ranks[0]} each" if len(set(self.ranks)) == 1 else ", ".join(map(str, self.ranks))
@@ -243,7 +252,7 @@ class LaunchPlan:
         return [f"ranks:     {counts}, with a GPU for each where the request asks for GPUs; {memory}"]
 
     def _requests_at_hugging_face(self) -> list[str]:
-        """A line with the requests in five minutes, which Hugging Face limits; empty for another store."""
+        """Hugging Face limits requests: a line with those of five minutes; empty for another store."""
         if not self.url.startswith("hf://"):
             return []
         each = sum(self.round.requests.values())
@@ -375,7 +384,7 @@ def plan_launch(
 
 
 def _places(opened: Sequence[Open]) -> tuple[str, ...]:
-    """A line for the replicas that would be launched at the same place for the same reason."""
+    """Lines about the places (executors) of the first launches, replicas with the same place and reason together."""
     found = grouped((each.replica_id, (each.place, each.why)) for each in opened)
     return tuple(f"{replicas(ids)} at {place}: {why}" for ids, (place, why) in found)
 

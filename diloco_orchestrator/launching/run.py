@@ -30,14 +30,14 @@ from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.run_log.append import create_run, request_halt, request_scale
 from diloco_orchestrator.run_log.launched_here import note_failure, note_head, remember, remember_leg
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.run_log.run_store import keep_key, of_run
+from diloco_orchestrator.run_log.run_store import check_signed_by, keep_key, of_run
 from diloco_orchestrator.run_log.seen_store import SeenStore
-from diloco_orchestrator.snapshots.default_base import url_of_snapshot
 from diloco_orchestrator.store.open_store import SUPERVISING, absolute_url, open_store
 from diloco_orchestrator.store.probe import probe
 from diloco_orchestrator.supervision.coordinator import Coordinator, Means
 from diloco_orchestrator.supervision.launch_request import LaunchRequests, check_images
 from diloco_orchestrator.supervision.next_leg import auto_resume, begin_next_leg
+from diloco_orchestrator.supervision.rotation import rotate
 from diloco_orchestrator.supervision.trackers import RoundTracker, open_tracker
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ _LAST_LINES = 30  # lines of the log of a replica that ended without a traceback
 
 @dataclass(frozen=True)
 class RunResult:
-    """The end of a run: its state, reason, number of rounds and the like."""
+    """The end of a run: its state, reason, number of rounds, last snapshot and metrics."""
 
     status: str  # "completed" or "halted"
     url: str
@@ -71,7 +71,7 @@ class Run:
     """A launched run. `wait` supervises it; without supervision replicas train on, but dead ones are not relaunched."""
 
     def __init__(self, reader: RunReader, means: Means, track: str | None = None) -> None:
-        """`track`: where this process sends metrics, in the form of the setting.
+        """`track`: tracker to which this process sends metrics, in the form of the setting `track`; None: nowhere.
 
         The setting in run.json is ignored, because whoever can write to the bucket could choose a folder or project
         here.
@@ -203,7 +203,7 @@ class Run:
             outer_steps=result.outer_steps,
             reason=result.reason,
             verdict=result.verdict,
-            snapshot=url_of_snapshot(self._reader.log, status.model.round),
+            snapshot=self._reader.snapshot_url(status.model.round),
             model=status.model,
             metrics=status.rounds,
             head=status.head,
@@ -224,9 +224,11 @@ class Run:
         return self._watched
 
     def status(self, *, as_seen: bool = False) -> RunStatus:
-        """The state since the last start or resume, and all rounds, read from the bucket. Raises `StoreError`.
+        """The state of the run since its last start or resume, and all its rounds, from the bucket. Raises
+        `StoreError`.
 
-        `as_seen`: as `wait` has seen it last, which costs a few requests in ten rounds, for a display beside it.
+        `as_seen`: the state that `wait` has seen last, which costs a few requests in ten rounds, for a display beside
+        it.
         """
         reader = self._watched if as_seen else self._reader
         status = reader.status()
@@ -238,11 +240,20 @@ class Run:
         return [asdict(row) for row in self._reader.rows()]
 
     def halt(self, reason: str = "halt() was called") -> None:
-        """Request a stop after the open round; then `wait` returns. Raises `ConfigError` if the run has ended.
+        """Request that the run stops after its open round; then `wait` returns. Raises `ConfigError` if it has ended.
 
         `reason`: goes into the commit that stops the run.
         """
         request_halt(self._reader.log, "user", reason, self._means.stamp)
+
+    def rotate_keys(self, why: str) -> None:
+        """Replace the keys of a signed run, because one of them has leaked. Returns at once.
+
+        The run halts after its open round, and whoever supervises it (`wait`) on the launcher's machine begins the next
+        leg with new keys. What was written before goes on to count. `why`: goes into the records. Raises `ConfigError`
+        without the run's own key, which its launcher's state folder has, and for an unsigned run.
+        """
+        rotate(self._reader.log, "user", why, self._means.stamp)
 
     def scale(self, replicas: int) -> None:
         """Train with another number of replicas from now on, in a run with `max_replicas`. Returns at once.
@@ -299,12 +310,14 @@ class Run:
         return _supervised(run_log, self._means, self._track)
 
     def logs(self, replica_id: int, attempt: int | None = None, tail: int | None = None) -> Iterator[str]:
-        """Output lines of an attempt (by default the newest): from its executor while it runs, then from the bucket."""
+        """Output lines of an attempt (default: the newest), from its executor while it runs, then from the bucket.
+
+        `tail`: only this many of the last lines.
+        """
         return log_lines(self._reader, replica_id, attempt, tail, self._means.executor)
 
 
 def _given(**settings: JsonValue) -> Mapping[str, JsonValue]:
-    """The settings that are not None."""
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -331,7 +344,8 @@ def launch(
             "given" asks no index; "require" refuses a package without a hash and an image named by tag.
         heldout_items: JSON items for `ctx.heldout_items`.
         signed: sign what launcher and replicas write, so that nothing else in the folder counts. The run's private key
-            is kept in this user's state folder; whoever attaches elsewhere needs it in DILOCO_RUN_KEY.
+            is kept in this user's state folder; whoever attaches elsewhere needs it in DILOCO_RUN_KEY. By default runs
+            in a bucket are signed, but for those that machines join, and runs in a folder of a disk are not.
         **options: also the fields of `RunConfig`: replicas, rounds, sync_every, args, seed, outer, guard, strict, …
             `guard` is {"rule": "sequential"} by default; {"rule": "heldout", …}: `HeldOutGuard`, with a
             `decline_patience` of 6 and not 3, which halts healthy noisy runs; "off": scores are not judged.
@@ -380,6 +394,7 @@ def attach(
     trust_bucket: bool = False,
     track: str | None = None,
     clock: Clock | None = None,
+    signed_by: str | None = None,
 ) -> Run:
     """Supervise a run that somebody launched, from its bucket alone: after the launcher died, or beside it.
 
@@ -387,8 +402,9 @@ def attach(
     with this process's credentials, which is refused unless this user launched the run on this machine, or
     `trust_bucket` is set; an executor class of your own must be passed. Digests of images that a lock gave the run are
     used on the same terms. `storage_options`, `secrets`: as for `launch`. `track`: as the setting; by default no
-    metrics are sent from here, whatever run.json says.
-    Raises `NoSuchRun`, and `ConfigError` if the executor or secrets are missing.
+    metrics are sent from here, whatever run.json says. `signed_by`: the public key that must have signed the run.
+    Raises `NoSuchRun`, and `ConfigError` if the executor, secrets, or keys of a signed run are missing, and for an
+    unsigned run while DILOCO_RUN_KEY is set.
     """
     check_track(track)
     clock = clock or SystemClock()
@@ -398,6 +414,7 @@ def attach(
         raise ConfigError(str(error)) from None
     store = open_store(absolute_url(url), storage_options, clock=clock, retry=SUPERVISING, must_exist=True)
     reader = RunReader(SeenStore.of(of_run(store), clock))
+    check_signed_by(reader.run, store.url, signed_by)
     made = given or executor_of_run(reader, "attach", trust_bucket)
     # The log that was checked is the log that runs.
     run = Run(

@@ -28,11 +28,10 @@ from diloco_orchestrator.inspection.doctor import Finding, remove_attempts
 from diloco_orchestrator.launching.plan import images_by_tag, images_words
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS
-from diloco_orchestrator.redaction import ENV_SECRET_NAMES
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import INTERACTIVE, open_store, options_elsewhere, readable_url
 from diloco_orchestrator.supervision.credential_routes import check_route
-from diloco_orchestrator.supervision.launch_request import extras_for
+from diloco_orchestrator.supervision.launch_request import extras_for, names_of
 
 _PROGRAM = "diloco_orchestrator.inspection.examination"
 _PATIENCE_S = 1800.0  # long enough to start a node, pull an image and install torch into it
@@ -50,7 +49,7 @@ def examine_over_there(
     secrets: Mapping[str, str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Iterator[Finding]:
-    """Findings of one process that is launched as replica 0 would be; objects it left in the bucket are deleted.
+    """Findings of one process that is launched like replica 0; objects it left in the bucket are deleted.
 
     Nothing is launched if it would have no credentials for the bucket. A finding that is not ok names the error that a
     replica would fail with.
@@ -95,7 +94,7 @@ def _request(
     wanted = ["--gpu-wanted"] if _wants_gpu(executor) else []
     where = ["--store", url, *wanted]
     sent = dict(secrets)
-    given = {**env, **({ENV_SECRET_NAMES: ",".join(sorted(secrets))} if secrets else {})}
+    given = {**env, **names_of(secrets)}
     options = dict(storage_options) if executor.shares_machine else options_elsewhere(url, storage_options)
     if options:
         sent[ENV_STORAGE_OPTIONS] = json.dumps(options)
@@ -156,9 +155,9 @@ def _launched(
 
 
 def clock_finding(who: str, at: float, began_at: float, ended_at: float) -> Finding:
-    """The finding about the clock of the machine `who`; not ok if it is ten minutes or more off this machine's.
+    """The finding about the clock of the machine named `who`; not ok if it is ten minutes or more off this machine's.
 
-    `at`: its time. `began_at`, `ended_at`: this machine's times between which `at` was read. All in s since 1970.
+    `at`: its time. `began_at`, `ended_at`: this machine's times between which `at` was read. All in seconds since 1970.
     """
     off_s = at - ended_at if at > ended_at else min(0.0, at - began_at)
     if abs(off_s) < _CLOCK_S:

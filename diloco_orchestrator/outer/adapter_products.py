@@ -39,14 +39,14 @@ class LocalFactors:
 
 @dataclass(frozen=True)
 class _Factors:
-    """The factors B (out, r) and A (r, in) of a product, float32 on the CPU."""
+    """The two factors of a LoRA product, B (out, r) and A (r, in), float32 on the CPU."""
 
     b: torch.Tensor
     a: torch.Tensor
 
 
 def factors_of(base: Base, pairs: Sequence[AdapterPair]) -> dict[str, torch.Tensor]:
-    """Copies of the factors in a base, by parameter name."""
+    """Copies of the LoRA factors in a base, by parameter name. `pairs`: the adapters."""
     return {name: base.parameters[name].clone() for pair in pairs for name in (pair.a, pair.b)}
 
 
@@ -79,7 +79,11 @@ def step_residuals(
 
 
 def _gradient(old: _Factors, mean: _Factors, local: Sequence[_Factors], total: float, rows: slice) -> torch.Tensor:
-    """Rows of G = B A - mean((B - b_i)(A - a_i)), as mean(b) A + B mean(a) - mean(b_i a_i): no large terms cancel."""
+    """Rows of a LoRA product's pseudo-gradient G = B A - mean((B - b_i)(A - a_i)).
+
+    Computed as mean(b) A + B mean(a) - mean(b_i a_i), in which no large terms cancel. `old`: B, A; `mean` and `local`:
+    mean and single pseudo-gradients b_i, a_i of the factors; `total`: sum of the weights.
+    """
     gradient = _product(_Factors(mean.b, old.a), rows)
     _add_product(_Factors(old.b, mean.a), rows, gradient)
     crossed = empty(gradient.numel()).zero_().view_as(gradient)
@@ -97,7 +101,11 @@ def _step_rows(
     new: _Factors,
     outer: OuterConfig,
 ) -> None:
-    """Step rows of a residual: R' = nesterov(R, G) + (B A - B' A'). `gradient_of`: G of these rows."""
+    """Step rows of a LoRA residual R in place: R' = nesterov(R, G) + (B A - B' A').
+
+    `old`: the factors B, A before the outer step; `new`: B', A' after it. `gradient_of`: returns the rows of G, the
+    pseudo-gradient of the product.
+    """
     gradient = gradient_of(rows)
     # B A - B' A' = (B - B') A + B' (A - A')
     moved = _product(_Factors(old.b - new.b, old.a), rows)
@@ -120,7 +128,7 @@ def _row_blocks(factors: _Factors) -> Iterator[slice]:
 
 
 def _product(factors: _Factors, rows: slice) -> torch.Tensor:
-    """Rows of B A, (rows, in) float32."""
+    """Rows of the LoRA product B A, (rows, in) float32."""
     out = empty((rows.stop - rows.start) * factors.a.shape[1]).zero_().view(-1, factors.a.shape[1])
     _add_product(factors, rows, out)
     return out
@@ -137,7 +145,7 @@ def whole_product(base: Base, pair: AdapterPair) -> torch.Tensor:
 
 
 def _add_product(factors: _Factors, rows: slice, out: torch.Tensor) -> None:
-    """Add rows of B A to `out`, one rank after another.
+    """Add rows of the LoRA product B A to `out`, one rank of the factors after another.
 
     BLAS is not used: its sums are in another order, and fused, on other CPUs and with other numbers of threads.
     """
@@ -159,7 +167,12 @@ def merged(weight: torch.Tensor, residual: torch.Tensor, scaling: float) -> torc
 def with_residuals(
     parameters: Named, fragments: Sequence[Sequence[str]], pairs: Sequence[AdapterPair]
 ) -> tuple[dict[str, torch.Tensor], list[tuple[str, ...]]]:
-    """The first base's parameters plus zero residuals, which take no memory yet, and its fragments, residuals last."""
+    """The first base's parameters with a zero residual for each adapter pair, and its fragments with one of residuals
+    last.
+
+    A residual is the part of an adapter's averaged product B·A that its factors do not hold. The zeros take no memory
+    yet.
+    """
     zero = torch.zeros((), dtype=torch.float32, device="cpu")
     residuals = {pair.residual: zero.expand(parameters[pair.b].shape[0], parameters[pair.a].shape[1]) for pair in pairs}
     return {**parameters, **residuals}, [*map(tuple, fragments), tuple(sorted(residuals))]

@@ -92,7 +92,7 @@ class BaseShard:
             self.momenta.copy_(other.momenta)
 
     def digest(self) -> BulkDigest:
-        """The digest of the parameters' little-endian bytes, then of the momenta's."""
+        """The digest of the shard: of the parameters' little-endian bytes, then of the momenta's."""
         hasher = BulkHasher()
         for tensor in (self.parameters, self.momenta):
             if tensor is not None:
@@ -105,7 +105,7 @@ def _same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 class _ByName(Mapping[str, torch.Tensor]):
-    """The tensors of several vectors, in name order. `vectors`: tensor name -> the vector that holds it."""
+    """The tensors of several flat vectors in name order. `vectors`: tensor name -> the vector that holds it."""
 
     def __init__(self, vectors: Mapping[str, NamedVector]) -> None:
         self._vectors = vectors
@@ -139,7 +139,7 @@ class BaseLayout:
         return shard_ranges(numel, self.shard_numel)
 
     def digest(self, shards: Sequence[BulkDigest]) -> BulkDigest:
-        """The digest of a base: over the digest of its layout and those of all its shards, in order."""
+        """The digest of a base: over the digest of its layout and `shards`, those of all its shards in order."""
         fragments = [[[name, list(self.shapes[name])] for name in names] for names in self.fragments]
         layout = {"fragments": fragments, "shard_numel": self.shard_numel}
         words = json.dumps(layout, sort_keys=True, separators=(",", ":"))
@@ -221,9 +221,9 @@ class Base:
                     ours.copy_(values)
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Set elements [start, start + n) of a parameter to `values`, (n,) in any float dtype, as far as they are here.
+        """Set elements [start, start + n) of a parameter to `values`, (n,) in any float dtype.
 
-        Elements in shards of other ranks are skipped.
+        Elements in shards that another rank holds are skipped.
         """
         vector, first = self.parameter_at(name)
         beside = (vector, first + start), (FlatTensors([values]), 0)
@@ -259,7 +259,7 @@ class Base:
         return base
 
     def _vectors(self, shapes: Mapping[str, torch.Size], what: str) -> dict[str, NamedVector]:
-        """A vector of zeros for each fragment, by parameter name. `what`: names the vectors in errors."""
+        """A flat vector of zeros for each fragment, by parameter name. `what`: names the vectors in errors."""
         found: dict[str, NamedVector] = {}
         for fragment, names in enumerate(self.fragments):
             numels = [stop - start for start, stop in self.layout.shards(fragment)]
@@ -337,7 +337,7 @@ class Base:
     # -- as shards -----------------------------------------------------------------------------------------------
 
     def own_shards(self, fragment: int) -> list[tuple[int, BaseShard]]:
-        """The shards of a fragment that are in this process, in order, each with its index."""
+        """The shards of a fragment that are held by this process, in order, each with its index."""
         return [pair for pair in enumerate(self.shards(fragment)) if self.owners.owns(fragment, pair[0])]
 
     def shards(self, fragment: int) -> list[BaseShard]:

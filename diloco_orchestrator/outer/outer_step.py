@@ -41,7 +41,10 @@ def step_shard(shard: BaseShard, gradient: Iterable[torch.Tensor], outer: OuterC
 def step_in_threads(
     shard: BaseShard, average: ShardBlocks, outer: OuterConfig, kept: torch.Tensor | None = None
 ) -> None:
-    """`step_shard` on several pieces of a shard at a time. `kept`: if given, the average is copied into it."""
+    """Step one shard of a base in place like `step_shard`, several pieces at a time in threads.
+
+    `average`: the shard's averaged pseudo-gradient. `kept`: if given, the average is copied into it.
+    """
 
     def step_range(start: int, stop: int) -> None:
         gradient = average(start, stop)
@@ -76,8 +79,9 @@ def average_and_step(
         named: (manifest, weight) of the contributions that a commit averages.
         read: (manifest, shard index) -> verified bytes.
         aggregate: one of `allreduce.aggregate.AGGREGATES`; with `adapters` the mean.
-        codec: that the average passes through (`Commit.average_codec`); None, as always with `adapters`: it is exact.
-        averages: the average of each shard, float32, if they are made already; None: they are made here. Those of other
+        codec: in which the average is encoded and decoded again (`Commit.average_codec`); None, as always with
+            `adapters`: it is not.
+        averages: the average of each shard, float32, if already computed; None: they are computed here. Those of other
             ranks' shards are not read.
         left_out: list to which contributions that the aggregate leaves out are appended.
     """
@@ -106,7 +110,7 @@ def _with_adapters(
     outer: OuterConfig,
     adapters: Sequence[AdapterPair],
 ) -> Mapping[str, torch.Tensor]:
-    """`average_and_step` for a fragment with exactly averaged adapters. Each payload is read once."""
+    """Do the work of `average_and_step` for a fragment with exactly averaged LoRA adapters."""
     read_once = functools.cache(lambda replica_id, index: read(manifests[replica_id], index))
     manifests = {manifest.replica_id: manifest for manifest, _ in named}
     before, shapes = factors_of(base, adapters), base.shapes(base.fragments[fragment])
@@ -124,7 +128,7 @@ def _with_adapters(
 
 
 def _blocks_of(average: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """Elements [start, stop) of an average that is in memory, as `ShardBlocks`."""
+    """Elements [start, stop) of an average that is in memory, as one block."""
     return iter(average[start:stop].split(BLOCK))
 
 

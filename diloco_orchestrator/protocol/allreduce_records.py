@@ -22,7 +22,7 @@ class AllReducePart(Record):
 
 
 class ReducedShard(Part):
-    """The average of one shard as its owner or checker has computed it from the payloads."""
+    """The average of one payload shard over all contributions, as one replica computed it for the others."""
 
     shard: int = Field(ge=0)
     digest: BulkDigest  # of its encoded bytes
@@ -30,7 +30,7 @@ class ReducedShard(Part):
 
 
 class Reduced(Record):
-    """The averages that one rank, of a run one replica, has made by scatter-reduce from the payloads."""
+    """The averages of shards that one rank has computed for the others by scatter-reduce; in a run, one replica."""
 
     record: ClassVar[str] = "reduced"
     round_id: int = Field(ge=0)  # of a run its round

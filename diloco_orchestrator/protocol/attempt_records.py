@@ -112,7 +112,7 @@ class Heartbeat(Record):
 
 
 class Offer(Record):
-    """join/attempts/<name>/offer.json: an attempt that a machine may take with `diloco join`; holds no secret."""
+    """join/attempts/<name>/offer.json: an attempt that a machine running `diloco join` may execute; holds no secret."""
 
     record: ClassVar[str] = "offer"
     run_id: str
@@ -126,7 +126,7 @@ class Offer(Record):
 
 
 class Taken(Record):
-    """join/attempts/<name>/<offer>.taken.json: a machine runs the offered attempt, or its offer is withdrawn."""
+    """join/attempts/<name>/<offer>.taken.json: a machine executes the offered attempt, or its offer is withdrawn."""
 
     record: ClassVar[str] = "taken"
     by: str  # the machine's random id; empty: the offer was withdrawn before a machine had taken it
@@ -182,7 +182,7 @@ def fault_in(ended: Exit) -> str:
 
 
 def reason_of(ended: Exit) -> str:
-    """An attempt's end in one line: the reason in its exit record and the last line of its traceback, if it has one."""
+    """The end of an attempt as one line: reason in its exit record, and last line of its traceback if any."""
     lines = [line for line in (ended.error or "").splitlines() if line and not line[0].isspace()]
     cause = re.sub(r"^(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_]\w*(?::|$))", "", lines[-1]) if lines else ""  # without its module
     if not cause or cause == ended.reason:

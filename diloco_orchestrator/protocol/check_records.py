@@ -1,4 +1,9 @@
-"""Schemas of findings about payload shards and averages of others by scatter-reduce, and the rule whom they bar."""
+"""Schemas of what replicas report about averages that others computed in scatter-reduce, and who may go on averaging.
+
+In scatter-reduce each shard of the pseudo-gradient is averaged by its dealers, one owner and one checker, for all
+replicas. A replica that published false averages is barred: it deals no shard for the rest of the leg (start or resume
+to stop).
+"""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable
@@ -19,7 +24,10 @@ class ReadShards(Part):
 
 
 class PublishedAverage(Part):
-    """The average of one shard that one or two of its dealers published in a closed round of the leg."""
+    """The average of one shard of the pseudo-gradient that one or two replicas published in a closed round of the leg.
+
+    In scatter-reduce these replicas, the shard's dealers, average it for all others.
+    """
 
     round: int = Field(ge=1)
     shard: int = Field(ge=0)
@@ -28,14 +36,14 @@ class PublishedAverage(Part):
 
 
 class AverageCheck(Part):
-    """The result of averaging a shard from the payloads: whether a published average of it is false."""
+    """One replica's finding whether a published average of a shard is false, made by averaging the payloads itself."""
 
     average: PublishedAverage
     false: bool  # True is an accusation: they published it, and the payloads give another one
 
 
 class Checked(Record):
-    """The findings of a replica in a round by scatter-reduce since its record before.
+    """One replica's findings in a round by scatter-reduce since its last such record.
 
     They are about payload shards of others in this round, and about averages that others published in earlier ones.
     """
@@ -53,7 +61,7 @@ class Checked(Record):
 
 
 class CheckNamed(Part):
-    """A check record that a commit rests on, by its key and the sha256 of its bytes."""
+    """Reference from a commit to a replica's findings (`Checked`) on which it relies: key and sha256 of the record."""
 
     replica_id: int = Field(ge=0)
     number: int = Field(ge=1)
@@ -61,10 +69,11 @@ class CheckNamed(Part):
 
 
 def barred_after(barred: Collection[int], roster: Collection[int], checks: Iterable[Checked]) -> tuple[int, ...]:
-    """Replicas that are no dealers for the rest of a leg, after a round whose commit names `checks`, in id order.
+    """Replicas that may average no shard for others for the rest of a leg (start or resume to stop), in id order.
 
-    Those in `barred` before; those whom more than half of the others on the roster accuse of one false average; and
-    those who accuse others of one that more than half report as right. So a minority bars nobody but itself.
+    Those in `barred`, who may not before this round; those whom more than half of the other replicas in `roster` accuse
+    of one false average; and those who accuse others of one that more than half report as right. So a minority excludes
+    nobody but itself. `checks`: the findings that the round's commit names.
     """
     voters, found = set(roster) - set(barred), set(barred)
     said: dict[PublishedAverage, dict[bool, set[int]]] = defaultdict(lambda: {True: set(), False: set()})

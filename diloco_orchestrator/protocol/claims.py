@@ -68,9 +68,11 @@ def contradictions(claims: Iterable[BaseClaim], own: str, asked: Collection[str]
 
 
 def judged(answers: Sequence[Answer], claims: Iterable[BaseClaim], shared: str | None) -> tuple[Answer, ...]:
-    """`answers`, with the kind of those whose manifest names another base than `shared` set to "wrong_base".
+    """The replicas' responses `answers`, where the kind of those that trained from another base than `shared` is
+    "wrong_base".
 
-    `claims`: base digests that the manifests name. `shared`: digest that the commit names. Unverifiable ones stay.
+    `claims`: base digests that the manifests name. `shared`: base digest that the commit names. Responses of the kind
+    "unverifiable" keep it.
     """
     outside = {claim.replica_id for claim in claims if claim.digest != shared}
     return tuple(
@@ -100,5 +102,5 @@ def is_outvoted(own: BaseClaim, commit: Commit, claims: Iterable[BaseClaim], quo
 
 
 def wrong_bases(commits: Iterable[Commit], replica_id: int) -> int:
-    """Number of `commits` that list the response of a replica as "wrong_base"."""
+    """Number of `commits` that list the response of a replica as trained from a base with a wrong digest."""
     return sum(a.kind == "wrong_base" for commit in commits for a in commit.answers if a.replica_id == replica_id)

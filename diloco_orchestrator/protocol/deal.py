@@ -46,7 +46,7 @@ class OpenDeal:
         self._deal()
 
     def add(self, commit: Commit) -> None:
-        """Take in the commit of the round after the last one added, and deal the next round."""
+        """Add the commit of the round after the last one added, and deal the next round."""
         for answer in commit.answers:
             who = commit.round, answer.replica_id
             if answer.kind == "abstention":  # one of these batches may be why its work is not finite: not dealt again
@@ -104,9 +104,10 @@ class Dealt:
 
 
 def dealt_by(commits: Iterable[Commit], begins: Sequence[Begin], replicas: Sequence[int], deal: OpenDeal) -> None:
-    """Add all commits to a new deal that the newest base descends from, or that follow the newest start or resume.
+    """Add to the new deal `deal` all commits that the newest base descends from or that follow the newest start or
+    resume.
 
-    `begins`: the records of all starts and resumes, `replicas`: how many each leg began with, in the same order.
+    `begins`: the records of all starts and resumes. `replicas`: how many each leg began with, in the same order.
     """
     leg = 0
     for commit in commits:
@@ -123,7 +124,7 @@ def dealt_by(commits: Iterable[Commit], begins: Sequence[Begin], replicas: Seque
 
 
 def _merged(ranges: Iterable[Range]) -> list[Range]:
-    """The same numbers as disjoint ranges in order, none of which touch."""
+    """The numbers in `ranges` as disjoint ranges in ascending order, no two of which are adjacent."""
     found: list[Range] = []
     for first, stop in sorted(ranges):
         if found and first <= found[-1][1]:

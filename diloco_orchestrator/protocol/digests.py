@@ -27,7 +27,7 @@ class BulkHasher:
         self._hasher = blake3()
 
     def update(self, data: bytes | memoryview, /) -> None:
-        """Append bytes."""
+        """Append `data` to the bytes that are hashed."""
         self._hasher.update(data)
 
     def digest(self) -> BulkDigest:

@@ -16,7 +16,7 @@ _SHOWN = 16  # hex digits
 
 @dataclass(frozen=True)
 class Head:
-    """A round, and the sha256 of its commit's bytes, or at least its first 8 hex digits."""
+    """The newest commit of a run: its round, and the sha256 of its bytes or at least the first 8 hex digits of it."""
 
     round: int
     sha256: str
@@ -35,7 +35,7 @@ class Head:
         return cls(int(found[1]), found[2])
 
     def is_of(self, round_: int, sha256: str) -> bool:
-        """Whether the commit of `round_` with digest `sha256` is this head, whose own digest may be shortened."""
+        """Whether this head names the commit of `round_` with digest `sha256`; the head's digest may be shortened."""
         return self.round == round_ and sha256.startswith(self.sha256)
 
     def __str__(self) -> str:
@@ -45,3 +45,12 @@ class Head:
     def short(self) -> str:
         """The head (last commit of a log) as text with the first 8 digits of its digest, for people to compare."""
         return f"{self.round}:{self.sha256[:_SHOWN]}"
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A head (newest commit of a run's log) that somebody noted outside the run's bucket."""
+
+    head: Head
+    words: str = "was noted"  # completes "the head 35:0123… "
+    run_sha256: str = ""  # of the run's run.json; empty: not noted

@@ -23,12 +23,19 @@ _OFFER_DIGITS = 32  # of the digest of an offer, in the keys of the records abou
 # Takes "2" to "9" are of earlier versions; those of nine digits are random, where somebody was in the way: of the first
 # base, and of any in a signed run.
 _TAKE = rf"[2-9]|[1-9][0-9]{{8}}|r{_N}|rebuilt"
-_WORDS = {"token": "[0-9a-f]{16}", "sha256": "[0-9a-f]{64}", "job": _JOB, "offer": "[0-9a-f]{32}", "take": _TAKE}
+_WORDS = {
+    "token": "[0-9a-f]{16}",
+    "sha256": "[0-9a-f]{64}",
+    "job": _JOB,
+    "offer": "[0-9a-f]{32}",
+    "identity": "[0-9a-f]{32}",
+    "take": _TAKE,
+}
 _PARTS = {"round": _ROUND, "version": "[2-9]", **_WORDS}  # of keys; the others are numbers
 
 
 class Form:
-    """A pattern of keys, such as "legs/<leg>/begin.json", that builds and parses the keys of this pattern."""
+    """A pattern of object keys, such as "legs/<leg>/begin.json", that builds and parses the keys of this pattern."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -69,6 +76,9 @@ KL_REFERENCE = "probe.safetensors"
 KL_RECORD = "probe.json"
 PROBE = ".probe/"  # test objects of `store.probe`, deleted at once
 DOCTOR = ".doctor/"  # test objects of `diloco doctor`, deleted at once
+KEYS = "keys/"  # records about the keys of a signed run
+rotation = Form("keys/<epoch>.json")
+colleague = Form("keys/colleagues/<identity>.<epoch>.json")
 code = Form("code/<sha256>.zip")  # the code archive with this digest, which replicas on other machines fetch
 
 # -- legs -------------------------------------------------------------------------------------------------------------
@@ -203,7 +213,7 @@ class JoinKey:
     record: str  # "offer.json", "taken.json", …
 
     def is_about(self, offer_sha256: str) -> bool:
-        """Whether the key is that of a record about the offer (attempt for joining machines) with this sha256."""
+        """Whether the key is that of a record about the offer (an attempt for machines that join) with this sha256."""
         return bool(self.offer) and offer_sha256.startswith(self.offer)
 
     @property
@@ -246,18 +256,21 @@ _later_reduced = Form("rounds/<round>/reduced/<shard>.<version>.bin")
 
 
 def payload(round_: int, replica_id: int, attempt: int, shard: int, take: int = 1) -> str:
-    """The key of a payload shard. `take`: 1 for the author's upload, higher for re-uploads of the same bytes."""
+    """The key of a payload shard. `take`: version, 1 for the author's upload, higher for later uploads of it."""
     where = round_, replica_id, attempt, shard
     return _first_payload(*where) if take == 1 else _later_payload(*where, take)
 
 
 def reduced_shard(round_: int, shard: int, take: int = 1) -> str:
-    """The key of the average of a shard. `take`: higher where somebody else's bytes are under the keys before."""
+    """The key of a shard's average that one replica computed for the others.
+
+    `take`: version; above 1 where somebody else has put other bytes under the keys of the versions before.
+    """
     return _first_reduced(round_, shard) if take == 1 else _later_reduced(round_, shard, take)
 
 
 def parse_reduced_shard(key: str) -> tuple[int, int] | None:
-    """(round, shard) of the key of the average of a shard, or None for any other key."""
+    """(round, shard) from the key of a shard's average computed for others; None for any other key."""
     found = _first_reduced.parse(key) or _later_reduced.parse(key)
     return (found[0], found[1]) if found else None
 
@@ -350,12 +363,12 @@ SHARED_TAKE = ""  # the version of a snapshot that every replica may write; only
 
 
 def own_take(replica_id: int | None) -> str:
-    """The name of the snapshot version that only this replica writes; None: that of processes that are no replica."""
+    """The name of the version of a snapshot that only this replica writes; None: for processes that are no replica."""
     return "rebuilt" if replica_id is None else f"r{replica_id}"
 
 
 def unforeseen_take(hex_digits: str) -> str:
-    """The name of a snapshot version that nobody else can have taken. `hex_digits`: 16 random ones."""
+    """The name of a version of a snapshot that nobody else can have used. `hex_digits`: 16 random ones."""
     return str(10**8 + int(hex_digits, 16) % (9 * 10**8))
 
 
@@ -384,7 +397,7 @@ def is_take(take: str) -> bool:
 
 
 def parse_snapshot_file(key: str) -> tuple[int, str] | None:
-    """(round, version) of the snapshot that a file belongs to, or None for any other key."""
+    """(round, version) of the snapshot to which the file at `key` belongs, or None for any other key."""
     found = _SNAPSHOT_FILE.fullmatch(key)
     return (int(found[1]), found[2] or SHARED_TAKE) if found else None
 

@@ -12,6 +12,7 @@ from enum import StrEnum
 from diloco_orchestrator.protocol import allreduce_records as of_averages
 from diloco_orchestrator.protocol import attempt_records as of_attempts
 from diloco_orchestrator.protocol import check_records as of_checks
+from diloco_orchestrator.protocol import key_records as of_keys
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol import records as of_runs
 from diloco_orchestrator.protocol.keys import Form
@@ -32,7 +33,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of record: its schema, its keys, who may write it, and how large it may be."""
+    """One kind of record: its schema, the keys that it may have, who may write it, and how large it may be."""
 
     record: type[Record]
     forms: tuple[Form, ...]  # of its keys
@@ -41,9 +42,10 @@ class Kind:
     by_itself: bool = False  # whether only the attempt that the record is about writes it
 
     def key(self, record: Record) -> str | None:
-        """The key of `record`, from its fields.
+        """The key of `record`, from its fields; None where they do not determine it.
 
-        None if a part of the key is no field, such as the token of a claim, or if the kind has several forms of keys.
+        They do not if a part of the key is no field, such as the token of a claim, or if the kind has several forms of
+        keys.
         """
         fields = [_FIELDS.get(name, name) for name in self.forms[0].names]
         if len(self.forms) > 1 or not all(hasattr(record, field) for field in fields):
@@ -51,7 +53,7 @@ class Kind:
         return self.forms[0](*(getattr(record, field) for field in fields))
 
     def named_in(self, key: str) -> dict[str, int]:
-        """The replica id and attempt number in a key of this kind, by the names of the record's fields."""
+        """Replica id and attempt number in `key`, a key of this kind of record, by the names of the record's fields."""
         for form in self.forms:
             if (parts := form.parse(key)) is not None:
                 fields = zip(form.names, parts, strict=True)
@@ -59,11 +61,11 @@ class Kind:
         return {}
 
     def has(self, key: str) -> bool:
-        """Whether `key` is a key of records of this kind."""
+        """Whether `key` is a key of this kind of record."""
         return any(form.parse(key) is not None for form in self.forms)
 
     def row(self) -> str:
-        """The kind's line in the table of records in docs/reference/protocol.md."""
+        """This kind of record as a line of the table in docs/reference/protocol.md."""
         texts = (form.text.replace("<job>", "dl-<run>-r<id>-a<attempt>") for form in self.forms)
         forms = " or ".join(f"`{text}`" for text in texts)
         writers = ", ".join("its attempt" if self.by_itself else role for role in self.writers)
@@ -104,9 +106,16 @@ KINDS: tuple[Kind, ...] = (
     Kind(of_runs.ReuploadRequest, (keys.want,), _ATTEMPT),
     Kind(of_runs.Commit, (keys.commit,), _ATTEMPT + _COORDINATOR, _LARGE),
     Kind(of_runs.Snapshot, keys.SNAPSHOT_RECORDS, _ANYBODY, _LARGER),
+    Kind(of_keys.Rotation, (keys.rotation,), _LAUNCHER),
+    Kind(of_keys.Colleague, (keys.colleague,), _LAUNCHER),
     Kind(of_runs.Retention, (Form(keys.RETENTION),), _ANYBODY),
 )
 _KIND_OF = {kind.record: kind for kind in KINDS}
+_FOLDERS = {form.text.partition("/")[0] for kind in KINDS for form in kind.forms}  # first parts of keys
+_IN_FOLDER = {
+    folder: tuple(kind for kind in KINDS if any(form.text.partition("/")[0] == folder for form in kind.forms))
+    for folder in sorted(_FOLDERS)
+}
 
 
 def kind_of(record: Record) -> Kind:
@@ -117,7 +126,7 @@ def kind_of(record: Record) -> Kind:
 @functools.lru_cache(maxsize=4096)  # whoever polls asks about a few keys again and again
 def kind_at(key: str) -> Kind | None:
     """The kind of record that belongs under `key`; None if no record does."""
-    return next((kind for kind in KINDS if kind.has(key)), None)
+    return next((kind for kind in _IN_FOLDER.get(key.partition("/")[0], ()) if kind.has(key)), None)
 
 
 def most_bytes(key: str) -> int:

@@ -35,7 +35,9 @@ class Launched:
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        """Add the command line options by which a process gets the digests of run.json and of a leg's settings."""
+        """Add the command line options by which a process gets the digests of run.json and of settings changed by a
+        resume.
+        """
         parser.add_argument(_RUN, required=True, help="of run.json, as the launcher knows it")
         parser.add_argument(_SETTINGS, default="", help="of the settings that the leg changes")
 
@@ -58,7 +60,11 @@ class Launched:
             )
 
     def check_leg(self, begin: Begin, url: str) -> None:
-        """Raise `ConfigError` unless `begin` changes exactly the settings whose digest is on the command line."""
+        """Raise `ConfigError` unless the settings that `begin`, a start or resume, changes have the digest on the
+        command line.
+
+        `url`: the run's address, for the error.
+        """
         if settings_sha256(begin.settings) != self.settings_sha256:
             names = ", ".join(sorted(begin.settings)) or "no setting"
             raise ConfigError(

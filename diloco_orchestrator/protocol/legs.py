@@ -15,9 +15,9 @@ SAFE_SNAPSHOTS = 2  # complete snapshots at or after a round that retention need
 
 
 def leg_position(begin: Begin, start_sha256: str) -> Position:
-    """The position in the commit log at which a leg (start or resume to stop) begins: after the commit before it.
+    """The position in the commit log at which a leg (start or resume to stop) begins: right after the commit before it.
 
-    It has the base that the leg starts from. `start_sha256`: digest of start.json, needed for leg 1.
+    Its base is the one that the leg starts from. `start_sha256`: digest of start.json, needed for the run's first leg.
     """
     if begin.leg == 1:
         return Position.at_start(start_sha256)
@@ -64,7 +64,7 @@ class BaseScores:
         self._scores: dict[int, float] = {}  # by the round of the base
 
     def add(self, commit: Commit, begin: Begin) -> None:
-        """Add the scores of the next commit. `begin`: the start or resume after which it was made."""
+        """Add the held-out score in `commit`, the next commit. `begin`: the record of the start or resume before it."""
         if commit.leg != self._leg:
             self._leg, self._base = commit.leg, begin.from_round
             self.fragments.clear()
@@ -87,14 +87,14 @@ class BaseScores:
         return self._scores.get(base)
 
     def forget(self, but: Sequence[int]) -> None:
-        """Drop the scores of the bases up to the last round in `but`, and keep those of the rounds in `but`."""
+        """Drop the scores of the bases up to the last round in `but`, except those of the rounds in `but`."""
         last = max(but, default=0)
         self._scores = {base: score for base, score in self._scores.items() if base > last or base in but}
 
 
 @dataclass(frozen=True)
 class DefaultBase:
-    """The base that commands use when the user names no round, beside the newest one. Scores: higher is better."""
+    """Base that commands use when the user names no round, and the newest one. Held-out scores: higher is better."""
 
     round: int  # whose base is the default
     score: float | None  # held-out score of that base; None if none was measured

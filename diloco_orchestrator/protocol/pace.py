@@ -53,12 +53,12 @@ def waiting(config: RunConfig, round_s: float, spread_s: float) -> Backoff:
 
 
 def waits_long_s(round_s: float) -> float:
-    """Seconds between two polls of a waiting replica for what hardly ever comes: 10, in long rounds up to 60."""
+    """Seconds between a waiting replica's polls for rare events, as a replica given up: 10, in long rounds 60."""
     return max(10.0, min(round_s / 20, 60.0))
 
 
 def commits_read_s(round_s: float, open_s: float) -> float:
-    """Seconds until a coordinator or a display polls for the open round's commit again.
+    """Seconds until a coordinator or a display polls again for the commit of the open round.
 
     `round_s`: usual length of a round. `open_s`: seconds since the commit before was seen. The first poll is once a
     round has passed, or after 600 s if that is earlier; later polls are an eighth of a round apart, at most a minute.
@@ -70,13 +70,14 @@ def commits_read_s(round_s: float, open_s: float) -> float:
 def starts_read_s(open_s: float) -> float:
     """Seconds between two polls before the first round has ended, `open_s` seconds after the process or round began.
 
-    They are polls for what attempts write as they start or end, and a training replica's for the round's commit.
+    The polls are for records that attempts write as they start or end, and, by a training replica, for the round's
+    commit.
     """
     return max(1.0, min(open_s / 5, 120.0))
 
 
 def seldom_read_s(round_s: float) -> float:
-    """Seconds between two polls for what hardly ever comes, such as a resume: 20 rounds, at most half an hour."""
+    """Seconds between two polls for rare events such as a resume: 20 rounds, at most half an hour."""
     return max(10.0, min(20 * round_s, 1800.0))
 
 

@@ -97,14 +97,14 @@ class Record(Part):
 
 @dataclass(frozen=True)
 class By:
-    """The author of a record: an attempt of a replica, or a process with a name. Stored as text."""
+    """The author of a record: an attempt (launched process) of a replica, or a named process such as a coordinator."""
 
     who: tuple[int, int] | None  # replica_id, attempt
     name: str = ""  # of a process that is no attempt, such as "coordinator on host"
 
     @classmethod
     def parse(cls, text: object) -> Self:
-        """The author that `text` names, in the form that records store. Raises `ValueError` if it is no string."""
+        """The author that `text`, the stored form, names. Raises `ValueError` if it is no string."""
         if isinstance(text, cls):
             return text
         if not isinstance(text, str):
@@ -127,8 +127,8 @@ AsText: TypeAlias = Annotated[By, PlainValidator(By.parse), PlainSerializer(By._
 def parse_json(data: bytes) -> Any:
     """The value of a JSON text.
 
-    Raises `ValueError` for what is not JSON, and for what JSON allows and no record holds: whole numbers of more than
-    100 digits, numbers that are not finite, nesting deeper than the interpreter follows, text that is not Unicode.
+    Raises `ValueError` for text that is not JSON or not Unicode, and for JSON that no record holds: whole numbers of
+    more than 100 digits, numbers that are not finite, nesting deeper than the interpreter follows.
     """
     try:
         value = _STRICT.decode(data.decode(json.detect_encoding(data), "surrogatepass"))  # as `json.loads` does
@@ -170,7 +170,10 @@ def _json_object(data: bytes, where: str) -> dict[str, Any]:
 
 
 class Stamp:
-    """Generates `write_id` and `at` for each record that one process writes. `token` must differ between processes."""
+    """Generates the unique id (`write_id`) and the time (`at`) of each record that one process writes.
+
+    `token` must differ between processes.
+    """
 
     def __init__(self, token: str, wall_time: Callable[[], float], random_hex: Callable[[], str] | None = None) -> None:
         # 16 hex digits that nobody can foresee who has read all that this process wrote.
@@ -185,7 +188,7 @@ class Stamp:
 
 
 class StampFields(TypedDict):
-    """The fields that a `Stamp` sets in every record, as keyword arguments of its constructor."""
+    """The fields that a `Stamp` sets in every record (unique id and time of the write), as keyword arguments."""
 
     write_id: str
     at: float

@@ -165,7 +165,9 @@ class Began(Record):
 
 
 class Follows(Record):
-    """start/<replica>/follows.json: digest of the start record (of a first base) that a replica adopted for good."""
+    """Record start/<replica>/follows.json: digest of the start record (of a first base) that a replica adopted for
+    good.
+    """
 
     record: ClassVar[str] = "follows"
     replica_id: int = Field(ge=0)
@@ -209,9 +211,11 @@ class Halt(Record):
     """legs/<leg>/halt.json: a request to stop the leg (the run since its start or last resume) after the open round."""
 
     record: ClassVar[str] = "halt"
+    later_fields: ClassVar[frozenset[str]] = frozenset({"new_keys"})
     leg: int = Field(ge=1)
     by: str
     reason: str
+    new_keys: bool | None = None  # whether the next leg, which then begins by itself, has new keys, in a signed run
 
 
 class Scale(Record):
@@ -322,7 +326,11 @@ class Score(Part):
 
 
 class VaultScore(Part):
-    """Change of the scores on one share of the confirmation set, from an earlier base to this one. Higher is better."""
+    """Change of the scores on one share of the confirmation set (see `VaultSet`), from an earlier base to the scored
+    one.
+
+    Higher is better.
+    """
 
     share: int = Field(ge=0)
     change: float | None  # sum over items of their score minus that on the earlier base; None: not finite
@@ -361,14 +369,14 @@ class Metric(Part):
 
 
 class Origin(Part):
-    """Inner steps that the author of a contribution took in `round` and whose work the contribution contains."""
+    """The inner steps of one `round` whose work a contribution contains: its own, or earlier ones that came late."""
 
     round: int = Field(ge=1)
     steps: int = Field(ge=0, le=MOST_COUNTED)
 
 
 class Residual(Part):
-    """The residual of a contribution: what a codec with error feedback lost, to be added to its author's next one."""
+    """The residual of a contribution: what its lossy codec lost, which the author adds to its next contribution."""
 
     share: float = Field(ge=0)  # its norm over the norm of what was encoded, in three digits
     saved: Payload | None = None  # it, in fp32, under `keys.residual`; None: its author saved no state
@@ -429,7 +437,7 @@ class Contribution(Record):
 
     @property
     def own_steps(self) -> int:
-        """Inner steps of this round in the payload, without steps of earlier rounds that it carries."""
+        """Inner steps of this round whose work the payload contains, without those of earlier rounds."""
         return sum(origin.steps for origin in self.origins if origin.round == self.round)
 
 
@@ -461,7 +469,7 @@ class Quarantine(Part):
 
 
 class Clipped(Part):
-    """A contribution with reduced weight: its norm is too large, it is all zeros, or it equals another one."""
+    """A contribution whose weight was reduced: its norm is too large, it is all zeros, or equals another one."""
 
     replica_id: int = Field(ge=0)
     reason: str
@@ -476,11 +484,11 @@ class UsualNorms(Part):
 
 
 class Discounted(Clipped):
-    """A contribution whose scores or training metric are clipped or ignored; its pseudo-gradient is averaged."""
+    """A contribution whose scores or metric are clipped or ignored by the guard; its payload is averaged."""
 
 
 class RoundMetrics(Part):
-    """Metrics of a round in its commit, for display only; `round_metrics_of` computes them from the manifests."""
+    """Metrics of a round (loss, tokens, bytes) in its commit, for display only; `round_metrics_of` computes them."""
 
     loss: float | None = None  # mean of what was passed to `observe(loss=...)`, over all responses
     reward: float | None = None
@@ -543,7 +551,7 @@ class Commit(Record):
         return {each.replica_id for each in self.quarantined} | {a.replica_id for a in self.answers if a.averaged}
 
     def quarantines(self, replica_id: int) -> str:
-        """Reason why the per-replica guard excludes this replica's contribution; empty if it does not."""
+        """Reason why the per-replica guard leaves this replica's contribution out; empty if it does not."""
         return next((each.reason for each in self.quarantined if each.replica_id == replica_id), "")
 
     @property
@@ -582,7 +590,7 @@ class Snapshot(Record):
 
 
 class Retention(Record):
-    """retention.json: `gc` deleted payloads of a run whose settings keep them all, so `verify` expects gaps."""
+    """retention.json: `diloco gc` deleted payloads of a run whose settings keep them all, so gaps are no fault."""
 
     record: ClassVar[str] = "retention"
     payloads: Literal["needed"]

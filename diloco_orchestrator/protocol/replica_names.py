@@ -7,7 +7,7 @@ What = TypeVar("What", bound=Hashable)
 
 
 def replicas(ids: Iterable[int]) -> str:
-    """`ids` as text, such as "replicas 0-3 and 7"; three or more in a row become a range."""
+    """The replica ids `ids` as text, such as "replicas 0-3 and 7"; three or more in a row become a range."""
     known = sorted(set(ids))
     spans: list[list[int]] = []
     for each in known:
@@ -21,7 +21,10 @@ def replicas(ids: Iterable[int]) -> str:
 
 
 def grouped(said: Iterable[tuple[int, What]]) -> list[tuple[Sequence[int], What]]:
-    """Statements (replica id, statement), each distinct one once with all its replicas, in order of first mention."""
+    """Distinct statements with the ids of all replicas that they are about, in order of first mention.
+
+    `said`: (replica id, statement).
+    """
     found: dict[What, list[int]] = {}
     for replica_id, words in said:
         found.setdefault(words, []).append(replica_id)

@@ -46,7 +46,7 @@ def _not_finite(manifests: Sequence[Contribution]) -> dict[str, tuple[int, ...]]
 
 
 def not_finite_words(figures: RoundMetrics) -> list[str]:
-    """A sentence for each metric of a round that is NaN or infinite."""
+    """A sentence for each metric of a round that is NaN or infinite; `figures`: the round's metrics from its commit."""
     return [f"{name} of {replicas(whose)} is NaN or infinite" for name, whose in sorted(figures.not_finite.items())]
 
 
@@ -65,9 +65,10 @@ def never_observed(metric: str, observed: Collection[str]) -> str:
 
 
 def _disagreeing(manifests: Sequence[Contribution]) -> tuple[Disagreeing, ...]:
-    """Replicas that the aggregate left out of the round before, by the list that most manifests with such a list have.
+    """Replicas that `aggregate="agreeing_mean"` left out of the last round, as the manifests of this round list them.
 
-    Honest manifests agree, because equal payloads give equal numbers. In a tie the first list counts.
+    Of several lists that of most manifests counts, in a tie the first. Honest manifests agree, because equal payloads
+    give equal numbers.
     """
     said = Counter(m.disagreeing for m in manifests if m.disagreeing and m.disagreeing[0].round < m.round)
     return max(said, key=said.__getitem__, default=())
@@ -86,17 +87,17 @@ _NAME = re.compile(r"[a-z_]{1,32}")
 
 
 def check_name(name: str) -> str:
-    """Return `name`. Raises `ConfigError` unless it is 1 to 32 lower-case letters and underscores."""
+    """Return a user's metric name. Raises `ConfigError` unless it is 1 to 32 lower-case letters and underscores."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(f"the extra metric {name!r}: use 1 to 32 lower-case letters a to z and underscores.")
     return name
 
 
 def checked_extra(extra: Mapping[str, float], known: int = 0) -> dict[str, float]:
-    """The user's metrics of one inner step, under the names that manifests use.
+    """The user's metrics of one inner step (`observe(extra=…)`), under the names that manifests use.
 
-    `known`: number of other names in this round. Raises `ConfigError` for a bad name, more than 16 names, and a value
-    that is not finite.
+    `known`: number of other such names in this round. Raises `ConfigError` for a bad name, more than 16 names, and a
+    value that is not finite.
     """
     if len(extra) + known > _MOST:
         raise ConfigError(f"{len(extra) + known} extra metrics in one round: {_MOST} are the most. Leave some out.")

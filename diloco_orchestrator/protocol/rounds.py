@@ -46,7 +46,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class View:
-    """An open round as one replica has seen it. Times are in seconds on its own monotonic clock."""
+    """An open round as one replica has seen it: responses and times, in seconds on its own monotonic clock."""
 
     round: int
     answers: Sequence[Answer]  # verified responses, in replica_id order; `averaged` is not set yet
@@ -75,7 +75,7 @@ class Decision:
 
     @property
     def summary(self) -> str:
-        """The reason without the seconds left, so that it changes only when new responses were seen."""
+        """The reason of this decision without the seconds left, so that it changes only with new responses."""
         return self.reason.partition(";")[0]
 
 
@@ -153,7 +153,7 @@ def _straggler_time_left(view: View, deadline_s: float, now: float) -> float:
 
 
 def _nobody(view: View, contributors: Sequence[int], missing: Sequence[int], out: Sequence[int], policy: Policy) -> str:
-    """The sentence, for commit and process log, why a round's commit averages no contribution.
+    """The sentence, for commit and process log, that says why a round's commit averages no contribution.
 
     `contributors`: replicas that contributed; `missing`: without a response; `out`: not launched before a resume.
     """
@@ -206,7 +206,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Conclusion:
-    """Consequences of a decision to commit: whether the average is applied and whether the run stops."""
+    """Consequences of committing a round: whether its average is applied to the base and whether the run stops."""
 
     applied: bool
     outer_step: int  # outer steps in the base after the round
@@ -269,7 +269,7 @@ def next_roster(policy: Policy, answered: Collection[int], latecomers: Collectio
 
 
 def averaged(named: Sequence[int], quarantined: Sequence[Quarantine]) -> tuple[int, ...]:
-    """The replicas whose contributions are averaged: those in `named` that are not in `quarantined`."""
+    """The replicas whose contributions are averaged: those in `named` (the contributors) but not in `quarantined`."""
     out = {each.replica_id for each in quarantined}
     return tuple(replica_id for replica_id in named if replica_id not in out)
 
@@ -290,7 +290,7 @@ def told_with(
 
 
 def named_answers(answers: Sequence[Answer], averaged: Sequence[int]) -> tuple[Answer, ...]:
-    """The responses of replicas to a round, as its commit lists them: `averaged` is true for the replica ids given."""
+    """Replicas' responses to a round with `averaged` set, true for the ids in `averaged`, false for others."""
     return tuple(answer.model_copy(update={"averaged": answer.replica_id in averaged}) for answer in answers)
 
 

@@ -1,7 +1,7 @@
 """Formats of signed runs: public keys, certificates, the signature at the end of an object, the bytes that are signed.
 
-Nothing here computes: `signing` makes and checks signatures. `protocol.signed_objects` has which objects are signed,
-docs/inside/signed-runs.md the model.
+`signing` makes and checks signatures; `protocol.signed_objects` has which objects are signed. The threat model is in
+docs/inside/signed-runs.md.
 """
 
 import base64
@@ -23,7 +23,7 @@ def to_text(data: bytes) -> str:
 
 
 def from_text(text: str, size: int) -> bytes:
-    """The `size` bytes that `to_text` gave as `text`. Raises `ValueError` for any other text, also of equal bytes."""
+    """The bytes of which `to_text` made `text`, base64 of `size` bytes. Raises `ValueError` for any other text."""
     try:
         data = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
     except (binascii.Error, ValueError):
@@ -57,46 +57,64 @@ _Signature: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{86}$")]
 class SignedBy(Part):
     """The public keys of a signed run, in run.json."""
 
-    key: PublicKey  # the run's: signs certificates, and what launchers and coordinators write
-    names: PublicKey  # signs names of objects; launched replicas share its private key
+    key: PublicKey  # the run's: signs certificates of operators, and rotations
+    names: PublicKey  # signs names of objects until the first rotation; launched replicas share its private key
+
+
+class Operator(Part):
+    """The run key's signed statement that a public key belongs to a launcher or coordinator of the run."""
+
+    epoch: int = Field(ge=1)  # 1, and one more for each rotation of the run's keys before
+    key: PublicKey
+    signature: _Signature  # by the run's key, over `operator_bytes`
 
 
 class Certificate(Part):
-    """The run key's word that a key is that of one attempt (launched process) of a replica of the run."""
+    """An operator key's signed statement that a public key belongs to one attempt (launched process) of the run."""
 
     replica_id: int = Field(ge=0)
     attempt: int = Field(ge=1)
     key: PublicKey
-    signature: _Signature  # by the run's key, over `certified_bytes`
+    operator: Operator  # whose key has signed
+    signature: _Signature  # over `certified_bytes`
 
     @property
     def who(self) -> tuple[int, int]:
-        """(replica id, attempt), for which the key speaks."""
+        """(replica id, attempt) to which the certified key belongs."""
         return self.replica_id, self.attempt
 
 
 class Signature(Part):
     """The last line of a signed object: the author's signature over the bytes before it."""
 
-    certificate: Certificate | None  # of the attempt whose key signed; None: the run's key did
+    certificate: Certificate | Operator | None  # of the key that signed; None: the run's key did
     signature: _Signature  # over `signed_bytes`
 
     def line(self) -> bytes:
-        """This signature as one line of canonical JSON."""
+        """This signature as one line of canonical JSON, the last line of the object that it signs."""
         return canonical_json(self.model_dump(mode="json"))
 
 
 LONGEST_LINE = 1024  # bytes of a signature's line
 
 
+def operator_bytes(run_sha256: Sha256, epoch: int, key: str) -> bytes:
+    """The bytes that the run's key signs to certify `key` (as `public_text`) for a launcher or coordinator."""
+    return b"diloco operator 1\n%s\n%d %s\n" % (run_sha256.encode(), epoch, key.encode())
+
+
 def certified_bytes(run_sha256: Sha256, who: tuple[int, int], key: str) -> bytes:
-    """The bytes that the run's key signs to certify `key` (as `public_text`) for `who`: (replica id, attempt)."""
+    """The bytes that an operator's key signs to certify `key` (as `public_text`) for `who`: (replica id, attempt)."""
     return b"diloco certificate 1\n%s\n%d %d\n%s\n" % (run_sha256.encode(), *who, key.encode())
 
 
-def named_bytes(run_sha256: Sha256, key: str) -> bytes:
-    """The bytes that the name key signs; the signature is the last part of the name under which `key` is stored."""
-    return b"diloco name 1\n%s\n%s\n" % (run_sha256.encode(), key.encode())
+def named_bytes(run_sha256: Sha256, key: str, take: int = 0) -> bytes:
+    """The bytes signed by the key from which a signed run derives the stored name of the object at `key`.
+
+    The signature becomes the last part of that name, so that only holders of the key can foretell it. `take`: above 0
+    for further names of the object, used where somebody has put an unsigned object under those before.
+    """
+    return b"diloco name 1\n%s\n%d %s\n" % (run_sha256.encode(), take, key.encode())
 
 
 def signed_bytes(run_sha256: Sha256, key: str, body: bytes) -> bytes:

@@ -4,28 +4,29 @@
 """
 
 import re
+from dataclasses import dataclass
 
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.allreduce_records import Reduced
 from diloco_orchestrator.protocol.kinds import Role, kind_at
 from diloco_orchestrator.protocol.record_format import By, parse_json
-from diloco_orchestrator.protocol.records import Snapshot
+from diloco_orchestrator.protocol.records import Commit, Snapshot
 from diloco_orchestrator.protocol.signatures import to_text
 
 # -- names ------------------------------------------------------------------------------------------------------------
 
 # Not named: run.json, which is found without a key; code, whose key is its digest; the files of snapshots, whose
 # folders other libraries read, and whose digests are in a record that is named; machines that join, and trial objects.
-_NAMED = (keys.LEGS, keys.STARTS, keys.REPLICAS, keys.ROUNDS, keys.LOG)
+_NAMED = (keys.LEGS, keys.STARTS, keys.REPLICAS, keys.ROUNDS, keys.LOG, keys.KEYS)
 _NAMED_ALONE = {keys.START, keys.KL_RECORD, keys.KL_REFERENCE, keys.RETENTION}
 _RECORD_OF_SNAPSHOT = re.compile(rf"{keys.SNAPSHOTS}[^/]+/{re.escape(keys.SNAPSHOT_RECORD)}(?:/.*)?", re.DOTALL)
-_NAME = re.compile(r"(.+)/([A-Za-z0-9_-]{86})", re.DOTALL)
+_NAME = re.compile(r"(.+)/(?:([1-9][0-9]{0,8})\.)?([A-Za-z0-9_-]{86})", re.DOTALL)
 
 
 def is_named(key: str) -> bool:
     """Whether a signed run stores the object with this key under a name that only holders of its keys can foretell.
 
-    True as well for any object below that key.
+    True as well for any object below that key in the folder.
     """
     if key.startswith(keys.SNAPSHOTS):
         return _RECORD_OF_SNAPSHOT.fullmatch(key) is not None
@@ -40,25 +41,48 @@ def is_signed(key: str) -> bool:
     return is_named(key) and (kind_at(key) is not None or keys.parse_segment(key) is not None)
 
 
-def stored_name(key: str, signature: bytes) -> str:
-    """The name under which an object is stored. `signature`: by the name key, over `named_bytes`."""
-    return f"{key}/{to_text(signature)}"
+@dataclass(frozen=True)
+class StoredName:
+    """The name under which a signed run stores an object, in its parts. The signature may be false."""
+
+    key: str
+    take: int  # 0; above it where unsigned objects have the names before
+    signature: str
+
+    def __str__(self) -> str:
+        return f"{self.key}/{f'{self.take}.' if self.take else ''}{self.signature}"
 
 
-def parse_stored(name: str) -> tuple[str, str] | None:
-    """Key and signature of a stored object's name; None for another form. The signature is not checked."""
+def stored_name(key: str, take: int, signature: bytes) -> str:
+    """The name under which a signed run stores the object at `key`. `signature`: over `named_bytes(…, key, take)`.
+
+    `take`: 0, or above it where unsigned objects have the names before.
+    """
+    return str(StoredName(key, take, to_text(signature)))
+
+
+def parse_stored(name: str) -> StoredName | None:
+    """The parts of a stored object's name; None for another form. The signature is not checked."""
     found = _NAME.fullmatch(name)
-    return None if found is None else (found[1], found[2])
+    return None if found is None else StoredName(found[1], int(found[2] or 0), found[3])
+
+
+def is_overwritten(key: str) -> bool:
+    """Whether the object at `key` is overwritten by its author, as heartbeats and leases are, so that it has one name
+    for good.
+    """
+    return kind_at(key) is not None and key.endswith((f"/{keys.HEARTBEAT}", "/waiting.json", f".{keys.JOIN_LEASE}"))
 
 
 # -- who may write what -----------------------------------------------------------------------------------------------
 
 
 def why_not_by(who: tuple[int, int], key: str, body: bytes) -> str:
-    """Reason why an attempt's key does not speak for an object; empty if it may. `who`: (replica id, attempt).
+    """Reason why an attempt's signature on the object at `key` must be rejected; empty if it is valid.
 
-    The run's key may sign everything; an attempt's what `protocol.kinds` lets attempts write, and, where the key or the
-    record names its author, only in its own name. If the content cannot be parsed, only the key is checked.
+    `who`: (replica id, attempt). The run's key may sign everything; an attempt's key what `protocol.kinds` lets
+    attempts write, and, where the key or the record names its author, only in its own name. So an object that cannot be
+    parsed is not accepted as a commit of an attempt.
     """
     kind = kind_at(key)
     if kind is None:
@@ -79,6 +103,8 @@ def why_not_by(who: tuple[int, int], key: str, body: bytes) -> str:
     of_key = kind.named_in(key) if kind.by_itself or kind.record is Reduced else {}
     ours = {"replica_id": who[0], "attempt": who[1], "by": str(By(who))}
     for field, value in [*of_key.items(), *named.items()]:
+        if value is None and field == "by" and kind.record is Commit:
+            return "it names no author"
         if value is not None and value != ours[field]:
             return f"its {field} is {str(value)[:40]!r}, and its key that of attempt {who[1]} of replica {who[0]}"
     return ""

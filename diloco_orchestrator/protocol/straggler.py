@@ -47,7 +47,7 @@ class StragglerDeadline:
 
 @dataclass(frozen=True)
 class _Reported:
-    """A train time that a replica reports, and how long the reader saw that round take."""
+    """One train time that a replica reports, and how long the reader saw that round take."""
 
     train_s: float  # as it counts for deadlines
     whole_s: float  # that a whole round takes at this speed
@@ -79,20 +79,20 @@ class RoundTimes:
     reported: Mapping[tuple[int, int], _Reported] = field(default_factory=dict)
 
     def with_manifests(self, manifests: Iterable[Contribution], seen_s: float | None = None) -> "RoundTimes":
-        """These times and the train times of `manifests` that are not among them yet.
+        """A copy of these times with the train times of `manifests` that were not among them.
 
-        `seen_s`: seconds since this replica saw their round open, up to which a reported time is believed; None: it
-        has not seen that.
+        `seen_s`: seconds since this replica saw their round open, up to which a reported time is believed; None:
+        unknown.
         """
         return self._with([(manifest.round, manifest) for manifest in manifests], seen_s)
 
     def with_answers(self, round_: int, answers: Iterable[Answer]) -> "RoundTimes":
-        """These times and those in a commit's list of responses, which has no late contributions."""
+        """A copy of these times with those in `answers`, the responses that the commit of `round_` lists."""
         readable = [answer for answer in answers if answer.train_s]  # 0: its manifest could not be read
         return self._with([(round_, answer) for answer in readable], None)
 
     def _with(self, sources: Iterable[tuple[int, Contribution | Answer]], seen_s: float | None) -> "RoundTimes":
-        """These times and those that manifests or answers report, given as (round, source), as far as they are new."""
+        """A copy of these times with the new ones in `sources`: (round, manifest, or response as a commit lists it)."""
         new: dict[tuple[int, int], _Reported] = {}
         for round_, source in sources:
             steps = sum(origin.steps for origin in source.origins if origin.round == round_)

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class VerdictKind(StrEnum):
-    """The consequence of a verdict for the run."""
+    """The consequence of the guard's verdict for the run: go on, warn, pause, or halt."""
 
     CONTINUE = "continue"
     QUARANTINE = "quarantine"  # leave the contribution of `Verdict.replica` out; the run goes on
@@ -56,7 +56,7 @@ class Verdict:
 
     @property
     def kind(self) -> VerdictKind:
-        """The verdict's `action`, or where the guard rule sets none, the kind that follows from `fire`."""
+        """The consequence for the run: `action`, or where the guard rule sets none, what follows from `fire`."""
         if self.action is not None:
             return self.action
         if self.fire:

@@ -36,7 +36,7 @@ class LegRules:
 
 @dataclass(frozen=True)
 class Before:
-    """The state of a run before one round, as every reader derives it from the commits."""
+    """The state of a run right before one round, as every reader derives it from the commits."""
 
     position: Position
     guard: Mapping[str, Any] | None
@@ -46,7 +46,7 @@ class Before:
 
 
 def first_of_leg(rules: LegRules, position: Position) -> Before:
-    """The state before the first round after a start or resume. `position`: the position in the commit log there."""
+    """The state of the run before the first round after a start or resume, which is at `position` in the log."""
     return Before(position, rules.begin.guard, tuple(range(rules.config.replicas)), norms=None)
 
 
@@ -83,14 +83,17 @@ def why_answers_differ(commit: Commit, manifests: Mapping[int, Contribution]) ->
 
 
 def why_barred_differ(commit: Commit, before: Before, checks: Iterable[Checked]) -> str:
-    """Reason why those whom a commit bars from dealing do not follow from `checks`, which it names; or empty."""
+    """Reason why the replicas that a commit excludes from averaging for others do not follow from `checks`; else empty.
+
+    `checks`: the replicas' findings about published averages that the commit names.
+    """
     return _differs("list of who is barred", commit.barred or (), barred_after(before.barred, before.roster, checks))
 
 
 def why_average_differs(commit: Commit, codec: str | None) -> str:
-    """Reason why a commit's average passes through another codec than the run's settings give; empty if it does not.
+    """Reason why a commit's average is encoded in another codec than the run's settings give; empty if it is not.
 
-    `codec`: the one that they give; None: none. A commit may name none: earlier versions encoded no average.
+    `codec`: the one that the settings give; None: none. A commit may name none: earlier versions encoded no average.
     """
     return "" if commit.average_codec is None else _differs("codec of the average", commit.average_codec, codec)
 
@@ -98,14 +101,15 @@ def why_average_differs(commit: Commit, codec: str | None) -> str:
 def why_unread(
     commit: Commit, manifests: Mapping[int, Contribution], checks: Iterable[Checked], barred: Collection[int] = ()
 ) -> str:
-    """The first payload shard that a commit averages and nobody but its author has found good; empty if there is none.
+    """The first payload shard that a commit averages and nobody but its author has verified; empty if there is none.
 
-    Empty too for a commit that averages its writer alone. For rounds by scatter-reduce, in which nobody reads all.
+    Empty too for a commit that averages its writer alone. For rounds by scatter-reduce, in which nobody reads all
+    payloads.
 
     Args:
         manifests: those that the commit names, by replica id.
-        checks: the check records that it names.
-        barred: replicas whose findings do not count, because they are no dealers.
+        checks: the replicas' findings that the commit names.
+        barred: replicas whose findings do not count, because they published or reported false averages.
     """
     averaged = [answer for answer in commit.answers if answer.averaged]
     if commit.by.who is not None and [answer.replica_id for answer in averaged] == [commit.by.who[0]]:
@@ -183,7 +187,7 @@ def _fails_the_run(before: Before) -> bool:
 
 
 def _who_wrote(commit: Commit, before: Before, failed: bool) -> str:
-    """Advice for the reason of a void commit (contradicts the log) that makes the run fail; empty for others."""
+    """Advice for the reason of a void commit (it contradicts the log) that makes the run fail; empty for others."""
     if not failed:
         return ""
     return (

@@ -19,7 +19,7 @@ _MOST_TOKENS = 4  # times the median of tokens per step, of which more are not b
 
 @dataclass(frozen=True)
 class Shares:
-    """The weights of a round's contributions, by replica id, and which of them were reduced."""
+    """The integer weights of a round's contributions in the average, by replica id, and which of them were reduced."""
 
     weights: Mapping[int, int]
     clipped: tuple[Clipped, ...] = ()
@@ -88,7 +88,7 @@ def shares_of(
 
 
 def is_said(answer: Answer, manifest: Contribution) -> bool:
-    """Whether `answer`, as a commit lists it, has the origins, tokens, norm and payload digest of its `manifest`."""
+    """Whether a response in a commit agrees with its `manifest` in steps, tokens, norm and payload digest."""
     norm, payload = (manifest.payload.norm, manifest.payload.digest) if manifest.payload else (0.0, "")
     said = manifest.origins, manifest.tokens, norm, payload
     return said == (answer.origins, answer.tokens, answer.norm, answer.payload)
@@ -161,7 +161,7 @@ def _equal_payloads(averaged: Sequence[Answer]) -> list[list[int]]:
 
 
 def _times(ratio: Fraction) -> str:
-    """A ratio as text, bounded, because norms in a forged commit may have a ratio that no float holds."""
+    """A ratio of norms as text; bounded, because norms in a forged commit may have a ratio that no float holds."""
     return f"{float(min(ratio, Fraction(10**99))):.3g} times"
 
 
@@ -215,7 +215,7 @@ def norms_after(commit: Commit, config: RunConfig) -> UsualNorms | None:
 
 
 def folded(before: UsualNorms | None, fragment: int, norms: Sequence[float], fewest: int = 2) -> UsualNorms | None:
-    """The norm statistics after one more round of `fragment` whose contributions have these norms, all above zero.
+    """The running norm statistics after one more round of `fragment`. `norms`: of its contributions, all above zero.
 
     A round adds its median norm, and the upper median of the ratios of its norms to that, so that while most replicas
     are honest no forged norm widens the limit. A round of fewer than `fewest` (2 or more) contributions adds nothing.

@@ -39,7 +39,7 @@ def join_or_create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
 
 
 def _begin_first_leg(log: RunLog, by: str, stamp: Stamp) -> RunLog:
-    """Create the begin record of leg 1, the run until its first stop, unless it exists."""
+    """Create the record that begins the run, until its first stop, unless it exists."""
     begin = Begin(
         **stamp(),
         leg=1,
@@ -66,14 +66,18 @@ def append_commit(log: RunLog, commit: Commit) -> CommitEntry:
     return entry
 
 
-def request_halt(log: RunLog, by: str, reason: str, stamp: Stamp) -> None:
-    """Create the request to stop the run after its open round, if missing. Raises `ConfigError` after the stop."""
+def request_halt(log: RunLog, by: str, reason: str, stamp: Stamp, new_keys: bool = False) -> None:
+    """Create the request to stop the run after its open round, if missing. Raises `ConfigError` after the stop.
+
+    `new_keys`: whether the process that supervises the run, which is signed, then replaces its keys and begins the next
+    leg (start or resume to stop).
+    """
     leg = log.newest_begin().record.leg
     if (result := log.result(leg)) is not None:
         raise ConfigError(
             f"{log.store.url} has ended already ({result.status}: {result.reason}). There is nothing to halt."
         )
-    Writer(log.store, Role.ANYBODY).create(Halt(**stamp(), leg=leg, by=by, reason=reason))
+    Writer(log.store, Role.ANYBODY).create(Halt(**stamp(), leg=leg, by=by, reason=reason, new_keys=new_keys or None))
 
 
 def request_scale(log: RunLog, replicas: int, by: str, stamp: Stamp) -> None:

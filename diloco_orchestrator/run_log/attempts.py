@@ -67,9 +67,10 @@ class AttemptRecords:
         return {replica_id: numbers for replica_id, numbers in found.items() if numbers}
 
     def claims(self, replica_id: int) -> set[int]:
-        """The valid attempts of a replica that have a process, which created the attempt's claim; empty if none has.
+        """The valid attempts of a replica that run or ran as a process, which shows by the claim record that it
+        created.
 
-        One LIST request, and a GET for each claimed attempt.
+        Empty if none has. One LIST request, and a GET for each claimed attempt.
         """
         return set(self._claimed(replica_id, 0))
 
@@ -167,7 +168,10 @@ class AttemptRecords:
 
 
 class Authors:
-    """Checks by the claim that a manifest names whether its attempt wrote it. Two threads may share one object."""
+    """Checks whether manifests were written by the attempt that they name, by the claim record that both know.
+
+    Two threads may share one object.
+    """
 
     def __init__(self, store: Store, background: Background) -> None:
         self._store = store
@@ -186,12 +190,11 @@ class Authors:
         return self.why_not_each([manifest]).get(manifest.replica_id, "")
 
     def why_not_each(self, manifests: Sequence[Contribution | Checked]) -> dict[int, str]:
-        """Reasons why manifests, or check records, are not by the attempts that they name, by replica id.
+        """Reasons why manifests, or check records, are not by the attempts that they name, by replica id; empty if all
+        may be.
 
-        Without those that may be. Each replica has at most one in `manifests`.
-
-        One LIST and one GET, in parallel, for every attempt not read before, then another GET. Raises the store's
-        errors.
+        Each replica has at most one in `manifests`. One LIST and one GET, in parallel, for every attempt not read
+        before, then another GET. Raises the store's errors.
         """
         self._read({(each.replica_id, each.attempt) for each in manifests} - self._claims.keys())
         found = {}

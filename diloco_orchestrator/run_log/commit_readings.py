@@ -1,8 +1,8 @@
-"""`Conclusions`: decides for each commit of a log whether it follows from the log before it, or is void (empty round).
+"""`Conclusions`: decides for each commit of a log whether it follows from the commits before it, or is void.
 
-The rules are in `protocol.void_commits` and, for verdicts, in `guard.round_fold`. Checking answers and verdict needs a
-round's manifests: replicas, and processes that rebuild a base, check every round; other readers check commits that halt
-the run, and all commits once the log contradicts itself.
+A void commit ends its round and averages nobody. The rules are in `protocol.void_commits` and, for verdicts, in
+`guard.round_fold`. Checking responses and verdict needs a round's manifests: replicas, and processes that rebuild a
+base, check every round; other readers check commits that halt the run, and all commits once the log contradicts itself.
 """
 
 import logging

@@ -26,7 +26,10 @@ class ContributionReader:
         self._background = background or NoBackground()
 
     def named(self, round_: int, answer: Answer) -> Contribution:
-        """The manifest that `answer` names. Raises `RecordInvalid` for another digest, `ObjectMissing` without one."""
+        """The manifest that `answer`, a response in a commit, names.
+
+        Raises `RecordInvalid` for one with another digest, `ObjectMissing` without one.
+        """
         manifest = self.exact(round_, answer.replica_id, answer.manifest_sha256)
         if not is_said(answer, manifest):
             raise RecordInvalid(

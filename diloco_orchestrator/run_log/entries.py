@@ -28,7 +28,10 @@ class Entry(Generic[R]):
 
 @dataclass(frozen=True)
 class CommitEntry:
-    """A commit (`written`: as stored; `commit`: as readers use it, averaging nobody if void) and its bytes' sha256."""
+    """A commit with the sha256 of its bytes: as stored (`written`), and as readers use it (`commit`).
+
+    The two differ for a void commit, which contradicts the log: readers use one that averages nobody.
+    """
 
     commit: Commit  # as readers use it: `protocol.weights`, `protocol.void_commits`
     sha256: str
@@ -53,14 +56,17 @@ class CommitEntry:
         return cls(stands_for_it, sha256, stands_for_it, unreadable=why)
 
     def voided(self, commit: Commit, why: str, unlinked: bool = False) -> Self:
-        """This entry marked void (contradicts the log), with `commit`, which averages nobody, for readers instead.
+        """This entry marked void, because its commit contradicts the log; readers use `commit`, which averages nobody,
+        instead.
 
         `why`: the contradiction. `unlinked`: whether it is that the commit does not name the digest of the one before.
         """
         return replace(self, commit=commit, void=why, contradicts=why, unlinked=unlinked)
 
     def counted(self, commit: Commit) -> Self:
-        """This entry, void for wrong weights alone, with `commit`, which averages nobody, in place of its own."""
+        """This entry with `commit` in place of its own, whose weights are wrong: a copy that averages no
+        contribution.
+        """
         return replace(self, commit=commit)
 
     @property

@@ -70,7 +70,7 @@ def note_failure(run_log: RunLog, failure: str) -> None:
 
 
 def failure_seen_here(store: Store) -> str:
-    """Reason why supervision of a run launched here ended, as noted last; empty if none is noted."""
+    """The reason, noted on this machine, why supervision of a run launched here ended; empty if none is noted."""
     failure = _known(store).get("failure", "")
     return failure if isinstance(failure, str) else ""
 
@@ -89,9 +89,11 @@ def check_launched_here(run_log: RunLog, need: str) -> None:
 
 
 def why_not_launched_here(run_log: RunLog) -> str:
-    """Reason why the settings of the run, or those since its last resume, are not trusted; empty if launched here.
+    """Reason why the run's settings are not trusted to be executed on this machine; empty if this user launched it
+    here.
 
-    Those of a resume count too: whoever can write to the bucket could begin a leg with other training arguments.
+    The settings of the last resume count too: whoever can write to the bucket could begin a leg with other training
+    arguments.
     """
     known = _known(run_log.store)
     if known.get("run_sha256") != run_log.run_sha256:
@@ -106,7 +108,7 @@ def why_not_launched_here(run_log: RunLog) -> str:
 
 
 def settings_begun_here(run_log: RunLog) -> frozenset[Sha256]:
-    """Digests of the settings of all starts and resumes by this user here; empty if it did not launch the run."""
+    """Digests of the settings of all starts and resumes by this user on this machine; empty if not launched here."""
     return frozenset(each for each in _known_of(run_log).get("settings", ()) if isinstance(each, str))
 
 
@@ -117,7 +119,7 @@ def head_seen_here(store: Store) -> str:
 
 
 def _known_of(run_log: RunLog) -> dict[str, Any]:
-    """The noted facts about the run; empty if run.json differs from the one launched here."""
+    """The facts about the run noted on this machine; empty if run.json differs from the one launched here."""
     known = _known(run_log.store)
     return known if known.get("run_sha256") == run_log.run_sha256 else {}
 
@@ -131,6 +133,6 @@ def _known(store: Store) -> dict[str, Any]:
 
 
 def _record_of(store: Store) -> Path:
-    """The file about a run, named by server and URL: two S3-compatible endpoints or Azure accounts may share a URL."""
+    """The local file of facts about a run, named by server and URL: two S3-compatible endpoints may share a URL."""
     place = " ".join(filter(None, (store.url, endpoint_of(store))))
     return state_folder(os.environ, "runs") / f"{sha256_hex(place.encode())[:32]}.json"

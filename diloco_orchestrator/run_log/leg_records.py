@@ -27,7 +27,11 @@ R = TypeVar("R", bound=Record)
 
 
 class LegConfigs:
-    """The configuration of each leg (start or resume to stop), from run.json's, `run`, and its record, `begin_of`."""
+    """The configuration of each leg (start or resume to stop): `run`, that of run.json, and what the leg's record
+    changes.
+
+    `begin_of`: returns the record of the start or resume that began a leg.
+    """
 
     def __init__(self, run: RunConfig, begin_of: Callable[[int], Entry[Begin] | None]) -> None:
         self._run = run
@@ -179,7 +183,7 @@ class LegRecords:
         return leg
 
     def has_result(self, leg: int) -> bool:
-        """Whether the last listing by `newest_leg` held a result.json of the leg, which anybody may have written."""
+        """Whether the last listing by `newest_leg` held a result.json of the leg, which anybody may write."""
         return (leg, keys.result(leg).rpartition("/")[2]) in self._listed
 
     def passed_over(self) -> dict[str, str]:
@@ -265,7 +269,10 @@ class LegRecords:
         return self.known_out(leg)
 
     def known_out(self, leg: int) -> dict[int, Out]:
-        """Replicas launched no more in a leg (start or resume to stop), by the keys of the last listing, by id."""
+        """Records of the replicas that get no further attempt in a leg (start or resume to stop), by replica id.
+
+        Those that the last listing showed.
+        """
         found = {}
         for key in self._listed_outs:
             of_leg, replica_id = keys.out.parse(key) or (0, 0)

@@ -102,7 +102,8 @@ class RunLog(LegRecords):
             yield entry
 
     def settled(self, position: Position) -> Iterator[CommitEntry]:
-        """The entries of `after`, each delayed until the later commits that may show that it is void have been read.
+        """The entries of `after`, each delayed until the later commits that may show that its commit is void have been
+        read.
 
         A void commit contradicts the log and averages nobody. The delay is `MAX_EMPTY_ROUNDS` commits, the most void
         ones in a row; the newest ones are yielded at the end.
@@ -115,7 +116,7 @@ class RunLog(LegRecords):
         yield from map(self._known, held)
 
     def _known(self, entry: CommitEntry) -> CommitEntry:
-        """The cached entry of the same round if it was found void (contradicting the log) since, else `entry`."""
+        """The cached entry of the same round if its commit was found to contradict the log since, else `entry`."""
         known = self._commit_entries.get(entry.commit.round)
         return known if known is not None and known.void else entry
 
@@ -217,20 +218,21 @@ class RunLog(LegRecords):
         received: Mapping[str, Contribution],
         checks: Mapping[str, Checked],
     ) -> CommitEntry:
-        """`entry`, the commit after `last`, checked against the log and its manifests; void if it contradicts them.
+        """`entry`, the log entry of the commit after `last`, marked void if the commit contradicts the log or its
+        manifests.
 
-        `last`: None in the first round after a start or resume. `received` and `checks`: manifests and check
-        records at hand, by sha256.
+        `last`: None in the first round after a start or resume. `received` and `checks`: manifests and check records at
+        hand, by sha256; others are fetched.
         """
         previous = last or (self.as_read(entry.written.round - 1) if entry.written.round > 1 else None)
         found = self.conclusions.read(entry, previous, derive_verdict=True, received=received, checks=checks)
         return self._kept(found)
 
     def _concluded(self, entry: CommitEntry, previous: CommitEntry | None, derive_verdict: bool) -> CommitEntry:
-        """`entry`, the commit after `previous`, checked against the log.
+        """`entry`, the log entry of the commit after `previous`, marked void if it contradicts the log.
 
-        If it contradicts the log, all verdicts since the start or resume are checked: a wrong verdict may make the
-        commit before void, and then this one is right.
+        If it does, all verdicts since the start or resume are checked: a wrong verdict may make the commit before void,
+        and then this one is right.
         """
         derive, lenient = derive_verdict or self.in_doubt, not derive_verdict
         found = self.conclusions.read(entry, previous, derive_verdict=derive, lenient=lenient)
@@ -244,12 +246,12 @@ class RunLog(LegRecords):
         return self._kept(found)
 
     def doubt(self) -> None:
-        """From now on check every verdict since the start or last resume, because a record contradicts the commits."""
+        """Check all verdicts since the last start or resume from now on: a record contradicts the commits."""
         if not self.in_doubt:
             self.in_doubt, self._newest = True, None
 
     def _kept(self, entry: CommitEntry) -> CommitEntry:
-        """`entry`, which also replaces the cached one of its round if it is void, that is, contradicts the log."""
+        """`entry`, which also replaces the cached one of its round if its commit contradicts the log (is void)."""
         if entry.void:
             round_ = entry.commit.round
             self._commit_entries[round_] = entry

@@ -1,4 +1,4 @@
-"""`SeenStore`: a run's folder as one process has seen it, so that asking again costs a request only after a pause.
+"""`SeenStore`: a run's folder with a cache, so that one process asks for a changing object again only after a pause.
 
 A coordinator and a display poll the same few objects: the next commit, heartbeats, and records that do not exist yet.
 Existing records never change and are cached by their readers; this file caches what may change, for pauses that follow
@@ -22,8 +22,8 @@ _LISTINGS = (keys.LEGS, keys.REPLICAS, keys.SNAPSHOTS, keys.STARTS)  # that are 
 class SeenStore:
     """The store interface over `store`, with absent objects, heartbeats and listings cached for a pause.
 
-    What this process writes or deletes is seen at once, and everything after `forget`. Any other object is read from
-    the store at every call.
+    Objects that this process writes or deletes are seen at once, and everything after `forget`. Any other object is
+    read from the store at every call.
     """
 
     def __init__(self, store: Store, clock: Clock) -> None:
@@ -147,7 +147,7 @@ class SeenStore:
     # -- pauses --------------------------------------------------------------------------------------------------
 
     def _pause_s(self, key: str) -> float:
-        """For how long the store is not asked for an object, or a listing, again; 0: it is asked at every call."""
+        """Seconds for which a cached answer about the object or listing at `key` is used; 0: none is."""
         if keys.commit.parse(key):
             return pace.commits_read_s(self.round_s, self._open_s)
         if keys.heartbeat.parse(key):

@@ -96,7 +96,7 @@ def _manifest_line(store: Store, round_: int, answer: Answer) -> bytes:
 
 
 def is_line(data: bytes) -> bool:
-    """Whether an object's bytes can be a line of a segment, which joins records; true for every record."""
+    """Whether an object's bytes can be a line of a segment, a file that joins many records; true for every record."""
     return data.endswith(b"\n") and data.count(b"\n") == 1
 
 
@@ -118,7 +118,7 @@ class SegmentReader:
         self._listed = list_segments(self._store)
 
     def holding(self, round_: int) -> SegmentKey | None:
-        """The segment (commits of many rounds in one object) that holds `round_` and reaches furthest; else None."""
+        """The segment (many rounds' commits in one object) that has `round_` and reaches furthest; or None."""
         usable = (
             segment
             for segment in self._listed
@@ -160,9 +160,10 @@ class SegmentReader:
         return found
 
     def previous_of(self, round_: int) -> str | None:
-        """`previous` of the commit of `round_` as the segment (many rounds' commits) that begins with it stores it.
+        """The digest of the commit before round `round_`, from the segment (many rounds' commits) that begins with that
+        round.
 
-        The value is the digest of the commit before. None if there is no such segment or if it cannot be parsed.
+        None if there is no such segment or if it cannot be parsed.
         """
         segment = self.holding(round_)
         if segment is None or segment.first != round_:

@@ -68,8 +68,8 @@ class Starts:
         """The versions of snapshot 0 that replicas with the chosen start record have read or written, most frequent
         first.
 
-        A tie goes to the lower `replica_id`. If this process has read or written one, that one alone. Empty if
-        no start record is chosen yet.
+        A tie goes to the lower `replica_id`. If this process has read or written one, that one alone. Empty if no start
+        record is chosen yet.
         """
         start = self.chosen()
         if self._take is not None:
@@ -100,12 +100,12 @@ class Starts:
 
     @property
     def began(self) -> dict[int, Sha256]:
-        """The start record that each replica's newest attempt votes for (`Began`), by replica id."""
+        """The digest of the start record (first base) that each replica's newest attempt votes for, by replica."""
         return self._that_count(self._began)
 
     @property
     def follows(self) -> dict[int, Sha256]:
-        """The start record that each replica has adopted (`Follows`), by replica id."""
+        """The digest of the start record (first base) that each replica has adopted (`Follows`), by replica id."""
         return self._that_count(self._follows)
 
     @property
@@ -117,11 +117,11 @@ class Starts:
         return list(found.values())
 
     def entry(self, sha256: Sha256) -> Entry[Start] | None:
-        """The start record with this digest; None if the bucket has none."""
+        """The start record (description of a first base) with this digest; None if the bucket has none."""
         return next((each for each in self._starts.values() if each.sha256 == sha256), None)
 
     def key_of(self, sha256: Sha256) -> str:
-        """The key of the start record with this digest, which must exist."""
+        """The key of the start record (description of a first base) with this digest, which must exist."""
         return min((key for key, each in self._starts.items() if each.sha256 == sha256), key=lambda k: k != keys.START)
 
     def takes_of(self, sha256: Sha256) -> list[str]:
@@ -130,7 +130,10 @@ class Starts:
         return [take for take, _ in Counter(each.take for each in said if keys.is_take(each.take)).most_common()]
 
     def refresh(self) -> None:
-        """Read new start records and votes. One LIST request, and a GET for each new record or a missing start.json."""
+        """Read new start records (descriptions of a first base) and the replicas' votes on them.
+
+        One LIST request, and a GET for each new record or a missing start.json.
+        """
         there = {info.key for info in self._store.list(keys.STARTS)}
         newest: dict[int, tuple[int, str]] = {}
         for key in sorted(there):
@@ -146,7 +149,10 @@ class Starts:
         self._read_starts([keys.START, *filter(keys.is_start, sorted(named & there))])
 
     def _that_count(self, said: Mapping[int, Began | Follows]) -> dict[int, Sha256]:
-        """The start record that each replica votes for, by replica id; only existing ones if a `first_base` is set."""
+        """The start record that each replica votes for, by replica id, from its votes `said`.
+
+        If the run's settings have a `first_base`, only votes for existing records count.
+        """
         there = {each.sha256 for each in self._starts.values()}
         named = {replica_id: each.start_sha256 for replica_id, each in said.items()}
         return {i: sha256 for i, sha256 in named.items() if self._first_base is None or sha256 in there}

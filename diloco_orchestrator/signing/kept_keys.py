@@ -7,12 +7,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.executors.process_contract import KEY_VARIABLES
 from diloco_orchestrator.protocol.digests import Sha256
-from diloco_orchestrator.protocol.signatures import SignedBy
+from diloco_orchestrator.protocol.signatures import KEY_BYTES, SignedBy, from_text, to_text
+from diloco_orchestrator.signing.identity import Identity
 from diloco_orchestrator.signing.keys import RunKey, Signer
 
-ENV_RUN_KEY = "DILOCO_RUN_KEY"  # the run's private key, where no state folder holds it
-ENV_ATTEMPT_KEY = "DILOCO_ATTEMPT_KEY"  # the keys of a replica's attempt, from its launcher; a secret
+ENV_RUN_KEY, ENV_ATTEMPT_KEY = KEY_VARIABLES  # private keys of an operator or the run; of an attempt
 
 
 def state_folder(environ: Mapping[str, str], name: str) -> Path:
@@ -35,50 +36,76 @@ def keep(key: RunKey, environ: Mapping[str, str]) -> Path:
     Raises `ConfigError` if it cannot be written: nobody could supervise the run later.
     """
     try:
-        path = _path(key.signed_by, environ)
-        with suppress(FileExistsError):  # the same key: the file's name is that of its public key
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            os.write(descriptor, f"{key.text()}\n".encode())
-            os.close(descriptor)
+        return _written(_path(key.signed_by, environ), key.text())  # the file's name is that of the public key
     except OSError as error:
         raise ConfigError(
             f"the key of the signed run cannot be kept: {error}. Make that folder yours alone, or set {ENV_RUN_KEY}."
         ) from None
-    return path
 
 
 def run_key_of(signed_by: SignedBy, environ: Mapping[str, str]) -> RunKey | None:
     """The private key of the run with these public keys, from the environment or this user's state folder.
 
-    None if neither holds it. Raises `ConfigError` for a text in the environment that is no key.
+    None if it is in neither.
     """
+    texts = [environ.get(ENV_RUN_KEY, "")]
+    with suppress(OSError):
+        texts.append(_path(signed_by, environ).read_text())
+    for text in texts:
+        with suppress(ConfigError):
+            if (found := RunKey.parse(text)).signed_by == signed_by:
+                return found
+    return None
+
+
+def operator_of(signed_by: SignedBy, run_sha256: Sha256, epoch: int, environ: Mapping[str, str]) -> Signer | None:
+    """The private keys of a launcher or coordinator of the run, from the environment or this user's state folder.
+
+    `epoch`: number of the newest keys, one more than the run's rotations; who holds the run's own key has those of
+    every epoch. None if neither place holds any of this run. Raises `ConfigError` for a text in the environment that is
+    damaged.
+    """
+    if (key := run_key_of(signed_by, environ)) is not None:
+        return key.operator(run_sha256, epoch)
     if text := environ.get(ENV_RUN_KEY):
-        found = RunKey.parse(text)
-        if found.signed_by == signed_by:
-            return found
-    try:
-        kept = RunKey.parse(_path(signed_by, environ).read_text())
-    except (OSError, ConfigError):
-        return None
-    return kept if kept.signed_by == signed_by else None
+        if text.startswith(RunKey.beginning):
+            RunKey.parse(text)  # of another run, or damaged
+            return None
+        return Signer.parse(text, signed_by, run_sha256)
+    return None
 
 
-def signer_of(signed_by: SignedBy, run_sha256: Sha256, environ: Mapping[str, str]) -> Signer | None:
-    """The keys with which this process writes to the run: its attempt's, else the run's; None: it only reads.
+def identity(environ: Mapping[str, str], *, make: bool) -> Identity | None:
+    """This user's identity (key pair) from the state folder; if there is none, a new one with `make`, else None.
 
-    Raises `ConfigError` for an attempt's key that is damaged or of another run.
+    Raises `ConfigError` if it cannot be written or is damaged.
     """
-    if text := environ.get(ENV_ATTEMPT_KEY):
-        return Signer.of_secret(text, signed_by, run_sha256)
-    key = run_key_of(signed_by, environ)
-    return None if key is None else key.signer
+    try:
+        path = state_folder(environ, "keys") / "identity"
+        if make:
+            _written(path, to_text(os.urandom(KEY_BYTES)))
+        return Identity(from_text(path.read_text().strip(), KEY_BYTES))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"this user's identity cannot be read: {error}. Delete the file to make a new one.") from None
+
+
+def _written(path: Path, text: str) -> Path:
+    """Write a private file, unless it exists."""
+    with suppress(FileExistsError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        os.write(descriptor, f"{text}\n".encode())
+        os.close(descriptor)
+    return path
 
 
 def needs_key(url: str, signed_by: SignedBy, what: str) -> ConfigError:
-    """The error for an action, `what`, in the run at `url` whose private key this process has not."""
+    """Error for an action, named `what`, that needs private keys of the run at `url`, which this process lacks."""
     return ConfigError(
-        f"{what} needs the private key of {url}, which is signed by {signed_by.key}. It is in the state folder of who "
-        f"launched the run: `diloco key --export {url}` prints it there; here, put it into {ENV_RUN_KEY}."
+        f"{what} needs keys of {url}, which is signed by {signed_by.key}. They are in the state folder of who launched "
+        f"the run: `diloco key {url} --export` prints them there, for {ENV_RUN_KEY} here; or have this user certified "
+        f"there: `diloco key {url} --certify` with the line that `diloco key --me` prints here."
     )
 
 

@@ -1,7 +1,7 @@
-"""`SignedStore`: the store interface over a run's folder, in which only what the run's keys signed exists.
+"""`SignedStore`: the store interface over a run's folder that shows only objects signed by the run's keys.
 
-Above it nobody need know whether a run is signed: keys and contents are the same. Below it an object is stored under a
-name that only holders of the run's keys can foretell, and a record ends with its author's signature.
+Its users need not know whether a run is signed: keys and contents are the same. In the bucket an object has a name that
+only holders of the run's keys can foretell, and a record ends with its author's signature.
 """
 
 import copy
@@ -10,14 +10,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, StoreError
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import Sha256, sha256_hex
+from diloco_orchestrator.protocol.key_records import Colleague, Rotation, epoch_of
 from diloco_orchestrator.protocol.kinds import most_bytes
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.protocol.signatures import (
     LONGEST_LINE,
     Certificate,
+    Operator,
     Signature,
     SignedBy,
     named_bytes,
@@ -25,80 +29,142 @@ from diloco_orchestrator.protocol.signatures import (
     split_signed,
     to_text,
 )
-from diloco_orchestrator.protocol.signed_objects import is_named, is_signed, parse_stored, stored_name, why_not_by
-from diloco_orchestrator.signing.kept_keys import needs_key, signer_of
-from diloco_orchestrator.signing.keys import Signer, is_by, is_certified
+from diloco_orchestrator.protocol.signed_objects import (
+    StoredName,
+    is_named,
+    is_overwritten,
+    is_signed,
+    parse_stored,
+    stored_name,
+    why_not_by,
+)
+from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, identity, needs_key, operator_of
+from diloco_orchestrator.signing.keys import RunKey, Signer, is_by, is_certified
 from diloco_orchestrator.store.base import ObjectInfo, Store, endpoint_of, open_file
 from diloco_orchestrator.store.retrying import without_read_back
 
 _MOST_NAMES = 65_536  # names kept in memory, some 20 MB
 _TRIALS = (keys.PROBE, keys.DOCTOR)  # prefixes of objects that come before any run
+_FOREIGN = "its name is not by the run's keys"
 _MOST_DEBRIS = 1_000  # objects that `debris` names one by one
 
 
 @dataclass
 class _Rules:
-    """The names and signatures of one signed run's objects. `signer`: this process's keys; None: it can only read."""
+    """Stored names and signatures of one signed run's objects. `signer`: this process's keys; None: it only reads."""
 
     run_sha256: Sha256
     signed_by: SignedBy
     signer: Signer | None
-    names: dict[str, str] = field(default_factory=dict)  # under which an object is stored, by its key
+    rotations: tuple[Rotation, ...] = ()  # of the run's keys, as known when the process began
+    names: dict[tuple[str, int], str] = field(default_factory=dict)  # of stored objects, by key and take
+    taken: dict[str, int] = field(default_factory=dict)  # takes of a key below this one hold what nobody signed
     certified: dict[object, bool] = field(default_factory=dict)  # whether the run's key signed a certificate
     fresh: dict[str, bytes] = field(default_factory=dict)  # content of an object that a lost create has just read
     debris: dict[str, str] = field(default_factory=dict)  # reasons, by the names of objects that do not exist
 
-    def name_of(self, key: str) -> str:
-        """The name under which the object is stored. Needs a signer."""
-        assert self.signer is not None, "who only reads looks names up"
-        if key not in self.names:
-            self._remember(key, stored_name(key, self.signer.name_key.sign(named_bytes(self.run_sha256, key))))
-        return self.names[key]
+    def epoch_of(self, key: str) -> int:
+        """The epoch of the keys that name and sign the object `key`: 1, and one more after each rotation of the run's
+        keys.
+        """
+        return epoch_of(key, self.rotations)
 
-    def is_name(self, key: str, name: str) -> bool:
-        """Whether `name` is that under which an object with this key is stored."""
-        if self.signer is not None:
-            return self.name_of(key) == name
-        if self.names.get(key) == name:
+    def private_name_key(self, key: str) -> Ed25519PrivateKey | None:
+        """The private key that signs the name of the object at `key`; None if this process does not hold it."""
+        if self.signer is None:
+            return None
+        if key.startswith(keys.KEYS):
+            return self.signer.run_key
+        epoch = self.epoch_of(key)
+        return self.signer.names[epoch - 1] if epoch <= len(self.signer.names) else None
+
+    def _public_name_key(self, key: str) -> str:
+        if key.startswith(keys.KEYS):
+            return self.signed_by.key
+        epoch = self.epoch_of(key)
+        return self.signed_by.names if epoch == 1 else self.rotations[epoch - 2].names
+
+    def name_of(self, key: str, take: int = 0) -> str | None:
+        """The name under which the object at `key` is stored; None if this process holds no key to make it."""
+        if (private := self.private_name_key(key)) is None:
+            return None
+        if (key, take) not in self.names:
+            self._remember(key, take, stored_name(key, take, private.sign(named_bytes(self.run_sha256, key, take))))
+        return self.names[key, take]
+
+    def is_name(self, found: StoredName) -> bool:
+        """Whether a stored object's name carries a valid signature by the run's keys."""
+        key, take, name = found.key, found.take, str(found)
+        if (ours := self.name_of(key, take)) is not None:
+            return ours == name
+        if self.names.get((key, take)) == name:
             return True
-        found = parse_stored(name)
-        is_right = found is not None and is_by(self.signed_by.names, found[1], named_bytes(self.run_sha256, key))
+        said = named_bytes(self.run_sha256, key, take)
+        is_right = is_by(self._public_name_key(key), found.signature, said)
         if is_right:
-            self._remember(key, name)
+            self._remember(key, take, name)
         return is_right
 
-    def _remember(self, key: str, name: str) -> None:
+    def _remember(self, key: str, take: int, name: str) -> None:
         if len(self.names) >= _MOST_NAMES:
             self.names.clear()
-        self.names[key] = name
+        self.names[key, take] = name
+
+    def pass_over(self, key: str, take: int, name: str, why: str) -> int:
+        """Note that the object with the name `name` is unsigned, for the reason `why`; returns the next take, to read
+        instead.
+        """
+        self.note(name, why)
+        if len(self.taken) >= _MOST_NAMES:
+            self.taken.clear()
+        self.taken[key] = take + 1
+        return take + 1
 
     def sealed(self, key: str, body: bytes) -> bytes:
-        """`body` with this process's signature. Needs a signer. Raises `TypeError`, a bug of ours, for another's."""
+        """The object's content `body` followed by this process's signature. Needs a signer.
+
+        Raises `TypeError`, a bug of ours, for an object that another author has to sign.
+        """
         assert self.signer is not None, "who only reads signs nothing"
-        certificate = self.signer.certificate
-        if certificate is not None and (why := why_not_by(certificate.who, key, body)):
-            raise TypeError(f"{key} is not this attempt's to write: {why}")
-        signature = self.signer.key.sign(signed_bytes(self.run_sha256, key, body))
+        private, certificate = self.signer.key, self.signer.certificate
+        if key.startswith(keys.KEYS):
+            assert self.signer.run_key is not None, "its name could not be made"
+            signature = self.signer.run_key.sign(signed_bytes(self.run_sha256, key, body))
+            return body + Signature(certificate=None, signature=to_text(signature)).line()
+        if why := self._why_not_by(certificate, key, body):
+            raise TypeError(f"{key} is not this process's to write: {why}")
+        signature = private.sign(signed_bytes(self.run_sha256, key, body))
         return body + Signature(certificate=certificate, signature=to_text(signature)).line()
 
     def opened(self, key: str, data: bytes) -> bytes | str:
-        """The content of a signed object; the reason, as text, if the object was not signed by who may write it."""
+        """The content of a signed object; or, as text, the reason if it was not signed by one who may write it."""
         found = split_signed(data)
         if found is None:
             return "it has no signature"
         body, signature = found
         certificate = signature.certificate
+        if (certificate is None) is not key.startswith(keys.KEYS):
+            return "the run's key itself signs rotations and certificates, and nothing else"
         if certificate is not None and not self._is_certified(certificate):
             return "its author's certificate is not by the run's key"
         author = self.signed_by.key if certificate is None else certificate.key
         if not is_by(author, signature.signature, signed_bytes(self.run_sha256, key, body)):
             return "its signature is not by the key that it names"
-        if certificate is not None and (why := why_not_by(certificate.who, key, body)):
+        if certificate is not None and (why := self._why_not_by(certificate, key, body)):
             return why
         return body
 
-    def _is_certified(self, certificate: Certificate) -> bool:
-        of = certificate.who, certificate.key, certificate.signature
+    def _why_not_by(self, certificate: Certificate | Operator, key: str, body: bytes) -> str:
+        """Reason why a signature with this certificate must be rejected on the object at `key`; empty if valid."""
+        operator = certificate.operator if isinstance(certificate, Certificate) else certificate
+        if operator.epoch < (epoch := self.epoch_of(key)):
+            return f"its author's key is of epoch {operator.epoch} of the run's keys; a rotation began epoch {epoch}"
+        return why_not_by(certificate.who, key, body) if isinstance(certificate, Certificate) else ""
+
+    def _is_certified(self, certificate: Certificate | Operator) -> bool:
+        operator = certificate.operator if isinstance(certificate, Certificate) else certificate
+        who = certificate.who if isinstance(certificate, Certificate) else None
+        of = who, certificate.key, certificate.signature, operator.epoch, operator.key, operator.signature
         if of not in self.certified:
             if len(self.certified) >= _MOST_NAMES:
                 self.certified.clear()
@@ -106,7 +172,7 @@ class _Rules:
         return self.certified[of]
 
     def note(self, name: str, why: str) -> None:
-        """Add an object that does not exist for this run to `debris`."""
+        """Record that the object `name` is ignored in this signed run. `why`: the reason."""
         name = name if name.isprintable() else ascii(name)  # such as one that would write lines of its own
         if name in self.debris or len(self.debris) < _MOST_DEBRIS:
             self.debris[name] = why
@@ -118,13 +184,13 @@ class SignedStore:
     A folder without run.json, or with that of an unsigned run, is `beneath` itself. Objects that no log rests on, such
     as run.json, code, snapshots and trials, are passed through (`protocol.signed_objects.is_named`).
 
-    Calls raise what those of `beneath` do. Writing raises `ConfigError` if this process has no key, and `StoreError` if
-    an object that nobody signed is under the name of a new record: somebody who holds a key of the run, or may
-    overwrite objects, put it there.
+    Calls raise what those of `beneath` do, writing `ConfigError` if this process has no key. A record whose name holds
+    what nobody signed, which only who holds a key of the run or may overwrite objects can bring about, gets the next of
+    its names (take): the first take with a signature is the record.
     """
 
     def __init__(self, beneath: Store, environ: Mapping[str, str]) -> None:
-        """`environ`: the environment in which keys are looked for, after which in this user's state folder."""
+        """`environ`: the environment in which private keys are sought first, then in this user's state folder."""
         self.beneath = beneath
         self.environ = environ
         self._known: list[_Rules | None] = []  # one item once run.json was read; copies of this store share it
@@ -143,7 +209,7 @@ class SignedStore:
         return bool(self._known) and self._known[0] is not None
 
     def debris(self) -> Mapping[str, str]:
-        """Reasons by name of the first 1,000 objects that this process has met and that do not exist for a signed run.
+        """Reasons by name of the first 1,000 objects in the folder that this process ignored, as not signed validly.
 
         Empty for an unsigned run.
         """
@@ -151,20 +217,86 @@ class SignedStore:
         return {} if rules is None else dict(rules.debris)
 
     def _learn(self, run_json: bytes) -> None:
+        """Take the rules of signing from run.json. Raises `StoreError` if another one, of a signed run, was read
+        before.
+        """
+        sha256 = sha256_hex(run_json)
         if self._known:
+            if self._known[0] is not None and sha256 != self._known[0].run_sha256:
+                raise StoreError(
+                    f"{keys.RUN} of {self.url} was replaced while this process read the run: find out who may "
+                    "overwrite objects there, and restore it."
+                )
             return
         try:
             run = Run.from_bytes(run_json, keys.RUN)
         except RecordInvalid:
             return  # whoever reads the run says so
-        rules = None
-        if run.signed_by is not None:
-            sha256 = sha256_hex(run_json)
-            rules = _Rules(sha256, run.signed_by, signer_of(run.signed_by, sha256, self.environ))
-        self._known.append(rules)
+        self._known.append(None if run.signed_by is None else self._rules_of(run.signed_by, sha256))
+
+    def _rules_of(self, signed_by: SignedBy, run_sha256: Sha256) -> _Rules:
+        """The rules of signing of a run: its rotations of keys, whose signatures are checked, then the keys of this
+        process.
+        """
+        rules = _Rules(run_sha256, signed_by, None)
+        found = {}
+        for info in self.beneath.list(keys.KEYS):
+            stored = parse_stored(info.key)
+            number = None if stored is None else keys.rotation.parse(stored.key)
+            if stored is None or number is None or not rules.is_name(stored):
+                continue
+            body = rules.opened(stored.key, self._read(info.key, stored.key))
+            if isinstance(body, bytes):
+                found[number[0]] = Rotation.from_bytes(body, stored.key)
+        while (epoch := len(rules.rotations) + 2) in found:
+            rules.rotations += (found[epoch],)
+        rules.names.clear()
+        rules.signer = self._signer(rules)
+        return rules
+
+    def _signer(self, rules: _Rules) -> Signer | None:
+        if text := self.environ.get(ENV_ATTEMPT_KEY):
+            return Signer.parse(text, rules.signed_by, rules.run_sha256)
+        epoch = len(rules.rotations) + 1
+        found = operator_of(rules.signed_by, rules.run_sha256, epoch, self.environ)
+        return found or self._certified_here(rules)
+
+    def _certified_here(self, rules: _Rules) -> Signer | None:
+        """The keys of this user, if the run's key has certified them for this run; else None."""
+        user = identity(self.environ, make=False)
+        if user is None:
+            return None
+        key = keys.colleague(user.public.digest, len(rules.rotations) + 1)
+        try:
+            found = Colleague.from_bytes(self._opened(rules, key), key)
+        except ObjectMissing:
+            return None
+        names = tuple(map(RunKey.parse, user.opened(rules.run_sha256, found.sealed).decode().split()))
+        return Signer(user.signing, tuple(each.private for each in names), found.operator)
+
+    def learn_anew(self) -> None:
+        """Forget run.json and the rotations (replacements of its keys), so that the next call reads them again."""
+        self._known.clear()
+
+    @property
+    def operator(self) -> Signer | None:
+        """This process's private keys as a launcher or coordinator of the signed run.
+
+        None if it has none of the newest epoch (since the last rotation of keys), or run.json was not read yet.
+        """
+        rules = self._known[0] if self._known else None
+        found = None if rules is None else rules.signer
+        if rules is None or found is None or not found.is_operator or len(found.names) <= len(rules.rotations):
+            return None
+        return found
+
+    @property
+    def rotations(self) -> tuple[Rotation, ...]:
+        """The rotations (replacements of a signed run's keys) that existed when run.json was read."""
+        return self._known[0].rotations if self._known and self._known[0] is not None else ()
 
     def _rules(self, key: str) -> _Rules | None:
-        """The rules for the object with this key; None if it is stored as it is."""
+        """Names and signatures for the object at `key`; None if it is stored under its key and unsigned."""
         if not is_named(key):
             return None
         if not self._known:
@@ -178,40 +310,57 @@ class SignedStore:
         rules = self._rules(key)
         if rules is None:
             data = self.beneath.get(key, start, end)
-            if key == keys.RUN and not start:
+            if key == keys.RUN and not start and (end is None or end > len(data)):
                 self._learn(data)
             return data
         if not is_signed(key):
             return self.beneath.get(self._name(rules, key), start, end)
         body = rules.fresh.pop(key, None)
         if body is None:
-            name = self._name(rules, key)
-            found = rules.opened(key, self._read(name, key))
-            if isinstance(found, str):
-                rules.note(name, found)
-                raise ObjectMissing(
-                    f"{key} does not exist in {self.url}: what is there, {name}, was not signed: {found}"
-                )
-            body = found
+            body = self._opened(rules, key)
         return body[start:end]
+
+    def _opened(self, rules: _Rules, key: str) -> bytes:
+        """The content of the record at `key` under the first of its names whose object has a valid signature.
+
+        Raises `ObjectMissing` if there is none.
+        """
+        take, why = 0 if is_overwritten(key) else rules.taken.get(key, 0), ""
+        while True:
+            try:
+                name = self._name(rules, key, take)
+                data = self._read(name, key)
+            except ObjectMissing:
+                if not why:
+                    raise
+                raise ObjectMissing(f"{key} does not exist in {self.url}: {why}") from None
+            found = rules.opened(key, data)
+            if isinstance(found, bytes):
+                return found
+            why = f"what is there, {name}, was not signed: {found}"
+            if is_overwritten(key):
+                rules.note(name, found)
+                raise ObjectMissing(f"{key} does not exist in {self.url}: {why}")
+            take = rules.pass_over(key, take, name, found)
 
     def _read(self, name: str, key: str) -> bytes:
         return self.beneath.get(name, 0, most_bytes(key) + 1 + LONGEST_LINE)
 
-    def _name(self, rules: _Rules, key: str) -> str:
-        """The name under which an object is stored; who has no key lists the names below its key.
+    def _name(self, rules: _Rules, key: str, take: int = 0) -> str:
+        """The name under which the object at `key` is stored. A process without a key lists the names below its key.
 
-        Raises `ObjectMissing` if who has no key finds none.
+        Raises `ObjectMissing` if it then finds none.
         """
-        if rules.signer is not None:
-            return rules.name_of(key)
-        if key not in rules.names:
+        if (ours := rules.name_of(key, take)) is not None:
+            return ours
+        if (key, take) not in rules.names:
             for info in self.beneath.list(f"{key}/"):
-                if not rules.is_name(key, info.key):
-                    rules.note(info.key, "its name is not by the run's keys")
-        if key not in rules.names:
+                found = parse_stored(info.key)
+                if found is None or found.key != key or not rules.is_name(found):
+                    rules.note(info.key, _FOREIGN)
+        if (key, take) not in rules.names:
             raise ObjectMissing(f"{key} does not exist in {self.url}.")
-        return rules.names[key]
+        return rules.names[key, take]
 
     def create(self, key: str, data: bytes) -> bool:
         rules = self._rules(key)
@@ -220,47 +369,56 @@ class SignedStore:
             if key == keys.RUN and created:
                 self._learn(data)
             return created
-        name, stored = self._to_store(rules, key, data)
-        if self.beneath.create(name, stored):
-            return True
-        if is_signed(key):
+        name = self._name_to_write(rules, key)
+        if not is_signed(key):
+            return self.beneath.create(name, data)
+        stored, take = rules.sealed(key, data), rules.taken.get(key, 0)
+        while not self.beneath.create(name := self._name(rules, key, take), stored):
             found = rules.opened(key, self._read(name, key))
-            if isinstance(found, str):
-                rules.note(name, found)
-                raise StoreError(
-                    f"{key} cannot be written to {self.url}: its name is taken by an object that was not signed "
-                    f"({found}). Only who holds a key of the run can foretell that name, and only who may overwrite "
-                    f"objects can take it later. Find out who, then delete {name}."
-                )
-            rules.fresh = {key: found}
-        return False
+            if isinstance(found, bytes):
+                rules.fresh = {key: found}
+                return False
+            take = rules.pass_over(key, take, name, found)
+        return True
 
     def put(self, key: str, data: bytes) -> None:
         rules = self._rules(key)
-        self.beneath.put(*((key, data) if rules is None else self._to_store(rules, key, data)))
+        if rules is None:
+            self.beneath.put(key, data)
+            return
+        name = self._name_to_write(rules, key)
+        self.beneath.put(name, rules.sealed(key, data) if is_signed(key) else data)
 
-    def _to_store(self, rules: _Rules, key: str, data: bytes) -> tuple[str, bytes]:
-        """Name and bytes of an object as it is stored. Raises `ConfigError` without a key."""
-        if rules.signer is None:
+    def _name_to_write(self, rules: _Rules, key: str) -> str:
+        """The name under which this process writes the object at `key`. Raises `ConfigError` without a key that signs
+        it.
+        """
+        if (name := rules.name_of(key)) is None:
             raise needs_key(self.url, rules.signed_by, f"writing {key}")
-        return rules.name_of(key), rules.sealed(key, data) if is_signed(key) else data
+        return name
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
         rules = None if prefix.startswith(_TRIALS) else self._rules(keys.ROUNDS)
+        newest = ""
         for info in self.beneath.list(prefix, start_after):
             if rules is None or not is_named(info.key):
                 yield info
                 continue
             found = parse_stored(info.key)
-            if found is None or not is_named(found[0]) or not rules.is_name(found[0], info.key):
-                rules.note(info.key, "its name is not by the run's keys")
-            elif found[0] > start_after:
-                yield ObjectInfo(found[0], info.size)
+            if found is None or not is_named(found.key) or not rules.is_name(found):
+                rules.note(info.key, _FOREIGN)
+            elif found.key > start_after and found.key != newest:  # takes of one key follow each other
+                newest = found.key
+                yield ObjectInfo(newest, info.size)
 
     def delete(self, key: str) -> None:
         rules = self._rules(key)
-        with suppress(ObjectMissing):  # who has no key found none
-            self.beneath.delete(key if rules is None else self._name(rules, key))
+        if rules is None:
+            self.beneath.delete(key)
+            return
+        for take in range(rules.taken.get(key, 0) + 1):
+            with suppress(ObjectMissing):  # who has no key found none
+                self.beneath.delete(self._name(rules, key, take))
 
     def open_file(self, key: str) -> IO[bytes] | None:
         rules = self._rules(key)

@@ -57,7 +57,10 @@ def buffers_of_base(run_log: RunLog, round_: int) -> dict[str, torch.Tensor]:
 
 
 def buffers_of(store: Store, round_: int, averaged: Sequence[Answer]) -> dict[str, torch.Tensor]:
-    """The buffers of the base whose commit averages `averaged`, in `replica_id` order. Raises as `buffers_of_base`."""
+    """The buffers of the base after a round. `averaged`: the responses that its commit averages, in `replica_id` order.
+
+    They are those of the first averaged replica whose object can be read. Raises as `buffers_of_base`.
+    """
     reader, failure = ContributionReader(store), None
     for answer in averaged:
         try:

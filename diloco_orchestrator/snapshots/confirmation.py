@@ -22,7 +22,7 @@ _OLD_TAKES = ("2", "3", "4")  # of earlier versions
 
 
 class ConfirmedSnapshots:
-    """The snapshots that are complete now (one LIST), and which the commit log confirms by their base digest."""
+    """The complete snapshots of a run (one LIST), and which of them the commit log confirms by their base digest."""
 
     def __init__(self, run_log: RunLog) -> None:
         self._log = run_log
@@ -56,7 +56,7 @@ class ConfirmedSnapshots:
         return [take for take, record in named if record is not None and record.base_digest == digest]
 
     def take_of(self, round_: int) -> str | None:
-        """The first version of a round's snapshot with the base digest that the log names (confirmed); else None."""
+        """The first version of a round's snapshot that the commit log confirms by its base digest; None without one."""
         return next(iter(self.takes_of(round_)), None)
 
     def newest(
@@ -100,7 +100,7 @@ class ConfirmedSnapshots:
             return None
 
     def _rounds_from(self, round_: int) -> Iterator[int]:
-        """The rounds that started from the base after `round_`: until the next stop, and after a resume from it."""
+        """Rounds that started from the base after `round_`: before the next stop, and after a resume from it."""
         entry = self._log.commit(round_) if round_ else None
         if entry is None and round_:
             return
@@ -111,7 +111,7 @@ class ConfirmedSnapshots:
                 yield from self._until_applied(begin.after_round + 1, begin.leg)
 
     def _until_applied(self, first: int, leg: int) -> Iterator[int]:
-        """The rounds from `first` up to the first that was applied, to the open one, or to the run's stop."""
+        """The rounds from `first` up to the first that changed the base, or else to the open one or the run's stop."""
         round_ = first
         while (entry := self._log.commit(round_)) is not None and entry.commit.leg == leg:
             yield round_

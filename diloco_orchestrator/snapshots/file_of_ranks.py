@@ -1,4 +1,4 @@
-"""`FileOfRanks`: a safetensors file of a snapshot, put together in one rank from the shards of a base in all of them.
+"""`FileOfRanks`: a safetensors file of a snapshot, assembled in one rank from the shards of a base that all ranks hold.
 
 `snapshots.layout` has the files of a base in one process.
 """
@@ -16,7 +16,7 @@ from diloco_orchestrator.snapshots.tensor_file import TensorSpec, file_pieces
 
 
 class _Rest:
-    """The tensors that are not of the base. Only rank 0 reads them: in the others `read` is never called."""
+    """Tensors of a file that are no parameter of the base. Only rank 0 reads them: in others `read` is never called."""
 
     read: Callable[[str], torch.Tensor]
 
@@ -35,7 +35,10 @@ class FileOfRanks:
     def of(
         cls, base: Base, names: Mapping[str, str], momenta: Collection[str], read: Callable[[str], torch.Tensor]
     ) -> "FileOfRanks":
-        """A file without tensors yet. `read`: gives rank 0 a tensor that is not in `names`, by its stored name."""
+        """A file to which no tensor has been added. `names`: parameter of the base by name in the file.
+
+        `momenta`: names in the file that are momenta. `read`: gives rank 0 any other tensor, by its name in the file.
+        """
         rest = base.owners.make(_Rest)
         rest.read = read
         return cls(base, names, momenta, rest)
@@ -49,7 +52,7 @@ class FileOfRanks:
         return file.getvalue() if owners.rank == writer else None
 
     def _parts(self, stored: str, owners: Owners, writer: int) -> Iterator[torch.Tensor]:
-        """In the rank `writer`: the numbers of one tensor in order, in its dtype in the file; elsewhere nothing."""
+        """In the rank `writer`: the numbers of one tensor of the file in its stored dtype; elsewhere nothing."""
         spec = self.specs[stored]
         dtype: torch.dtype = getattr(torch, spec.dtype)
         if stored not in self.names:
@@ -74,7 +77,7 @@ class FileOfRanks:
 def _moved(
     owners: Owners, holder: int, writer: int, numel: int, dtype: torch.dtype, read: Callable[[], torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """In the rank `writer`: the `numel` numbers that `read` gives in the rank `holder`; elsewhere nothing."""
+    """Yield in the rank `writer` the `numel` numbers that `read` returns in the rank `holder`; elsewhere nothing."""
     if owners.rank == holder:
         values = read().to(dtype)
         if holder == writer:

@@ -54,17 +54,17 @@ class Naming:
         return self.group == ADAPTER_GROUP
 
     def in_file(self, name: str) -> str:
-        """The name in the files of the model's tensor `name`."""
+        """The name under which a snapshot's files store the model's tensor `name`."""
         return self.stored.get(name, name)
 
     def by_file(self, names: Collection[str]) -> dict[str, str]:
-        """Name in the files -> name in the model, for the model's tensors `names`."""
+        """Stored name -> name in the model, of the model's tensors `names`."""
         return {self.in_file(name): name for name in names}
 
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """One safetensors file and the tensors in it."""
+    """One safetensors file of a snapshot and the tensors that it will hold."""
 
     name: str
     specs: Mapping[str, TensorSpec]
@@ -111,7 +111,9 @@ def index_bytes(files: Iterable[PlannedFile]) -> bytes:
 
 
 def group_files(group: str, names: Collection[str], where: str) -> list[str]:
-    """Files in `names` that hold a group's tensors, in order. Raises `RecordInvalid` if one of a set is missing."""
+    """Files in `names` with tensors of a group ("model", "outer"), in order. Raises `RecordInvalid` if one is
+    missing.
+    """
     if (whole := f"{group}.safetensors") in names:
         return [whole]
     shard = re.compile(rf"{group}-(\d{{5}})-of-(\d{{5}})\.safetensors")

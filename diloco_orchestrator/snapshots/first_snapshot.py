@@ -52,7 +52,7 @@ def side_files_of_run(run_log: RunLog) -> dict[str, bytes]:
 
 
 def why_no_file(name: str, start: Start) -> str:
-    """Reason why no snapshot of a run has a file of this name; empty if it may have one."""
+    """Reason why no snapshot of a run may have a file of this name besides its tensors; empty if it may."""
     if is_side_file(name):
         known = start.first_files is None or name in start.first_files
         return "" if known else f"{keys.START} names no such file"
@@ -62,7 +62,7 @@ def why_no_file(name: str, start: Start) -> str:
 
 
 def _copies(run_log: RunLog, name: str, info: FileInfo) -> Iterator[bytes]:
-    """The bytes of a file in each complete snapshot, oldest snapshot first, each truncated to the recorded size."""
+    """Bytes of one file from each complete snapshot, oldest snapshot first, truncated to the size that `info` names."""
     for round_, take in _takes(run_log):
         with suppress(ObjectMissing):
             yield run_log.store.get(keys.snapshot(round_, name, take), 0, info.size + 1)

@@ -98,7 +98,9 @@ def _words(parameter: ParameterInfo | None) -> str:
 
 @dataclass(frozen=True)
 class SnapshotFile:
-    """A file of a snapshot to be written. `encode` produces its bytes at every call, of a base in one process."""
+    """A file of a snapshot that is to be written. Each call of `encode` produces its bytes, if one process holds the
+    base.
+    """
 
     name: str
     size: int  # bytes
@@ -203,7 +205,11 @@ def _group(
     limit: int,
     of_ranks: FileOfRanks | None,
 ) -> Iterator[SnapshotFile]:
-    """The safetensors files of a group ("model", "outer") for these tensors, and their index if there are several."""
+    """The safetensors files of a group of tensors ("model", "outer"), and their index if there are several.
+
+    `specs`: shapes and dtypes by name; `read`: returns a tensor; `limit`: bytes of a file; `of_ranks`: for a base in
+    several ranks.
+    """
     planned = plan_files(group, specs, limit)
 
     for each in planned:
@@ -314,7 +320,7 @@ def create_snapshot_record(store: Store, ours: Snapshot, take: str) -> bool:
 
 
 def info_of(data: bytes) -> FileInfo:
-    """Digest and size of a file, as its entry in `snapshot.json`."""
+    """The entry of a file in `snapshot.json`: digest and size of `data`."""
     return FileInfo(digest=bulk_digest(data), size=len(data))
 
 
@@ -348,7 +354,7 @@ def with_bytes(
 def _with_own_bytes(
     owners: Owners, files: Sequence[FileOfRanks | bytes], task: Callable[..., T], args: Sequence[tuple[Any, ...]]
 ) -> T | None:
-    """Take part in putting files together, then call the task for this rank's; None for a rank without one."""
+    """Assemble files together with the other ranks, then call the task for this rank's file, if it has one."""
     own = None
     for writer, file in enumerate(files):
         data = file if isinstance(file, bytes) else file.assembled(owners, writer)

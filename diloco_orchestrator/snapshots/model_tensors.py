@@ -86,7 +86,7 @@ class Untrained:
 
 
 class LiveBuffers:
-    """The persistent buffers of a model in training. `first` holds copies of the run's first values, on the CPU."""
+    """The persistent buffers of a model in training. `first`: copies of their values at the run's start, on the CPU."""
 
     def __init__(self, model: torch.nn.Module, names: list[str]) -> None:
         # Modules and not their names, which change when a part of the model is compiled later.
@@ -98,18 +98,18 @@ class LiveBuffers:
         self.first = {name: _copied(self._get(name)) for name in names}
 
     def digest(self) -> BulkDigest | None:
-        """The digest of the first values; None for a model without persistent buffers."""
+        """The digest of the buffers' values at the run's start; None for a model without persistent buffers."""
         return digest_of(self.first) if self.first else None
 
     def adopt(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Replace the first values by `values`, because another replica wrote those into the first snapshot."""
+        """Replace the recorded first values of buffers by those that another replica wrote into the first snapshot."""
         for name in values.keys() & self.first.keys():
             self.first[name] = _copied(values[name])
         if values.keys() & self.first.keys():
             self.load({})
 
     def changed(self) -> dict[str, torch.Tensor]:
-        """Copies, on the CPU, of the buffers that have other bytes than the first values."""
+        """Copies, on the CPU, of the buffers whose bytes differ from the first values."""
         now = {name: _copied(self._get(name)) for name in self.first}
         return {name: value for name, value in now.items() if not same_bytes(value, self.first[name])}
 
@@ -149,7 +149,7 @@ def same_bytes(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def _address(tensor: Any) -> int:
-    """Where a tensor's numbers begin, or those of this process's piece of a DTensor: the same for tied ones."""
+    """The memory address where a tensor's numbers begin, of a DTensor this process's piece: the same for tied ones."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return int(local.data_ptr()) or -id(local)  # an empty piece is tied to nothing
 

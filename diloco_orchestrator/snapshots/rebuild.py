@@ -66,7 +66,7 @@ class Tip:
 
 @dataclass(frozen=True)
 class FirstBase:
-    """The first base in memory, so that snapshot 0 need not be read. A rebuild from it overwrites it."""
+    """The first base in memory, so that a rebuild need not read snapshot 0. A rebuild from it overwrites it."""
 
     base: Base
     digest: str
@@ -122,11 +122,11 @@ class Rebuilt:
     differing: Mapping[tuple[int, int], BaseShard]
 
     def digests(self) -> list[Mapping[tuple[int, int], str]]:
-        """`stored` and `stepped`."""
+        """Digests of the owned shards, by (fragment, index): as stored in the snapshot, and after the steps."""
         return [self.stored, self.stepped]
 
     def correct(self, base: Base) -> None:
-        """Overwrite the shards of `base`, as it was compared, that are in this process and differ."""
+        """Overwrite the shards of `base` in this process that differ with the rebuilt ones."""
         for (fragment, index), shard in self.differing.items():
             base.shards(fragment)[index].copy_(shard)
 
@@ -142,7 +142,7 @@ class Comparison:
 
     @property
     def differing(self) -> list[tuple[int, int]]:
-        """The shards of this process that differ, as (fragment, index)."""
+        """The shards of this process that differ from the base in memory, as (fragment, index)."""
         return sorted(self.shards.differing)
 
     def correct(self, base: Base) -> None:
@@ -178,9 +178,9 @@ def rebuild_beside(
 def rebuild_files(run_log: RunLog, round_: int, owners: Owners = ALONE) -> tuple[Tip, ModelFiles]:
     """The base after `round_`, before or after a resume, and the other parts of its snapshot.
 
-    Those are from snapshot 0, the buffers from the replica that `snapshots.buffers` names. The newest base must descend
-    from that base. Raises `NoSuchRun` if no replica has created the first base, and `ConfigError` naming the nearest
-    snapshot if a payload that the base needs is gone.
+    The latter are from snapshot 0, the buffers from the replica that `snapshots.buffers` names. The newest base must
+    descend from this base. Raises `NoSuchRun` if no replica has created the first base, and `ConfigError` naming the
+    nearest snapshot if a payload that the base needs is gone.
     """
     try:
         tip = rebuild_base(run_log, round_, owners)

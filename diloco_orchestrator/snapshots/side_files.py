@@ -63,7 +63,6 @@ def side_files(
 
 
 def _saved(savers: Sequence[Any]) -> dict[str, bytes]:
-    """The files that `save_pretrained` of each of these objects writes into one folder, by name."""
     with tempfile.TemporaryDirectory(prefix="diloco-model-files-") as folder:
         for each in savers:
             each.save_pretrained(folder)

@@ -39,7 +39,7 @@ class StoredSnapshot:
         self._model_file: tuple[str, dict[str, torch.Tensor]] | None = None  # the one read last
 
     def file(self, name: str) -> bytes:
-        """A file that the record names. Raises `RecordInvalid` if its digest is not the recorded one."""
+        """A file of the snapshot. Raises `RecordInvalid` if its digest is not the one in `snapshot.json`."""
         key = keys.snapshot(self.round, name, self.take)
         named = self.record.files[name]
         data = self.store.get(key, 0, named.size + 1)
@@ -153,7 +153,9 @@ def dtypes_of(parameters: Sequence[ParameterInfo]) -> dict[str, torch.dtype]:
 
 
 def files_of_base(names: Collection[str], naming: Naming, dtypes: Mapping[str, torch.dtype], where: str) -> list[str]:
-    """The files with parts of a base: the "outer" group, and the model's files if they have fp32 parameters."""
+    """Names of the snapshot's files that hold a base: those of the group "outer", and the model's if it has fp32
+    parameters.
+    """
     outer = group_files(OUTER_GROUP, names, where)
     in_model = any(dtype == torch.float32 for dtype in dtypes.values())
     return [*outer, *(group_files(naming.group, names, where) if in_model else ())]

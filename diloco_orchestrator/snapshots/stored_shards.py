@@ -26,7 +26,7 @@ _GAP = 2**20  # bytes between two tensors that are read with them rather than by
 
 @dataclass(frozen=True)
 class _Place:
-    """The location of a stored tensor: byte `start` of the object `key`."""
+    """The location of a stored tensor in the bucket: byte `start` of the object `key`."""
 
     key: str
     start: int
@@ -47,7 +47,7 @@ class _Piece:
 
 
 class StoredShards:
-    """Reads shards of the base in a snapshot. Raises `RecordInvalid` if its files are of another model.
+    """Reads the base of a snapshot shard by shard. Raises `RecordInvalid` if its files are of another model.
 
     Nothing is verified until `check`, with the digests of all shards. `start`: the run's start record; exact adapters
     are not supported.
@@ -70,7 +70,10 @@ class StoredShards:
         self._momenta = {name: self._found(places, MOMENTUM + name, shapes[name]) for name in dtypes if with_momenta}
 
     def read(self, fragment: int, index: int) -> BaseShard:
-        """A new copy of one shard. Raises `RecordInvalid` for a truncated file, `ObjectMissing` for a missing one."""
+        """A new copy of one shard of the base.
+
+        Raises `RecordInvalid` for a truncated file, `ObjectMissing` for a missing one.
+        """
         start, stop = self.layout.shards(fragment)[index]
         shard = BaseShard(empty(stop - start), empty(stop - start) if self._momenta else None)
         pieces = list(self._pieces(self._parameters, fragment, start, shard.parameters))

@@ -122,7 +122,7 @@ def file_pieces(
 
 
 def buffers(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = _FORMAT) -> list[bytes | memoryview]:
-    """The file's bytes in order: its header, then the memory of the tensors themselves, uncopied."""
+    """The bytes of a safetensors file in order: its header, then the memory of the tensors themselves, uncopied."""
     specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
     return [_head(specs, metadata), *(memory_of(tensors[name]) for name in _order(specs))]
 
@@ -171,13 +171,9 @@ def _json(value: object) -> str:
 class TensorSource(Protocol):
     """Tensors by name, each read only when needed."""
 
-    def specs(self) -> dict[str, TensorSpec]:
-        """Shapes and dtypes of all tensors, by name."""
-        ...
+    def specs(self) -> dict[str, TensorSpec]: ...
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, contiguous and on the CPU."""
-        ...
+    def read(self, name: str) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -195,7 +191,7 @@ class LiveTensors:
 
 @dataclass(frozen=True)
 class Overlaid:
-    """A `TensorSource` over another one, in which the tensors `over` replace or add some."""
+    """The tensors of another source, of which those in `over` replace or complement some."""
 
     source: TensorSource
     over: Mapping[str, torch.Tensor]
@@ -292,7 +288,7 @@ def decode(pieces: Iterable[bytes], where: str) -> tuple[dict[str, torch.Tensor]
 
 
 class _Stream:
-    """A reader of bytes that come in pieces, from their beginning."""
+    """Bytes that come in pieces, read one after another from their beginning."""
 
     def __init__(self, pieces: Iterable[bytes], where: str) -> None:
         self._pieces = iter(pieces)
@@ -314,7 +310,7 @@ class _Stream:
             target, self._rest = target[count:], self._rest[count:]
 
     def close(self) -> None:
-        """Raise `RecordInvalid` if bytes are left."""
+        """Raise `RecordInvalid` if bytes are left that nobody has read."""
         if len(self._rest) or any(self._pieces):
             raise RecordInvalid(f"{self._where} is longer than its header says: it was not written by a replica.")
 

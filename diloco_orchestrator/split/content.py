@@ -107,7 +107,7 @@ def merkle_root(hashes: Iterable[ItemHash]) -> str:
 
 
 def _composed(item: Any) -> Any:
-    """The item in form 1, as `item_hash` describes it."""
+    """The item in form 1 of `item_hash`: text in Unicode form NFC with single spaces."""
     if isinstance(item, str):
         return " ".join((item if item.isascii() else unicodedata.normalize("NFC", item)).split())
     if isinstance(item, dict):
@@ -118,7 +118,7 @@ def _composed(item: Any) -> Any:
 
 
 def _normal(item: Any) -> Any:
-    """The item in form 2, as `item_hash` describes it."""
+    """The item in form 2 of `item_hash`: texts in normal form, JSON with sorted keys."""
     if isinstance(item, str):
         return normal_form(item)
     if isinstance(item, dict):

@@ -77,7 +77,7 @@ def _write(source: Source, sides: Sequence[Side], out: Path) -> None:
 
 
 def _text_field(given: str | None, records: Iterable[Any]) -> str | None:
-    """The text field: `given`, else "text" if every record that is not plain text has it."""
+    """The name of the field with an item's text: `given`, else "text" if every record that is not plain text has it."""
     objects = [record for record in records if isinstance(record, dict)]
     if given is not None or not objects:
         return given if objects else None

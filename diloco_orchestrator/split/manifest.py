@@ -22,7 +22,7 @@ class _Part(BaseModel):
 
 
 class HeldoutItem(_Part):
-    """One item that must not be trained on."""
+    """One held-out item, which must not be trained on: its id and its hash."""
 
     hash: str = Field(pattern="^[0-9a-f]{64}$")  # `item_hash`, as hex digits
     id: str  # the user's, or file and line
@@ -118,11 +118,11 @@ class HeldoutManifest(_Part):
         return {bytes.fromhex(each.hash): each.id for each in self.items}
 
     def forbidden(self) -> dict[ItemHash, str]:
-        """Hash -> id of every item that must not be trained on: held out, or excluded as too similar."""
+        """Id of every item that must not be trained on, by its hash: those held out, or excluded as too similar."""
         return {bytes.fromhex(each.hash): each.id for each in (*self.excluded, *self.items)}
 
     def content_of(self, record: Any) -> Any:
-        """The part of a record that is compared: its text field, or the whole record if it has none."""
+        """Part of a record that is compared with held-out items: its text field, or the whole record if it has none."""
         field = self.settings.text_field
         return record[field] if field is not None and isinstance(record, Mapping) and field in record else record
 

@@ -47,7 +47,7 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True)
 class Near:
-    """The held-out text that a text is nearest to."""
+    """The held-out text that a text is most similar to, and how similar it is."""
 
     rule: Rule
     index: int  # of the held-out text
@@ -74,7 +74,7 @@ def find_near(held: Sequence[str], others: Sequence[str], threshold: float) -> d
 
 
 class _TokenHashes(dict[str, int]):
-    """A hash of each token; its lowest bit says that the token is a character of a script without spaces."""
+    """Cache of a hash for each token; its lowest bit says that the token is a character of a script without spaces."""
 
     def __missing__(self, token: str) -> int:
         number = int.from_bytes(blake2b(token.encode(), digest_size=8).digest(), "little") >> 1 << 1
@@ -93,7 +93,7 @@ def _tokens(text: str) -> _Hashes:
 
 
 def _grams(tokens: _Hashes) -> _Hashes:
-    """The hashes of the grams, sorted and distinct: 2 and 3 tokens, or 3 and 4 if the first is a single character."""
+    """Hashes of a text's grams, sorted and distinct: 2 and 3 tokens, or 3 and 4 if the first is a single character."""
     if len(tokens) < 2:
         return tokens
     grams = []
@@ -114,7 +114,7 @@ def _windows(tokens: _Hashes) -> Iterator[_Hashes]:
 
 @dataclass(frozen=True)
 class _Window:
-    """The grams of a text that the index of held-out texts has, by their index there, and the number of its others."""
+    """The grams of a text that held-out texts have too, by their index, and the number of its other grams."""
 
     places: _Numbers
     others: int

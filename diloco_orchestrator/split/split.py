@@ -163,7 +163,10 @@ class HeldoutSplit:
     def _near(
         self, items: Sequence[SplitItem], chosen: Sequence[bool], why: Mapping[str, Exclusion]
     ) -> dict[str, Exclusion]:
-        """The reason why each training text near a held-out one is excluded, by item id."""
+        """The reason why each training text that is too similar to a held-out one is excluded, by item id.
+
+        `chosen`: whether each item is held out. `why`: reasons for items that are excluded already.
+        """
         if self.near_duplicates is None:
             return {}
         # By id: of equally similar held-out texts the first one is named, whatever the order of the items.
@@ -256,7 +259,7 @@ def _id_twice(items: Iterable[SplitItem]) -> ConfigError:
 
 
 class _Families:
-    """Groups joined by lineage (union-find). A family is held out if one of its groups is."""
+    """Groups of items joined by lineage (union-find). A family is held out if one of its groups is."""
 
     def __init__(self) -> None:
         self._above: dict[bytes, bytes] = {}

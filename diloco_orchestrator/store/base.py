@@ -75,7 +75,7 @@ class GivesUrls(Protocol):
 
 @runtime_checkable
 class KnowsEndpoint(Protocol):
-    """A store whose URL alone does not say where it is: another server may have a bucket of the same name."""
+    """A store whose URL alone does not determine it: several servers may have a bucket of the same name."""
 
     @property
     def endpoint(self) -> str:

@@ -50,7 +50,7 @@ _TRANSIENT = {"ConnectionError", "TimeoutError", "ClientConnectionError", "HTTPC
 
 
 class FsspecEngine:
-    """The store interface over an fsspec filesystem; on a local disk with an exclusive create of its own."""
+    """The store interface over an fsspec filesystem. On a local disk creates are exclusive by an atomic rename."""
 
     def __init__(self, filesystem: AbstractFileSystem, root: str, url: str) -> None:
         self._fs = filesystem
@@ -74,7 +74,7 @@ class FsspecEngine:
         return self._do("read", key, lambda path: self._range(path, start, end))
 
     def _from_start(self, path: str, end: int | None) -> bytes:
-        """The first `end` bytes of an object, or all, in one request, because a heartbeat may change between two."""
+        """The first `end` bytes of an object, or all, in one request: a heartbeat may change between two."""
         if end is None:
             return bytes(self._fs.cat_file(path, **self._bound))
         try:
@@ -150,7 +150,7 @@ class FsspecEngine:
         self._staged(path, data, os.replace)
 
     def _staged(self, path: str, data: bytes, publish: Callable[[Path, Path], None]) -> None:
-        """Write a temporary file beside the target; `publish(temporary, target)` then renames it atomically."""
+        """Write `data` to a temporary file beside `path`; then `publish(temporary, path)` renames it atomically."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = target.with_name(f"{target.name}{_STAGING}{random_token()}")

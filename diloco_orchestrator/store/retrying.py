@@ -32,7 +32,7 @@ _RENEW = " Every try reads the credentials again: renew them where they come fro
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """The duration of retries of transient faults. Each pause is uniform from 0 to a bound that doubles every time."""
+    """Duration of retries of transient faults. Each pause is uniform from 0 to a bound that doubles with every try."""
 
     first_pause_s: float = 0.2  # about one round trip to a far bucket
     longest_pause_s: float = 10.0  # throttling asks for seconds, not minutes
@@ -45,7 +45,7 @@ class RetryPolicy:
 
 
 class _Opened:
-    """The open store, shared by all threads of this process, and which kinds of calls have succeeded."""
+    """The open store that all threads of this process share, and which kinds of calls (get, put, …) have succeeded."""
 
     def __init__(self, store: Store, reopen: Callable[[], Store] | None) -> None:
         self.store = store
@@ -218,7 +218,7 @@ class RetryingStore:
 
 @runtime_checkable
 class ReadsBack(Protocol):
-    """A store whose `create` reads an existing object to find out whether it is its own."""
+    """A store whose `create` reads an existing object back to find out whether it is its own, from a lost reply."""
 
     def without_read_back(self) -> Store:
         """This store with a `create` that reads no existing object to find out whether it is its own."""

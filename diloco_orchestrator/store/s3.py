@@ -215,6 +215,6 @@ def pays_for_requests() -> bool:
 
 
 def plain_endpoint(url: str) -> str:
-    """An endpoint's URL without a slash at its end; empty for Amazon's own."""
+    """The URL of an S3 endpoint without a slash at its end; empty for Amazon's own."""
     plain = url.rstrip("/")
     return "" if plain.endswith(".amazonaws.com") else plain

@@ -46,7 +46,7 @@ class BotocoreCredentials:
         self._now = now
 
     def __call__(self) -> "S3Credential":
-        """The credentials and when to ask again. Raises botocore's errors if they cannot be renewed."""
+        """The current credentials, and when to ask again. Raises botocore's errors if they cannot be renewed."""
         frozen = self._credentials.get_frozen_credentials()
         return {
             "access_key_id": frozen.access_key,

@@ -56,7 +56,6 @@ class MultipartUploads:
         return self._made
 
     def _exists(self, where: dict[str, str]) -> bool:
-        """Whether the object exists, so that no parts are sent in vain."""
         try:
             self._client.head_object(**where)
         except ClientError as error:

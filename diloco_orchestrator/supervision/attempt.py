@@ -75,7 +75,7 @@ EVENTS: tuple[EventClass, ...] = get_args(Event)
 
 
 class RefusedEvent(RuntimeError):
-    """An event in a state in which it cannot occur: a bug of this package, not of its user."""
+    """An event occurred in a state in which it cannot: a bug of this package, not of its user."""
 
 
 class Step(NamedTuple):
@@ -87,7 +87,7 @@ class Step(NamedTuple):
 
 
 class Move(NamedTuple):
-    """An entry of the transition table: its rule, and every state class that the rule may lead to."""
+    """An entry of the transition table of attempts: its rule, and every state class that the rule may lead to."""
 
     rule: Callable[..., Step]
     to: tuple[StateClass, ...]
@@ -122,7 +122,7 @@ def on(states: _States, events: _Events, to: _States = ()) -> Callable[[_Rule], 
 
 
 def refuse(states: _States, events: _Events, why: str) -> None:
-    """Add to the table that `events` cannot occur in `states`, except in pairs with a rule, and `why`."""
+    """Enter into the table that `events` cannot occur in `states`, except in pairs with a rule, and `why`."""
     for pair in _pairs(states, events):
         if pair not in MOVES:
             REFUSED.setdefault(pair, why)
@@ -157,7 +157,7 @@ def diagram() -> str:
 
 
 def end_step(state: Alive, outcome: Outcome, reason: str, now: float, fault: str = "") -> Step:
-    """The transition to `Ended`.
+    """The transition of an attempt to the state `Ended`.
 
     A cancelled attempt ends as an error, or as vacated if the run was scaled down, unless its outcome is done or
     superseded.
@@ -205,7 +205,7 @@ def _replaced(state: Alive, event: Replaced, now: float, policy: AttemptPolicy) 
 
 @on(Ended, Replaced)
 def _judged(state: Ended, event: Replaced, now: float, policy: AttemptPolicy) -> Step:
-    """Replace the outcome seen here by that in the next attempt's record, so that all coordinators count alike."""
+    """Replace an ended attempt's outcome by that in the next attempt's record, so that all coordinators count alike."""
     if event.outcome is None:
         return Step(state)
     return Step(Ended(event.outcome, state.at, event.reason, event.took_part))
@@ -358,7 +358,7 @@ def _end_by_status(state: Alive, status: ReplicaStatus, now: float) -> Step:
 def _beat_seen(
     state: Reserved | Launching | Postponed | Running | Unreachable, event: BeatSeen, now: float, policy: AttemptPolicy
 ) -> Step:
-    moved = state.beat is None or state.beat.counter != event.counter
+    moved = state.beat is None or state.beat.counter < event.counter  # an older one was put back by somebody else
     return Step(replace(state, beat=Beat(event.counter, now)) if moved else state)
 
 
@@ -556,7 +556,7 @@ class ReplicaView:
         return self.replica_id, self.attempt
 
     def next_attempt(self, number: int, place: str) -> "ReplicaView":
-        """The view after attempt `number`, at `place`, has become the newest one."""
+        """A copy in which attempt `number`, launched at `place`, is the replica's newest one."""
         return replace(self, attempt=number, state=Unlaunched(), place=place)
 
 
@@ -573,7 +573,7 @@ def follow(view: ReplicaView, event: Event, now: float, policy: AttemptPolicy) -
 
 
 def _faults(view: ReplicaView, state: State) -> tuple[str, int]:
-    """The error with which the replica's last attempts in succession ended, and the number of those attempts.
+    """(the error with which the replica's last attempts in succession ended, the number of these attempts).
 
     `state`: the newest attempt's state. ("", 0) once it ended otherwise, or after a commit averaged its contribution.
     """
@@ -587,7 +587,7 @@ def _faults(view: ReplicaView, state: State) -> tuple[str, int]:
 
 
 def _counted(endings: Mapping[Outcome, int], state: State, change: int) -> Mapping[Outcome, int]:
-    """`endings`, the ends by outcome, with `change` added for `state` if that ended and was not superseded."""
+    """`endings`, number of ends by outcome, plus `change` for the outcome of `state` if that counts as an end."""
     if not isinstance(state, Ended) or state.outcome is Outcome.SUPERSEDED:
         return endings
     return {**endings, state.outcome: endings.get(state.outcome, 0) + change}

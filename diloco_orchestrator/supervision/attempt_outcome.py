@@ -1,6 +1,6 @@
-"""The outcome of an attempt, from exit code and provider's status, or as text in the intent of the next attempt.
+"""Maps the end of an attempt to an outcome: from its exit code and its provider's status, or from stored text.
 
-An intent is the record that announces an attempt.
+The text is in the intent of the next attempt, the record that announces it.
 """
 
 import re
@@ -18,7 +18,7 @@ _BY_CODE = {
 
 
 def is_conclusive(code: int) -> bool:
-    """Whether an exit code alone determines the outcome. Other codes are errors, unless the provider reports why."""
+    """Whether an exit code alone determines the outcome. Others are errors, unless the provider reports why."""
     return code in _BY_CODE
 
 
@@ -51,7 +51,8 @@ def named(number: int, ended: Ended) -> str:
 
 
 def named_in(why: str, number: int) -> Replaced:
-    """The event with the outcome of attempt `number`, parsed from `why`, text of the next attempt's intent.
+    """The event with the outcome of attempt `number`, parsed from `why`, text in the record that announces the next
+    attempt.
 
     Text of another form, such as that of version 0.1.0, gives an event whose outcome is None.
     """

@@ -35,7 +35,7 @@ BUDGETED = frozenset({Outcome.PREEMPTED, Outcome.TIMED_OUT, Outcome.NO_CAPACITY,
 
 @dataclass(frozen=True)
 class Beat:
-    """The newest heartbeat that this coordinator has read, and when its counter last moved."""
+    """The newest heartbeat of an attempt that this coordinator has read, and when its counter last increased."""
 
     counter: int
     at: float
@@ -279,7 +279,7 @@ class LegStopped:
 
 @dataclass(frozen=True)
 class Replaced:
-    """Event: a later attempt of the replica exists. Its intent may name `outcome` and `took_part` of this attempt."""
+    """Event: a later attempt of the replica exists. The record that announces it may name how this one ended."""
 
     outcome: Outcome | None = None
     reason: str = ""

@@ -38,7 +38,8 @@ def limit_reached(config: RunConfig, used: LegCost, next_usd: float = 0.0) -> st
 
 
 def next_round_usd(used: LegCost, committed_at: Sequence[float], now: float) -> float:
-    """US dollars for what is left of the open round, one more, and the machines' end; 0 before the second commit.
+    """US dollars that the rest of the open round, one more round and ending the machines will cost; 0 before the second
+    commit.
 
     Rounds are taken to be as long as the longest of the last ones. `committed_at`: times of their commits, oldest
     first. Times are seconds since 1970.
@@ -63,7 +64,7 @@ def check_cost_limit(config: RunConfig, hourly_usd: Sequence[float | None]) -> N
 def check_places(config: RunConfig, places: Places, prices: Mapping[str, Price | None]) -> None:
     """Raise `ConfigError` if a price is missing, or if a money limit does not pay for `replicas` at the cheapest place.
 
-    `prices`: US dollars an hour of one replica's machine by the name of each of `places`, or None.
+    A place is one of a run's several executors. `prices`: US dollars an hour of a replica's machine by place, or None.
     """
     for name, price in sorted(prices.items()):
         if price is None:
@@ -106,10 +107,11 @@ class LegBudget:
         self.left_usd = config.max_cost_usd  # as of the last `enforce` that read costs; None: no limit
 
     def enforce(self, now: float, wall_time: float) -> str:
-        """Request a halt of the run once the hours of its leg are used up, or its dollars do not pay for another round.
+        """Request a halt of the run once its hours are used up, or its dollars do not pay for another round.
 
-        Returns the reason to stop the run at once, in mid-round, where all dollars are used up; else empty. Reads costs
-        at most every 5 s. `now`: seconds on this process's monotonic clock; `wall_time`: seconds since 1970.
+        Both count since its last start or resume. Returns the reason to stop the run in mid-round, where all dollars
+        are used up; else empty. Reads costs at most every 5 s. `now`: seconds on this process's monotonic clock;
+        `wall_time`: seconds since 1970.
         """
         if self._unlimited or (self._next_at is not None and now < self._next_at):
             return ""

@@ -28,7 +28,7 @@ from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.run_log.run_store import key_of_run
+from diloco_orchestrator.run_log.run_store import operator_of_run
 from diloco_orchestrator.run_log.seen_store import SeenStore
 from diloco_orchestrator.supervision import fleet_policy
 from diloco_orchestrator.supervision.attempt_types import Alive, AttemptPolicy, Postponed
@@ -47,7 +47,7 @@ _LAUNCH_POLL_S = 0.02  # between two checks whether a launch call has returned; 
 
 @dataclass(frozen=True)
 class Means:
-    """The executor and clock that supervise a run, and the storage options and secrets for launched replicas."""
+    """The means by which a process supervises a run: executor, clock, storage options and secrets of replicas."""
 
     executor: ServerlessExecutor
     clock: Clock
@@ -62,8 +62,8 @@ class Means:
         for a signed run whose key this process has not.
         """
         run, store = run_log.run, run_log.store
-        key = key_of_run(run, store, "launching its replicas")
-        return LaunchRequests(run, launched, store.url, self.storage_options, self.secrets, leg=leg, run_key=key)
+        operator = operator_of_run(run, store, "launching its replicas")
+        return LaunchRequests(run, launched, store.url, self.storage_options, self.secrets, leg=leg, operator=operator)
 
 
 class Coordinator:
@@ -175,7 +175,6 @@ class Coordinator:
         return halt.reason if halt else ""
 
     def _perform(self, action: fleet_policy.Action) -> None:
-        """Perform an action other than a launch; launches are performed together."""
         match action:
             case fleet_policy.Cancel(replica_id, attempt, why, keeps_output):
                 if keeps_output:
@@ -187,7 +186,7 @@ class Coordinator:
                 self.stop(status, why)
 
     def _keep_house(self) -> None:
-        """Enforce limits and delete old objects until the run stops; not later, when a resume may need any object."""
+        """Enforce cost limits and delete old objects until the run stops; later a resume may need any object."""
         if spent := self._budget.enforce(self._clock.now(), self._clock.wall_time()):
             self.stop("halted", f"halt requested: {spent}")
             return

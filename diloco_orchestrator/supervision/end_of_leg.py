@@ -24,7 +24,10 @@ log = logging.getLogger(__name__)
 
 
 class EndOfLeg:
-    """Writes a stopped run's missing last records, safe to repeat and race. `begin`: the last start or resume."""
+    """Writes the records that a stopped run lacks: stop commit, result, last snapshot. Safe to repeat and to race.
+
+    `begin`: the record of the last start or resume.
+    """
 
     def __init__(self, run_log: RunLog, begin: Entry[Begin], stamp: Stamp) -> None:
         self._log = run_log
@@ -55,10 +58,9 @@ class EndOfLeg:
             append_commit(self._log, self._stop_commit(last, stop, why))
 
     def finalize(self) -> None:
-        """Write the missing ones of a stopped run's result, last snapshot and, after a halt by the guard, best
-        snapshot.
+        """Write the result, the last snapshot and, after a halt by the guard, the best base's snapshot, where missing.
 
-        Called once no attempt runs any more.
+        Called for a stopped run once no attempt runs any more.
         """
         last = self._last()
         if last is not None and last.commit.stop == "none":
@@ -75,7 +77,7 @@ class EndOfLeg:
             ensure_default_snapshot(self._log, self._stamp)
 
     def last_base(self) -> int:
-        """The round after which the leg's newest base exists: of its last applied commit, else that it began from."""
+        """The round after which the run's newest base exists: of the last applied commit, else the one resumed from."""
         entry = self._last()
         while entry is not None and not entry.commit.applied and entry.commit.round - 1 > self._begin.after_round:
             entry = self._log.commit(entry.commit.round - 1)

@@ -1,4 +1,4 @@
-"""`Fleet`: one coordinator's view of all replicas: passes events to their attempts and performs the effects.
+"""`Fleet`: all replicas as one coordinator knows them: passes events to their attempts and performs the effects.
 
 `attempt` has the transitions; `fleet_policy` decides which attempt is launched, cancelled or given up.
 """
@@ -124,7 +124,7 @@ class Fleet:
         self._advance_all((view.who, TookPart()) for view in self.views if self._has_taken_part(view))
 
     def tick(self, stopped: bool) -> None:
-        """Apply the timeouts of every attempt. `stopped`: whether the run has stopped."""
+        """Advance every attempt by the time that has passed, for timeouts. `stopped`: the run has stopped."""
         if stopped:
             self._advance_all((view.who, LegStopped()) for view in self.views)
         self._advance_all((view.who, Tick()) for view in self.views)
@@ -211,7 +211,7 @@ class Fleet:
         self._advance_all((view.who, CancelAsked(why)) for view in self.views if isinstance(view.state, Alive))
 
     def give_up(self, who: Who, why: str) -> None:
-        """Record that the replica gets no further attempt before a resume. `why`: for the record."""
+        """Record that the replica of `who` gets no further attempt before a resume. `why`: reason, for the record."""
         self._advance(who, GaveUp(why))
 
     def _advance_all(self, events: Iterable[Addressed]) -> None:
@@ -234,7 +234,7 @@ class Fleet:
                 events += self._perform(who, effect)
 
     def _once(self, words: str, who: Who | None, state: State) -> str:
-        """`words` for the log, with a cause already logged for another attempt replaced by that attempt's name.
+        """`words` for the log; a cause that was logged for another attempt already is replaced by that attempt's name.
 
         `who`: the attempt that has come to `state`; None: the words repeat why it ended.
         """
@@ -250,7 +250,7 @@ class Fleet:
         return words if self._told[told] == who and isinstance(state, Ended) else words.replace(told, same)
 
     def _has_taken_part(self, view: ReplicaView) -> bool:
-        """Whether a commit has averaged a contribution of the attempt, which has ended and is not known to have any.
+        """Whether a commit has averaged a contribution of an ended attempt.
 
         False without reading commits for an attempt that has not ended, or whose outcome has no budget.
         """
@@ -260,7 +260,7 @@ class Fleet:
     # -- effects -------------------------------------------------------------------------------------------------
 
     def _perform(self, who: Who, effect: Effect) -> Sequence[Event]:
-        """Perform an effect; returns its immediate reply events. A launch replies later."""
+        """Perform an effect of an attempt's transition; returns its immediate reply events. A launch replies later."""
         replica_id, number = who
         match effect:
             case CallLaunch():

@@ -126,7 +126,7 @@ def is_leaving(state: State) -> bool:
 
 
 def held_open(view: FleetView) -> set[int]:
-    """The replica ids to keep open: `wanted` of them, and those of `offered`. Others are vacated, or left vacant.
+    """The replica ids that keep or may get an attempt: `wanted` of them, and those of `offered`. Others are vacated.
 
     Attempts that send heartbeats come first, then those that start, then those that have ended and may be relaunched,
     then vacant ids, each by id. A replica that was given up, or is leaving, is not held: a vacant id takes its place.
@@ -179,8 +179,8 @@ def _lost_words(lost: Mapping[int, str]) -> str:
 def _asked_seldom(replica: ReplicaView, action: GiveUp, now: float) -> Launch | GiveUp | None:
     """`action`, unless the replica's last attempt ended because the provider had no machine.
 
-    Then the replica is not given up: a launch once ten minutes have passed since that end, None until then.
-    For the quorum the replica counts as lost all the same: a run that cannot go on without it ends.
+    Then the replica is not given up: the result is a launch once ten minutes have passed since that end, None until
+    then. For the quorum the replica counts as lost all the same: a run that cannot go on without it ends.
     """
     ended = replica.state
     if not isinstance(ended, Ended) or ended.outcome is not Outcome.NO_CAPACITY:
@@ -271,7 +271,7 @@ def silence_s(state: State, now: float, policy: AttemptPolicy) -> float:
 
 @dataclass(frozen=True)
 class _Budget:
-    """The number of relaunches allowed after attempts with one outcome, and the first pause (s) between them."""
+    """Number of relaunches allowed after attempts with one outcome, and the first pause (s) between them."""
 
     relaunches: int
     words: str

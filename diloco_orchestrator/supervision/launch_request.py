@@ -5,7 +5,7 @@ A replica on this machine imports our modules and the user's directly. A replica
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +36,7 @@ from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.redaction import ENV_SECRET_NAMES, redact
 from diloco_orchestrator.run_log.launched_here import why_not_launched_here
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.run_log.run_store import RunKey, secrets_of_attempt
+from diloco_orchestrator.run_log.run_store import Signer, secrets_of_attempt
 from diloco_orchestrator.store.open_store import options_elsewhere, readable_url
 from diloco_orchestrator.supervision.budgets import check_cost_limit, check_places
 from diloco_orchestrator.supervision.credential_routes import check_route
@@ -72,6 +72,11 @@ def extras_for(url: str) -> list[str]:
     return ["s3"] if url.startswith(("s3://", "s3a://", "fsspec+s3", "hf://buckets/")) else []
 
 
+def names_of(secrets: Collection[str]) -> dict[str, str]:
+    """The environment variable with the names of variables that are secrets; empty without secrets."""
+    return {ENV_SECRET_NAMES: ",".join(sorted(secrets))} if secrets else {}
+
+
 @dataclass(frozen=True)
 class LaunchRequests:
     """Builds the launch request of any attempt of one run.
@@ -79,8 +84,8 @@ class LaunchRequests:
     `launched`: digests of run.json and of settings changed by a resume, for every command. `storage_options` and
     `secrets` reach replicas as secrets of their provider. `dry`: requests are only shown, so no URL is signed (signing
     needs credentials), and `check` does not look for the replicas' credentials. `leg`: the configuration of the leg
-    (start or resume to stop), for the numbers of ranks; None for the run's first. `run_key`: the private key of a
-    signed run, from which attempts get theirs; None if it is not signed.
+    (start or resume to stop), for the numbers of ranks; None for the run's first. `operator`: the keys of this process
+    in a signed run, from which attempts get theirs; None if it is not signed.
     """
 
     run: Run
@@ -90,12 +95,12 @@ class LaunchRequests:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     dry: bool = False
     leg: RunConfig | None = None
-    run_key: RunKey | None = field(default=None, repr=False)
+    operator: Signer | None = field(default=None, repr=False)
 
     def without_secrets(self, text: str) -> str:
         """`text`, from a provider, without the credentials sent to it, because the text is recorded."""
         sent = {**self.secrets, ENV_STORAGE_OPTIONS: json.dumps(dict(self.storage_options), default=str)}
-        return redact(text, {**sent, ENV_SECRET_NAMES: ",".join(self.secrets)})
+        return redact(text, {**sent, **names_of(self.secrets)})
 
     def check_secrets(self) -> None:
         """Raise `ConfigError` if a secret that the run was launched with is missing here."""
@@ -128,10 +133,10 @@ class LaunchRequests:
                 executor.check_machine()
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        if self.run_key is not None and any(isinstance(part_of(executor, each), OffersToMachines) for each in requests):
+        if self.operator is not None and offers_to_machines(executor, config):
             raise ConfigError(
                 "machines that join get no secrets, and so no keys: a signed run cannot be offered to them. Launch it "
-                "unsigned, or with another executor."
+                "with signed=False (--unsigned), or with another executor."
             )
         if isinstance(executor, Places):
             check_places(config, executor, prices_of(executor, config.ranks_of(0)))
@@ -159,9 +164,8 @@ class LaunchRequests:
             code = keys.code(self._code())
             signed = "" if self.dry else readable_url(self.url, self.storage_options, code, CODE_URL_LIFETIME_S)
             secrets[bootstrap.ENV_URL] = signed
-        if self.run_key is not None:
-            who = replica_id, attempt
-            secrets |= secrets_of_attempt(self.run_key, self.launched.run_sha256, *who, shares_machine)
+        if self.operator is not None:
+            secrets |= secrets_of_attempt(self.operator, self.launched.run_sha256, replica_id, attempt)
         ranks = list(map(self._of_leg.ranks_of, range(replica_id + 1)))
         return LaunchRequest(
             self.run.run_id,
@@ -180,15 +184,14 @@ class LaunchRequests:
         return self.leg or self.run.config
 
     def program(self, replica_id: int, attempt: int, shares_machine: bool) -> tuple[list[str], dict[str, str]]:
-        """Command and environment of an attempt, from run.json. Raises `ConfigError` for code that was not uploaded."""
+        """Command and environment of an attempt, from run.json. Raises `ConfigError` for code not uploaded."""
         config = self.run.config
         where = ["--store", self.url, "--replica-id", str(replica_id), "--attempt", str(attempt)]
         if (ranks := self._of_leg.ranks_of(replica_id)) > 1:
             where += ["--ranks", str(ranks)]
         where += self.launched.arguments()
         env = {**config.env, ENV_RANK: str(replica_id), ENV_WORLD_SIZE: str(config.most_replicas)}
-        if self.secrets:
-            env[ENV_SECRET_NAMES] = ",".join(sorted(self.secrets))
+        env |= names_of(self.secrets)
         if shares_machine:
             return ["python", "-P", "-m", "diloco_orchestrator.replica", *where], env
         env = {**ALLOCATOR_ENV, **env}  # on this machine they come below the environment that replicas inherit
@@ -214,14 +217,20 @@ class LaunchRequests:
         return self.run.code_sha256
 
 
+def offers_to_machines(executor: ServerlessExecutor, config: RunConfig) -> bool:
+    """Whether the executor offers a replica of the run to machines that join."""
+    requests = [LaunchRequest("run", each, 1, []) for each in range(config.most_replicas)]
+    return any(isinstance(part_of(executor, each), OffersToMachines) for each in at_each_place(executor, requests))
+
+
 def at_each_place(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> list[LaunchRequest]:
-    """The requests, for every place of an executor that has several: any replica may be launched at any of them."""
+    """`requests` once for every place (executor), of an executor that has several."""
     names = list(executor.places) if isinstance(executor, Places) else [""]
     return [replace(request, place=name) for request in requests for name in names]
 
 
 def prices_of(places: Places, ranks: int) -> dict[str, Price | None]:
-    """The price of the machine of one replica of so many ranks at each place, by its name; None if not known."""
+    """The price of the machine of one replica of `ranks` ranks at each place (executor), by name; None if not known."""
     return {name: price_of(places, LaunchRequest("run", 0, 1, [], ranks=ranks, place=name)) for name in places.places}
 
 

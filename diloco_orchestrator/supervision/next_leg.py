@@ -22,12 +22,12 @@ from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, claimed_base
 from diloco_orchestrator.snapshots.default_base import ensure_default_snapshot
+from diloco_orchestrator.supervision.rotation import begin_epoch, is_asked_for
 
 log = logging.getLogger(__name__)
 
-BY_AUTO_RESUME = (
-    "on_halt"  # `Begin.by` of the legs that begin here: they are counted by it, whichever coordinator began them
-)
+# `Begin.by` of the legs that begin here. Those of the first are counted by it, whichever coordinator began them.
+BY_AUTO_RESUME, BY_ROTATION = "on_halt", "rotation"
 
 
 def begin_next_leg(
@@ -60,6 +60,8 @@ def begin_next_leg(
     leg = begins[-1].leg
     if run_log.result(leg) is None and (last is None or last.leg != leg or last.stop == "none"):
         raise ConfigError(f"{url} goes on (leg {leg}): there is nothing to resume. Halt it first, or attach to it.")
+    if is_asked_for(run_log, leg):
+        begin_epoch(run_log, by, why, stamp)
     start = run_log.start()
     if start is None:
         raise NoSuchRun(f"no replica of {url} ever brought a model: start a new run instead.")
@@ -108,7 +110,7 @@ def _config(
     override_guard: str,
     guard: Mapping[str, JsonValue],
 ) -> RunConfig:
-    """The configuration of the run after the resume. Raises `ConfigError` for settings that it cannot have."""
+    """Configuration of the run after a resume from the leg of `before`. Raises `ConfigError` for invalid settings."""
     config_of_leg(run_log.run.config, change)
     if guard and not override_guard:
         raise ConfigError(
@@ -163,11 +165,15 @@ def _ensure_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> str | None:
 def auto_resume(run_log: RunLog, stamp: Stamp) -> Begin | None:
     """Resume the run if the guard has halted its newest leg (start or resume to stop) and `on_halt` allows one more.
 
+    Also if the leg was halted for the run's keys to be replaced, which is done first.
+
     Returns the begin record of the new leg, else None. Safe to repeat and to race: of several coordinators one begins
     the leg, and all return its record. If somebody has requested a halt of the leg, none begins.
     """
     on_halt, begins = run_log.run.config.on_halt, run_log.begins()
     leg = begins[-1].leg
+    if is_asked_for(run_log, leg):
+        return _begun(run_log, leg, BY_ROTATION, f"the run has new keys: {_reason_to_halt(run_log, leg)}", stamp, {})
     entry = run_log.newest(begins[-1])
     if on_halt is None or entry is None or entry.commit.leg != leg or not entry.commit.halted_by_guard:
         return None
@@ -180,18 +186,26 @@ def auto_resume(run_log: RunLog, stamp: Stamp) -> Begin | None:
         return None
     change = ", ".join(f"{name}={value}" for name, value in on_halt.change.items()) or "nothing changed"
     why = f"on_halt {done + 1} of at most {on_halt.at_most} ({change}): {_reason(entry.commit)}"
+    return _begun(run_log, leg, BY_AUTO_RESUME, why, stamp, on_halt.change)
+
+
+def _begun(run_log: RunLog, leg: int, by: str, why: str, stamp: Stamp, change: Mapping[str, JsonValue]) -> Begin | None:
+    """The record of the leg after `leg`, begun here or by another coordinator; None, with a warning, if none can."""
     try:
-        begin = begin_next_leg(
-            run_log, rounds=None, from_round=None, by=BY_AUTO_RESUME, why=why, stamp=stamp, change=on_halt.change
-        )
+        begin = begin_next_leg(run_log, rounds=None, from_round=None, by=by, why=why, stamp=stamp, change=change)
     except ConfigError as error:
         newest = run_log.newest_begin().record
         if newest.leg > leg:  # another coordinator was first
             return newest
-        log.warning("on_halt begins no leg: %s", error)
+        log.warning("no leg begins after leg %d: %s", leg, error)
         return None
     log.warning("leg %d begins from round %d: %s", begin.leg, begin.from_round, why)
     return begin
+
+
+def _reason_to_halt(run_log: RunLog, leg: int) -> str:
+    halt = run_log.halt(leg)
+    return "" if halt is None else halt.reason
 
 
 def _reason(commit: Commit) -> str:

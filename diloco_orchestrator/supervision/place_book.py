@@ -1,7 +1,7 @@
-"""`PlaceBook`: what a coordinator has seen of a run's places, and with `placing` where each attempt is launched.
+"""`PlaceBook`: decides, with `placing`, at which place (executor) each attempt is launched, from what it has observed.
 
-Measured speeds and the places of attempts come from the bucket. Refusals, rests and the last move are remembered by
-this object alone: a new coordinator asks every place again, and moves nothing in its first rounds.
+Measured speeds and the places of attempts come from the bucket. Refusals, pauses after them and the last move are
+remembered by this object alone: a new coordinator tries every place again, and moves nothing in its first rounds.
 """
 
 import logging
@@ -44,7 +44,7 @@ _REFUSALS = (Outcome.NO_CAPACITY, Outcome.ERROR, Outcome.PREEMPTED, Outcome.TIME
 
 @dataclass
 class _Seen:
-    """Answers of a place so far."""
+    """The answers of a place (executor) to launches so far: refusals and machines."""
 
     rests_until: float = -math.inf
     times: int = 0  # refusals in a row, those that came while it rested not counted
@@ -55,7 +55,7 @@ class _Seen:
     wastes: bool = False  # whether the newest refusal cost time
 
     def refuse(self, words: str, launched_at: float, now: float) -> None:
-        """Note that an attempt launched at `launched_at` got no machine there, or one that never answered."""
+        """Record that an attempt launched at `launched_at` got no machine at the place, or one that never responded."""
         if launched_at >= self.at:  # otherwise it was asked for before the refusal that is known
             self.times += 1
             first_s, longest_s = _REST_S
@@ -67,18 +67,18 @@ class _Seen:
         self.at, self.words = now, words
 
     def give(self, launched_at: float) -> None:
-        """Note that an attempt launched at `launched_at` trains there."""
+        """Record that an attempt launched at `launched_at` trains at this place (executor)."""
         if launched_at >= self.at:
             self.times, self.since, self.words, self.wastes = 0, None, "", False
 
 
 class PlaceBook:
-    """Observes the places of one leg (start or resume to stop) and turns launches into launches at a place.
+    """Observes the places (executors) of a run in one leg (start or resume to stop), and chooses one for each launch.
 
     Args:
-        places: the run's executor.
+        places: the run's executor, which consists of several.
         config: of the leg.
-        place_of: the place of an attempt, by its intent; "" if that is not known.
+        place_of: returns the place of an attempt, by its intent record; "" if that is not known.
         round_: of the newest commit.
     """
 
@@ -104,7 +104,7 @@ class PlaceBook:
         self._said = ""
 
     def read(self, commits: Iterator[Commit]) -> None:
-        """Measure speeds by the commits that have come since the last call."""
+        """Measure the speeds at each place (executor) by `commits`, those that have come since the last call."""
         for commit in commits:
             self._round, self._round_ended = max(self._round, commit.round), True
             self._speeds.add(commit)
@@ -117,10 +117,12 @@ class PlaceBook:
         asked: int | None,
         left_usd: float | None,
     ) -> list[Action]:
-        """`actions` with their launches at places, or left out, and with attempts that leave.
+        """`actions` with a place for each launch, without launches that no place can take, and with attempts that
+        leave.
 
-        `actions`: of `fleet_policy.decide` for the replicas `views`, in which each launch says that an attempt of that
-        replica may be launched. `asked`, `left_usd`: as of `placing.PlacesView`. `observe` has been called before.
+        `actions`: result of `fleet_policy.decide` for the replicas `views`, in which each launch says that an attempt
+        of that replica may be launched. `asked`: number of replicas that a user has requested, or None. `left_usd`: US
+        dollars that may still be spent, or None. `observe` has been called before.
         """
         launches = {each.replica_id: each for each in actions if isinstance(each, Launch)}
         found: list[Action] = [each for each in actions if not isinstance(each, Launch)]
@@ -157,10 +159,10 @@ class PlaceBook:
         return found
 
     def observe(self, views: Sequence[ReplicaView], now: float) -> list[int]:
-        """Note which attempts train by now, and which have ended without.
+        """Record which attempts train by now, and which ended before they did.
 
-        Returns the replicas whose newest attempt ended without a heartbeat, while another place refuses nobody: there
-        the replica may train, however often others failed.
+        Returns the replicas that may train at another place (executor) however often they failed: those whose newest
+        attempt ended without a heartbeat while another place accepts launches.
         """
         for view in views:
             state, who = view.state, view.who
@@ -184,7 +186,7 @@ class PlaceBook:
         return [view.replica_id for view in views if view.who in self._by_place and others - {view.place}]
 
     def _refused(self, who: Who, why: str, now: float) -> None:
-        """Note that an attempt ends without having trained, if it is one of these."""
+        """Record that an attempt ends without having trained, if this object launched it."""
         place, launched_at = self._without_beat.pop(who, ("", now))
         if place in self._seen:
             self._seen[place].refuse(why, launched_at, now)
@@ -196,7 +198,7 @@ class PlaceBook:
 
 
 def limits_of(config: RunConfig, usd_per_hour: float | None) -> placing.Limits:
-    """The limits of a run whose configuration is `config`."""
+    """The limits on replicas and costs for choosing places, of a run with this configuration."""
     return placing.Limits(config.replicas, config.most_replicas, usd_per_hour, config.max_replicas is not None)
 
 
@@ -206,7 +208,10 @@ def place_views(
     measured: Mapping[str, float],
     seen: Mapping[str, _Seen] | None = None,
 ) -> list[placing.PlaceView]:
-    """The views of all places at these prices and measured speeds, by name, and with what they have answered."""
+    """All places (executors) as a coordinator knows them, by name: their prices, measured speeds and refusals.
+
+    `seen`: the refusals and machines that launches at each place got so far.
+    """
     known = placing.speeds(measured, {name: price.tflops if price else None for name, price in prices.items()})
     found = []
     for name in places.places:
@@ -230,7 +235,7 @@ def place_views(
 
 
 def first_launches(places: Places, config: RunConfig) -> list[placing.Open]:
-    """The decisions of a coordinator at the start of a new run, at today's prices. Launches nothing."""
+    """The launches with their places that a coordinator would decide at the start of a new run. Launches nothing."""
     seats = [placing.SeatView(replica_id, free=True) for replica_id in range(config.most_replicas)]
     view = placing.PlacesView(
         place_views(places, prices_of(places, config.ranks_of(0)), {}), seats, left_usd=config.max_cost_usd

@@ -1,8 +1,8 @@
-"""Decides where a run's replicas train: which id gets an attempt at which place, and which attempt leaves.
+"""Decides at which place (executor) a run's replicas train: which id gets an attempt where, and which attempt ends.
 
 Pure: `place_book` observes places, and the coordinator performs what is decided here. Times are seconds on the
-coordinator's own clock, prices US dollars. An attempt that is a place's offer to machines that join costs nothing, and
-does not count, until it trains.
+coordinator's own clock, prices US dollars. An attempt that waits for a machine to join (`diloco join`) costs nothing,
+and does not count, until it trains.
 """
 
 import math
@@ -25,7 +25,7 @@ _CENT = 0.01
 
 @dataclass(frozen=True)
 class PlaceView:
-    """A place as a coordinator knows it: its price, its speed, and whether it has refused attempts."""
+    """A place (executor) as a coordinator knows it: its price, its speed, and whether it has refused attempts."""
 
     name: str
     hourly_usd: float | None  # of one replica's machine now; None: not known, so that nothing is opened there
@@ -41,19 +41,21 @@ class PlaceView:
 
     @property
     def usd_per_token(self) -> float:
-        """Infinite without a price."""
+        """US dollars per token of a machine at this place; infinite without a known price."""
         return math.inf if self.hourly_usd is None else self.hourly_usd / 3600 / self.tokens_per_s
 
     @property
     def quiet_until(self) -> float:
-        """When a replica may be ended for the sake of this place; in the past if it refuses nobody."""
+        """Time until which no replica is ended to be moved to this place (executor); in the past if the place refuses
+        nobody.
+        """
         if self.refused_since is None:
             return -math.inf
         without_s = self.refused_at - max(self.refused_since, self.trained_at)
         return self.refused_at + max(QUIET_S, QUIET_SHARE * without_s)
 
     def words(self) -> str:
-        """Price, and where the speed was measured the price of a million tokens."""
+        """The place's price as text, and where its speed was measured the price of a million tokens."""
         price = "no known price" if self.hourly_usd is None else f"${self.hourly_usd:.2f} an hour"
         if self.known_by != "measured" or self.hourly_usd is None:
             return f"{self.name} ({price})"
@@ -62,7 +64,9 @@ class PlaceView:
 
 @dataclass(frozen=True)
 class SeatView:
-    """A replica id: where its attempt is, or whether one may be launched."""
+    """A replica id as a coordinator knows it: at which place (executor) its attempt is, or whether one may be
+    launched.
+    """
 
     replica_id: int
     place: str = ""  # of its attempt that is alive; empty: none is
@@ -76,7 +80,7 @@ class SeatView:
 
 @dataclass(frozen=True)
 class Limits:
-    """A run's limits. `least` to `most` replicas; `usd_per_hour`: of all machines together, None for no limit."""
+    """Limits for placing: `least` to `most` replicas, and `usd_per_hour` of all machines together (None: no limit)."""
 
     least: int
     most: int
@@ -86,7 +90,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Open:
-    """Decision: launch an attempt of a vacant replica id at a place."""
+    """Decision: launch an attempt of a vacant replica id at a place, one of the run's executors."""
 
     replica_id: int
     place: str
@@ -96,7 +100,7 @@ class Open:
 
 @dataclass(frozen=True)
 class Vacate:
-    """Decision: end an attempt; it publishes what it has trained. Its replica id may then be opened elsewhere."""
+    """Decision: end an attempt, which publishes what it has trained; its replica id may then be launched elsewhere."""
 
     replica_id: int
     why: str
@@ -107,7 +111,7 @@ class Vacate:
 
 @dataclass(frozen=True)
 class Wait:
-    """Decision: nothing."""
+    """Decision: neither launch nor end anything."""
 
     why: str
 
@@ -117,7 +121,7 @@ Decision = Open | Vacate | Wait
 
 @dataclass(frozen=True)
 class PlacesView:
-    """A coordinator's observations of places and replica ids."""
+    """A coordinator's observations of all places (executors) and replica ids, from which it decides where to launch."""
 
     places: Sequence[PlaceView]
     seats: Sequence[SeatView]
@@ -134,12 +138,12 @@ class PlacesView:
 
     @cached_property
     def kept(self) -> Sequence[SeatView]:
-        """The ids with an attempt that is not being ended."""
+        """The replica ids with an attempt that is not being ended."""
         return [each for each in self.seats if each.place and not each.leaving]
 
     @cached_property
     def counted(self) -> Sequence[SeatView]:
-        """Those of `kept` that train or will: all but offers that no machine has taken."""
+        """The replica ids whose attempt trains or will train, without attempts that wait for a machine to join."""
         return [each for each in self.kept if each.trains or not self.is_offer(each)]
 
     def is_offer(self, seat: SeatView) -> bool:
@@ -149,12 +153,12 @@ class PlacesView:
         return self.by_name[seat.place].usd_per_token if seat.place in self.by_name else 0.0
 
     def is_comparable(self, seat: SeatView) -> bool:
-        """Whether the cost per token at an id's place is measured; True for all while none is."""
+        """Whether the cost per token at a replica id's place is measured; True for all ids while none is."""
         known = {each.name for each in self.places if each.known_by == "measured"}
         return not known or seat.place in known
 
     def hourly_usd(self, seat: SeatView) -> float:
-        """US dollars an hour of an id's attempt; 0 for an offer that nobody has taken, and for an unknown place."""
+        """US dollars an hour of a replica id's attempt; 0 if it waits for a machine to join, or if unknown."""
         if seat.place not in self.by_name or (self.is_offer(seat) and not seat.trains):
             return 0.0
         return self.by_name[seat.place].hourly_usd or 0.0
@@ -164,11 +168,11 @@ class PlacesView:
         return math.fsum(self.hourly_usd(each) for each in self.seats if each.place)
 
     def dearest(self, seats: Sequence[SeatView]) -> SeatView:
-        """The id with the highest cost per token; of equals one that waits for a machine, then the highest id."""
+        """Replica id with the highest cost per token; of equals one that waits for a machine, then the highest id."""
         return max(seats, key=lambda each: (self.usd_per_token(each), not each.trains, each.replica_id))
 
     def after(self, decision: Open | Vacate) -> "PlacesView":
-        """The view once the decision is performed."""
+        """The observations as they will be once `decision` is performed."""
         seats = [each for each in self.seats if each.replica_id != decision.replica_id]
         (seat,) = (each for each in self.seats if each.replica_id == decision.replica_id)
         if isinstance(decision, Open):
@@ -184,12 +188,13 @@ class PlacesView:
 
 
 def place(view: PlacesView, now: float, limits: Limits) -> Decision:
-    """The next decision. The caller performs it, and asks again with `view.after(decision)` until nothing is decided.
+    """The next decision where to launch or end an attempt. The caller performs it, and calls again with
+    `view.after(decision)`.
 
-    Never opens what would exceed `usd_per_hour`, nor anything at a place that rests. Beyond `limits.least` replicas it
-    opens only at places that cost no more than a fourth more per token than the cheapest. A move, which ends the work
-    of a machine because another costs less per token, waits for a round's end, for a cost of at most `LESS` times, and
-    for `ROUNDS_BETWEEN_MOVES` rounds since the last one.
+    Never launches what would exceed `usd_per_hour`, nor anything at a place that is paused after refusals. Beyond
+    `limits.least` replicas it launches only at places that cost no more than a fourth more per token than the cheapest.
+    A move, which ends the work of a machine because another costs less per token, waits for a round's end, for a cost
+    of at most `LESS` times, and for `ROUNDS_BETWEEN_MOVES` rounds since the last one.
     """
     why = ""
     for rule in (_too_dear, _too_many, _missing, _waits_too_long, _move, _needless, _offer):
@@ -204,7 +209,7 @@ def place(view: PlacesView, now: float, limits: Limits) -> Decision:
 
 
 def _too_dear(view: PlacesView, now: float, limits: Limits) -> Decision:
-    """End the dearest attempt, if prices have risen above `usd_per_hour`."""
+    """Decision to end the dearest attempt, if prices have risen above `usd_per_hour`; else to wait."""
     rate = math.fsum(map(view.hourly_usd, view.kept))
     paid = [each for each in view.kept if view.hourly_usd(each)]
     if not limits.scales or limits.usd_per_hour is None or rate <= limits.usd_per_hour + _CENT / 100 or not paid:
@@ -214,7 +219,7 @@ def _too_dear(view: PlacesView, now: float, limits: Limits) -> Decision:
 
 
 def _too_many(view: PlacesView, now: float, limits: Limits) -> Decision:
-    """End the attempts beyond a number that a user asked for; and machines that others have made needless."""
+    """Decision to end an attempt beyond the number that a user requested, or a needless one; else to wait."""
     if not limits.scales:
         return Wait("")
     if view.asked is not None:
@@ -234,7 +239,7 @@ def _too_many(view: PlacesView, now: float, limits: Limits) -> Decision:
 
 
 def _needless(view: PlacesView, now: float, limits: Limits) -> Decision:
-    """End the dearest of more than `least` machines, if its tokens cost half as much again as at the cheapest place."""
+    """Decision to end the dearest of more than `least` machines, if a token costs half more than at the cheapest."""
     training = [each for each in view.counted if each.trains]
     if not limits.scales or view.asked is not None or not view.round_ended or len(training) <= limits.least:
         return Wait("")
@@ -249,7 +254,7 @@ def _needless(view: PlacesView, now: float, limits: Limits) -> Decision:
 
 
 def _waits_too_long(view: PlacesView, now: float, limits: Limits) -> Decision:
-    """End an attempt that its place gives no machine, if another place can have it."""
+    """Decision to end an attempt that has waited too long for a machine, if another place (executor) can take it."""
     for seat in view.kept:
         if not seat.waits or view.is_offer(seat) or now < seat.gives_up_at:
             continue
@@ -261,9 +266,9 @@ def _waits_too_long(view: PlacesView, now: float, limits: Limits) -> Decision:
 
 
 def _move(view: PlacesView, now: float, limits: Limits) -> Decision:
-    """Replace the machine that costs the most per token by one of a place that costs a fifth less, or less still.
+    """Decision to replace the machine with the highest cost per token, if another place costs at least a fifth less.
 
-    A place where nobody has trained is tried with one machine if that would be so at `HOPED` times its expected speed.
+    A place where nobody has trained is tried with one machine if it would be so at `HOPED` times its expected speed.
     """
     settled = not any(each.leaving or (each.waits and not view.is_offer(each)) for each in view.seats)
     training = [each for each in view.counted if each.trains and view.hourly_usd(each)]
@@ -284,7 +289,7 @@ def _move(view: PlacesView, now: float, limits: Limits) -> Decision:
 
 
 def _hoped_cost(view: PlacesView, place: PlaceView) -> float:
-    """US dollars per token, for a place where nobody has trained at `HOPED` times its expected speed."""
+    """US dollars per token at a place; `HOPED` times the expected speed is assumed where nobody has trained."""
     tried = any(each.place == place.name for each in view.seats)
     measured = any(each.known_by == "measured" for each in view.places)
     return place.usd_per_token / (1.0 if place.known_by == "measured" or tried or not measured else HOPED)
@@ -298,7 +303,7 @@ def _may_move(view: PlacesView) -> bool:
 
 
 def _missing(view: PlacesView, now: float, limits: Limits) -> Decision:
-    """Open an id where tokens cost least, until as many replicas as are wanted train or start."""
+    """Decision to launch an attempt where tokens cost least, while fewer replicas train or start than are wanted."""
     least = limits.least if view.asked is None else view.asked
     most = limits.most if view.asked is None and limits.usd_per_hour is not None else least
     if len(view.counted) >= most:
@@ -331,7 +336,7 @@ def _missing(view: PlacesView, now: float, limits: Limits) -> Decision:
 
 
 def _instead(view: PlacesView, usable: Sequence[PlaceView], limits: Limits) -> Decision:
-    """End a machine that keeps `least` from being paid for, where two of another place cost less than it does."""
+    """Decision to end a machine that costs more than two elsewhere, if `least` replicas cannot be paid with it."""
     training = [each for each in view.counted if each.trains]
     if not training or not limits.scales or any(each.leaving for each in view.seats):
         return Wait("")
@@ -345,7 +350,7 @@ def _instead(view: PlacesView, usable: Sequence[PlaceView], limits: Limits) -> D
 
 
 def _offer(view: PlacesView, now: float, limits: Limits) -> Decision:
-    """Offer the ids that are left to machines that join."""
+    """Decision to let machines that join (`diloco join`) take the replica ids that no place can launch."""
     most = limits.most if view.asked is None else view.asked
     free = next((each for each in view.seats if each.free), None)
     offering = next((each for each in view.places if each.offers and now >= each.rests_until), None)
@@ -355,10 +360,10 @@ def _offer(view: PlacesView, now: float, limits: Limits) -> Decision:
 
 
 def _worth(view: PlacesView, now: float, mean: float) -> float:
-    """US dollars per token with which places are compared before machines beyond `least` are opened or ended.
+    """US dollars per token to which a place's are compared before it gets a machine beyond `least`, or loses one.
 
-    Those of the cheapest place that may be expected to have machines; where that one has none now, those of the
-    cheapest that has, but at most `mean`.
+    They are those of the cheapest place that is expected to have machines; if it has none now, those of the cheapest
+    one that has, but at most `mean`.
     """
     used = {each.place for each in view.counted if each.trains}
     expected = here = math.inf
@@ -373,9 +378,9 @@ def _worth(view: PlacesView, now: float, mean: float) -> float:
 
 
 def _mean(view: PlacesView, without: SeatView | None = None) -> float:
-    """US dollars per token of the machines that train, all together; 0 if none does. `without`: one that is left out.
+    """US dollars per token of all training machines together; 0 if none trains. `without`: a machine to leave out.
 
-    A machine whose tokens cost less lowers it, and with it what the whole run costs.
+    A machine whose tokens cost less than this lowers it, and with it the cost of the whole run.
     """
     training = [each for each in view.counted if each.trains and each is not without and each.place in view.by_name]
     speed = math.fsum(view.by_name[each.place].tokens_per_s for each in training)
@@ -383,9 +388,9 @@ def _mean(view: PlacesView, without: SeatView | None = None) -> float:
 
 
 def _usable(view: PlacesView, now: float) -> list[PlaceView]:
-    """The places that may have a machine now. One that has refused is tried with one attempt, until it has a machine.
+    """The places that may have a machine now. One that has refused gets one attempt at a time until it has a machine.
 
-    Where machines cost time and never trained, that attempt has to train first.
+    At a place whose machines cost money and never trained, that attempt has to train first.
     """
     wasting = {each.name for each in view.places if each.wastes}
     tried = {each.place for each in view.seats if each.waits or (not each.trains and each.place in wasting)}
@@ -402,9 +407,10 @@ def _usable(view: PlacesView, now: float) -> list[PlaceView]:
 def _affordable(
     view: PlacesView, to: PlaceView, limits: Limits, kept_usd: float = 0.0, instead_of: SeatView | None = None
 ) -> bool:
-    """Whether `usd_per_hour` and `max_cost_usd` pay for one more machine at a place, in the place of `instead_of`.
+    """Whether `usd_per_hour` and `max_cost_usd` pay for one more machine at the place `to`, in the stead of
+    `instead_of`.
 
-    `kept_usd`: US dollars an hour of `usd_per_hour` that are meant for other machines.
+    `kept_usd`: US dollars an hour of `usd_per_hour` that are reserved for other machines.
     """
     rate = view.rate_usd() + (_hourly_usd(to)) - (view.hourly_usd(instead_of) if instead_of else 0.0)
     within = limits.usd_per_hour is None or rate + kept_usd <= limits.usd_per_hour + _CENT / 100
@@ -440,7 +446,7 @@ def _why_not(place: PlaceView) -> str:
 
 
 def _why_nowhere(view: PlacesView, usable: Sequence[PlaceView], limits: Limits, missing: int) -> str:
-    """Reason why no id is opened though more replicas may train; empty if no place has refused any."""
+    """Reason why no attempt is launched though `missing` more replicas may train; empty if no place has refused any."""
     wanting = f"{missing} more replicas are wanted: " if missing else ""
     if not usable:
         resting = [each for each in sorted(view.places, key=_cost) if each.refused_since is not None]
@@ -454,13 +460,13 @@ def _why_nowhere(view: PlacesView, usable: Sequence[PlaceView], limits: Limits, 
 
 
 def speeds(measured: Mapping[str, float], listed: Mapping[str, float | None]) -> dict[str, tuple[float, str]]:
-    """(tokens per second of one replica, where that is from) by the name of each place in `listed`.
+    """(tokens per second of one replica, source of the number) by the name of each place in `listed`.
 
     Args:
         measured: tokens per second where replicas have trained.
-        listed: the figure of a place's GPU in a list, in any unit, or None.
+        listed: the speed of a place's GPU in a list, in any unit, or None.
 
-    A place without a measurement is as fast as its list figure says, in relation to the measured ones ("expected");
+    A place without a measurement is as fast as its listed speed says, in relation to the measured ones ("expected");
     without that, as the median of the others. Before any measurement the unit is that of the list.
     """
     ratios = [measured[name] / figure for name, figure in listed.items() if figure and measured.get(name)]

@@ -66,7 +66,8 @@ class RecordedAttempt:
         return self.handle.handle if self.handle and self.handle.ours else None
 
     def events(self, status: Event | None) -> Iterator[Event]:
-        """The events of these records, in the order in which a running coordinator would have seen them.
+        """The events that follow from this attempt's records, in the order in which a running coordinator would have
+        seen them.
 
         `status`: the event with the provider's status of the attempt; None if it was not polled.
         """
@@ -123,7 +124,7 @@ def read_attempts(
 
 
 def _handle_in(record: Handle | None) -> ReplicaHandle | None:
-    """The handle in a record of an attempt; None, and it is ignored, for one that no executor wrote."""
+    """The handle in a record of an attempt; None for a record that no executor wrote, which is ignored."""
     if record is None:
         return None
     try:
@@ -168,7 +169,7 @@ class RecordEvents:
     def __init__(
         self, records: AttemptRecords, seen: SeenStore, is_ours: IsOurs, config: RunConfig, now: float
     ) -> None:
-        """`seen`: the store that `records` reads from. `now`, here and below: seconds on the coordinator's clock."""
+        """`seen`: the store that `records` reads from. `now`, in every method: seconds on the coordinator's clock."""
         self._records = records
         self._seen = seen
         self._is_ours = is_ours
@@ -199,14 +200,14 @@ class RecordEvents:
                 yield view.who, ended
 
     def with_exits(self, statuses: Iterable[Addressed]) -> Iterator[Addressed]:
-        """The events of `statuses`; an end or unknown status is replaced by the attempt's exit record if any."""
+        """The events `statuses`; an end or unknown status is replaced by the attempt's exit record if there is one."""
         for who, event in statuses:
             said = event.status if isinstance(event, VendorSaid) and event.status.state.ended else None
             ended = self._exit(who, said) if said or isinstance(event, VendorBlind) else None
             yield who, ended or event
 
     def heartbeats(self, views: Iterable[ReplicaView], now: float) -> Iterator[Addressed]:
-        """New heartbeats as events. Each read is a GET: one that has moved is read again only after a pause."""
+        """New heartbeats as events. Each read is a GET, repeated after a pause if the counter has increased."""
         for view in views:
             state, who = view.state, view.who
             if not isinstance(state, Reserved | Launching | Postponed | Running | Unreachable):
@@ -218,7 +219,7 @@ class RecordEvents:
             beat = self._records.heartbeat(*who)
             if beat is None:  # its machine may be waited for, for hours
                 pause_s = max(least_s, min((now - state.since) / 5, _LONGEST_START_S))
-            elif state.beat is not None and state.beat.counter == beat.counter:
+            elif state.beat is not None and state.beat.counter >= beat.counter:
                 pause_s = least_s
             else:
                 pause_s = pace.heartbeats_read_s(self._config, self._seen.round_s)
@@ -234,7 +235,7 @@ class RecordEvents:
 
 
 def _follow_all(view: ReplicaView, events: Iterable[Event], now: float, policy: AttemptPolicy) -> ReplicaView:
-    """Advance a view by past events, as `follow` does, without their effects, which were performed then."""
+    """Advance a replica's view by past events, like `follow`, without the effects, which were performed then."""
     for event in events:
         view, _ = follow(view, event, now, policy)
     return view

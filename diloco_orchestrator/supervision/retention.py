@@ -33,7 +33,7 @@ class RetentionPlan:
 
     @property
     def size(self) -> int:
-        """Bytes of all objects together."""
+        """Total bytes of the objects to delete."""
         return sum(info.size for info in self.objects)
 
 
@@ -72,7 +72,10 @@ def plan(
 
 
 def note_wider(run_log: RunLog, retention: RetentionConfig, by: str, stamp: Stamp) -> None:
-    """Record that `by` deletes payloads of a run whose settings keep them all. Called before anything is deleted."""
+    """Record that `by` deletes payloads of a run whose settings keep them all. Call it before anything is deleted.
+
+    `retention`: the settings for this deletion.
+    """
     if retention.payloads == "needed" and run_log.keeps_payloads:
         Writer(run_log.store, Role.ANYBODY).create(Retention(**stamp(), payloads="needed", by=by))
 
@@ -177,9 +180,10 @@ def _readable(reader: ContributionReader, round_: int, replica_id: int) -> Contr
 def _payloads(
     run_log: RunLog, horizon: int, newest: dict[tuple[int, int], Contribution], after_round: int
 ) -> Iterator[ObjectInfo]:
-    """Payloads and reduced shards of rounds after `after_round` up to `horizon`, without those still needed.
+    """Payloads and averaged shards of rounds after `after_round` up to `horizon`, without those still needed.
 
-    Needed is work that may still be added to a later round.
+    Needed is work that may still be added to a later round: `newest`, each replica's newest contribution of each
+    fragment.
     """
     carried = {(m.round, m.replica_id) for m in newest.values() if not _is_averaged(run_log, m)}
     authors: set[tuple[int, int]] = set()  # of the round that is being listed: its manifests come before its payloads
@@ -259,7 +263,7 @@ class RetentionSweeper:
             self._scores.forget(but=sorted(made.kept_snapshots))
 
     def _fold(self) -> int:
-        """Add the scores of new commits; returns the round of the last one."""
+        """Add the held-out scores in new commits; returns the round of the last one."""
         start = self._log.start()
         if start is None:
             return 0

@@ -32,7 +32,7 @@ GUARD = "guard/"  # before the guard's statistics; each has a second curve, its 
 
 
 class Tracker(Protocol):
-    """An open experiment of a tracker's library."""
+    """An open experiment in an experiment tracker such as TensorBoard."""
 
     def newest(self) -> int:
         """The last round that the experiment had when it was opened; 0 if it is new, or if the library does not say."""

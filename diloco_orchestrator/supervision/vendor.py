@@ -171,14 +171,14 @@ class Vendor:
         return list(zip(whose, map(self._said, statuses), strict=True))
 
     def _said(self, status: ReplicaStatus) -> VendorSaid | VendorBlind:
-        """The event for a status: `VendorBlind` if UNKNOWN, else `VendorSaid` with our credentials redacted."""
+        """Event for a provider's status: `VendorBlind` if UNKNOWN, else `VendorSaid` with our credentials redacted."""
         if status.state is ReplicaState.UNKNOWN:
             return VendorBlind()
         message = self._requests.without_secrets(status.message) if status.message else ""
         return VendorSaid(replace(status, message=message))
 
     def with_last_words(self, events: Iterable[Addressed]) -> Iterator[Addressed]:
-        """The events, in which a failure without exit record has the error from the line that the process printed last.
+        """`events`, where a failure without an exit record gets the error from the exit line that the process printed.
 
         Such a process could not write to the bucket: it was refused there, or its code could not be fetched.
         """

@@ -1,6 +1,6 @@
 """`Attempt`: one launched process of a replica, the objects it works with, and how it claims its attempt number.
 
-What the process does is decided by `run_attempt`.
+`replica.process.run_attempt` decides what the process does.
 """
 
 import functools
@@ -61,7 +61,7 @@ class Attempt:
 
     @functools.cached_property
     def config(self) -> RunConfig:
-        """The configuration of the leg."""
+        """The configuration of the leg (start or resume to stop) in which this attempt trains."""
         return self.log.configs.of(self.begin.leg)
 
     @property
@@ -101,8 +101,7 @@ def claim_attempt(
     background: Background | None = None,
     launched: Launched | None = None,
 ) -> Attempt:
-    """Create the claim of attempt `number` of a replica in the newest leg: the record that makes this process the
-    attempt.
+    """Make this process attempt `number` of a replica in the newest leg, by creating the attempt's claim record.
 
     The coordinator that launched the attempt has created its intent, the record that announces it. `number=None`, for
     replicas that their user starts: the next free number, with an intent of its own. `should_leave`: whether a
@@ -161,10 +160,10 @@ def adopted_attempt(
     background: Background,
     launched: Launched,
 ) -> Attempt:
-    """An attempt that the process above this one has claimed, for a rank of the replica. Writes nothing.
+    """The attempt that the parent process has claimed, for this process, a rank of the replica. Writes nothing.
 
-    `leg`: number of the leg that it was claimed in. `claim_sha256`: of the bytes of its claim. The others as in
-    `claim_attempt`. Raises `ConfigError` if the configuration is another than that process was launched for.
+    `leg`: number of the leg that it was claimed in. `claim_sha256`: digest of its claim record. The other arguments are
+    those of `claim_attempt`. Raises `ConfigError` if the configuration is another than the parent was launched for.
     """
     run_json = read_optional(store, keys.RUN)
     if run_json is not None:
@@ -205,7 +204,7 @@ def _intended(store: Store, replica_id: int, number: int) -> Intent:
 
 
 def _intend_first_free(store: Store, replica_id: int, leg: int, stamp: Stamp) -> Intent:
-    """Create the intent, the record that announces an attempt, of the replica's first number without one."""
+    """Create the record that announces the replica's next attempt, under the first number without one."""
     number = len(AttemptRecords(store).numbers(replica_id))
     created = None
     while created is None:

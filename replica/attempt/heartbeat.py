@@ -1,4 +1,4 @@
-"""The heartbeat of one attempt: its content (`Pulse`), and its writer, which the caller calls at intervals."""
+"""The heartbeat of one attempt: its content (`Pulse`), and its writer, which is called at intervals."""
 
 import logging
 import math
@@ -29,10 +29,11 @@ class Pulse:
 
 
 class HeartbeatWriter:
-    """Overwrites the heartbeat of one attempt with a higher counter, at the first `beat` and whenever one is due.
+    """Overwrites the heartbeat record of one attempt with a higher counter, at the first `beat` and whenever one is
+    due.
 
-    In a run that can be scaled, looks after each heartbeat whether this attempt's id was vacated: a provider may end a
-    process that it cancels at once, and what the process has trained would be lost.
+    In a run that can be scaled, it also checks after each heartbeat whether this attempt's replica id was vacated: a
+    provider may end a process that it cancels at once, and what the process has trained would be lost.
 
     The writer runs in a thread of its own: `stamp` must not be the training thread's.
     """
@@ -52,7 +53,7 @@ class HeartbeatWriter:
         self._skipped = 0  # calls of `beat` since the last heartbeat
 
     def beat(self) -> None:
-        """Write a heartbeat if one is due. Called every `timing.heartbeat_s`.
+        """Write a heartbeat record if one is due. Call it every `timing.heartbeat_s` seconds.
 
         While the length of a round is not known, heartbeats are a quarter of the time since the first call apart, so
         that the start and the first steps are seen as they come.

@@ -49,7 +49,7 @@ class HeldOutGuardCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop again if the guard has fired before: transformers resets the flag ahead of this call."""
+        """Stop the training again if the guard has fired before: transformers resets the flag ahead of this call."""
         if self.guard.should_halt():
             self._act(control, self.guard.last_status)
 

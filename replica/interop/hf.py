@@ -97,7 +97,8 @@ class ReplicaCallback(TrainerCallback):
         self._metric: Literal["loss", "reward"] = in_loop or ("reward" if reward_functions else "loss")
         if self._metric not in SIGN:
             raise ConfigError(unknown_name("in_loop", self._metric, SIGN))
-        check_trainer(trainer, ctx._attempt.config, ctx.ranks)
+        config = ctx._attempt.config
+        check_trainer(trainer, config, ctx.ranks, config.ranks_of(ctx.replica_id) if shard else None)
         adapt_trainer(trainer, ctx.total_steps)
         self.session: ReplicaSession | None = None  # from the beginning of `train` on
         self._trainer = trainer
@@ -142,10 +143,10 @@ class ReplicaCallback(TrainerCallback):
         return self._stream
 
     def _undo_draws(self) -> None:
-        """Restore the random state of the round's end before the next batch is made.
+        """Restore the state of the random generators at the round's end, before the next batch is made.
 
-        A restarted attempt continues from there, without the evaluation, logs and other callbacks that the trainer runs
-        after `on_step_end` and that may have drawn random numbers.
+        A restarted attempt continues from that state, without the evaluation, logs and other callbacks that the trainer
+        runs after `on_step_end` and that may have drawn random numbers.
         """
         if self._chance is not None:
             rng.restore(self._chance)
@@ -190,7 +191,7 @@ class ReplicaCallback(TrainerCallback):
         control.should_training_stop = self._ended
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Report the inner step, and synchronise at a round's end. After the optimizer's and the schedule's step."""
+        """Report the inner step, and synchronise at a round's end, after optimizer and schedule have stepped."""
         assert self.session is not None and self._stream is not None
         seen, tokens = self._observed(), self._count_tokens(state)
         going = self.session.step(
@@ -219,7 +220,6 @@ class ReplicaCallback(TrainerCallback):
 
     @property
     def _ended(self) -> bool:
-        """Whether training is to end: the run has ended or this process is asked to leave."""
         return self.session is not None and (self.session.stopped or self.session.preempted)
 
     def _follow_run(self, schedule: Any) -> None:
@@ -243,7 +243,8 @@ class ReplicaCallback(TrainerCallback):
         return self._taps[-1]
 
     def _observed(self) -> dict[str, float]:
-        """The training metric of the inner step just taken, by name: the sum of its losses, or its rewards' statistics.
+        """The training metric of the inner step just taken, by name: the sum of its losses, or statistics of its
+        rewards.
 
         Empty if no loss was computed or no completion was rewarded in it.
         """

@@ -42,10 +42,10 @@ _END = object()
 
 @dataclass(frozen=True)
 class Deal:
-    """Which batches of a stream, numbered from 0 over all epochs, one rank takes: in turn, `block` rounds at a time.
+    """The batches of a stream, numbered from 0 over all epochs, that one rank takes.
 
-    The `ranks` ranks of a replica take `ranks * block` batches that follow each other, of each `of * block`, behind
-    those of replicas with `before` ranks. Among these the batches go to the ranks one by one. `rank`: this one.
+    Each `of * block` consecutive batches are divided among the replicas: the `ranks` ranks of this one take `ranks *
+    block` of them, after those of replicas with `before` ranks in all, one by one in turn. `rank`: this one.
     """
 
     before: int = 0
@@ -56,7 +56,7 @@ class Deal:
 
     @classmethod
     def over(cls, ranks: Sequence[int], replica_id: int, rank: int = 0, block: int = 1) -> "Deal":
-        """The deal of a rank of a replica. `ranks`: the number of ranks of each replica."""
+        """The assignment of batches to a rank of a replica. `ranks`: the number of ranks of each replica."""
         return cls(sum(ranks[:replica_id]), ranks[replica_id], rank, sum(ranks), block)
 
     def takes(self, index: int) -> bool:
@@ -158,7 +158,7 @@ class LoaderStream:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, which rank 0 of this replica returned. The caller restores the process's random state.
 
-        Where the batches were dealt over another number of ranks, this one goes on behind all that those have taken.
+        Where the batches were dealt over another number of ranks, this rank continues after all those that they took.
         """
         self.epoch, self._taken, self._before = state["epoch"], state["taken"], state["before"]
         deal, cycle = self._deal, self._deal.of * self._deal.block
@@ -209,7 +209,7 @@ class LoaderStream:
 
 
 class _Epochs:
-    """Iterates over one epoch after another; all batches are made, and those of others dropped."""
+    """Iterates over one epoch of a loader after another. All batches are made, and those of other replicas dropped."""
 
     def __init__(
         self, base: Iterable[Any], is_ours: Callable[[int], bool], order: DealtOrder, chance: rng.Apart
@@ -279,7 +279,7 @@ class _MapEpochs(_Epochs):
 
 
 class _Window:
-    """A sampler of a DataLoader, whose iterator of indices is set anew for each epoch."""
+    """A sampler for a DataLoader that yields the indices set for the current epoch."""
 
     def __init__(self) -> None:
         self.indices: Iterator[Any] = iter(())

@@ -1,4 +1,4 @@
-"""`MockManager`: `ObjectStoreManager` for tests of a training loop, with rounds in memory instead of a bucket."""
+"""`MockManager`: an `ObjectStoreManager` for tests of a training loop, with rounds in memory instead of a bucket."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -7,10 +7,12 @@ import torch
 
 from diloco_orchestrator.allreduce.vectors import FlatTensors, Vector, copied
 from diloco_orchestrator.config import OuterConfig
+from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.base import Base, NamedVector
 from diloco_orchestrator.replica.interop.torchft import TorchftManager
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields, Rounds
+from diloco_orchestrator.replica.rounds.participant import OwnValues
 from diloco_orchestrator.replica.rounds.tip import OpenRound
 from diloco_orchestrator.snapshots.layout import ModelFiles
 
@@ -48,8 +50,11 @@ class MockManager(TorchftManager):
         fragments: Sequence[Sequence[str]],
         files: ModelFiles,
         outer: OuterConfig | None,
+        values: OwnValues | None = None,
     ) -> Rounds:
-        """Rounds in memory whose first base holds copies of `parameters`."""
+        """Rounds in memory whose first base holds copies of `parameters`. Raises `ConfigError` for `values`."""
+        if values is not None:
+            raise ConfigError("a MockManager has no rounds for a sharded model, or for several ranks.")
         self._outer = outer or self._outer
         return _RoundsInMemory(
             self._table,
@@ -65,7 +70,7 @@ class MockManager(TorchftManager):
 
 
 class _Table:
-    """Memory shared by the replicas of a group: one barrier, and each replica's published pseudo-gradient."""
+    """The memory shared by the replicas of a `MockManager` group: a barrier, and their published pseudo-gradients."""
 
     def __init__(self, replicas: int) -> None:
         self.barrier = threading.Barrier(replicas)
@@ -73,7 +78,7 @@ class _Table:
 
 
 class _RoundsInMemory:
-    """`Rounds` of one replica in memory: every round waits for every replica, and is applied."""
+    """The rounds of one replica of a `MockManager` group: every round waits for every replica, and is applied."""
 
     def __init__(
         self,

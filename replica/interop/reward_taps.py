@@ -31,11 +31,11 @@ class ListensToRewards(Protocol):
 
     @property
     def in_training(self) -> bool:
-        """Whether completions now belong to training, and not to an evaluation."""
+        """Whether completions generated now belong to training, and not to an evaluation."""
         ...
 
     def new_tap(self, weight: float) -> RewardTap:
-        """A new recorder of one reward function's results, read and emptied after each inner step."""
+        """A new recorder of one reward function's results, emptied after each inner step. `weight`: in the sum."""
         ...
 
 
@@ -74,7 +74,7 @@ def tap(reward_fn: RewardFn, session_of: ListensToRewards, weight: float = 1.0) 
 
 
 def take(taps: Sequence[RewardTap]) -> dict[str, float]:
-    """Mean and standard deviation of the weighted sums of all recorded rewards, which are then emptied.
+    """Mean and standard deviation of the weighted sums of all recorded rewards. The records are emptied.
 
     A completion's sum leaves out functions that returned None for it, as TRL's does; completions without any reward do
     not count. The results are not finite if a reward is not, and empty if there was no completion.

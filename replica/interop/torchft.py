@@ -16,14 +16,18 @@ from diloco_orchestrator.allreduce.vectors import FlatTensors, Vector
 from diloco_orchestrator.clock import Clock, SystemClock, ThreadBackground, random_token
 from diloco_orchestrator.config import OuterConfig, make_config
 from diloco_orchestrator.errors import ConfigError, RoundError
+from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Run
-from diloco_orchestrator.replica.attempt.attempt import Attempt, claim_attempt
+from diloco_orchestrator.replica.attempt.attempt import Attempt, adopted_attempt, claim_attempt
+from diloco_orchestrator.replica.interop.group_ranks import joined_in_group, shares_replica
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields, Rounds
-from diloco_orchestrator.replica.rounds.participant import Participant
+from diloco_orchestrator.replica.rounds.participant import OwnValues, Participant
 from diloco_orchestrator.replica.training.diloco_loop import trainable_parameters
+from diloco_orchestrator.replica.training.exchange import is_sharded
 from diloco_orchestrator.replica.training.fp32_shadow import PseudoGradient
 from diloco_orchestrator.replica.training.fragments import split_fragments
+from diloco_orchestrator.replica.training.ranks import Ranks
 from diloco_orchestrator.run_log.append import join_or_create_run
 from diloco_orchestrator.run_log.run_store import of_run
 from diloco_orchestrator.snapshots.layout import ModelFiles
@@ -44,6 +48,7 @@ class TorchftManager:
     _use_async_quorum = False  # torchft's DiLoCo refuses a manager with asynchronous quorum
 
     def __init__(self) -> None:
+        self.ranks = Ranks.alone()
         self._rounds: Rounds | None = None
         self._trained: frozenset[str] = frozenset()
         # Shapes by parameter name, in the order in which torchft passes tensors.
@@ -64,9 +69,14 @@ class TorchftManager:
 
         `fragments`: the modules that are passed to `DiLoCo`, in that order; by default the whole model is one fragment.
         Frozen parameters keep their values and are not published. Raises `ConfigError` unless every trainable parameter
-        is in exactly one fragment, `ModelMismatch` if the model is not the run's.
+        is in exactly one fragment and whole in this process, `ModelMismatch` if the model is not the run's.
         """
         parameters = trainable_parameters(model)
+        if self.ranks.ranks > 1 or any(map(is_sharded, parameters.values())):
+            raise ConfigError(
+                "torchft's classes average whole parameters of one process; this replica has "
+                f"{self.ranks.ranks} ranks, or a sharded model. Use make_diloco_outer_loop, in every rank."
+            )
         name_of = {id(parameter): name for name, parameter in model.named_parameters()}
         parts = [model] if fragments is None else fragments
         self._fragments = [{name_of.get(id(p), name): p.shape for name, p in part.named_parameters()} for part in parts]
@@ -81,10 +91,14 @@ class TorchftManager:
         fragments: Sequence[Sequence[str]],
         files: ModelFiles,
         outer: OuterConfig | None,
+        values: OwnValues | None = None,
     ) -> Rounds:
-        """Join the rounds with this model; called by `make_diloco_outer_loop`. See `RoundsManager.start`."""
-        self._rounds = rounds = self._join_rounds(parameters, fragments, files, outer)
+        """Join the rounds with a model's `parameters`, for `make_diloco_outer_loop` (`RoundsManager.start`)."""
+        self._rounds = rounds = self._join_rounds(parameters, fragments, files, outer, values)
         return rounds
+
+    def leave(self) -> None:
+        """End the background work of the rounds. Safe to repeat, and before the rounds were joined."""
 
     def _join_rounds(
         self,
@@ -92,11 +106,12 @@ class TorchftManager:
         fragments: Sequence[Sequence[str]],
         files: ModelFiles,
         outer: OuterConfig | None,
+        values: OwnValues | None = None,
     ) -> Rounds:
         raise NotImplementedError
 
     def outer_config(self) -> OuterConfig:
-        """The outer optimizer of the rounds."""
+        """The settings of the outer optimizer of the rounds."""
         raise NotImplementedError
 
     # -- called by torchft ---------------------------------------------------------------------------------------
@@ -126,10 +141,10 @@ class TorchftManager:
         """Does nothing: no other replica reads a live state here; a newcomer rebuilds the base from the bucket."""
 
     def disallow_state_dict_read(self) -> None:
-        """Does nothing, as `allow_state_dict_read`: no other replica reads a live state here."""
+        """Does nothing: no other replica reads a live state here (see `allow_state_dict_read`)."""
 
     def start_quorum(self) -> None:
-        """Begin a synchronisation. Raises `ConfigError` without `attach`, and for LocalSGD without plain averaging."""
+        """Begin a round. Raises `ConfigError` without `attach`, and for LocalSGD without plain averaging."""
         self._attached()
         outer = self.outer_config()
         if self._averages_parameters and (outer.lr != 1.0 or outer.momentum):
@@ -181,7 +196,6 @@ class TorchftManager:
         return self._fragments[self._attached().open.fragment]
 
     def _by_name(self) -> dict[str, torch.Tensor]:
-        """torchft's tensors of trained parameters, by name, in name order."""
         found = dict(zip(self._open_fragment(), self._tensors, strict=True))
         return {name: found[name] for name in sorted(found) if name in self._trained}
 
@@ -196,7 +210,7 @@ class TorchftManager:
         rounds.close_beside_training(lambda: None, keep_average=not self._averages_parameters)
 
     def _close_once(self) -> None:
-        """Close the round at the first `wait()` on one of its tensors, and write the results into all of them."""
+        """Close the round at the first `wait()` on one of its tensors, and write the results into all its tensors."""
         if self._closed is not None:
             return
         rounds, tensors = self._attached(), self._by_name()
@@ -240,7 +254,7 @@ class TorchftManager:
 
 
 class _Work:
-    """The part of `torch.distributed.Work` that torchft uses."""
+    """The part of `torch.distributed.Work` that torchft uses, for one tensor of a round."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
@@ -252,7 +266,6 @@ class _Work:
 
 
 def _fp32(tensor: torch.Tensor) -> torch.Tensor:
-    """A float32 copy of the tensor, because torchft may change it while the copy is published in the background."""
     return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
 
 
@@ -264,10 +277,11 @@ def _leave(participant: "weakref.ref[Participant]") -> None:
 
 
 class ObjectStoreManager(TorchftManager):
-    """Takes part in the rounds of a run in a bucket, as torchft's manager or for our own loop. Made by `join`."""
+    """Takes part in the rounds of a run in a bucket, as torchft's manager or for our loop. Create it with `join`."""
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: Attempt, ranks: Ranks | None = None) -> None:
         super().__init__()
+        self.ranks = ranks or self.ranks
         self._attempt = attempt
         self._participant: Participant | None = None
 
@@ -289,7 +303,9 @@ class ObjectStoreManager(TorchftManager):
     ) -> "ObjectStoreManager":
         """Take part in the run at `uri`; the first replica to arrive creates it with these settings.
 
-        A process that joins again with the same `replica_id` is that replica's next attempt.
+        A process that joins again with the same `replica_id` is that replica's next attempt. Where torch's default
+        process group exists, as under torchrun, and all its processes join with one `replica_id`, they are the ranks of
+        that replica, which train one model together.
 
         Args:
             rounds: number of outer steps of the run.
@@ -299,6 +315,7 @@ class ObjectStoreManager(TorchftManager):
             storage_options: credentials and endpoint as s3fs spells them.
 
         Raises:
+            ConfigError: processes of one group join with other ids, of which some are equal.
             RunFolderTaken: the folder holds a run with another configuration.
         """
         clock = clock or SystemClock()
@@ -316,9 +333,19 @@ class ObjectStoreManager(TorchftManager):
                 "snapshot_every": snapshot_every,
             }
         )
-        run = Run(**stamp(), run_id="library", config=config, package_version="library")
-        join_or_create_run(store, run, by=f"replica {replica_id}", stamp=stamp)
-        return cls(claim_attempt(store, replica_id, None, clock, stamp, background=ThreadBackground()))
+
+        def claimed() -> Attempt:
+            run = Run(**stamp(), run_id="library", config=config, package_version="library")
+            join_or_create_run(store, run, by=f"replica {replica_id}", stamp=stamp)
+            return claim_attempt(store, replica_id, None, clock, stamp, background=ThreadBackground())
+
+        def adopted(number: int, leg: int, claim_sha256: str, launched: Launched) -> Attempt:
+            given = clock, stamp, lambda: False, ThreadBackground(), launched
+            return adopted_attempt(store, replica_id, number, leg, claim_sha256, *given)
+
+        if not shares_replica(replica_id):
+            return cls(claimed())
+        return cls(*joined_in_group(claimed, adopted, config.retry.hung_after_s))
 
     @property
     def participant(self) -> Participant:
@@ -327,12 +354,17 @@ class ObjectStoreManager(TorchftManager):
         assert self._participant is not None
         return self._participant
 
+    def leave(self) -> None:
+        if self._participant is not None:
+            self._participant.leave()
+
     def _join_rounds(
         self,
         parameters: Mapping[str, torch.Tensor],
         fragments: Sequence[Sequence[str]],
         files: ModelFiles,
         outer: OuterConfig | None,
+        values: OwnValues | None = None,
     ) -> Rounds:
         """Agree on the first base with the other replicas and rebuild the newest base from the bucket."""
         if outer is not None and outer != self.outer_config():
@@ -340,7 +372,7 @@ class ObjectStoreManager(TorchftManager):
                 f"outer={outer!r} is not the run's ({self.outer_config()!r}); a run has one outer optimizer. "
                 "Leave it out."
             )
-        self._participant = participant = Participant.join(self._attempt, parameters, fragments, files)
+        self._participant = participant = Participant.join(self._attempt, parameters, fragments, files, values=values)
         participant.buffers.resume()
         atexit.register(_leave, weakref.ref(participant))
         return participant

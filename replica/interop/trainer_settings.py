@@ -13,10 +13,10 @@ from diloco_orchestrator.errors import ConfigError
 log = logging.getLogger(__name__)
 
 
-def check_trainer(trainer: Any, config: RunConfig, ranks: int = 1) -> None:
+def check_trainer(trainer: Any, config: RunConfig, ranks: int = 1, said: int | None = None) -> None:
     """Raise `ConfigError`, naming setting, value and remedy, for a trainer that cannot be a replica.
 
-    `ranks`: processes of the replica.
+    `ranks`: processes of the replica. `said`: number of ranks in the run's configuration, if batches are dealt by it.
     """
     args = trainer.args
     check_not_trained(trainer.state.global_step)
@@ -26,6 +26,12 @@ def check_trainer(trainer: Any, config: RunConfig, ranks: int = 1) -> None:
             "TrainingArguments(deepspeed=...) out; with several ranks, fsdp=True shards the model."
         )
     _check_processes(trainer, ranks)
+    if said not in (None, ranks):
+        raise ConfigError(
+            f"this machine joined with --ranks {ranks}, and the run's configuration says {said}, by which batches are "
+            "dealt over all ranks. Join without --ranks, set ranks_per_replica, or give each replica its own data and "
+            "shard=False."
+        )
     if args.n_gpu > 1:
         raise ConfigError(
             f"the trainer sees {args.n_gpu} GPUs (n_gpu={args.n_gpu}) and would split batches over them: a replica has "

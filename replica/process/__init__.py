@@ -1,1 +1,1 @@
-"""The process around the training function: one attempt from claim to exit record, or one round trained again."""
+"""The process around the training function: one attempt from claim to exit record, or one round's training repeated."""

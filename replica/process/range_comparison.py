@@ -1,6 +1,6 @@
-"""Compares a range (one replica's training in one round) trained again with the one in the bucket: bits and distances.
+"""Compares one replica's training in one round, repeated for an audit, with the recorded one: bits and distances.
 
-`inspection.audit` judges the differences.
+Such a training is called a range. `inspection.audit` judges the differences.
 """
 
 import math
@@ -41,11 +41,11 @@ def compare(
     output: Path,
     earlier: Path | None,
 ) -> RerunResult:
-    """Compare a range (one replica's training in one round) trained again with the one that the bucket `store` holds.
+    """Compare one replica's repeated training in one round with the one that the bucket `store` holds.
 
-    `recorded`, `found`: manifests in `store` and in `written`, the store of the re-run. `before`: the contribution from
-    whose state the range begins; None at the run's start. `output`: folder into which the new payload is written;
-    `earlier`: such a folder of an earlier re-run; None for the first.
+    `recorded`, `found`: manifests in `store` and in `written`, the store of the repetition. `before`: the contribution
+    from whose state the training begins; None at the run's start. `output`: folder into which the new payload is
+    written; `earlier`: such a folder of an earlier repetition; None for the first.
     """
     if found.payload is None:
         return RerunResult(differing=("payload",), follows=before.round if before else 0)
@@ -81,7 +81,10 @@ def is_of_an_earlier_order(found: Contribution, recorded: Sequence[Contribution]
 
 
 def _facts(recorded: Contribution, found: Contribution) -> Mapping[str, tuple[Any, Any]]:
-    """Each fact in `EXACT` and `SAME_CLASS`, by name, with its value in the recorded and in the new manifest."""
+    """The values that a repeated training must have equal to the recorded ones, by name: (recorded, new).
+
+    They are the facts in `EXACT` and `SAME_CLASS`, from the manifests `recorded` and `found`.
+    """
 
     def of(manifest: Contribution) -> dict[str, Any]:
         progress = manifest.progress
@@ -167,7 +170,7 @@ def _ratio(apart: float, norm: float) -> float:
 
 
 def _state_distance(store: Store, written: Store, recorded: Contribution, found: Contribution) -> float | None:
-    """The largest relative distance of a tensor between the recorded and the new saved state.
+    """The largest relative distance of a tensor between the recorded saved training state and that of the repetition.
 
     Infinite if their structures or shapes differ; None if a manifest names no state or the recorded one is unreadable.
     """

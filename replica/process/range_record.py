@@ -1,7 +1,7 @@
-"""`RangeRecord`: the state in the bucket from which a range began, and whether its training can be repeated from it.
+"""`RangeRecord`: the recorded state from which one replica's training in one round (a range) can be repeated.
 
-A restarted attempt continues from its replica's newest manifest and saved state, and so does a re-run. State that an
-attempt had in memory only cannot be repeated.
+A restarted attempt continues from its replica's newest manifest and saved state, and so does a repetition. State that
+an attempt had in memory only cannot be repeated.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from diloco_orchestrator.snapshots.saved_state import read_state
 
 @dataclass(frozen=True)
 class RangeRecord:
-    """The recorded state before a range (one replica's training in one round). `manifest`: of its contribution."""
+    """The recorded state before one replica's training in one round. `manifest`: of the contribution it made."""
 
     run_log: RunLog
     manifest: Contribution
@@ -27,7 +27,7 @@ class RangeRecord:
         return self.run_log.configs.of(self.manifest.leg).fragment_sync_delay
 
     def delta_before(self) -> Contribution | None:
-        """The contribution from whose saved state the range (one replica's round) begins; None at the start.
+        """The contribution from whose saved state the replica's training in this round begins; None at the start.
 
         It is the one that a restarted attempt continues from (`newest_delta` of its history), unless replicas' base
         digests disagree.
@@ -39,9 +39,9 @@ class RangeRecord:
         return None
 
     def steps_in_round(self) -> int:
-        """Number of the range's inner steps that its author took after the round had opened.
+        """Number of the contribution's inner steps that its author took after the round had opened.
 
-        With a delay of d steps the range's first d steps were taken before: after the author had published its
+        With a sync delay of d steps its first d steps were taken before: after the author had published its
         contribution to the round before, while that round was not closed.
         """
         before = self.delta_before()
@@ -58,7 +58,7 @@ class RangeRecord:
         return self._why_no_state() or (self._why_not_with_delay() if self.delay else "")
 
     def why_lost(self) -> str:
-        """The object from which the range begins that was deleted or replaced by somebody; empty if there is none.
+        """The object from which the training begins, if somebody deleted or replaced it, with the reason; else empty.
 
         The log has the saved state's digest. If the object has another, or is gone though the run keeps all states,
         retention is not the cause.
@@ -90,13 +90,14 @@ class RangeRecord:
         return ""
 
     def _why_not_with_delay(self) -> str:
-        """Reason why, with `fragment_sync_delay` d > 0, a re-run may train other steps than the author did, or empty.
+        """Reason why, with `fragment_sync_delay` d > 0, a repetition may train other steps than the author did; or
+        empty.
 
-        The range is one replica's training in one round. Its first d steps may be taken before the round opens, between
-        publishing a contribution to the round before and that round's end. A re-run continues from the bucket, as a
-        restarted attempt does, and takes these d steps after any contribution to the round before, but after no other
-        response. An author that was not restarted takes them after a contribution of all steps that a round publishes,
-        not after a partial one (published with fewer steps); after other responses no record says whether it did.
+        The first d steps of a round may be taken before it opens, between publishing a contribution to the round before
+        and that round's end. A repetition continues from the bucket, as a restarted attempt does, and takes these d
+        steps after any contribution to the round before, but after no other response. An author that was not restarted
+        takes them after a contribution of all steps that a round publishes, not after a partial one (published with
+        fewer steps); after other responses no record says whether it did.
         """
         response = next((each for each in map(self._of, self._rounds_before()) if each and each.progress), None)
         if response is None or response.attempt != self.manifest.attempt:
@@ -116,7 +117,7 @@ class RangeRecord:
         return self.run_log.begin_of(self.manifest.leg).record
 
     def _rounds_before(self) -> range:
-        """The rounds since the last start or resume before the range's own, newest first."""
+        """The rounds since the last start or resume before this one, newest first."""
         return range(self.manifest.round - 1, self._begin.after_round, -1)
 
     def _of(self, round_: int) -> Contribution | None:

@@ -1,4 +1,4 @@
-"""`python -m diloco_orchestrator.replica.process.rank`: the process of one rank of a replica of many.
+"""`python -m diloco_orchestrator.replica.process.rank`: the process of one rank, in a replica of several processes.
 
 `rank_processes` starts it, in the process that has claimed the attempt, and reads its output and its events: one JSON
 line a second as a sign of life, and how the rank ended. The rank dies with the process that started it.
@@ -41,7 +41,7 @@ _PARENT_DIED = 1  # PR_SET_PDEATHSIG
 
 @dataclass(frozen=True)
 class RankPlace:
-    """The arguments of a rank from the process above: its place among the others, and where its events go."""
+    """The arguments of a rank from its parent process: its number, the other ranks, and where its events go."""
 
     rank: int
     ranks: int
@@ -61,17 +61,17 @@ class RankPlace:
 
 
 class Events:
-    """Sends JSON lines to the process above, from any thread: signs of life with the pulse, and the ending."""
+    """Sends JSON lines to the parent process, from any thread: signs of life with training progress, and the ending."""
 
     def __init__(self, descriptor: int) -> None:
         self._file = os.fdopen(descriptor, "wb", buffering=0)
 
     def alive(self, pulse: Any) -> None:
-        """Send a sign of life. `pulse`: the `Pulse` of the attempt."""
+        """Send a sign of life to the parent process. `pulse`: the content of the attempt's next heartbeat."""
         self._send({"pulse": asdict(pulse)})
 
     def ended(self, ending: Ending) -> None:
-        """Send how this rank ended."""
+        """Send to the parent process how this rank ended."""
         self._send({"ending": {"code": ending.code, "reason": ending.reason, "error": ending.error}})
 
     def _send(self, event: Mapping[str, Any]) -> None:
@@ -82,7 +82,7 @@ class Events:
 
 
 def main() -> int:
-    """Train as the rank that the command line names, send how that ended, and return the exit code."""
+    """Train as the rank that the command line names, report the ending to the parent, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m diloco_orchestrator.replica.process.rank")
     parser.add_argument("--store", required=True)
     parser.add_argument("--replica-id", type=int, required=True)
@@ -144,10 +144,10 @@ def _train(
 
 
 def _joined(place: RankPlace, **own: object) -> Any:
-    """Make the process group of the replica's ranks, torch's default one, and return this process's `Ranks`.
+    """Join torch's default process group, that of the replica's ranks, and return this process's `Ranks`.
 
-    `own`: what every rank has of its own under a name.
-    Raises `ConfigError` if this machine has GPUs, but fewer than ranks.
+    `own`: objects of which every rank has its own, by name. Raises `ConfigError` if this machine has GPUs, but fewer
+    than ranks.
     """
     # Imported late: what comes before, such as a refused configuration, needs no torch.
     import torch

@@ -1,7 +1,7 @@
 """`RankProcesses`: the ranks of one replica as child processes, started, watched and ended together.
 
-The process of a replica of many ranks trains nothing itself. It holds the claim, writes heartbeat, output and exit
-record, and so outlives any rank that is killed. No rank is restarted: when one fails, all end, and so does the attempt.
+The parent process trains nothing itself. It holds the attempt's claim, writes heartbeat, output and exit record, and so
+outlives any rank that is killed. No rank is restarted: when one fails, all end, and so does the attempt.
 """
 
 import json
@@ -42,7 +42,7 @@ _OF_A_COLLECTIVE = ("Timed out waiting", "Connection closed by peer", "Connectio
 
 @dataclass
 class RankState:
-    """The state of one rank, as the process above knows it."""
+    """The state of one rank of a replica, as its parent process knows it."""
 
     number: int
     ending: Ending | None = None  # as it reported itself
@@ -50,7 +50,7 @@ class RankState:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended other than a finished or preempted rank does."""
+        """Whether the rank ended otherwise than a finished or preempted rank does."""
         if self.ending is not None:
             return self.ending.code not in (EXIT_DONE, EXIT_PREEMPTED)
         return self.died is not None
@@ -58,7 +58,7 @@ class RankState:
 
 @dataclass(kw_only=True)
 class _Rank(RankState):
-    """One rank's process."""
+    """One rank's child process and what its parent has read from it."""
 
     process: subprocess.Popen[bytes]
     heard_at: float  # last sign of life
@@ -70,6 +70,7 @@ class RankProcesses:
     """Starts the ranks of an attempt and watches them until all have ended.
 
     Args:
+        ranks: their number.
         arguments: of this process: store, replica, attempt and digests, which every rank gets too.
         should_leave: whether this process was asked to leave; rank 0 is then asked, and signals the others.
     """
@@ -77,6 +78,7 @@ class RankProcesses:
     def __init__(
         self,
         attempt: Attempt,
+        ranks: int,
         arguments: Sequence[str],
         environ: Mapping[str, str],
         clock: Clock,
@@ -87,7 +89,7 @@ class RankProcesses:
         self._environ = environ
         self._clock = clock
         self._should_leave = should_leave
-        self._count = attempt.config.ranks_of(attempt.replica_id)
+        self._count = ranks
         self._timeout_s = attempt.config.retry.hung_after_s
         self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
@@ -95,6 +97,13 @@ class RankProcesses:
 
     def run(self) -> Ending:
         """Start the ranks, and return how the attempt ended once none of them lives."""
+        config, replica_id = self._attempt.config, self._attempt.replica_id
+        if self._count != (said := config.ranks_of(replica_id)) and config.weights == "uniform":
+            log.warning(
+                "this machine trains replica %d with %d ranks, and the run's configuration says %d: its contributions "
+                'count like those of others, however many tokens they are of (weights="uniform")',
+                *(replica_id, self._count, said),
+            )
         with tempfile.TemporaryDirectory(prefix="diloco-ranks-") as folder:
             try:
                 for number in range(self._count):
@@ -151,7 +160,7 @@ class RankProcesses:
         return self._clock.now() - rank.heard_at
 
     def _look(self, seconds: float) -> None:
-        """Read output and events of the ranks, waiting up to `seconds` for something; note which have ended."""
+        """Read output and events of the ranks, waiting up to `seconds` for some; record which ranks have ended."""
         for key, _ in self._selector.select(seconds):
             rank, name = key.data
             self._read(key.fileobj, rank, name)  # type: ignore[arg-type]
@@ -161,7 +170,7 @@ class RankProcesses:
                 rank.died = rank.process.returncode
 
     def _read(self, stream: IO[bytes], rank: _Rank, name: str) -> bool:
-        """Read once from a stream of a rank. Returns whether there was something, and may be more."""
+        """Read once from a stream of a rank. Returns whether there was data, so that more may follow."""
         data = stream.read(1 << 16)
         if data is None:  # nothing there
             return False
@@ -180,7 +189,7 @@ class RankProcesses:
         return bool(data)
 
     def _read_rest(self, rank: _Rank) -> None:
-        """Read what a process that has ended left in its pipes; a child of it may hold them open."""
+        """Read what a rank that has ended left in its pipes, which a child of it may still hold open."""
         for key in list(self._selector.get_map().values()):
             owner, name = key.data
             while owner is rank and self._read(key.fileobj, rank, name):  # type: ignore[arg-type]
@@ -226,7 +235,7 @@ class RankProcesses:
 
 
 def ending_of(ranks: Sequence[RankState], silent: Sequence[RankState], timeout_s: float) -> Ending:
-    """The ending of an attempt of which a rank has failed, named after the rank whose failure explains the others'.
+    """The ending of an attempt in which a rank has failed, named after the rank whose failure explains the others'.
 
     A process that died or fell silent comes before an error, an error that a relaunch would repeat before another, and
     any error before those of collectives, which end when another rank is gone. `silent`: ranks without a sign of life
@@ -250,7 +259,7 @@ def ending_of(ranks: Sequence[RankState], silent: Sequence[RankState], timeout_s
 
 
 def _environment(environ: Mapping[str, str], number: int, count: int) -> dict[str, str]:
-    """The environment of a rank: torch's variables for its place, its share of the threads, and this process's path."""
+    """The environment of rank `number` of `count`: torch's variables, its share of the threads, and the import path."""
     threads = {"OMP_NUM_THREADS": str(max(1, int(given) // count))} if (given := environ.get("OMP_NUM_THREADS")) else {}
     return {
         "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on this machine, whose own name may not resolve

@@ -1,4 +1,5 @@
-"""`python -m diloco_orchestrator.replica.process.rerun_range`: trains one replica's round again, for an audit.
+"""`python -m diloco_orchestrator.replica.process.rerun_range`: repeats one replica's training in one round, for an
+audit.
 
 The training function runs unchanged, in a replica's normal attempt, on the bucket as it was then (`PointInTimeView`).
 The attempt restores cursor, random state and optimizer from the manifest and state before the round, as a restarted one
@@ -37,7 +38,7 @@ _WRITE_ID = "audit"
 
 
 class RangePublished(BaseException):
-    """Ends the training function of an audit once the range (one round's training) is done and its manifest written."""
+    """Raised to end the training function of an audit once the round's training is done and its manifest written."""
 
 
 def rerun(
@@ -51,10 +52,10 @@ def rerun(
 ) -> RerunResult:
     """Repeat the training from which `manifest` came, in this process, and compare the result with it.
 
-    `load`: "module:function" -> the user's training function. `output`: folder for the new payload; `earlier`: that
-    folder of an earlier re-run, to measure the noise between two re-runs. `launched`: digests that the configuration
-    must have, else raises `ConfigError`; None: not checked. If the state that training begins from is gone or changed,
-    or training cannot be repeated from it, the result says so and nothing is trained.
+    `load`: returns the user's training function named "module:function". `output`: folder for the new payload;
+    `earlier`: that folder of an earlier repetition, to measure the noise between two. `launched`: digests that the
+    configuration must have, else raises `ConfigError`; None: not checked. If the state that training begins from is
+    gone or changed, or training cannot be repeated from it, the result says so and nothing is trained.
     """
     replica_id, round_ = manifest.replica_id, manifest.round
     ours = keys.contribution(round_, replica_id)
@@ -117,7 +118,7 @@ def rerun(
 
 
 def _know_the_claim(past: RunLog, whole: RunLog, begin: Begin, round_: int) -> None:
-    """Pass `past`, a log that ends before round `round_`, the base digest that the round's commit in `whole` names.
+    """Give `past`, a log that ends before round `round_`, the base digest that the round's commit in `whole` names.
 
     Does nothing if there is no such commit or it names no base. `begin`: the start or resume before the round.
     """
@@ -130,7 +131,7 @@ def _know_the_claim(past: RunLog, whole: RunLog, begin: Begin, round_: int) -> N
 
 
 def main() -> None:
-    """Train the range (one replica's round) that the command line names again; write the comparison into a folder."""
+    """Repeat one replica's training in the round named on the command line; write the comparison into a folder."""
     parser = argparse.ArgumentParser(prog="python -m diloco_orchestrator.replica.process.rerun_range")
     parser.add_argument("--store", required=True, help="the run's folder")
     parser.add_argument("--replica-id", type=int, required=True)

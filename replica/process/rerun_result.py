@@ -1,4 +1,4 @@
-"""`RerunResult`: what the process that trains one replica's round again reports to the process that audits a run."""
+"""`RerunResult`: what the process that repeats one replica's training in one round reports to the auditing process."""
 
 import json
 from dataclasses import asdict, dataclass

@@ -50,7 +50,7 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.replica.attempt.attempt import Attempt, claim_attempt
 from diloco_orchestrator.replica.attempt.heartbeat import HeartbeatWriter
-from diloco_orchestrator.run_log.run_store import of_run
+from diloco_orchestrator.run_log.run_store import KEY_VARIABLES, of_run
 from diloco_orchestrator.store.open_store import LASTING, open_store
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class LeavingNotice:
     def interrupt_if(self, is_unheard: Callable[[], bool]) -> None:
         """Make SIGTERM raise `Preempted` in the main thread if `is_unheard()`, which is called when the signal arrives.
 
-        It returns True while the training function does not poll this object and would miss the notice.
+        `is_unheard` returns True while the training function does not poll this object and would miss the notice.
         """
         self._is_unheard = is_unheard
 
@@ -120,7 +120,7 @@ class LeavingNotice:
             raise Preempted("asked to leave; the training loop had taken no step and no batch, so nothing is lost.")
 
 
-def _refuse_ranks(attempt: Attempt) -> Ending:
+def _refuse_ranks(attempt: Attempt, ranks: int) -> Ending:
     raise ConfigError(f"replica {attempt.replica_id} has several ranks, which this process does not start.")
 
 
@@ -137,10 +137,11 @@ def run_attempt(
     load_libraries: Callable[[], None],
     load_entrypoint: LoadEntrypoint,
     interrupt_if: InterruptIf = lambda _: None,
-    train_in_ranks: Callable[[Attempt], Ending] = _refuse_ranks,
+    ranks: int | None = None,
+    train_in_ranks: Callable[[Attempt, int], Ending] = _refuse_ranks,
     dump_stacks_after: Callable[[float], None] = lambda _: None,
 ) -> Ending:
-    """Claim attempt `number` of a replica, train, and write its exit record. Returns how it ended.
+    """Claim attempt `number` of a replica, train, and write its exit record. Returns how the attempt ended.
 
     Args:
         url: the run's folder.
@@ -148,9 +149,10 @@ def run_attempt(
         environ: this process's environment, with storage options and names of secrets.
         should_leave: whether a preemption notice has come.
         load_libraries: imports what training needs, in this thread, while the attempt is claimed in the background.
-        load_entrypoint: "module:function" -> the user's training function.
+        load_entrypoint: returns the user's training function named "module:function".
         interrupt_if: `LeavingNotice.interrupt_if` of that notice; called before and after training.
-        train_in_ranks: trains in other processes, for a replica of many ranks.
+        ranks: number of ranks of the replica on this machine; None: that of the configuration.
+        train_in_ranks: trains in so many other processes, for a replica of several ranks.
         dump_stacks_after: called before every heartbeat with a number of seconds: if they pass without another call, so
             that heartbeats have ceased, it has to print the stacks of all threads.
 
@@ -189,8 +191,9 @@ def run_attempt(
         except Exception as error:  # of any kind: without a claim there is no attempt to write records for
             return _unclaimed(error, environ)
         ending = joined.ended or not_loaded
-        if ending is None and joined.attempt.config.ranks_of(replica_id) > 1:
-            ending = caught(lambda: train_in_ranks(joined.attempt))
+        count = joined.attempt.config.ranks_of(replica_id) if ranks is None else ranks
+        if ending is None and count > 1:
+            ending = caught(lambda: train_in_ranks(joined.attempt, count))
             assert ending is not None, "training has an ending"
         elif ending is None:
             ending = call_entrypoint(joined.attempt, load_entrypoint, interrupt_if)
@@ -205,7 +208,7 @@ def run_attempt(
 
 
 def _unclaimed(error: Exception, environ: Mapping[str, str]) -> Ending:
-    """The `Ending` for the current error, because of which the attempt could not be claimed; prints it.
+    """The ending of an attempt that could not be claimed because of `error`, the current error; prints it.
 
     An error about store or settings is one line, because its text has the remedy; others are a traceback.
     """
@@ -217,7 +220,7 @@ def _unclaimed(error: Exception, environ: Mapping[str, str]) -> Ending:
 
 @dataclass(frozen=True)
 class _Joined:
-    """An attempt that this process has claimed, its running heartbeat, and how it ended if the run is over already."""
+    """An attempt that this process has claimed, its running heartbeat, and how it ended if the run is over."""
 
     attempt: Attempt
     heartbeat: Periodic
@@ -252,7 +255,7 @@ def call_entrypoint(
 ) -> Ending:
     """Load and call the user's training function. Raises nothing: every error becomes an `Ending`.
 
-    `ranks`: the `Ranks` of this process in a replica of many; None in a replica of one.
+    `ranks`: this process's place in a replica of several processes (`Ranks`); None in a replica of one.
     """
     try:
         return _train_or_raise(attempt, load_entrypoint, interrupt_if, ranks)
@@ -266,7 +269,6 @@ def call_entrypoint(
 
 
 def _ending_of(error: BaseException) -> Ending:
-    """The `Ending` for the error being handled."""
     row = _row_of(error)
     if row is None:
         return Ending(EXIT_ERROR, type(error).__name__, traceback.format_exc())
@@ -358,7 +360,7 @@ def configure_logging(replica_id: int, number: int) -> None:
 
 
 def load_training_libraries(environ: Mapping[str, str]) -> None:
-    """Import torch and the training loop, and fix torch's threads at OMP_NUM_THREADS, on which bits depend."""
+    """Import torch and the training loop; set torch's threads to OMP_NUM_THREADS, on which bits depend."""
     # The collector would traverse what an import has made again and again, a sixth of the CPU time of importing torch
     # and making the first optimizer. What is imported stays: no later collection need traverse it either.
     gc.disable()
@@ -374,22 +376,29 @@ def load_training_libraries(environ: Mapping[str, str]) -> None:
 
 
 def process_environment() -> Mapping[str, str]:
-    """A copy of the environment, read once at process entry."""
-    return dict(os.environ)
+    """A copy of the environment, read once at process entry. Private keys of a signed run are removed from the
+    original.
+
+    So neither training nor the processes that it starts inherit them.
+    """
+    environ = dict(os.environ)
+    for name in KEY_VARIABLES:
+        os.environ.pop(name, None)
+    return environ
 
 
 TAIL_CHARACTERS = 65_536
 
 
 class OutputTail:
-    """While entered as a context, records text printed through sys.stdout and sys.stderr; `text()` returns its end."""
+    """The end of this process's output: while entered as a context, text printed through sys.stdout and sys.stderr."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
         self._size = 0
 
     def add(self, text: str) -> None:
-        """Append printed text; older text is dropped."""
+        """Append printed text; the oldest text is dropped beyond the limit."""
         self._pieces.append(text)
         self._size += len(text)
         if self._size > 2 * TAIL_CHARACTERS:

@@ -1,6 +1,6 @@
-"""`averages_of`: the average of each payload shard that a commit gives, by scatter-reduce among the round's replicas.
+"""`averages_of`: the average of each payload shard that a commit determines, by scatter-reduce among the replicas.
 
-Reduced shards are a cache: the bits are those of averages from all payloads (invariant I11).
+Averages that others published are only a cache: the bits are those of averages from all payloads (invariant I11).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -46,19 +46,20 @@ def averages_of(
     pause_s: float,
     distrusted: Collection[int],
 ) -> Averages:
-    """The average of each shard, of which this replica makes those dealt to it and one more.
+    """The average of each shard. This replica computes the shards assigned to it and one more from the payloads.
 
-    Others are read where owner and checker agree on their bytes, and made from the payloads where they do not or one is
-    missing after some seconds. Safe to repeat. Raises `PayloadCorrupt` for a payload that cannot be read.
+    Others are read where owner and checker agree on their bytes, and computed from the payloads where they do not or
+    one is missing after some seconds. Safe to repeat. Raises `PayloadCorrupt` for a payload that cannot be read.
 
     Args:
+        dealing: assigns shards to replicas.
         named: (manifest, weight) of the contributions that the commit averages.
         codec: that the average passes through, as the commit names it; None: it is fp32 as summed.
         base: has the shards of the averages, and their owners.
-        fragment: index of the one that is averaged.
+        fragment: index of the fragment that is averaged.
         read: (manifest, shard index) -> verified bytes.
         pause_s: the longest pause of a waiting replica, after which every one has read the commit.
-        distrusted: replicas of which no average is used.
+        distrusted: replicas whose averages are not used.
     """
     owners, numel = base.owners, base.numel(base.fragments[fragment])
     averages = owners.make(room, numel, base.shard_numel, "the average", owners, fragment)
@@ -80,7 +81,8 @@ def averages_of(
 
 
 def digest_of_average(attempt: Attempt, commit: Commit, index: int, lengths: Sequence[int]) -> BulkDigest:
-    """Digest of the average of one shard that a commit gives, encoded as reduced shards are, made from the payloads.
+    """Digest of the average of one shard that a commit determines, computed from the payloads and encoded as published
+    ones.
 
     Raises `PayloadCorrupt` for a payload that is damaged or deleted, `RecordInvalid` or `ObjectMissing` for a manifest.
     """

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class BaseClaims:
-    """Hashes one replica's base, compares the digests that others' manifests claim, and rebuilds a wrong base."""
+    """Compares the digest of this replica's base with those in others' manifests, and rebuilds a wrong base."""
 
     def __init__(self, attempt: Attempt, tip: HeldTip, requests: ReuploadRequests) -> None:
         self.rebuilt_after = tip.position.round  # the commit up to which the base was last rebuilt
@@ -59,7 +59,7 @@ class BaseClaims:
         return self._digest
 
     def note(self) -> None:
-        """Keep the digest of the base, which the caller is about to change in place by an outer step, for `is_right`.
+        """Keep the digest of the base for `is_right`. Call it before an outer step changes the base in place.
 
         The digest of the changed base is computed when it is next needed, so an interrupted step shows in it.
         """
@@ -72,7 +72,7 @@ class BaseClaims:
 
     @property
     def is_verified(self) -> bool:
-        """Whether this base, with these bits, was compared with a rebuild of it; False if a bit has flipped since."""
+        """Whether the base was compared with a rebuild of it; False if a bit of it has flipped since."""
         return self._verified == self.digest
 
     # -- claims about closed rounds ------------------------------------------------------------------------------
@@ -110,17 +110,21 @@ class BaseClaims:
     # -- claims about the open round -----------------------------------------------------------------------------
 
     def contradicted(self, claims: Iterable[BaseClaim]) -> frozenset[str]:
-        """Digests claimed in the open round because of which this base must be rebuilt; empty if it need not be."""
+        """Base digests in others' manifests of the open round because of which this base must be rebuilt; empty if
+        none.
+
+        `claims`: the digests that the round's manifests name.
+        """
         return contradictions(claims, self.digest, self._asked_now())
 
     def confirms_alone(self, claims: Iterable[BaseClaim]) -> bool:
-        """Whether this replica alone claims a base that it has not compared with a rebuild, and whose snapshot needs a
-        second claim.
+        """Whether a snapshot of the base needs a second opinion: only this replica names its digest, and never verified
+        it.
 
-        Two snapshots need one: that of the last base, and a due one of a base made of several contributions, because
-        its writer does not rebuild it. Otherwise a commit of the open round would confirm the base by the memory that
-        it came from. The rebuild with which an attempt begins is compared with nothing, so it is none. The first base
-        of the run is the start record's.
+        It needs one if it is that of the last base, or a due one of a base made of several contributions, because its
+        writer does not rebuild it. Otherwise a commit of the open round would confirm the base by the memory that it
+        came from. The rebuild with which an attempt begins is compared with nothing, so it verifies nothing. The first
+        base of the run is the start record's. `claims`: the base digests that the round's manifests name.
         """
         made_in = self._tip.value.base_round
         if made_in == 0 or self.is_verified or self._not_rebuilt_in == self._round:
@@ -223,7 +227,7 @@ class BaseClaims:
             return None
 
     def _take(self, tip: Tip, digest: str | None) -> None:
-        """Replace the held base by that of `tip`, just rebuilt. `digest`: of that base; None if it was not hashed."""
+        """Replace the held base by that of `tip`, just rebuilt. `digest`: its digest; None if it was not hashed."""
         self._tip.hold(tip)
         self._tip.borrowed = False
         self.rebuilt_after = tip.position.round
@@ -232,11 +236,10 @@ class BaseClaims:
 
     @property
     def _round(self) -> int:
-        """Number of the open round."""
         return self._tip.position.round + 1
 
     def _asked_now(self) -> set[str]:
-        """Base digests of other replicas for which this replica has rebuilt its base in the open round. Mutable."""
+        """Base digests of others for which this replica has rebuilt its base in the open round; a mutable set."""
         if self._asked[0] != self._round:
             self._asked = self._round, set()
         return self._asked[1]

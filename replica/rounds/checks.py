@@ -1,4 +1,4 @@
-"""`Checks`: in a round by scatter-reduce, what this replica and others report of payload shards and averages.
+"""`Checks`: in a round by scatter-reduce, what replicas report of each other's payload shards and averages.
 
 Each shard of a contribution is read by two replicas other than its author, its *dealers*; a contribution counts once
 both have found all of its shards good. `allreduce.dealing` assigns the shards, `protocol.void_commits` applies the same
@@ -39,7 +39,7 @@ Shard = tuple[str, int]  # sha256 of a manifest, index of a payload shard
 
 
 class Checks:
-    """Check records of the open round: this replica's own, and those of others. Not thread-safe."""
+    """Findings about payload shards and averages in the open round, by this replica and others. Not thread-safe."""
 
     def __init__(self, attempt: Attempt, tip: HeldTip) -> None:
         self.averages = FalseAverages(attempt, tip)
@@ -48,7 +48,7 @@ class Checks:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the records of the round before."""
+        """Forget the findings of the round that has ended."""
         self.by_sha256: dict[str, Checked] = {}
         self._keys: dict[str, CheckNamed | None] = {}  # of records seen; None: it does not count
         self._heard: dict[Shard, dict[int, bool]] = defaultdict(dict)  # by replica: whether it found the shard good
@@ -58,7 +58,7 @@ class Checks:
         self.averages.clear()
 
     def dealt(self, manifests: Iterable[Contribution]) -> list[PayloadShard]:
-        """The payload shards that this replica reads as they arrive: all in a gather, else those dealt to it."""
+        """The payload shards of `manifests` that this replica reads: all, or in scatter-reduce those assigned to it."""
         dealing, me = self._tip.dealing, self._attempt.replica_id
         return [
             shard
@@ -67,14 +67,17 @@ class Checks:
         ]
 
     def named(self) -> tuple[CheckNamed, ...] | None:
-        """The records on which a commit of the open round rests, by replica; None in a gather."""
+        """Records of findings on which a commit of the open round relies, by replicas; None without scatter-reduce."""
         if self._tip.dealing is None:
             return None
         found = (each for each in self._keys.values() if each is not None)
         return tuple(sorted(found, key=lambda each: (each.replica_id, each.number)))
 
     def barred(self, roster: Collection[int]) -> tuple[int, ...] | None:
-        """Replicas that a commit of the open round bars from dealing; None for none. `roster`: of the round."""
+        """Replicas that may average no shard for others after the open round, for the commit; None if there are none.
+
+        They published or reported false averages. `roster`: the replicas that the round waits for.
+        """
         named = [self.by_sha256[each.sha256] for each in self.named() or ()]
         return barred_after(self._tip.barred, roster, named) or None
 
@@ -140,7 +143,7 @@ class Checks:
         log.warning("round %d: %d check records of this replica do not count", self._round, _TRIES)
 
     def _hear(self, key: str, replica_id: int, number: int) -> None:
-        """Read the check record at `key`. One that is invalid, or not by the attempt that it names, does not count."""
+        """Read the record of findings at `key`. An invalid one, or by another attempt than it names, does not count."""
         try:
             data = read_record(self._attempt.store, key)
             record = Checked.from_bytes(data, key)
@@ -170,14 +173,14 @@ class Checks:
     def counted(
         self, answers: Sequence[Answer], received: ReceivedResponses, expected: ExpectedContribution, *, ready: bool
     ) -> tuple[Answer, ...]:
-        """The answers that a commit may list now: a contribution whose shards are not all read yet is left out.
+        """The responses that a commit may list now: a contribution whose shards are not all verified yet is left out.
 
-        Shards about which dealers disagree are read here at once, and those that they have not reported some seconds
+        Shards about which replicas disagree are read here at once, and those that they have not reported some seconds
         after the round could end; both are then reported. Damaged contributions become "unverifiable".
 
         Args:
-            answers: all responses received, judged by their claims.
-            ready: whether the round could end but for missing check records.
+            answers: all responses received, judged by their base digests.
+            ready: whether the round could end but for missing reports.
         """
         if self._tip.dealing is None:
             return tuple(answers)
@@ -215,18 +218,18 @@ class Checks:
 
     @property
     def waits(self) -> bool:
-        """Whether the round could end but for check records, so that others may have ended it."""
+        """Whether the round could end but for reports about payload shards, so that others may have ended it."""
         return self._ready_since is not None
 
     def _alone(self, answers: Sequence[Answer], statuses: Mapping[int, str], late: bool) -> bool:
-        """Whether this replica may commit its own contribution, which nobody else has read: nothing else is there."""
+        """Whether this replica may commit its own unverified contribution, because no other replica responded."""
         quorum, others = self._attempt.config.contributions_needed, set(statuses) - {self._attempt.replica_id}
         return late and quorum == 1 and not any(statuses[each] == "good" for each in others)
 
     def _of(
         self, answer: Answer, manifests: Mapping[str, Contribution], received: ReceivedResponses, late: bool
     ) -> str:
-        """The status of a contribution: "bad" or "open" if one of its shards is, else "good"."""
+        """Status of a contribution: "bad" or "open" if one of its shards is, else "good". Open: not verified yet."""
         shards = everything([manifests[answer.manifest_sha256]])
         if answer.replica_id != self._attempt.replica_id:
             found = {self._status(answer, shard, received) for shard in shards}
@@ -235,7 +238,10 @@ class Checks:
         return next((each for each in ("bad", "open", "disputed") if each in found), "good")
 
     def _status(self, answer: Answer, shard: PayloadShard, received: ReceivedResponses) -> str:
-        """Whether another's payload shard is good, bad, disputed or open: by own reported reading, else two reports."""
+        """The status of another replica's payload shard: good, bad, disputed or open (not verified yet).
+
+        This replica's own reported finding decides, else two reports of others.
+        """
         why = received.why_not(shard)
         if why or (why == "" and (answer.manifest_sha256, shard.index) in self._reported):
             return "bad" if why else "good"
@@ -245,9 +251,9 @@ class Checks:
         return "good" if len(said) >= self._needed(shard) else "open"
 
     def _status_of_own(self, answer: Answer, shard: PayloadShard, late: bool) -> str:
-        """Whether this replica's own payload shard is good, bad or open, by what others report.
+        """The status of this replica's own payload shard by what others report: good, bad or open (not verified yet).
 
-        Where they dispute it, it is read back. A late report is not waited for, but one must be there.
+        If their reports differ, the shard is read back. A late report is not waited for, but there must be one.
         """
         said = self._said(answer, shard)
         if not all(said.values()):
@@ -269,7 +275,7 @@ class Checks:
         return True
 
     def _said(self, answer: Answer, shard: PayloadShard) -> Mapping[int, bool]:
-        """Findings about a payload shard, by replica id: whether it is good. Without its author's and barred ones'."""
+        """Reports that count about a payload shard, by replica id: whether the shard is good."""
         heard = self._heard.get((answer.manifest_sha256, shard.index), {})
         without = {answer.replica_id, *self._tip.barred}
         return {replica_id: good for replica_id, good in heard.items() if replica_id not in without}
@@ -281,5 +287,4 @@ class Checks:
 
     @property
     def _round(self) -> int:
-        """Number of the open round."""
         return self._tip.position.round + 1

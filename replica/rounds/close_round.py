@@ -5,15 +5,14 @@
 """
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from diloco_orchestrator.allreduce.dealing import average_codec_of
 from diloco_orchestrator.allreduce.shards import PayloadGone
-from diloco_orchestrator.errors import PayloadCorrupt, Preempted, QuorumLost
+from diloco_orchestrator.errors import Preempted, QuorumLost
 from diloco_orchestrator.guard.round_fold import fold_round, is_rebuildable
 from diloco_orchestrator.protocol import pace, rounds, weights
 from diloco_orchestrator.protocol.claims import judged, shared_claim, wrong_bases
@@ -23,7 +22,9 @@ from diloco_orchestrator.protocol.round_metrics import not_finite_words, round_m
 from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.averages import averages_of
+from diloco_orchestrator.replica.rounds.awaited import AwaitedReplicas
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
+from diloco_orchestrator.replica.rounds.base_repair import BaseRepair
 from diloco_orchestrator.replica.rounds.checks import Checks
 from diloco_orchestrator.replica.rounds.contribute import Contributor
 from diloco_orchestrator.replica.rounds.interface import ClosedRound
@@ -32,7 +33,6 @@ from diloco_orchestrator.replica.rounds.reupload import WANTS_EVERY_S, ReuploadR
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.replica.rounds.tip import HeldTip
 from diloco_orchestrator.run_log.append import append_commit
-from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 
@@ -58,23 +58,19 @@ class RoundCloser:
         self._timing = timing
         self._contributor = contributor
         self._checks = Checks(attempt, tip)
+        self._repair = BaseRepair(attempt, tip, claims, self._checks.averages, contributor)
         self._received = ReceivedResponses(
             *(attempt.store, attempt.background, requests.payloads, attempt.authors, self._checks.dealt),
             attempt.owners,
         )
-        self._late: set[int] = set()  # replicas whose manifest of the last closed round is not in its commit
         self._halt: Halt | None = None  # the request to halt the leg, as of when a decision was near
         self._halt_asked = False  # in the last poll
         self._receive_s = 0.0  # what that took for responses
         self._in_step = False  # whether the open round could not end before this replica looked for its end
         self._given_up = False
-        self._healed = False  # whether the open round's base was rebuilt as another than this replica had
         self._claims_polled_at = attempt.clock.now()
         self._waiting_since = self._commit_asked_at = self._claims_polled_at
-        self._out_polled_at = self._claims_polled_at  # or since when this replica waits in the open round
-        self._attempts = AttemptRecords(attempt.store)
-        self._out: dict[int, int] = {}  # replicas that are out of the leg, and the open round when that was read
-        self._back: set[int] = set()  # replicas in `_out` that have responded to a later round
+        self._awaited = AwaitedReplicas(attempt, tip, self._received, timing)
 
     def close(self, *, keep_average: bool = False) -> ClosedRound:
         """Commit the open round or wait for its commit, then apply it to the base.
@@ -87,7 +83,8 @@ class RoundCloser:
         """
         attempt, pauses, last_summary, waited = self._attempt, self._timing.pauses(), "", False
         self._timing.start_waiting()
-        self._waiting_since = self._commit_asked_at = self._out_polled_at = attempt.clock.now()
+        self._awaited.start_waiting()
+        self._waiting_since = self._commit_asked_at = attempt.clock.now()
         while (entry := self._timing.without_outages(self._observe, waited)) is None:
             if self._heal_if_unsure():
                 continue
@@ -109,7 +106,7 @@ class RoundCloser:
                 last_summary = decision.summary
             if attempt.should_leave() or self._given_up:
                 raise Preempted(f"replica {attempt.replica_id} was asked to leave; what it finished is published.")
-            self._sleep(max(next(pauses), self._timing.until_expected_s(self._missing(()))))
+            self._sleep(max(next(pauses), self._timing.until_expected_s(self._awaited.missing(()))))
             waited = True
         return self._apply(entry, keep_average)
 
@@ -129,7 +126,6 @@ class RoundCloser:
 
     @property
     def _round(self) -> int:
-        """Number of the open round."""
         return self._tip.position.round + 1
 
     # -- observe and decide --------------------------------------------------------------------------------------
@@ -149,14 +145,14 @@ class RoundCloser:
         """
         attempt, expected = self._attempt, self._expected()
         start = attempt.background.start
-        calls = [self._read_late, self._put_wanted]
-        calls += [self._check_claims, self._read_out] if waited else []
+        calls = [self._awaited.read_late, self._put_wanted]
+        calls += [self._check_claims, self._awaited.read_out] if waited else []
         beside = [start(call) for call in calls]
         asked = start(self._read_commit) if self._may_be_committed() else None
         unread = self._received.unread(expected)
         entry = asked.result() if asked is not None else None
         self._in_step |= not waited and asked is None
-        all_responded, self._halt_asked = not self._missing(unread), False
+        all_responded, self._halt_asked = not self._awaited.missing(unread), False
         if all_responded and not waited:
             beside.append(start(self._read_halt))
         if not all_responded and attempt.replica_id in unread and self._contributor.created is not None:
@@ -167,7 +163,7 @@ class RoundCloser:
             self._received.receive(unread, expected)
             self._receive_s = attempt.clock.now() - began
             self._checks.exchange(self._received)
-            self._rebuild_if_disproved()
+            self._repair.if_disproved()
         for each in beside:
             each.result()
         return entry
@@ -180,11 +176,6 @@ class RoundCloser:
         self._sleep(min(self._receive_s, self._timing.usual_s / 100))
         return self._read_commit()
 
-    @property
-    def _seldom_s(self) -> float:
-        """Pause of a waiting replica between two requests for what hardly ever comes (`pace.waits_long_s`)."""
-        return pace.waits_long_s(self._timing.usual_s)
-
     def _read_commit(self) -> CommitEntry | None:
         self._commit_asked_at = self._attempt.clock.now()
         return self._attempt.log.commit(self._round)
@@ -196,15 +187,13 @@ class RoundCloser:
             return True  # another attempt of this replica has responded, whenever that was
         if self._checks.waits:
             return True
-        return self._timing.may_be_committed() or self._attempt.clock.now() - self._commit_asked_at >= self._seldom_s
-
-    def _missing(self, unread: Collection[int]) -> set[int]:
-        """The replicas that the round waits for, without those that responded or have a manifest in `unread`."""
-        responded = {answer.replica_id for answer in self._received.answers()}.union(unread)
-        return set(self._tip.open.roster) - responded - set(self._is_out())
+        return (
+            self._timing.may_be_committed()
+            or self._attempt.clock.now() - self._commit_asked_at >= self._timing.seldom_s
+        )
 
     def _put_wanted(self) -> None:
-        """Upload payload shards that others request again: if this replica waits for long, or in its turn."""
+        """Upload payload shards again that others have requested, after a long wait, or in this replica's turn."""
         roster = self._tip.open.roster or (self._attempt.replica_id,)
         in_turn = roster[self._round % len(roster)] == self._attempt.replica_id
         if in_turn or self._attempt.clock.now() - self._waiting_since >= max(WANTS_EVERY_S, self._timing.usual_s / 10):
@@ -215,7 +204,8 @@ class RoundCloser:
         self._halt = self._attempt.log.halt(self._attempt.begin.leg)
 
     def _decide(self) -> tuple[rounds.Decision, str | None, tuple[Answer, ...]]:
-        """(what this replica does now: wait, commit or give up; base digest that a commit would name; its responses).
+        """(the next action: wait, commit or give up; base digest that a commit would name; responses that it would
+        list).
 
         The digest is that of most manifests received so far, None without any.
         """
@@ -224,7 +214,7 @@ class RoundCloser:
         if self._checks.averages.proved and sum(claim.digest == self._claims.digest for claim in claims) > 1:
             shared = self._claims.digest  # most may have trained from a false base; two that rebuilt theirs agree
         answers = judged(self._received.answers(), claims, shared)
-        view = self._timing.view(answers, self._is_out())
+        view = self._timing.view(answers, self._awaited.out())
         ready = rounds.is_ready(view, self._attempt.clock.now(), self._timing.policy)
         answers = self._checks.counted(answers, self._received, self._expected(), ready=ready)
         view = replace(view, answers=answers)
@@ -232,37 +222,21 @@ class RoundCloser:
         return decision, shared, answers
 
     def _heal_if_unsure(self) -> bool:
-        """Once the round can end, rebuild a base that is not the one most manifests name, or of which a snapshot is due
-        and that nobody else names. Returns whether it tried: True also if the payloads for it are gone.
+        """Once the round can end, rebuild a doubtful base. Returns whether it tried, also if the payloads for it are
+        gone.
+
+        A base is doubtful if most manifests name another digest, or if a snapshot of it is due and nobody else names
+        it.
         """
         claims = self._received.claims()
         alone = self._claims.confirms_alone(claims)
         if not alone and not self._claims.contradicted(claims):
             return False
-        view = self._timing.view(self._received.answers(), self._is_out())
+        view = self._timing.view(self._received.answers(), self._awaited.out())
         if not rounds.is_ready(view, self._attempt.clock.now(), self._timing.policy):
             return False
-        with suppress(PayloadGone):  # others are rounds ahead: the commit of this round exists, and is applied
-            if alone:
-                self._note_healed(self._claims.verify_unclaimed())
-            else:
-                self._heal({claim.digest for claim in claims})
-                self._search_if_contradicted({shared_claim(claims, self._claims.digest, own_is_rebuilt=True)})
+        self._repair.before_decision(claims, alone=alone)
         return True
-
-    def _search_if_contradicted(self, claimed: Collection[str | None]) -> None:
-        """Look for false averages if `claimed`, digests that count, lack that of the base, which was just rebuilt."""
-        if self._claims.is_rebuilt and self._claims.digest not in claimed and self._tip.dealing is not None:
-            self._checks.averages.search()
-
-    def _heal(self, claims: Collection[str]) -> None:
-        """Rebuild the base if digests in `claims` contradict it; then drop unaveraged work from the wrong base."""
-        self._note_healed(self._claims.heal(claims))
-
-    def _note_healed(self, changed: bool) -> None:
-        if changed:
-            self._healed = True
-            self._contributor.recover_carry()
 
     def _expected(self) -> ExpectedContribution:
         opened = self._tip.open
@@ -275,53 +249,13 @@ class RoundCloser:
             config=self._attempt.config,
         )
 
-    def _read_late(self) -> None:
-        """Find manifests of the last closed round that came after its commit; the next round waits for their authors.
-
-        Does nothing with quorum "all", and if that commit averages or quarantines every replica.
-        """
-        last, replicas = self._tip.last, self._attempt.config.most_replicas
-        decided = last.decided_about() if last else set()
-        if last is None or not self._timing.elastic or len(decided) == replicas:
-            return
-        found = self._received.late_in(last.round, replicas, but={*decided, *self._late})
-        self._late |= {manifest.replica_id for manifest in found}
-        self._timing.record(found)
-
     def _check_claims(self) -> None:
         now = self._attempt.clock.now()
-        waits_long = now - self._waiting_since >= self._seldom_s
-        pause_s = self._seldom_s if waits_long else pace.seldom_read_s(self._timing.usual_s)
+        waits_long = now - self._waiting_since >= self._timing.seldom_s
+        pause_s = self._timing.seldom_s if waits_long else pace.seldom_read_s(self._timing.usual_s)
         if now - self._claims_polled_at >= pause_s:
             self._claims_polled_at = now
             self._attempt.check_superseded()
-
-    def _read_out(self) -> None:
-        """Mark replicas that nobody waits for: given up until the next resume (`Out`), or vacated by a scale-down."""
-        attempt, now, round_ = self._attempt, self._attempt.clock.now(), self._round
-        if now - self._out_polled_at < self._seldom_s:
-            return
-        self._out_polled_at = now
-        for replica_id, out in attempt.log.out(attempt.begin.leg).items():
-            if replica_id not in self._out:
-                self._out[replica_id] = round_
-                log.warning("round %d: nobody waits for replica %d any more: it %s", round_, replica_id, out.reason)
-        if attempt.config.max_replicas is None:
-            return
-        for replica_id in sorted(self._missing(())):
-            number = max(self._attempts.numbers(replica_id), default=0)
-            if number and (cancel := self._attempts.cancel(replica_id, number)) is not None and cancel.vacates:
-                self._out[replica_id] = round_
-                self._back.discard(replica_id)
-                log.info("round %d: nobody waits for replica %d: %s", round_, replica_id, cancel.reason)
-
-    def _is_out(self) -> tuple[int, ...]:
-        """Replicas that were given up or vacated, except those that have since responded to a later round."""
-        round_, now_there = self._round, {answer.replica_id for answer in self._received.answers()}
-        for replica_id, since in self._out.items():
-            if (replica_id in now_there and round_ > since) or (replica_id in self._late and round_ > since + 1):
-                self._back.add(replica_id)
-        return tuple(sorted(self._out.keys() - self._back))
 
     # -- commit --------------------------------------------------------------------------------------------------
 
@@ -357,7 +291,7 @@ class RoundCloser:
             answers=weights.weighed(answers, shares),
             begin_sha256=attempt.leg.sha256,
             base_digest=shared,
-            roster=self._next_roster(),
+            roster=self._awaited.next_roster(),
             guard=folded.state if folded else opened.guard,
             verdict=folded.verdict if folded else None,
             quarantined=quarantined,
@@ -377,14 +311,11 @@ class RoundCloser:
         )
         return append_commit(attempt.log, commit)
 
-    def _next_roster(self) -> tuple[int, ...]:
-        answered = [answer.replica_id for answer in self._received.answers()]
-        return rounds.next_roster(self._timing.policy, answered, sorted(self._late))
-
     # -- apply ---------------------------------------------------------------------------------------------------
 
     def _apply(self, entry: CommitEntry, keep_average: bool) -> ClosedRound:
-        """Apply a commit: rebuild a base that contradicts its claim, take its outer step, and open the next round.
+        """Apply a commit: rebuild the base if the commit names another digest, take the outer step, and open the next
+        round.
 
         Skips to a newer snapshot if one is far ahead or if payloads are gone. A void commit averages nobody and stops
         nothing. Raises as `close` does.
@@ -394,20 +325,20 @@ class RoundCloser:
         entry = run_log.checked(entry, self._tip.value.last, *at_hand)
         ahead = [] if self._in_step else run_log.snapshots_ahead(entry.commit.round, self._attempt.begin)
         if ahead and ConfirmedSnapshots(run_log).newest(1, ahead):
-            self._skip_to_newer_snapshot(entry.commit)
+            self._repair.skip_to_newer_snapshot(entry.commit)
             return self._open_next_round(entry.commit, average={})
         self._timing.record(self._received.manifests())
         try:
             if entry.commit.base_digest is not None:
-                self._heal({entry.commit.base_digest})
-                self._search_if_contradicted({entry.commit.base_digest})
+                self._repair.heal({entry.commit.base_digest})
+                self._repair.search_if_contradicted({entry.commit.base_digest})
             if wrong_bases([entry.commit], self._attempt.replica_id) and not self._checks.averages.proved:
                 self.poll()  # if the commit existed first, not all claims were received
                 claims, quorum = self._received.claims(), self._timing.policy.quorum
                 self._claims.leave_if_arithmetic_differs(entry.commit, claims, quorum)
             average = self._take_outer_step(entry, keep_average)
         except PayloadGone:
-            self._skip_to_newer_snapshot(entry.commit)
+            self._repair.skip_to_newer_snapshot(entry.commit)
             return self._open_next_round(entry.commit, average={})
         self._contributor.settle(entry.commit)
         return self._open_next_round(entry.commit, average)
@@ -434,14 +365,8 @@ class RoundCloser:
         average = self._tip.step(entry, contributions, read, keep_average=keep_average, averages=made.shards)
         self._tip.borrowed |= made.borrowed
         false.note(commit.round, made.false)
-        self._rebuild_if_disproved()
+        self._repair.if_disproved()
         return average
-
-    def _rebuild_if_disproved(self) -> bool:
-        """Rebuild the open round's base if a false average may be in it. Returns whether that changed its bits."""
-        changed = self._checks.averages.take_rebuild() and self._claims.verify_unclaimed()
-        self._note_healed(changed)
-        return changed
 
     def trained_in_vain(self) -> bool:
         """Whether this replica trained from a base that held a false average; the base is rebuilt then.
@@ -449,24 +374,7 @@ class RoundCloser:
         Asked before it contributes: reads what others report in the open round, in one LIST request without any report.
         """
         self._checks.exchange(self._received)
-        return self._rebuild_if_disproved()
-
-    def _skip_to_newer_snapshot(self, commit: Commit) -> None:
-        """Replace the base by one rebuilt from a snapshot after `commit`: that is far ahead, or payloads are gone.
-
-        Raises `PayloadCorrupt` if there is no such snapshot: then the payload was deleted by hand.
-        """
-        self._claims.rebuild()
-        if self._tip.position.round < commit.round:
-            raise PayloadCorrupt(
-                f"a payload of round {commit.round} in {self._attempt.store.url} is gone, and no later snapshot "
-                "is complete: it was deleted by hand. Resume the run from an earlier snapshot."
-            )
-        log.info(
-            "round %d: its payloads were deleted by retention, or a snapshot is far ahead; skipped to round %d",
-            *(commit.round, self._tip.position.round),
-        )
-        self._contributor.recover()
+        return self._repair.if_disproved()
 
     def _open_next_round(self, commit: Commit, average: Mapping[str, torch.Tensor]) -> ClosedRound:
         if not commit.applied and commit.stop != "completed":
@@ -477,13 +385,13 @@ class RoundCloser:
         closed = ClosedRound(
             applied=commit.applied,
             skipped=self._tip.position.round > commit.round,
-            healed=self._healed,
+            healed=self._repair.changed,
             average=average,
             contribution=self._contributor.own,
             received=self._received.manifests(),
         )
-        self._late = set()
-        self._healed = self._in_step = False
+        self._awaited.open_round()
+        self._repair.changed = self._in_step = False
         self._contributor.open_round()
         self._timing.open_round()
         self._received.clear()

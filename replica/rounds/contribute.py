@@ -59,9 +59,9 @@ class Contributor:
         """Publish a pseudo-gradient and return this replica's manifest of the open round.
 
         If the pseudo-gradient is not finite or a buffer holds NaN, the manifest is an abstention. `pseudo_gradient`:
-        base - local of the open round's fragment, flat in name order; it is read once, and carried work of that
-        fragment is added. If another attempt of this replica has created the manifest first, that one is returned.
-        Raises `RoundError` if all outer steps of the run are taken.
+        base - local of the open round's fragment, flat in name order; it is read once, and work of that fragment that
+        no commit averaged is added. If another attempt of this replica has created the manifest first, that one is
+        returned. Raises `RoundError` if all outer steps of the run are taken.
         """
         attempt, opened = self._attempt, self._tip.open
         if opened.stopped or opened.final_evaluation:
@@ -136,7 +136,8 @@ class Contributor:
         attempt.writer.create(manifest)
 
     def _create(self, kind: str, fields: ContributionFields, **contents: Any) -> Contribution:
-        """Create this replica's manifest of the open round; returns the existing one, of any attempt, if any.
+        """Create this replica's manifest of the open round; returns the existing one if any attempt of it has created
+        one.
 
         If an object that no attempt of this replica wrote has its key, returns the manifest that could not be created.
         """
@@ -206,22 +207,23 @@ class Contributor:
             consumed=fields.consumed,
             progress=fields.progress,
             train_s=self._timing.train_s,
-            ranks=ranks if (ranks := attempt.config.ranks_of(attempt.replica_id)) > 1 else None,
+            ranks=ranks if (ranks := attempt.owners.ranks) > 1 else None,
         )
 
     # -- after a round -------------------------------------------------------------------------------------------
 
     def settle(self, commit: Commit) -> None:
-        """Decide after a commit what becomes of this replica's contribution to its round.
+        """Decide after `commit` whether this replica's contribution to its round counts, is kept for a later payload,
+        or dropped.
 
-        It counts as averaged, is added to a later payload, or is dropped. Does nothing without a contribution.
+        Does nothing without a contribution.
         """
         manifest = self.own or self.history.of(commit.round)
         if manifest is not None:
             self._debt.settle(manifest, commit, self._claims.is_right)
 
     def open_round(self) -> None:
-        """Reset for a new open round without a contribution yet. After the run's stop, drop unaveraged work."""
+        """Forget the contribution of the closed round. After the run's stop, drop unaveraged work."""
         self.own = self.created = None
         if self._tip.open.stopped:
             self._debt.drop_all("the run has stopped")
@@ -234,7 +236,7 @@ class Contributor:
             self._warn_of_work_that_its_leg_left()
 
     def recover_carry(self) -> None:
-        """After a rebuild gave the base other bits: drop carried work that was trained from a wrong base."""
+        """Drop unaveraged work that was trained from a wrong base. Called after a rebuild gave the base other bits."""
         what = self._tip.closed_rounds, self.history.of, self._tip.commit_of, self._claims.is_right
         self._debt.recover(*what, self._before_this_leg())
 
@@ -285,7 +287,7 @@ def _not_finite(
 
 
 def _not_finite_words(found: Collection[str], shapes: Mapping[str, torch.Size]) -> str:
-    """A sentence naming the first parameters in `found`; empty if there is none: only their encoding is not finite."""
+    """A sentence naming the first parameters that are not finite (`found`); empty if only their encoding is not."""
     named = [name for name in shapes if name in found]
     more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
     return f" They are in {', '.join(named[:_NAMED])}{more}." if named else ""

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class ContributionHistory:
-    """Reads the manifests of one replica."""
+    """Reads the manifests that any attempt of one replica wrote, round by round."""
 
     def __init__(self, attempt: Attempt, tip: HeldTip, claims: BaseClaims) -> None:
         self._attempt = attempt

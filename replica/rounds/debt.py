@@ -1,7 +1,7 @@
-"""`Debt`: the carry and the residuals of one replica, added to its next contribution of the same fragment.
+"""`Debt`: what one replica adds to its next contribution of a fragment: work that no commit averaged, and residuals.
 
-The carry is work that no commit averaged, weighted by its staleness. A residual is what a codec of very few bits lost
-of a contribution, times the codec's feedback (error feedback, arXiv 1901.09847). Together they are one vector: the next
+The former is called the carry, and is weighted by its staleness. A residual is what a codec of very few bits lost of a
+contribution, times the codec's feedback (error feedback, arXiv 1901.09847). Together they are one vector: the next
 payload is encode(pseudo-gradient + debt). So a payload contains the debt from before it, and the debt of a fragment is
 exactly the payload of the replica's newest contribution to it, if no commit averages that, and the residual of that
 contribution. A restarted attempt finds the former in the bucket, the latter if a state was saved with the contribution,
@@ -113,7 +113,10 @@ class Debt:
         self._free()
 
     def _settle(self, manifest: Contribution, commit: Commit, is_right: Callable[[Contribution], bool]) -> bool:
-        """Update the debt as `settle` does; free nothing. Returns False for an abstention or work from a wrong base."""
+        """Update the debt by a commit as `settle` does, but free no memory.
+
+        Returns False for an abstention or work from a wrong base.
+        """
         if manifest.kind != "delta":
             return False
         for origin in manifest.dropped:
@@ -149,7 +152,7 @@ class Debt:
     # -- paid ----------------------------------------------------------------------------------------------------
 
     def added_to(self, pseudo_gradient: Vector, fragment: int, round_: int) -> "WithDebt":
-        """`pseudo_gradient` plus the debt of `fragment`: the carry, weighted by its staleness in `round_`, and the
+        """`pseudo_gradient` plus the debt of `fragment`: unaveraged work, weighted by its staleness in `round_`, and
         residual.
 
         `dropped` of the result lists work given up: by the setting `late`, because its payload cannot be read, or
@@ -186,7 +189,7 @@ class Debt:
         return self._owners.make(_fetched, self._owners, self._attempt.store, self._background, carried)
 
     def _residual_of_newest(self, fragment: int) -> tuple[list[Term], Missing]:
-        """The residual (what encoding lost) of the newest contribution to a fragment, if any, or that it is missing."""
+        """Residual (what encoding lost) of the newest contribution to a fragment, and a list of it if it is missing."""
         newest = self._newest.get(fragment)
         if newest is None or newest.residual is None:
             return [], ()
@@ -299,7 +302,7 @@ def _saved_residual(owners: Owners, store: Store, background: Background, manife
 
 
 class StoredPayload:
-    """A payload whose shards are read from the bucket, decoded range by range, as a `Vector`."""
+    """A payload from the bucket as a vector, decoded range by range when it is read."""
 
     def __init__(self, payload: Payload) -> None:
         self.numel = payload.numel
@@ -326,12 +329,12 @@ class StoredPayload:
 
 
 class WithDebt:
-    """A pseudo-gradient plus its author's debt, as a `Vector` that adds it range by range when it is read.
+    """A pseudo-gradient plus its author's unaveraged work and residual, added range by range when it is read.
 
     Args:
         debt: vectors that are added, in this order, and their factors.
         missing: round and share of residuals that should be among them and are not.
-        carried: origins of the carry.
+        carried: origins of the unaveraged work.
         dropped: origins of work that is given up and that the manifest lists as dropped.
     """
 
@@ -351,14 +354,14 @@ class WithDebt:
         self._debt = debt
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of pseudo-gradient plus debt, (stop - start,) float32."""
+        """Elements [start, stop) of pseudo-gradient plus unaveraged work and residual, (stop - start,) float32."""
         values = self._pseudo_gradient.read(start, stop)
         for vector, weight in self._debt:
             values.add_(vector.read(start, stop) * weight)
         return values
 
     def close(self) -> None:
-        """Free the bytes of the payload that is added."""
+        """Free the bytes of the unaveraged payload that is added."""
         for vector, _ in self._debt:
             if isinstance(vector, StoredPayload):
                 vector.close()

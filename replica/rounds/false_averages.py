@@ -1,7 +1,7 @@
-"""`FalseAverages`: averages of shards that replicas published by scatter-reduce and that the payloads do not give.
+"""`FalseAverages`: averages of shards published in scatter-reduce that differ from those of the payloads.
 
-Whoever averages a shard from the payloads knows who has published another one; `checks` reports it, and
-others average that shard as well before they believe it. `protocol.check_records` decides who is barred from dealing.
+Whoever averages a shard from the payloads knows who has published another one; `checks` reports it, and others average
+that shard as well before they believe it. `protocol.check_records` decides who may go on averaging for others.
 """
 
 import logging
@@ -21,7 +21,10 @@ log = logging.getLogger(__name__)
 
 
 class FalseAverages:
-    """The false averages that this attempt knows, in the rounds of its leg. Not thread-safe."""
+    """The false averages by others that this attempt knows of, in the rounds of its leg (start or resume to stop).
+
+    Not thread-safe.
+    """
 
     def __init__(self, attempt: Attempt, tip: HeldTip) -> None:
         self.distrusted: set[int] = set()  # replicas that published one: this attempt uses no average of theirs
@@ -35,25 +38,25 @@ class FalseAverages:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was reported in the round before."""
+        """Forget what others and this replica reported in the round that has ended."""
         self._accused = set[PublishedAverage]()  # by others, in the open round
         self._reported_now = set[PublishedAverage]()
         self._to_try: list[PublishedAverage] = []
 
     @property
     def proved(self) -> bool:
-        """Whether it was found since the last commit that owner and checker of a shard published one false average."""
+        """Whether a false average that both owner and checker of a shard published was found since the last commit."""
         return self._proved_before == self._round
 
     def take_rebuild(self) -> bool:
-        """Whether the base must be rebuilt, because a false average may be in it. True once for all found so far."""
+        """Whether a false average may be in the base, which must be rebuilt. True once for each found."""
         due, self._rebuild_due = self._rebuild_due, False
         return due
 
     # -- what others say -----------------------------------------------------------------------------------------
 
     def hear(self, record: Checked) -> None:
-        """Note what a replica accuses others of. One accusation of each record is tried, to bound what it costs."""
+        """Note the accusations in another replica's report. One of each report is tried, to bound the cost."""
         if record.replica_id == self._attempt.replica_id or record.replica_id in self._tip.barred:
             return
         accused = [each.average for each in record.averages or () if each.false]
@@ -61,7 +64,7 @@ class FalseAverages:
         self._to_try += [each for each in accused if each not in self._found][:1]
 
     def try_accusations(self) -> None:
-        """Average the shards that accusations are about, of payloads as far as they are still there."""
+        """Average the accused shards from payloads that still exist, and note whether the accusations are right."""
         for average in sorted(self._to_try, key=_order):
             if average not in self._found and (is_false := self._is_false(average)) is not None:
                 self._note(average, is_false)
@@ -81,14 +84,15 @@ class FalseAverages:
     # -- what this replica finds ---------------------------------------------------------------------------------
 
     def note(self, round_: int, false: Mapping[tuple[int, BulkDigest], tuple[int, ...]]) -> None:
-        """Note who published false averages in a round. `false`: (shard, digest) -> their ids, ascending."""
+        """Note who published false averages in a round. `false`: (shard, digest) -> ids of replicas, ascending."""
         for (shard, digest), replicas in sorted(false.items()):
             self._note(PublishedAverage(round=round_, shard=shard, replicas=replicas, digest=digest), True)
 
     def search(self) -> None:
-        """Compare all averages published since the snapshot of the held base, which was rebuilt, with the payloads.
+        """Compare all averages published since the snapshot from which the base was rebuilt with those of the payloads.
 
-        Once a round at most. For a base that payloads alone give and others contradict. Reads what a rebuild reads.
+        At most once a round. For a base that was rebuilt from payloads and that others contradict. Reads what a rebuild
+        reads.
         """
         if self._searched_in == self._round:
             return
@@ -131,7 +135,7 @@ class FalseAverages:
         return tuple(sorted(due, key=lambda each: _order(each.average)))
 
     def reported(self, checks: Iterable[AverageCheck]) -> None:
-        """Note what a record of this replica, which others can read now, reports."""
+        """Note that the findings `checks` are in a published record of this replica."""
         averages = {each.average for each in checks}
         self._reported |= averages
         self._reported_now |= averages
@@ -139,7 +143,9 @@ class FalseAverages:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def _lengths(self, round_: int) -> list[int]:
-        """Elements of each shard that a closed round averaged; none if it averaged nobody or is not of this leg."""
+        """Elements of each shard that a closed round since the last start or resume averaged; none if it averaged
+        nobody.
+        """
         if round_ not in self._tip.closed_rounds or not (commit := self._tip.commit_of(round_)).applied:
             return []
         numel = self._tip.base.numel(self._tip.fragments[commit.fragment])
@@ -155,7 +161,7 @@ class FalseAverages:
         return found
 
     def _right(self, round_: int, shard: int) -> BulkDigest | None:
-        """Digest of the average of a shard that the payloads give; None, with a warning, if they cannot be read."""
+        """Digest of the average of a shard computed from the payloads; None, with a warning, if they cannot be read."""
         try:
             return digest_of_average(self._attempt, self._tip.commit_of(round_), shard, self._lengths(round_))
         except (PayloadCorrupt, RecordInvalid, ObjectMissing) as error:
@@ -164,7 +170,6 @@ class FalseAverages:
 
     @property
     def _round(self) -> int:
-        """Number of the open round."""
         return self._tip.position.round + 1
 
 

@@ -64,7 +64,7 @@ MakeBase = Callable[[OuterConfig, Sequence[Sequence[str]], int], Base]  # argume
 
 @dataclass(frozen=True)
 class OwnModel:
-    """The model that a replica brings to the run, and the held-out set on which it scores it."""
+    """The model that a replica brings to the run, and the held-out set on which the replica scores models."""
 
     parameters: Mapping[str, torch.Tensor]  # those that are trained, any float dtype; they may be sharded
     fragments: tuple[tuple[str, ...], ...]  # their names, in name order
@@ -177,7 +177,7 @@ class _Agreement:
             )
 
     def _say(self, decision: StartDecision) -> None:
-        """Log, once, that this replica waits for or adopts a start record other than its own model's."""
+        """Log, once, that this replica waits for a start record or adopts one other than its own model's."""
         if decision.why != self._said and self._starts.offered and decision.sha256 != self._own:
             what = "waiting" if decision.sha256 is None else f"start {decision.sha256[:12]} is followed"
             log.info("this replica's first values are not those of the run's start; %s: %s", what, decision.why)
@@ -301,7 +301,7 @@ def patience_s(replica_id: int, next_size: int) -> float:
 
 
 class _FirstSnapshot:
-    """Writes snapshot 0 from this replica's model. `take`: the version it has written or completed, None before.
+    """Writes snapshot 0, the first base, from this replica's model. `take`: the version written, None before.
 
     Existing files with equal bytes are kept. If a file of the shared version has other bytes, that version is left as
     it is, and all files are written into another one.
@@ -323,7 +323,7 @@ class _FirstSnapshot:
         self._since = 0.0  # when the newest of them was first listed
 
     def first_files(self) -> dict[str, FileInfo]:
-        """The files with the model's tensors, and those without tensors. Encodes one at a time."""
+        """Entries (digest, size) of snapshot 0's files with tensors and of those without. Encodes one at a time."""
         named = [each for each in self._planned if self._is_of_model(each) or is_side_file(each.name)]
         found = dict[str, FileInfo]()
         for group in in_groups(named, self._owners):
@@ -345,7 +345,7 @@ class _FirstSnapshot:
         return existing if is_turn else None
 
     def write(self, existing: set[str]) -> bool:
-        """Write all missing files and the snapshot record. False if another replica just created a model file."""
+        """Write all missing files of snapshot 0 and its record. False if another replica just created a model file."""
         left = [each for each in self._planned if each.name not in self._infos]
         for group in in_groups(left, self._owners):
             yields = {each.name for each in group if self._is_of_model(each)}
@@ -364,7 +364,7 @@ class _FirstSnapshot:
         return True
 
     def write_anew(self) -> None:
-        """Write all files into this replica's own version of snapshot 0, or if it holds others, into a new version."""
+        """Write all files into this replica's own version of snapshot 0; if that holds others, into a new one."""
         unforeseen = keys.unforeseen_take(self._attempt.stamp.unforeseen())
         for take in (keys.own_take(self._attempt.replica_id), unforeseen):
             log.warning("the shared take of snapshot 0 holds other bytes than this replica's: it writes take %s", take)

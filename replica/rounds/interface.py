@@ -21,7 +21,10 @@ from diloco_orchestrator.snapshots.saved_state import Buffers
 
 @dataclass(frozen=True)
 class ContributionFields:
-    """The training loop's part of a manifest. `in_loop` and `scores` are oriented so that higher is better."""
+    """The training loop's part of a contribution's manifest: steps, metrics, scores, states.
+
+    `in_loop` and `scores` are oriented so that higher is better.
+    """
 
     steps: int = 0  # inner steps since the replica's last contribution
     tokens: int = 0  # of this round
@@ -75,7 +78,7 @@ class Rounds(Protocol):
         ...
 
     def close_beside_training(self, then: Callable[[], None], *, keep_average: bool = False) -> None:
-        """Begin to close the open round in a background thread, unless begun before; `then` is called there afterwards.
+        """Begin to close the open round in a background thread, unless begun before; `then` is called in it afterwards.
 
         This replica must have contributed to the round. Repeated calls do nothing: the first call's arguments count.
         `keep_average`: as in `close`. Raises the background thread's error once it has failed.

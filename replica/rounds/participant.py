@@ -42,7 +42,7 @@ from diloco_orchestrator.snapshots.layout import ModelFiles
 
 
 class Transfer:
-    """Runs one round's calls in the background: `contribute` at once, then the call that `close` is given.
+    """Runs one round's calls in the background: `contribute` at once, then the call passed to `close`.
 
     Everything that these calls use belongs to the background until `wait` has returned or raised. `round_`: for the
     log. Errors of either call are kept, and raised with their type by `raise_error` and `wait`.
@@ -98,27 +98,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _InFlight:
-    """The round that a background thread publishes and closes, and the open round as training sees it meanwhile."""
+    """A round that a background thread publishes and closes, and the open round as training sees it meanwhile."""
 
     open: OpenRound
     transfer: Transfer
 
 
 class OwnValues(Protocol):
-    """The values of a model's trainable parameters before the first round, wherever they are."""
+    """Values of this replica's trainable parameters before the first round, in one process or sharded over ranks."""
 
     def first_base(self, outer: OuterConfig, fragments: Sequence[Sequence[str]], shard_numel: int) -> Base:
-        """A base of these values. The arguments are those of `Base.fresh`."""
+        """A base with these values of the parameters. The arguments are those of `Base.fresh`."""
         ...
 
     def are_those_of(self, base: Base) -> bool:
-        """Whether the base has these values."""
+        """Whether `base` has these values of the parameters."""
         ...
 
 
 @dataclass(frozen=True)
 class WholeValues:
-    """`OwnValues` of whole tensors in this process, by name."""
+    """The values of trainable parameters that are whole tensors in this process, by name."""
 
     parameters: Mapping[str, torch.Tensor]
 
@@ -130,7 +130,8 @@ class WholeValues:
 
 
 class Participant:
-    """Takes part in rounds, one call at a time, made by `join`; `RunRounds` documents its methods.
+    """One replica's part in the rounds of a run, one call at a time. Created by `join`; `RunRounds` documents its
+    methods.
 
     Late contributions are carried into the next round.
     """
@@ -197,7 +198,6 @@ class Participant:
 
     @property
     def digest(self) -> str:
-        """The digest of the base."""
         return self._claims.digest
 
     @property

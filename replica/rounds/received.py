@@ -39,7 +39,7 @@ class PayloadShard:
 
     @property
     def name(self) -> Name:
-        """The shard's name in a `PayloadCache`: (key, digest)."""
+        """The shard's name in a cache of payload bytes: (key, digest)."""
         manifest = self.manifest
         assert manifest.payload is not None
         key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, self.index)
@@ -54,7 +54,7 @@ Dealing = Callable[[Iterable[Contribution]], list[PayloadShard]]
 
 
 def everything(manifests: Iterable[Contribution]) -> list[PayloadShard]:
-    """All shards of all payloads as those to download, the same for every replica, as in an all-gather."""
+    """All payload shards of `manifests`, as those to download, the same for every replica, as in an all-gather."""
     return [PayloadShard(m, index) for m in manifests if m.payload for index in range(len(m.payload.shards))]
 
 
@@ -66,7 +66,7 @@ _MEMORY_IN_FLIGHT = 256 * 2**20
 
 @dataclass(frozen=True)
 class ReceivedContribution:
-    """A response found in the bucket. `manifest`: None if unparsable or not by the attempt that it names."""
+    """A response found in the bucket. `manifest`: None if it is unparsable or not by the attempt that it names."""
 
     answer: Answer
     manifest: Contribution | None
@@ -74,7 +74,7 @@ class ReceivedContribution:
 
 @dataclass(frozen=True)
 class ExpectedContribution:
-    """Properties of every contribution to the open round: round, number of the leg, fragment, length, codec."""
+    """Properties of every valid contribution to the open round: round, leg, fragment, length, codec."""
 
     round: int
     leg: int
@@ -91,11 +91,11 @@ class ExpectedContribution:
 
 
 class ReceivedResponses:
-    """Collects the responses of one round after another. Not thread-safe.
+    """Collects the replicas' responses, one round after another, and verifies their payload shards. Not thread-safe.
 
     Args:
         cache: verified bytes of payload shards; this replica's own are put there when they are published.
-        dealing: names the payload shards to download, from the manifests.
+        dealing: returns the payload shards to download, from the manifests.
         owners: the ranks of this replica, each of which downloads the shards that it owns; `cache` is each one's.
     """
 
@@ -210,9 +210,9 @@ class ReceivedResponses:
     ) -> list[tuple[Contribution, int]]:
         """The contributions that a commit averages, each with its weight.
 
-        Manifests not received yet are fetched now, in one round trip, and with `payloads` their assigned payload
-        shards, in a second one. Raises `RecordInvalid` if a manifest is not the one
-        that the commit names, `PayloadCorrupt` for a payload that is damaged, `PayloadGone` for one that was deleted.
+        Manifests not received yet are fetched now, in one round trip, and with `payloads` the payload shards assigned
+        to this replica, in a second one. Raises `RecordInvalid` if a manifest is not the one that the commit names,
+        `PayloadCorrupt` for a payload that is damaged, `PayloadGone` for one that was deleted.
         """
         answers = [answer for answer in commit.answers if answer.averaged]
         manifests = in_parallel(self._background, [partial(self._named, commit.round, answer) for answer in answers])
@@ -224,7 +224,7 @@ class ReceivedResponses:
     def _named(self, round_: int, answer: Answer) -> Contribution:
         """The manifest that a commit names by digest: the received one, or fetched now if that has another digest.
 
-        Raises `RecordInvalid` if the bucket's has another digest too, `ObjectMissing` if it has none.
+        Raises `RecordInvalid` if the one in the bucket has another digest too, `ObjectMissing` if there is none.
         """
         received = self._received.get(answer.replica_id)
         if received and received.manifest and received.answer.manifest_sha256 == answer.manifest_sha256:
@@ -238,7 +238,6 @@ class ReceivedResponses:
     # -- verifying -----------------------------------------------------------------------------------------------
 
     def _read(self, key: str, replica_id: int, expected: ExpectedContribution) -> ReceivedContribution:
-        """The response at `key`: its manifest is fetched, its payload is not."""
         return self._parsed(key, read_record(self._store, key), replica_id, expected)
 
     def _parsed(self, key: str, data: bytes, replica_id: int, expected: ExpectedContribution) -> ReceivedContribution:
@@ -257,7 +256,7 @@ class ReceivedResponses:
         )
 
     def _kind(self, manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> tuple[str, str]:
-        """The kind that a commit lists for a manifest whose payload verifies; and a reason if it is no contribution."""
+        """(kind of response that a commit lists for a good `manifest`, reason if it is no contribution)."""
         if not _belongs(manifest, replica_id, expected):
             log.warning("round %d: replica %d's manifest was copied from elsewhere", expected.round, replica_id)
             return "unverifiable", "the manifest was copied from another round, leg or replica"
@@ -283,7 +282,7 @@ class ReceivedResponses:
         return damaged
 
     def read(self, shards: Sequence[PayloadShard], expected: ExpectedContribution) -> None:
-        """Fetch and verify payload shards that were not dealt to this replica. `why_not` then says what came out."""
+        """Fetch and verify payload shards that are not assigned to this replica. `why_not` returns the results."""
         self._verify_each(shards, expected)
 
     def why_not(self, shard: PayloadShard) -> str | None:
@@ -304,7 +303,7 @@ class ReceivedResponses:
 
 @dataclass(frozen=True)
 class ReadVerified:
-    """Reads payload shards: (manifest, index) -> the verified bytes, from the cache if they were verified before."""
+    """A function of (manifest, shard index) that returns the verified bytes, from the cache if they are there."""
 
     store: Store
     cache: RecentPayloads
@@ -371,7 +370,7 @@ def _verify(store: Store, cache: RecentPayloads, shard: PayloadShard) -> Payload
 
 
 def _breaks_its_promise(manifest: Contribution, expected: ExpectedContribution) -> str:
-    """Reason why a payload cannot be averaged: fragment, codec, lengths or norms are not the round's; else ""."""
+    """Reason why a payload cannot be averaged: fragment, codec, lengths or norms are not as expected; else ""."""
     payload = manifest.payload
     try:
         if payload is None or manifest.fragment != expected.fragment:

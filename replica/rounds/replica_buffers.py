@@ -23,7 +23,10 @@ _UNREADABLE = (PayloadCorrupt, RecordInvalid, ObjectMissing)
 
 
 class ReplicaBuffers:
-    """Publishes, restores and swaps the buffers of the model. No request for a model without persistent ones."""
+    """Publishes, restores and swaps the persistent buffers of one replica's model.
+
+    A model without persistent buffers costs no request.
+    """
 
     def __init__(self, attempt: Attempt, tip: HeldTip, history: ContributionHistory, files: ModelFiles) -> None:
         assert files.untrained is not None, "a replica has the live model"
@@ -33,7 +36,7 @@ class ReplicaBuffers:
         self._history = history
 
     def changed(self) -> dict[str, torch.Tensor]:
-        """Copies of the buffers that differ from the run's first ones."""
+        """Copies of the model's buffers that differ from those at the run's start."""
         return self._live.changed()
 
     def resume(self) -> None:
@@ -53,7 +56,7 @@ class ReplicaBuffers:
 
     @contextmanager
     def showing_base(self) -> Iterator[None]:
-        """Context in which the model has the base's buffers (its own if those cannot be read); restores its own."""
+        """Context in which the model has the base's buffers (its own if those are unreadable), then its own again."""
         of_base = self._of_base() if self._live.first else None
         if of_base is None:
             yield

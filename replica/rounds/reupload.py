@@ -1,5 +1,4 @@
-"""`ReuploadRequests`: requests uploads of payloads that a commit averages and nobody can read, and answers such
-requests.
+"""`ReuploadRequests`: requests new uploads of payloads that a commit averages and nobody can read, and serves requests.
 
 The store may damage or lose bytes after it has confirmed a write. Every replica that took part in the round has
 verified them, and keeps them until the next commit.
@@ -36,7 +35,7 @@ _POLL_CLAIMS_S = 10.0  # between two LIST requests for a later attempt of this r
 
 
 class ReuploadRequests:
-    """Requests new uploads of payload shards, and answers such requests from `payloads`, cached for two rounds."""
+    """Requests new uploads of payload shards, and serves others' requests from `payloads`, cached for two rounds."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.payloads = attempt.owners.make(RecentPayloads)
@@ -70,9 +69,9 @@ class ReuploadRequests:
     def until_readable(self, call: Callable[[], T], until: int | None = None) -> T:
         """The result of `call`, repeated while it raises `PayloadCorrupt` for a payload in the bucket.
 
-        Each time the payload's re-upload is requested; `call` is repeated once there is a new version of the payload,
-        or a confirmed snapshot of its round or a later one. `until`: the last round whose snapshot `call` can use; a
-        later one raises `PayloadGone`. Raises the error of `call` after `round_timeout_s`, `Preempted` after a
+        Each time a new upload of the payload is requested; `call` is repeated once there is a new version of the
+        payload, or a confirmed snapshot of its round or a later one. `until`: the last round whose snapshot `call` can
+        use; a later one raises `PayloadGone`. Raises the error of `call` after `round_timeout_s`, `Preempted` after a
         preemption notice, and `Superseded` if a later attempt of this replica is alive.
         """
         clock = self._attempt.clock
@@ -151,7 +150,10 @@ class ReuploadRequests:
     # -- answering -----------------------------------------------------------------------------------------------
 
     def put_wanted_if_due(self, base_round: int) -> None:
-        """Upload what others request of the round that made the base. One LIST request, at most every two seconds."""
+        """Upload payload shards that others request of round `base_round`, which made the base.
+
+        One LIST request, at most every two seconds.
+        """
         now = self._attempt.clock.now()
         if base_round and now >= self._polled_at + WANTS_EVERY_S:
             self._polled_at = now
@@ -187,7 +189,7 @@ def _put_again(store: Store, payloads: RecentPayloads, wanted: Sequence[PayloadK
 
 
 def _check_own(owners: Owners, store: Store, payloads: RecentPayloads, manifest: Contribution) -> None:
-    """`ReuploadRequests.check_own` for the shards that this process owns."""
+    """Read back own payload shards that this process holds; upload those again that are damaged or lost."""
     reader = ContributionReader(store)
     for own in everything([manifest]):
         while own.is_of(owners):

@@ -1,4 +1,4 @@
-"""Writes beside training what any replica could write, when it is this replica's turn: snapshots, segments of the log.
+"""Writes snapshots and segments of the log beside training, when it is this replica's turn among all.
 
 The first complete snapshot counts; `snapshots.layout` has its files, retention deletes old ones. `run_log.segments` has
 the content of segments, many commits in one object, so that history costs few requests.
@@ -76,13 +76,12 @@ class SnapshotWriter:
             self._writing.exception()
 
     def write_last(self) -> bool:
-        """After the stop: write the last base's snapshot unless it appears within 30 s per responding replica with a
-        lower id.
+        """After the run's stop: write the last base's snapshot, unless another replica does within some time.
 
-        The base is rebuilt first unless the last round left it unchanged and several replicas claimed it, or this one
-        had compared it with a rebuild. Claims do not count for a base with averages that others made. The files are
-        read back, because no later commit confirms this base. Returns whether the rebuild changed its bits; this
-        replica then holds the rebuilt base.
+        Each responding replica with a lower id has 30 s. The base is rebuilt first unless the last round left it
+        unchanged and several replicas named its digest, or this one had compared it with a rebuild. Their digests do
+        not count for a base with averages that others made. The files are read back, because no later commit confirms
+        this base. Returns whether the rebuild changed its bits; this replica then holds the rebuilt base.
         """
         commit = self._tip.last
         assert commit is not None
@@ -198,7 +197,7 @@ class SnapshotWriter:
 
 @contextmanager
 def _going_on_without(round_: int) -> Iterator[None]:
-    """Context that logs `RecordInvalid` instead of raising it: every base can be rebuilt from payloads."""
+    """Context that logs `RecordInvalid` instead of raising it: any base can be rebuilt without the snapshot."""
     try:
         yield
     except RecordInvalid as error:

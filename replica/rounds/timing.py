@@ -1,4 +1,4 @@
-"""`RoundTiming`: times of the open round on this replica's clock: when to poll for its commit, and whether it is late.
+"""`RoundTiming`: the times of the open round on this replica's clock: when to poll for its commit, and when it is late.
 
 The rules are in `protocol.straggler` and `protocol.rounds`; this class holds their inputs.
 """
@@ -39,7 +39,7 @@ class RoundTiming:
         self.open_round()
 
     def open_round(self) -> None:
-        """Measure times from now on, because a new round is open."""
+        """Measure times from now on, because a new round has opened."""
         self._opened_at = self._waiting_since = self._first_waiting_since = self._now()
         self._quorum_since: float | None = None
         kept = {r: at for r, at in self._first_opened.items() if r in (self._tip.open.round - 1, self._tip.open.round)}
@@ -60,12 +60,9 @@ class RoundTiming:
         config, records = self._attempt.config, AttemptRecords(self._attempt.store)
         if self._now() - self._first_waiting_since >= config.retry.unavailable_for_s:
             return False
-        scaled = range(
-            self.policy.replicas, self.policy.most_replicas
-        )  # whoever of these comes may complete the quorum
-        launching = [
-            i for i in sorted({*missing, *scaled}) if max(records.numbers(i), default=0) > records.newest_claim(i)
-        ]
+        # Whoever of those that a scale-up may launch comes, may complete the quorum.
+        awaited = sorted({*missing, *range(self.policy.replicas, self.policy.most_replicas)})
+        launching = [i for i in awaited if max(records.numbers(i), default=0) > records.newest_claim(i)]
         if launching:
             log.warning(
                 "round %d: no quorum for %.0f s, but replicas %s are being launched: waiting on",
@@ -114,18 +111,26 @@ class RoundTiming:
 
     @property
     def usual_s(self) -> float:
-        """Seconds that a round takes as a rule, from its opening to its manifests; 0 while that is not known."""
+        """Seconds that a round usually takes, from its opening to its manifests; 0 while that is not known."""
         deadline = self._times.deadline
         return deadline.median_s if deadline is not None else 0.0
 
     def pauses(self) -> Iterator[float]:
-        """The pauses of `pace.waiting` in seconds, without end. Before a round has ended the open one counts so far."""
+        """The growing pauses in seconds between polls of a waiting replica, without end (`pace.waiting`).
+
+        Before a round has ended they follow from the time that the open one has taken so far.
+        """
         return pace.waiting(self._attempt.config, self.usual_s or self.train_s, self._times.spread_s).pauses()
 
     @property
     def longest_pause_s(self) -> float:
-        """The longest pause in seconds between two polls of a replica that waits."""
+        """The longest pause in seconds between two polls of a replica that waits for others' responses."""
         return pace.longest_wait_s(self._attempt.config, self.usual_s or self.train_s)
+
+    @property
+    def seldom_s(self) -> float:
+        """Seconds between two requests of a waiting replica for rare events, such as a replica given up."""
+        return pace.waits_long_s(self.usual_s)
 
     def until_expected_s(self, missing: Iterable[int]) -> float:
         """Seconds until the next of the missing replicas usually responds, at most `_EXPECTED_S`; 0 if all are late."""
@@ -152,7 +157,7 @@ class RoundTiming:
         return True
 
     def may_be_committed(self) -> bool:
-        """Whether others may end the open round without this replica's response, or without one that it waits for."""
+        """Whether others may end the open round without this replica's response, or one that it waits for."""
         deadline = self.deadline()
         if not self.elastic or self._tip.open.final_evaluation:
             return False

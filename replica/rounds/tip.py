@@ -40,7 +40,7 @@ class OpenRound:
 
 
 class HeldTip:
-    """A base in memory and its position in the commit log, which advance commit by commit.
+    """A base in memory and its position in the commit log, both of which advance with each commit.
 
     `tip`: base and position to begin with. `fragments`: parameter names of each fragment, for a run whose start record,
     with its first base, does not exist yet.
@@ -72,7 +72,7 @@ class HeldTip:
         return self.value.last.commit if self.value.last else None
 
     def _opened(self, version: int) -> OpenRound:
-        """The round that is open after `value`'s last commit. `version`: of the base."""
+        """The round that is open after the held base. `version`: number of that base in this process."""
         position, last, begin = self.value.position, self.last, self._attempt.begin
         fragment = position.outer_step % len(self.fragments)
         return OpenRound(
@@ -89,13 +89,13 @@ class HeldTip:
 
     @property
     def dealing(self) -> Dealing | None:
-        """Dealing of the open round's payload shards among its roster; None if everybody reads everything."""
+        """The assignment of the open round's payload shards to replicas that verify them; None: all read all."""
         return None if self.open.final_evaluation else self._dealt(self.open.roster)
 
     def dealing_of_averages(self, commit: Commit) -> Dealing | None:
-        """Dealing of the open round's averages among those who answered it; None if everybody makes all.
+        """The assignment of the open round's averages to the replicas that responded; None if everybody computes all.
 
-        `commit`: the round's. Who has not answered may have died long before the commit.
+        `commit`: the round's. A replica without a response may have died long before the commit.
         """
         return self._dealt([answer.replica_id for answer in commit.answers if answer.attempt])
 
@@ -105,7 +105,7 @@ class HeldTip:
 
     @property
     def barred(self) -> tuple[int, ...]:
-        """Replicas that are no dealers in the open round, because most others accused them of a false average."""
+        """Replicas that average no shard for others in the open round, because most accused them of a false average."""
         return (self.last.barred if self.last else None) or ()
 
     # -- closed rounds of this leg -------------------------------------------------------------------------------
@@ -140,10 +140,9 @@ class HeldTip:
     ) -> Mapping[str, torch.Tensor]:
         """Take the outer step of a commit in place. Returns the average by parameter name, empty unless `keep_average`.
 
-        `contributions`: (manifest, weight) each. `read_shard`: (manifest, shard index) -> verified bytes.
-        `averages`: of each shard, if they are made already; then nothing is read. Raises `PayloadCorrupt` for a
-        contribution without a usable payload, `PayloadGone` if a payload was deleted; the base may be stepped in part
-        then.
+        `contributions`: (manifest, weight) each. `read_shard`: (manifest, shard index) -> verified bytes. `averages`:
+        of each shard, if they are computed already; then nothing is read. Raises `PayloadCorrupt` for a contribution
+        without a usable payload, `PayloadGone` if a payload was deleted; the base may be stepped in part then.
         """
         config = self._attempt.config
         stepped = self._attempt.owners.each(
@@ -179,7 +178,7 @@ def _stepped(
     averages: FlatTensors | None,
     codec: str | None,
 ) -> tuple[Mapping[str, torch.Tensor], list[LeftOut]]:
-    """Take an outer step in this process's shards of a base, in place, as `HeldTip.step` describes.
+    """Take an outer step in this process's shards of a base, in place. The arguments are those of `HeldTip.step`.
 
     Returns the average by parameter name, empty unless `keep_average`, and the contributions that were left out.
     """

@@ -36,7 +36,7 @@ class AttachedModel:
         _check_sharding(self.module, bool(self._reshards))
 
     def reshard(self) -> None:
-        """Free the whole parameters that FSDP2 keeps after a forward pass, so that the model's are the shards again."""
+        """Free the whole parameters that FSDP2 keeps after a forward pass, so that the model has its shards again."""
         for module in self._reshards:
             module.reshard()
 
@@ -49,7 +49,7 @@ class AttachedModel:
     ) -> "ModelParts":
         """The model's fragments, access to their values, and its parts of a snapshot. Raises `ConfigError`.
 
-        `view`: makes the view of the parameters of some names, for a model in several ranks or sharded; None: all
+        `view`: makes the access to a fragment of named parameters, for a model in several ranks or sharded; None: all
         values are in this process. `frozen`: the parameters that are not trained and are sharded, whole.
         """
         schedule = SyncSchedule(
@@ -125,7 +125,7 @@ class AttachedModel:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """An attached model with the names and views of its fragments, their schedule, and its parts for snapshots."""
+    """An attached model's fragments: their names, access to their values, schedule; and its parts of snapshots."""
 
     attached: AttachedModel
     names: Sequence[tuple[str, ...]]

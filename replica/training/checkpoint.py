@@ -87,10 +87,11 @@ class Checkpoint:
         return SavedState(contribution, tree["optimizer"], tree["stateful"], tree["local"])
 
     def resume(self, progress: Progress | None, saved: SavedState | None) -> None:
-        """Restore everything: the optimizer and large objects from a saved state, the rest from the newest manifest.
+        """Restore the training state of an earlier attempt of this replica.
 
-        Buffers are those that this replica published last. A stateful object that is in neither starts anew, with a
-        warning.
+        The optimizer and large objects come from `saved`, a saved state, the rest from `progress`, of the newest
+        manifest. Buffers are those that this replica published last. A stateful object that is in neither starts anew,
+        with a warning.
         """
         self._rounds.buffers.resume()
         found: set[str] = set()
@@ -103,7 +104,7 @@ class Checkpoint:
                 log.warning("stateful %r begins anew: this replica's newest manifest lacks it", name)
 
     def go_back(self, saved: SavedState) -> None:
-        """Load optimizer and large objects of an earlier training state, but keep the learning rates of schedules."""
+        """Load the optimizer and large objects of an earlier state, but keep the learning rates of schedules."""
         hyperparameters = self.small.hyperparameters()
         self.load(saved)
         self.small.set_hyperparameters(hyperparameters)
@@ -132,7 +133,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The round at which an attempt continues its replica's training, and the state to restore."""
+    """The round at which an attempt continues its replica's training, and the training state to restore."""
 
     round: int  # the round to train or to wait for; one before the open round in one case below
     progress: Progress | None  # cursor, random generators and counters; None: the replica has published nothing yet
@@ -143,14 +144,15 @@ class ResumePoint:
 
 
 def resume_point(attempt: Attempt, rounds: RunRounds, checkpoint: Checkpoint, *, overlaps: bool) -> ResumePoint:
-    """The point from which this attempt continues, found in the bucket. `overlaps`: whether a delay or alpha is set.
+    """The point from which this attempt continues its replica's training, from the bucket.
 
-    If an earlier attempt has contributed to the open round and saved local parameters, this attempt continues training
-    directly after that contribution; without local parameters it only waits for the round's end.
+    `overlaps`: whether a sync delay or update alpha is set. If an earlier attempt has contributed to the open round and
+    saved local parameters, this attempt continues training directly after that contribution; without local parameters
+    it only waits for the round's end.
 
     With a delay or alpha the base alone does not determine local parameters after a synchronisation. So a contribution
-    to the round *before* the open one, in the same leg, is continued from too: that round is opened again and closed by
-    its commit, as in the attempt that made the contribution.
+    to the round *before* the open one, in the same leg (start or resume to stop), is continued from too: that round is
+    opened again and closed by its commit, as in the attempt that made the contribution.
 
     Otherwise, with fragments, local parameters are those of the last contribution, except the fragment synchronised
     since.

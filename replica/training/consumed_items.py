@@ -15,7 +15,10 @@ Batch = TypeVar("Batch")
 
 
 def together(first: Consumed | None, *others: Consumed | None) -> Consumed | None:
-    """The compared items of several ranks of a replica, in rank order, as one; the first one's if there is no other."""
+    """The compared training items of several ranks of a replica as one record, in rank order.
+
+    `first`: of rank 0, returned if there is no other.
+    """
     if first is None or not any(others):
         return first
     found = [each for each in (first, *others) if each is not None]
@@ -24,12 +27,12 @@ def together(first: Consumed | None, *others: Consumed | None) -> Consumed | Non
 
 
 class ConsumedItems:
-    """The training items of this replica, checked against the held-out ones.
+    """Compares the training items of this replica with the held-out ones, and counts them.
 
     Args:
         manifest: the items that must not be trained on.
-        items_of: the items of a batch, in the form of the manifest. By default those of a text, of a list, of a mapping
-            with the manifest's text field, or the rows of an array.
+        items_of: returns the items of a batch, in the form of the manifest. By default those of a text, of a list, of a
+            mapping with the manifest's text field, or the rows of an array.
         scored: held-out items as they are scored; one is used to prove that the check works.
 
     Before any step, the first batch must pass a self-test: it must have items of the manifest's kind, and must be
@@ -64,7 +67,7 @@ class ConsumedItems:
         self._forbidden[item] = name
 
     def take(self) -> Consumed:
-        """Count and digest of the items since the last call."""
+        """Count and digest of the training items compared since the last call."""
         taken = Consumed(items=self._count, digest=self._hasher.hexdigest())
         self._count, self._hasher = 0, hashlib.sha256()
         return taken

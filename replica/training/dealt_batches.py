@@ -1,7 +1,7 @@
-"""`DealtBatches`: the batches of a whole finite data set that this replica trains on, where the run's log deals them.
+"""`DealtBatches`: the batches that this replica trains on where the run's commit log deals a finite data set.
 
-`protocol.deal` has the rule. Nothing but the log and the inner step says which batch comes next, so that no position
-in the data has to be saved.
+`protocol.deal` has the rule. The next batch depends only on the log and the inner step, so that no position in the data
+has to be saved.
 """
 
 from typing import Any
@@ -45,7 +45,7 @@ class DealtBatches:
         return self._data[self._of(round_).of(self._attempt.replica_id).index(inner_step)]
 
     def position(self) -> dict[str, Any]:
-        """The entry of a manifest about the data, as JSON: the number of batches of the data set."""
+        """The manifest's entry about the data, as JSON: the number of batches of the data set."""
         return {DEAL: {"batches": self._size}}
 
     def check_same(self, replica_id: int, theirs: Any) -> None:
@@ -73,7 +73,7 @@ class DealtBatches:
         self._at, self._steps = (round_, inner_step), steps
 
     def _of(self, round_: int) -> OpenDeal:
-        """The deal of a round, after all commits before it."""
+        """The deal (assignment of batches to replicas) of a round, after all commits before it."""
         log, config = self._attempt.log, self._attempt.config
         if self._deal is None:
             self._deal = OpenDeal(self._size, config.round_steps, config.most_replicas)

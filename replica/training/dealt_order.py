@@ -1,4 +1,4 @@
-"""`DealtOrder`: digests of the common order of batches, which replicas that share one dataset compare.
+"""`DealtOrder`: digests of the order of batches, by which replicas that share one dataset check that it is the same.
 
 Replicas that take every N-th batch of one order divide the data; if their orders differ, some items are trained twice
 and others never. A digest of the batches 1, 2, 4, 8, … of the epoch is in every manifest (`Progress.cursor`).
@@ -33,18 +33,18 @@ class DealtOrder:
         self._earlier: Mapping[str, str] = {}  # of the same epoch, as an earlier attempt drew it
 
     def begin(self, epoch: int, before: int) -> None:
-        """Begin epoch number `epoch`, with `before` batches in earlier epochs."""
+        """Begin epoch number `epoch` of the data. `before`: number of batches in earlier epochs."""
         self._epoch, self._digests, self._earlier = {"epoch": epoch, "before": before}, {}, {}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Expect the epoch just begun to have the order in `state`, a result of `state()` in an earlier attempt."""
+        """Expect the batch order in `state`, a result of `state()` in an earlier attempt, of the epoch just begun."""
         self._earlier = state.get("batches", {})
 
     def add(self, number: int, batch: Any) -> None:
-        """Add a batch, or the indices of its items, to the order; `number`: in the epoch, from 1.
+        """Add batch number `number` of the epoch (from 1), or the indices of its items, to the order.
 
-        If an earlier attempt of this replica drew another batch there, raises `ConfigError` where batches are dealt,
-        and logs a warning where they are not.
+        If an earlier attempt of this replica drew another batch there, raises `ConfigError` where replicas share the
+        batches, and logs a warning where they do not.
         """
         if number & (number - 1):
             return
@@ -61,7 +61,7 @@ class DealtOrder:
         log.warning("%s", words)
 
     def state(self) -> dict[str, Any]:
-        """Epoch, number of batches before it, and the digests of its batches so far, as JSON."""
+        """The epoch, the number of batches before it, and digests of its batches so far, as JSON."""
         return {**self._epoch, "batches": dict(self._digests)}
 
     def compare(self, replica_id: int, others: Iterable[Contribution]) -> None:

@@ -7,25 +7,22 @@ step, and with a delay their background thread, are in the `Rounds` object it is
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Self
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from diloco_orchestrator.allreduce.vectors import Vector, has_nonzero
-from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import ModelMismatch
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields, Rounds
-from diloco_orchestrator.replica.training.fp32_shadow import views_of
-from diloco_orchestrator.replica.training.fragments import FragmentView, SyncSchedule, split_fragments
+from diloco_orchestrator.replica.training.fragments import FragmentView, SyncSchedule
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
-from diloco_orchestrator.snapshots.layout import ModelFiles
 from diloco_orchestrator.snapshots.model_tensors import trainable
 
 
 class DiLoCoLoop:
-    """Counts inner steps; at the end of each round synchronises one fragment.
+    """Counts inner steps, and at the end of each round synchronises one fragment of the model with the other replicas.
 
     `fields` returns a manifest's content beside the pseudo-gradient. Inside the loop's context every step of
     `inner_optimizer` counts; without an `inner_optimizer` the caller calls `after_inner_step`.
@@ -75,7 +72,11 @@ class DiLoCoLoop:
             self._publish(self._pseudo_gradient, in_background=False)
 
     def publish_part(self) -> None:
-        """Publish the pseudo-gradient of the steps so far, unless one is published, it is zero, or nobody trains."""
+        """Publish the pseudo-gradient of the inner steps so far.
+
+        Does nothing if the round's is published, if it is zero, or in the final evaluation round, in which nobody
+        trains.
+        """
         if self.published or self._rounds.open.final_evaluation:
             return
         pseudo_gradient = self._pseudo_gradient()
@@ -84,7 +85,7 @@ class DiLoCoLoop:
             self._publish(lambda: pseudo_gradient, in_background=False)
 
     def synchronise(self) -> ClosedRound:
-        """Close the open round after any number of inner steps (partial if few), and go on from the new base."""
+        """Close the open round after any number of inner steps (partial if few), and continue from the new base."""
         whole = self.inner_step == self.schedule.round_steps
         fragment = self._fragments[self._rounds.open.fragment]
         self.publish_part()
@@ -137,7 +138,7 @@ class DiLoCoLoop:
 
     @contextmanager
     def showing_base(self) -> Iterator[None]:
-        """Context in which the model's parameters are the base's; it restores the local parameters afterwards."""
+        """Context in which the model's parameters are the base's; the local parameters are restored after it."""
         if len(self._fragments) == 1 and not self.schedule.alpha:
             yield
             return
@@ -146,7 +147,7 @@ class DiLoCoLoop:
 
     @contextmanager
     def holding(self, base: Base) -> Iterator[None]:
-        """Context in which the model's parameters are those of `base`, perhaps an earlier one; restores its own."""
+        """Context in which the model has the parameters of `base`, perhaps an earlier one, then its own again."""
         with ExitStack() as stack:
             for fragment in self._fragments:
                 stack.enter_context(fragment.holding(base))
@@ -164,65 +165,6 @@ class DiLoCoLoop:
     ) -> None:
         for hook in self._hooks:
             hook.remove()
-
-
-# -- a loop without a coordinator --------------------------------------------------------------------------------------
-
-
-class RoundsManager(Protocol):
-    """The factory of rounds for `make_diloco_outer_loop`: an `ObjectStoreManager`, or a `MockManager` in tests."""
-
-    def start(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        fragments: Sequence[Sequence[str]],
-        files: ModelFiles,
-        outer: OuterConfig | None,
-    ) -> Rounds:
-        """Join the rounds with this model. `parameters`, `fragments`: trainable ones, and their names per fragment.
-
-        `outer`: None for the run's own. Raises `ModelMismatch` if the model is not the run's, `ConfigError` if `outer`
-        is not.
-        """
-        ...
-
-
-def make_diloco_outer_loop(
-    model: torch.nn.Module,
-    inner_optimizer: torch.optim.Optimizer,
-    manager: RoundsManager,
-    sync_every: int,
-    outer: OuterConfig | None = None,
-    *,
-    fragments: int | Sequence[Sequence[str]] = 1,
-    fragment_sync_delay: int = 0,
-    fragment_update_alpha: float = 0.0,
-    tokenizer: Any = None,
-) -> DiLoCoLoop:
-    """DiLoCo around `model`'s trainable parameters, as a context in which steps of `inner_optimizer` count.
-
-    The manager's base is loaded into `model`. Buffers are published, not synchronised.
-
-    Args:
-        inner_optimizer: its steps are counted; it must hold `model`'s parameters.
-        manager: takes part in the rounds, such as `ObjectStoreManager.join(…)`.
-        sync_every: inner steps between outer steps of the same fragment (H); a multiple of the number of fragments.
-        outer: the outer optimizer; with an `ObjectStoreManager` the run's, which is the default.
-        fragments: the number of parts to synchronise in turn, or the parameter names of each.
-        fragment_sync_delay: inner steps between publishing a fragment and waiting for its average.
-        fragment_update_alpha: share of the local values kept when a fragment is synchronised, 0 to 1.
-        tokenizer: saved beside the model in snapshots.
-
-    Raises:
-        ConfigError: for settings that do not fit together.
-        ModelMismatch: the model is not the run's.
-    """
-    parameters = trainable_parameters(model)
-    names = split_fragments(parameters, fragments)
-    schedule = SyncSchedule(sync_every, len(names), fragment_sync_delay, fragment_update_alpha)
-    rounds = manager.start(parameters, names, ModelFiles.of(model, tokenizer), outer)
-    views = views_of(parameters, names, mixes=schedule.alpha > 0, in_background=schedule.delay > 0)
-    return DiLoCoLoop(views, rounds, schedule, inner_optimizer=inner_optimizer)
 
 
 def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 
 
 class DriftMeter:
-    """Measures the drift of bases; `kl`: that of the last one in nats per token, None if its round is not measured.
+    """Measures the KL drift of bases from the run's start. `kl`: of the last base, in nats per token; None: not
+    measured.
 
     Rounds 1, 1 + `every`, 1 + 2 `every`… are measured, by the probe's setting. The run's start has drift 0 by
     definition.
@@ -33,7 +34,7 @@ class DriftMeter:
         self._has_reference = False  # of this run; a probe may have been used in another one
 
     def is_of(self, opened: OpenRound) -> bool:
-        """Whether `kl` was measured on the base that the open round starts from."""
+        """Whether `kl` is the drift of the base that the open round starts from."""
         return self._measured == (opened.round, opened.version)
 
     def measure(self, shown: ShownBase) -> None:
@@ -58,7 +59,7 @@ class DriftMeter:
         self._measured = (opened.round, opened.version)
 
     def _refer_to(self, shown: ShownBase) -> None:
-        """Measure from the model in `shown`, which has the first base, from now on."""
+        """Make the model in `shown`, which has the first base, the reference of all later measurements."""
         if not self._has_reference:
             self._probe.load(self._probe.reference_of(shown.model))
             self._has_reference = True

@@ -25,9 +25,10 @@ _INSTEAD = 'or train the run with adapters="mean"'
 
 
 class ExactAdapters:
-    """The trained adapters of a model. Raises `ConfigError` for one that adds other than B A to a weight.
+    """The trained LoRA adapters of a model whose products are averaged exactly.
 
-    `parameters`: the model's trainable parameters by name; those of no adapter are averaged as usual.
+    `parameters`: the model's trainable parameters by name; those of no adapter are averaged as usual. Raises
+    `ConfigError` for an adapter that adds other than B A to a weight.
     """
 
     def __init__(self, model: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -96,14 +97,14 @@ class ExactAdapters:
 
     @torch.no_grad()
     def install(self, base: Base) -> None:
-        """Set the adapted weights of the model to their first values and the residuals of a base."""
+        """Set the adapted weights of the model to their first values plus the residuals of a base."""
         for pair in self.pairs:
             residual = base.parameters[pair.residual]
             self._weights[pair.weight].copy_(merged(self._frozen[pair.weight], residual, pair.scaling))
 
     @contextmanager
     def holding(self, base: Base) -> Iterator[None]:
-        """Context in which the adapted weights are those of a base; restores the weights at its end."""
+        """Context in which the adapted weights have the residuals of a base; restores the weights after it."""
         held = {name: weight.detach().clone() for name, weight in self._weights.items()}
         self.install(base)
         try:
@@ -115,7 +116,7 @@ class ExactAdapters:
 
 
 class ExactView:
-    """`FragmentView` of the only fragment that also sets the adapted frozen weights from the base's residuals."""
+    """Access to the only fragment of a model with exact adapters; also sets the frozen weights' residuals."""
 
     def __init__(self, trained: FragmentView, adapters: ExactAdapters) -> None:
         self._trained = trained

@@ -1,8 +1,8 @@
-"""`exchange_plan`: which numbers of which tensors the ranks of an island send each other, to form shards of a base.
+"""`exchange_plan`: which parts of which tensors the ranks of a replica send each other to form the shards of a base.
 
-An island is a replica of several processes (ranks). Its base is cut into shards, each of which one rank owns; the model
-is in the ranks as whole tensors (plain modules, DDP) or pieces of them (DTensors of FSDP2 and of tensor parallelism).
-Pure arithmetic on shapes; `ranks` moves the bytes.
+The base is cut into shards, each of which one rank owns; the model is in the ranks as whole tensors (plain modules,
+DDP) or pieces of them (DTensors of FSDP2 and of tensor parallelism). Pure arithmetic on shapes; `ranks` moves the
+bytes.
 """
 
 import math
@@ -19,7 +19,7 @@ from diloco_orchestrator.outer.base import BaseLayout
 
 @dataclass(frozen=True)
 class Range:
-    """Elements [start, stop) of a tensor, flat in row-major order, which begin at element `at` of a rank's piece."""
+    """Elements [start, stop) of a tensor, flat in row-major order, held by a rank's piece from its element `at` on."""
 
     start: int
     stop: int
@@ -28,7 +28,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Move:
-    """Elements [start, stop) of the tensor `name` between two ranks, perhaps the same.
+    """A transfer of elements [start, stop) of the tensor `name` from one rank to another, perhaps the same.
 
     They begin at element `at` of the piece that the rank `holder` holds. The rank `owner` owns the range.
     """
@@ -43,7 +43,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Split:
-    """One dimension of a device mesh that cuts dimension `dim` of a tensor into `parts`; this rank has part `index`.
+    """A cut of dimension `dim` of a tensor into `parts` by one dimension of a device mesh; this rank has part `index`.
 
     `strided`: whether the cut applies to what the other cuts leave, as FSDP2's does after tensor parallelism
     (`_StridedShard`).
@@ -61,7 +61,7 @@ Owned = Mapping[str, Sequence[tuple[int, int, int]]]  # by tensor: [start, stop)
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """The moves of numbers between the ranks that hold pieces of tensors and those that own ranges of them.
+    """The transfers between the ranks that hold pieces of tensors and the ranks that own ranges of them.
 
     `gathered`: to the owners, so that each gets every element of its ranges once. `scattered`: from the owners, all
     that each rank holds.
@@ -77,7 +77,7 @@ class ExchangePlan:
 
 
 def owned_by_shard(layout: BaseLayout, ranks: int) -> Owned:
-    """The owner of each range of a base's parameters: that of the shard in which the range lies."""
+    """The rank that owns each range of a base's parameters: the owner of the shard in which the range lies."""
     found = {}
     for fragment, names in enumerate(layout.fragments):
         shards = [(*each, owner_of(fragment, index, ranks)) for index, each in enumerate(layout.shards(fragment))]
@@ -94,7 +94,7 @@ def owned_by_shard(layout: BaseLayout, ranks: int) -> Owned:
 
 
 def exchange_plan(pieces: Sequence[Pieces], owned: Owned) -> ExchangePlan:
-    """The plan for tensors of which rank r holds `pieces[r]`, and whose ranges have the owners `owned`.
+    """The transfers for tensors of which rank r holds `pieces[r]`, and whose ranges have the owners `owned`.
 
     An owner takes elements that it holds from itself, others from the lowest rank that holds them. Tensors are in the
     order of `owned`. Raises `ConfigError`, naming the tensor, if an element is held by no rank.
@@ -122,13 +122,13 @@ def exchange_plan(pieces: Sequence[Pieces], owned: Owned) -> ExchangePlan:
 
 
 def _clipped(held: Range, low: int, high: int) -> Range | None:
-    """The part of a range within [low, high); None if there is none."""
+    """The part of the range `held` within elements [low, high); None if there is none."""
     start, stop = max(held.start, low), min(held.stop, high)
     return Range(start, stop, held.at + start - held.start) if start < stop else None
 
 
 def _without(held: Range, covered: Sequence[tuple[int, int]]) -> Iterator[Range]:
-    """The parts of a range outside of `covered`, disjoint intervals in order."""
+    """The parts of the range `held` outside of `covered`, disjoint intervals in order."""
     at = held.start
     for low, high in covered:
         if high <= at:
@@ -154,7 +154,10 @@ def _united(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def messages(moves: Sequence[Move], sizes: Mapping[str, int], most: int) -> Iterator[list[Move]]:
-    """The moves in order, as messages of at most `most` bytes, or of one move. `sizes`: bytes of an element by name."""
+    """The transfers in order, grouped into messages of at most `most` bytes, or of one transfer.
+
+    `sizes`: bytes of an element by tensor name.
+    """
     message, size = list[Move](), 0
     for move in moves:
         bytes_ = (move.stop - move.start) * sizes[move.name]
@@ -171,7 +174,7 @@ def messages(moves: Sequence[Move], sizes: Mapping[str, int], most: int) -> Iter
 
 
 def held_ranges(shape: Sequence[int], splits: Sequence[Split]) -> list[Range]:
-    """The ranges of a tensor's flat numbers that a rank holds, in the order of its piece; empty for an empty piece.
+    """The ranges of a tensor's flat elements that a rank holds, in the order of its piece; empty for an empty piece.
 
     Each split cuts as `torch.chunk` does, so that later parts may be shorter or empty.
     """
@@ -199,7 +202,7 @@ def held_ranges(shape: Sequence[int], splits: Sequence[Split]) -> list[Range]:
 
 
 def _rows(box: Sequence[tuple[int, int]], shape: Sequence[int]) -> Iterator[int]:
-    """The flat indices of a box within the leading dimensions of a shape, in order."""
+    """The flat indices of the elements of `box` within the leading dimensions of `shape`, in order."""
     if not box:
         yield 0
         return
@@ -215,7 +218,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's numbers of a tensor, sharing its memory: the piece of a DTensor, a plain tensor itself."""
+    """This rank's elements of a tensor, sharing its memory: the piece of a DTensor, a plain tensor itself."""
     whole: Any = tensor.detach()
     part: torch.Tensor = whole.to_local() if is_sharded(tensor) else whole
     return part
@@ -250,6 +253,43 @@ def ranges_in(tensor: torch.Tensor, name: str) -> list[Range]:
     return found
 
 
+def ranks_on_one_batch(model: torch.nn.Module, rank: int) -> tuple[int, ...]:
+    """The ranks that must compute on the same batches as this one, in order: those between which tensors are parallel.
+
+    A mesh dimension over which FSDP shards has other batches in each rank; any other dimension that cuts a DTensor of
+    the model is one of tensor parallelism. Raises `ConfigError` if parameters are tensor-parallel in different groups.
+    """
+    found: set[tuple[int, ...]] = set()
+    sharded_by = _meshes_of_fsdp(model)
+    for name, parameter in model.named_parameters():
+        if not is_sharded(parameter):
+            continue
+        mesh, placements = _mesh_of(parameter)
+        names, where = mesh.mesh_dim_names or (None,) * mesh.ndim, mesh.get_coordinate()
+        cuts = [
+            not each.is_replicate() and label not in sharded_by for each, label in zip(placements, names, strict=True)
+        ]
+        if any(cuts) and where is not None:
+            index = tuple(slice(None) if cut else at for cut, at in zip(cuts, where, strict=True))
+            found.add(tuple(sorted(mesh.mesh[index].flatten().tolist())))
+        if len(found) > 1:
+            raise ConfigError(
+                f"parameter {name!r} is tensor-parallel over the ranks {max(found)}, others over {min(found)}: which "
+                "ranks train on the same batch is not clear. Use one tensor-parallel mesh for the whole model."
+            )
+    return found.pop() if found else (rank,)
+
+
+def _meshes_of_fsdp(model: torch.nn.Module) -> set[str | None]:
+    """The names of the mesh dimensions over which `fully_shard` shards a model; None for a mesh without names."""
+    names: set[str | None] = set()
+    for module in model.modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            group = getattr(state, "_fsdp_param_group", None)
+            names.update(() if group is None else group.mesh_info.mesh.mesh_dim_names or (None,))
+    return names
+
+
 def _mesh_of(tensor: Any) -> tuple[Any, Any]:
-    """The device mesh and the placements of a DTensor."""
     return tensor.device_mesh, tensor.placements

@@ -1,7 +1,7 @@
-"""`Follower`: the training of a rank other than 0. It counts no round and writes no record, and does
-as rank 0 signals.
+"""`Follower`: the training loop of a rank other than 0, which continues, waits and ends as rank 0 signals.
 
-It has the part of `TrainingSession` that the user's loop sees through `replica.context.ReplicaSession`.
+It counts no round and writes no record. It has the part of `TrainingSession` that the user's loop sees through
+`replica.context.ReplicaSession`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizer
 from diloco_orchestrator.replica.training.island import Island, RankMetrics
 from diloco_orchestrator.replica.training.observed_metrics import ObservedMetrics
 from diloco_orchestrator.replica.training.position import DataCursor
-from diloco_orchestrator.replica.training.ranks import CALL, END, GO, Ranks
+from diloco_orchestrator.replica.training.ranks import CALL, END, GO, Ranks, Signal
 from diloco_orchestrator.replica.training.round_hooks import RoundFn, RoundView
 
 Batch = TypeVar("Batch")
@@ -21,7 +21,8 @@ _FLAGS = 4
 
 
 def signal_state(ranks: Ranks, going: bool, step_count: int, round_: int, *, stopped: bool, preempted: bool) -> None:
-    """In rank 0, at a step boundary: signal the other ranks that training goes on, or that it has ended, and why.
+    """In rank 0, at a step boundary: signal the other ranks whether training goes on (`going`), and if not, why it
+    ended.
 
     `step_count` and `round_` are what `ReplicaSession` shows in every rank. One broadcast.
     """
@@ -29,10 +30,22 @@ def signal_state(ranks: Ranks, going: bool, step_count: int, round_: int, *, sto
     ranks.signal(GO if going else END, step_count, round_ * _FLAGS + flags)
 
 
-class Follower:
-    """One rank's training loop, which goes on, waits and ends as rank 0 signals.
+def served(island: Island) -> Signal:
+    """Run, in a rank other than 0, the methods that rank 0 calls, and return its signal to continue training or to end
+    it.
+    """
+    while (signal := island.ranks.next_signal()).kind == CALL:
+        assert signal.call is not None, "it is a call"
+        name, args, number = signal.call
+        island.ranks.kept(number, getattr(island, name)(*args))
+        del args, signal  # what they hold may have been dropped by rank 0
+    return signal
 
-    `items`: of training, compared with held-out ones; None if they are not.
+
+class Follower:
+    """The training loop of a rank other than 0, which continues, waits and ends as rank 0 signals.
+
+    `items`: compares training items with held-out ones; None if they are not compared.
     """
 
     def __init__(self, island: Island, optimizers: InnerOptimizers, in_loop: str, items: ConsumedItems | None) -> None:
@@ -56,23 +69,19 @@ class Follower:
         return self._step_count + self._stepped
 
     def serve(self) -> None:
-        """Make the calls that rank 0 signals, until its signal is to go on or to end."""
-        while (signal := self._island.ranks.next_signal()).kind == CALL:
-            assert signal.call is not None, "it is a call"
-            name, args, number = signal.call
-            self._island.ranks.kept(number, getattr(self._island, name)(*args))
-            del args, signal  # what they hold may have been dropped by rank 0
+        """Run the methods that rank 0 calls, until it signals to continue training or to end it."""
+        signal = served(self._island)
         self._going = signal.kind == GO
         self._step_count, self._stepped = signal.first, 0
         self.round, flags = divmod(signal.second, _FLAGS)
         self.stopped, self.preempted = bool(flags & _STOPPED), bool(flags & _PREEMPTED)
 
     def begin(self) -> None:
-        """Wait until rank 0 has restored the replica's state and opened the round, and take part in that."""
+        """Wait until rank 0 has restored the replica's state and opened the round, running what it calls."""
         self.serve()
 
     def step(self) -> bool:
-        """Take part in what rank 0 does between two steps. False: training has ended."""
+        """Run the methods that rank 0 calls between two inner steps. Returns False once training has ended."""
         if self._going:
             self.serve()
         return self._going
@@ -100,7 +109,7 @@ class Follower:
             self.metrics.count_step()
 
     def _seek(self, epoch: int, batches: int) -> None:
-        """Go to a batch of an epoch of this rank's data. The epoch is drawn anew, as it was at first."""
+        """Go to batch number `batches` of an epoch of this rank's data. The epoch is drawn anew, as it was at first."""
         self._goes_on_at = epoch, batches
         if self._cursor is not None and (epoch or batches):
             self._cursor.seek({"epoch": epoch, "batches": batches})
@@ -115,20 +124,20 @@ class Follower:
 
 
 class FollowerHooks:
-    """The functions given to `on_round` in a rank other than 0, called with the views that rank 0 sends."""
+    """The functions given to `on_round` in a rank other than 0, called with what rank 0 sends about each commit."""
 
     def __init__(self) -> None:
         self._functions: list[RoundFn] = []
         self._newest: RoundView | None = None
 
     def add(self, function: RoundFn) -> None:
-        """Call this function for each commit from now on, and at once with the newest that rank 0 has sent."""
+        """Call `function` for each commit from now on, and at once with the newest that rank 0 has sent."""
         self._functions.append(function)
         if self._newest is not None:
             function(self._newest)
 
     def call(self, view: RoundView) -> None:
-        """Call every function with the view of a commit."""
+        """Call every function given to `on_round` with `view`, the metrics of a committed round."""
         self._newest = view
         for function in self._functions:
             function(view)

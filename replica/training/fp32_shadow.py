@@ -19,7 +19,8 @@ from diloco_orchestrator.replica.training.handover import Handover, PlainCopies,
 
 
 class Piece(NamedTuple):
-    """Values of a parameter from its flat element `start` on, which is element `at` of the fragment's vector.
+    """Values of a part of a parameter, from its flat element `start` on; the first is element `at` of the fragment's
+    vector.
 
     They have any shape, float dtype and device.
     """
@@ -31,7 +32,8 @@ class Piece(NamedTuple):
 
 
 class PseudoGradient:
-    """`base - local`: the change by training, with the sign of a gradient. A `Vector` that is computed when it is read.
+    """The pseudo-gradient `base - local`: the change by training, with the sign of a gradient; computed when it is
+    read.
 
     A local value in another dtype than float32 counts as the base plus the change by training, because the base has
     digits that the model's dtype cannot represent.
@@ -71,7 +73,9 @@ class PseudoGradient:
         return out
 
     def _subtract(self, piece: Piece, first: int, last: int, out: torch.Tensor) -> None:
-        """Write elements [first, last) of one piece to `out`."""
+        """Write elements [first, last) of `base - local` to `out`. `piece`: a part of a parameter that contains
+        them.
+        """
         local = self._flattened(piece.values)[first:last].to("cpu")
         vector, start = self._base.parameter_at(piece.name)
         parts = ((FlatTensors([out]), 0), (vector, start + piece.start + first), (FlatTensors([local]), 0))
@@ -90,7 +94,7 @@ class PseudoGradient:
 
 
 class Fp32View:
-    """`FragmentView` of whole tensors of this process, as float32 on the CPU.
+    """Access to one fragment's parameters that are whole tensors in this process, as float32 on the CPU.
 
     `mixes`: whether `install` may keep a share of the local values. If so, parameters that are not contiguous fp32 on
     the CPU get fp32 copies ("shadows") for the digits that their dtype cannot represent; otherwise the local value of
@@ -153,7 +157,7 @@ class Fp32View:
 
     @contextmanager
     def holding(self, base: Base) -> Iterator[None]:
-        """Context in which the model's parameters are those of a base; restores them. fp32 shadows stay unchanged."""
+        """Context in which the model's parameters are those of a base; then restored. fp32 shadows stay unchanged."""
         local = self.values()
         with torch.no_grad():
             base.copy_into(self._parameters)

@@ -14,7 +14,7 @@ from diloco_orchestrator.outer.base import Base
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """The numbers by which fragments are synchronised in turn. Raises `ConfigError` for inconsistent ones."""
+    """The settings by which fragments are synchronised in turn. Raises `ConfigError` if they are inconsistent."""
 
     sync_every: int  # inner steps between two synchronisations of the same fragment (H)
     fragments: int
@@ -38,17 +38,17 @@ class SyncSchedule:
 
     @property
     def publish_at(self) -> int:
-        """The inner step of a round after which its fragment is published."""
+        """The number of inner steps in a round after which its fragment is published."""
         return self.round_steps - self.delay
 
     @property
     def overlaps(self) -> bool:
-        """Whether local parameters differ from the base after a synchronisation: with a delay or an alpha."""
+        """Whether local parameters differ from the base after synchronising: with a sync delay or update alpha."""
         return self.delay > 0 or self.alpha > 0
 
 
 class FragmentView(Protocol):
-    """Access to the values of one fragment of a model in training: out to pseudo-gradients, in from the base.
+    """Access to the values of one fragment of a model in training: forms pseudo-gradients, and sets values to a base's.
 
     The fragment's flat vector has its parameters in name order, each of them flat; a base is of the whole model. All
     calls come from the training thread, except `stage` and the function returned by `handed_over`, which the background
@@ -56,37 +56,38 @@ class FragmentView(Protocol):
     """
 
     def pseudo_gradient(self, base: Base) -> Vector:
-        """`base - local`, with the model's values at the time the vector is read."""
+        """The pseudo-gradient `base - local`, with the model's values at the time when it is read."""
         ...
 
     def handed_over(self, base: Base) -> Callable[[], Vector]:
-        """Capture the values now. The returned function forms `base - local` from them, in any thread, once."""
+        """Copy the fragment's values now. The returned function forms `base - local` from them, in any thread, once."""
         ...
 
     def stage(self, base: Base) -> None:
-        """Prepare the next `install` of this base, as far as possible without the local values; may do nothing."""
+        """Prepare the next `install` of `base`, as far as possible without the local values; may do nothing."""
         ...
 
     def install(self, base: Base, keep: float = 0.0) -> None:
-        """Set the model's values to `(1 - keep) * base + keep * local`. Safe to repeat with `keep=0`.
+        """Set the fragment's values to `(1 - keep) * base + keep * local`. Safe to repeat with `keep=0`.
 
         Raises `ValueError` for a `keep` that this view does not support.
         """
         ...
 
     def holding(self, base: Base) -> AbstractContextManager[None]:
-        """Context in which the model has the values of a base, perhaps an earlier one; restores its own.
+        """Context in which the fragment has the values of a base, perhaps an earlier one; its own are restored after
+        it.
 
         Pseudo-gradients are not affected.
         """
         ...
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Copies of the model's values, by name, in their own dtype and on their device."""
+        """Copies of the fragment's values, by parameter name, in their own dtype and on their device."""
         ...
 
     def restore(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Set the model's values to a result of `values`, from this process or an earlier attempt."""
+        """Set the fragment's values to a result of `values`, from this process or an earlier attempt."""
         ...
 
 

@@ -17,7 +17,7 @@ from diloco_orchestrator.replica.training.vault_scorer import VaultScorer
 
 
 class GuardEvidence:
-    """Measures each base once for the guard: held-out scores, KL drift from the run's start, confirmation scores.
+    """A replica's measurements for the guard, once for each base: held-out scores, KL drift, confirmation scores.
 
     `set`: the held-out set for start.json; None if nothing is scored. `items`: compares training items with held-out
     ones; None if they are not compared.
@@ -45,7 +45,7 @@ class GuardEvidence:
         return self._is_scored(opened) and all(each.is_of(opened) for each in others)
 
     def measure(self, shown: ShownBase) -> None:
-        """Score the base in `shown` and measure its drift. Parameters, modes and random generators stay unchanged."""
+        """Score the base in `shown` and measure its KL drift. Parameters, modes and generators stay unchanged."""
         if self._scorer is not None and not self._is_scored(shown.open):
             self._scorer.score(shown.model, shown.attempt.replica_id, shown.open.version, shown.open.roster)
         if self._drift is not None:

@@ -26,7 +26,8 @@ class Handover(Protocol):
         ...
 
     def stage(self, parameters: Named, fill: Callable[[Named], None]) -> Callable[[], None] | None:
-        """In the background: prepare new values of the parameters, which `fill` writes into the tensors it is given.
+        """In the background: prepare new values of the parameters. `fill` writes them into the tensors that it is
+        given.
 
         Returns the function by which the training thread sets the parameters to them; None if nothing can be prepared.
         """
@@ -45,7 +46,7 @@ class PlainCopies:
 
 
 class ThroughBuffer:
-    """`Handover` through one buffer on the CPU, for parameters on a GPU: the GPU copies while the CPU goes on.
+    """Transfers a fragment's values through one buffer on the CPU, for parameters on a GPU: the GPU copies meanwhile.
 
     Uses of the buffer are ordered: values are taken after all work that the training thread has queued on the GPU,
     including setting staged values; they are staged after taken ones were waited for and read.
@@ -81,7 +82,7 @@ class ThroughBuffer:
 
 
 class SideStream:
-    """Copies from one GPU on a CUDA stream of its own. Only this class and `handover_of` need CUDA."""
+    """Copies tensors from one GPU on a CUDA stream of its own. Only this class and `handover_of` need CUDA."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -101,7 +102,7 @@ class SideStream:
 
 
 def handover_of(fragments: Sequence[Named]) -> Handover:
-    """The `Handover` for these fragments, one at a time: through pinned memory if all are on one GPU."""
+    """The transfer of fragments' values, one fragment at a time: through pinned memory if all are on one GPU."""
     devices = {tensor.device for fragment in fragments for tensor in fragment.values()}
     device = devices.pop()
     if devices or device.type != "cuda":

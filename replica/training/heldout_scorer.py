@@ -39,11 +39,11 @@ class ShownBase:
 
 
 class HeldOutScorer:
-    """Scores bases; `scores`: of the last one. `set`: the held-out set for start.json.
+    """Scores bases (global models) on this replica's shares of the held-out set. `scores`: of the last base.
 
     `heldout(model, items)` returns one number per item: nats per token for "loss", the reward for "reward". `root`: of
-    the manifest that lists the items; by default computed from the items. Raises `ConfigError` for fewer items than
-    replicas, and for an item given twice.
+    the manifest that lists the items; by default computed from the items. `set`: the held-out set for start.json.
+    Raises `ConfigError` for fewer items than replicas, and for an item given twice.
     """
 
     def __init__(
@@ -78,11 +78,14 @@ class HeldOutScorer:
         self._per_replica = per_replica
 
     def has_scored(self, version: int, roster: tuple[int, ...]) -> bool:
-        """Whether `scores` are of this base, with the shares of items that this roster (who takes part) assigns."""
+        """Whether `scores` are of base number `version`, on the held-out shares that `roster` assigns to this replica.
+
+        `roster`: the replicas that take part in the round.
+        """
         return self._scored == (version, roster)
 
     def score(self, model: torch.nn.Module, replica_id: int, version: int, roster: tuple[int, ...]) -> None:
-        """Score on `model`, which has that base, the shares of items that the roster assigns to this replica.
+        """Score `model`, which has base number `version`, on the held-out shares that `roster` assigns to this replica.
 
         Parameters, modes and random generators are left unchanged. Raises `ConfigError` if the function does not return
         one number per item or changes an item, and the function's errors, with a note.
@@ -93,7 +96,8 @@ class HeldOutScorer:
         self._scored = version, roster
 
     def score_local(self, model: torch.nn.Module) -> tuple[Score, ...]:
-        """For the per-replica guard: scores of `model`, with its local parameters, on the shares of `scores`.
+        """Scores of `model`, with this replica's local parameters, on the same held-out shares; for the per-replica
+        guard.
 
         Empty in a run without that guard. Leaves everything unchanged, as `score` does.
         """
@@ -114,9 +118,10 @@ class HeldOutScorer:
 
 
 def values_of(heldout: HeldoutFn, model: torch.nn.Module, items: Sequence[Any], where: str) -> list[float]:
-    """The scores of all items. Raises `ConfigError` for another number of them, and errors of `heldout`, with a note.
+    """The scores that `heldout` gives for all items.
 
-    `where`: describes the items, for errors.
+    Raises `ConfigError` for another number of scores than items, and errors of `heldout`, with a note. `where`:
+    describes the items, for errors.
     """
     try:
         values = [float(value) for value in heldout(model, items)]
@@ -163,7 +168,7 @@ def _check_distinct(items: Sequence[Any]) -> None:
 
 @contextmanager
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """Context with the model in evaluation mode and no gradients. Restores modes and random generators at its end."""
+    """Context with `model` in evaluation mode and without gradients; restores modes and random generators."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

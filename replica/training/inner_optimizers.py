@@ -23,7 +23,7 @@ _SEVERAL = "optimizers"
 
 
 class InnerOptimizers:
-    """The optimizers passed to `attach`. Raises `ConfigError` for anything but torch optimizers."""
+    """The inner optimizers passed to `attach`, as one. Raises `ConfigError` for anything but torch optimizers."""
 
     def __init__(self, given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
         self.all = [_unwrapped(each) for each in (given if isinstance(given, Sequence) else [given])]
@@ -97,7 +97,7 @@ class InnerOptimizers:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the only optimizer as it saves it, or of several as a list."""
+        """The state of the only optimizer as it saves it; of several optimizers a list of these."""
         return self.local_state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -106,7 +106,7 @@ class InnerOptimizers:
         self.load_local_state_dict(state)
 
     def local_state_dict(self) -> dict[str, Any]:
-        """`state_dict` as this process holds it: with sharded tensors where parameters are sharded."""
+        """The state as this process holds it: with sharded tensors where parameters are sharded."""
         return self.joined_states([each.state_dict() for each in self.all])
 
     def load_local_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -154,11 +154,11 @@ class InnerOptimizers:
                 )
 
     def clear(self) -> None:
-        """Drop all state."""
+        """Drop the optimizers' state."""
         self.clear_local()
 
     def clear_local(self) -> None:
-        """Drop all state of this process."""
+        """Drop the optimizers' state in this process alone."""
         for each in self.all:
             each.state.clear()
 
@@ -172,7 +172,7 @@ class InnerOptimizers:
         return {key for key, p in numbered if not _all_finite(self.all[key[0]].state.get(p, {}))}
 
     def clear_numbers(self, numbers: set[tuple[int, int]]) -> int:
-        """Drop the state of the parameters with these numbers, as far as there is one. Returns how many had one."""
+        """Drop the state of the parameters with these numbers (`numbered_parameters`). Returns how many had some."""
         numbered = self.numbered_parameters()
         found = [(self.all[key[0]].state, numbered[key]) for key in sorted(numbers)]
         found = [(state, parameter) for state, parameter in found if parameter in state]
@@ -190,7 +190,7 @@ def _unwrapped(given: Any) -> Any:
 
 
 def _inside(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
-    """Optimizers wrapped in `optimizer`'s attributes, by the expression that reaches them."""
+    """Optimizers that `optimizer` holds in its attributes, each by the expression that reaches it."""
     for name, value in vars(optimizer).items():
         if isinstance(value, torch.optim.Optimizer):
             yield name, value
@@ -200,7 +200,7 @@ def _inside(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim
 
 
 def _saves_as_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `state_dict` is torch's own, so that it holds `optimizer.state` and nothing else."""
+    """Whether the optimizer's `state_dict` is torch's own, so that it holds `optimizer.state` and nothing else."""
     return type(optimizer).state_dict is torch.optim.Optimizer.state_dict
 
 
@@ -255,7 +255,7 @@ def _all_finite(state: Mapping[str, Any]) -> bool:
 
 
 def _of_this_rank(value: Any) -> Any:
-    """A state with this rank's pieces in place of sharded tensors, which are saved whole."""
+    """An optimizer state where sharded tensors are replaced by this rank's pieces, so that it can be saved."""
     match value:
         case dict():
             return {key: _of_this_rank(each) for key, each in value.items()}
@@ -273,7 +273,7 @@ MOST_BATCHES = 1024
 
 
 class NeverStepped(ConfigError):
-    """No attached optimizer has stepped after so many batches that none will. `diloco check` reports it."""
+    """No attached optimizer has stepped after so many batches that none will any more."""
 
 
 class StepWatch:

@@ -1,4 +1,4 @@
-"""`Island`: what all ranks of a replica do together, begun by rank 0; the others wait for it at step boundaries.
+"""`Island`: what all ranks of a replica do together. Rank 0 begins it; the others wait for it at step boundaries.
 
 Rank 0 runs the training session and the rounds as a replica of one process does. Where those need the other ranks, for
 values of the model, optimizer state, scores or metrics, rank 0 calls a method of its island by `Island.call`, and every
@@ -20,7 +20,13 @@ from diloco_orchestrator.outer.base import Base, BaseLayout
 from diloco_orchestrator.protocol.records import Consumed
 from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.replica.training.attached_model import AttachedModel
-from diloco_orchestrator.replica.training.exchange import Move, is_sharded, local_part, owned_by_shard
+from diloco_orchestrator.replica.training.exchange import (
+    Move,
+    is_sharded,
+    local_part,
+    owned_by_shard,
+    ranks_on_one_batch,
+)
 from diloco_orchestrator.replica.training.fp32_shadow import Piece, PseudoGradient
 from diloco_orchestrator.replica.training.heldout_scorer import HeldoutFn, undisturbed, values_of
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
@@ -40,16 +46,16 @@ class RankMetrics(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """In place of a sharded tensor of an optimizer's state: its dtype. The numbers follow by an `Exchange`."""
+    """Placeholder for a sharded tensor in an optimizer's state: its dtype. The values are sent separately."""
 
     dtype: torch.dtype
 
 
 class Island:
-    """One rank's model, optimizers and functions, and the calls that all ranks make together.
+    """The calls that all ranks of a replica make together, with one rank's model, optimizers and functions.
 
-    Made by all ranks at the same time. Raises `ConfigError` in every rank, naming the first difference, if their models
-    differ, and for a parameter of which a part is on no rank.
+    All ranks make one at the same time. Raises `ConfigError` in every rank, naming the first difference, if their
+    models differ, and for a parameter of which a part is on no rank.
 
     Args:
         stateful: the user's objects, by name, which take rank 0's state after a restart.
@@ -81,6 +87,10 @@ class Island:
         persistent = attached.module.state_dict().keys()
         self._buffers = {name: each for name, each in attached.module.named_buffers() if name in persistent}
         self._check_same_model()
+        # Ranks with one batch, as of tensor parallelism, are a group: the scores, tokens and items of its first count.
+        groups = ranks.everyone(ranks_on_one_batch(attached.module, ranks.rank))
+        self._groups = sorted(set(groups))
+        self._group = self._groups.index(groups[ranks.rank])
         self._pieces = pieces_in(ranks, attached.parameters)
         self._exchange = Exchange(ranks, attached.parameters, self._pieces)
         self._dealt: tuple[BaseLayout, Exchange] | None = None  # a base's layout, and the exchange with its shards
@@ -98,9 +108,9 @@ class Island:
                     )
 
     def call(self, name: str, *args: Any, source: Any = None) -> Any:
-        """In rank 0: call the method `name` here and in all other ranks; returns what it returns here.
+        """In rank 0: run the method `name` with `args` in all ranks at the same time; returns rank 0's result.
 
-        `source`: what only rank 0 has and the method reads from.
+        `source`: an object that only rank 0 has and from which the method reads.
         """
         self.ranks.signal_call(name, args)
         self._source = source
@@ -110,9 +120,9 @@ class Island:
             self._source = None
 
     def make(self, name: str, *args: Any) -> Any:
-        """In rank 0: call the method `name` in all ranks, each of which keeps the object that it returns.
+        """In rank 0: run the method `name` in all ranks, each of which keeps the object that it returns.
 
-        Returns rank 0's, which as an argument of calls stands for each rank's (`Owners.make`).
+        Returns rank 0's object, which as an argument of later calls stands for each rank's own (`Owners.make`).
         """
         number = self.ranks.new_number()
         self.ranks.signal_call(name, args, number)
@@ -126,7 +136,8 @@ class Island:
         return self._exchange.gather(names)
 
     def first_base(self, outer: OuterConfig, fragments: Sequence[Sequence[str]], shard_numel: int) -> Base:
-        """A base of the model's values, in each rank its own shards. The arguments are those of `Base.fresh`.
+        """The first base, from the model's values; each rank gets the shards that it owns. Arguments as of
+        `Base.fresh`.
 
         Raises `ConfigError` if a parameter that is whole in every rank has other values in one.
         """
@@ -138,7 +149,8 @@ class Island:
         return base
 
     def local(self, names: Sequence[str], base: Base, copies: bool) -> PseudoGradient:
-        """`base - local` of the parameters of these names, one fragment's, in each rank its own shards.
+        """The pseudo-gradient `base - local` of one fragment's parameters `names`; each rank gets the shards that it
+        owns.
 
         It is computed when it is read: with `copies` from copies of the values as they are now, else from the model
         where this rank holds them. Raises `ConfigError` if a parameter that is whole in every rank has other values in
@@ -156,7 +168,7 @@ class Island:
         return PseudoGradient(base, pieces, base.numel(names))
 
     def install(self, names: Sequence[str], base: Base) -> None:
-        """Set parameters to those of a base."""
+        """Set the model's parameters `names` in all ranks to those of a base."""
         self._attached.reshard()
         whole = {name: local_part(p) for name, p in self._attached.parameters.items() if name in names}
         if self.ranks.ranks == 1 and all(each.numel() == base.parameters[name].numel() for name, each in whole.items()):
@@ -171,26 +183,26 @@ class Island:
         self._with_shards_of(base).spread(names, read)
 
     def _with_shards_of(self, base: Base) -> Exchange:
-        """The exchange between the model in all ranks and the shards of a base. No message."""
+        """The exchange of values between the model in all ranks and the shards of a base. Sends nothing itself."""
         if self._dealt is None or self._dealt[0] != base.layout:
             owned = owned_by_shard(base.layout, self.ranks.ranks)
             self._dealt = base.layout, Exchange(self.ranks, self._attached.parameters, self._pieces, owned)
         return self._dealt[1]
 
     def restore(self, names: Sequence[str]) -> None:
-        """Set parameters to those of rank 0's source, whole tensors by name."""
+        """Set the model's parameters `names` in all ranks to whole tensors that rank 0 has, by name."""
         self._attached.reshard()
         values: Values = self._source or {}
         self._exchange.spread(names, lambda name, start, stop: values[name].reshape(-1)[start:stop].to("cpu"))
 
     def hold(self, names: Sequence[str]) -> None:
-        """Put this rank's values of parameters aside until `release`."""
+        """Copy this rank's values of the parameters `names` aside, until `release`."""
         self._attached.reshard()
         self._held.append({name: local_part(self._attached.parameters[name]).clone() for name in names})
 
     @torch.no_grad()
     def release(self) -> None:
-        """Restore the values that the last `hold` put aside."""
+        """Restore the parameter values that the last `hold` copied aside."""
         self._attached.reshard()
         for name, value in self._held.pop().items():
             local_part(self._attached.parameters[name]).copy_(value)
@@ -225,27 +237,27 @@ class Island:
         return scores
 
     def score(self, items: Sequence[Any]) -> list[float]:
-        """One number per item, in their order, in every rank. Each rank scores every R-th item, all equally many.
+        """Held-out scores, one per item in their order, in every rank. Each of R ranks scores every R-th item.
 
-        A rank that is dealt fewer scores its last item again, because a sharded model needs all ranks in each forward
-        pass.
+        Ranks between which tensors are parallel score the same items, as one rank. A rank that is dealt fewer scores
+        its last item again, because a sharded model needs all ranks in each forward pass.
         """
-        ranks, count = self.ranks.ranks, -(-len(items) // self.ranks.ranks)
+        groups, count = len(self._groups), -(-len(items) // len(self._groups))
         if self._heldout is None:
             raise ConfigError(
                 f"rank {self.ranks.rank} was given no heldout function, and rank 0 was: pass it to ctx.attach in every "
                 "rank."
             )
-        self._share_buffers()
-        mine = [items[index] for index in range(self.ranks.rank, len(items), ranks)]
+        self.share_buffers()
+        mine = [items[index] for index in range(self._group, len(items), groups)]
         padded = [*mine, *[(mine or list(items))[-1]] * (count - len(mine))]
         with undisturbed(self._attached.module):
             values = values_of(self._heldout, self._attached.module, padded, f"rank {self.ranks.rank}")
         every = self.ranks.everyone(values[: len(mine)])
-        return [every[index % ranks][index // ranks] for index in range(len(items))]
+        return [every[self._groups[index % groups][0]][index // groups] for index in range(len(items))]
 
     @torch.no_grad()
-    def _share_buffers(self) -> None:
+    def share_buffers(self) -> None:
         """Set this rank's persistent buffers to rank 0's."""
         if not self._buffers or self.ranks.ranks == 1:
             return
@@ -256,14 +268,18 @@ class Island:
     # -- metrics ---------------------------------------------------------------------------------------------------
 
     def frozen(self) -> dict[str, torch.Tensor]:
-        """In rank 0: the sharded parameters that are not trained, whole, by name; elsewhere nothing."""
+        """In rank 0: the sharded parameters of the model that are not trained, whole, by name; elsewhere nothing."""
         named = {plain_name(name): p for name, p in self._attached.module.named_parameters() if not p.requires_grad}
         sharded = {name: named[name] for name in sorted(named) if is_sharded(named[name])}
         return _gathered(self.ranks, sharded) if sharded else {}
 
     def metrics(self) -> list[RankMetrics]:
-        """The observations of each rank since the last call, in rank order."""
-        return self.ranks.everyone(self.take_metrics())
+        """The observations of each rank since the last call: metrics of its inner steps, in rank order.
+
+        Those of ranks that train on the same batches have its tokens and items only once.
+        """
+        found, first = self.ranks.everyone(self.take_metrics()), {group[0] for group in self._groups}
+        return [each if rank in first else each._replace(tokens=0, consumed=None) for rank, each in enumerate(found)]
 
     # -- training state --------------------------------------------------------------------------------------------
 
@@ -278,7 +294,7 @@ class Island:
         return found
 
     def load_optimizer_state(self) -> None:
-        """Load rank 0's source, a result of `optimizer_state` by any number of ranks, into the optimizers of all."""
+        """Load the optimizer state that rank 0 has, of a replica of any number of ranks, into all ranks."""
         state, parameters = self._source, self._optimizers.numbered_parameters()
         numbers = {}
         if not self.ranks.rank:
@@ -301,7 +317,7 @@ class Island:
         self._optimizers.load_local_state_dict(_replaced(skeleton, pieces))
 
     def clear(self) -> None:
-        """Drop the optimizers' state."""
+        """Drop the optimizers' state in all ranks."""
         self._optimizers.clear_local()
 
     def clear_not_finite(self) -> int:
@@ -310,15 +326,16 @@ class Island:
         return self._optimizers.clear_numbers(poisoned)
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
+        """Drop all gradients in all ranks."""
         for each in self._optimizers.all:
             each.zero_grad()
 
     def follow(self, small: str, large: Mapping[str, Any], epoch: int, batches: int) -> None:
-        """In the other ranks: take rank 0's stateful objects, learning rates, and position in the data.
+        """In the other ranks: take over rank 0's stateful objects, learning rates, and position in the data.
 
-        `small`: as in a manifest. `large`: states of the other objects, by name. `epoch`, `batches`: where rank 0 goes
-        on; another rank goes to the same batch of its own data. A negative epoch: each goes on where it is.
+        `small`: states as in a manifest. `large`: states of other objects, by name. `epoch`, `batches`: position at
+        which rank 0 continues; another rank goes to the same batch of its own data. A negative epoch: each continues
+        where it is.
         """
         if not self.ranks.rank:
             return
@@ -330,19 +347,24 @@ class Island:
             self.seek(epoch, batches)
 
     def opened(self, inner_steps: int) -> None:
-        """At the opening of a round: rank 0's buffers everywhere, and new random numbers in the other ranks.
+        """Set all ranks' buffers to rank 0's, and the other ranks' random generators, at the opening of a round.
 
-        Their generators are seeded from run, replica, the replica's inner steps so far, and the rank. So a restarted
-        replica draws the same numbers, though no record holds the generators of any rank but 0.
+        Their generators are seeded from run, replica, the replica's inner steps so far, and the rank; those of ranks
+        that share rank 0's batches get its state. So a restarted replica draws the same numbers, though no record holds
+        the generators of any rank but 0.
         """
-        self._share_buffers()
+        self.share_buffers()
+        if len(self._groups[0]) > 1:
+            state = self.ranks.shared(None if self.ranks.rank else rng.capture())
+            if state is not None and self.ranks.rank in self._groups[0][1:]:
+                rng.restore(state)
         self.reseed = lambda: self.seed(f"{self.replica}/step {inner_steps}")
         self.reseed()
 
     def seed(self, words: str) -> None:
-        """Seed the random generators of a rank other than 0 from `words` and its number."""
-        if self.ranks.rank:
-            digest = hashlib.sha256(f"{words}/rank {self.ranks.rank}".encode()).digest()
+        """Seed the random generators of a rank from `words` and its number, unless it shares the batches of rank 0."""
+        if self._group:
+            digest = hashlib.sha256(f"{words}/rank {self._groups[self._group][0]}".encode()).digest()
             rng.seed_all(int.from_bytes(digest[:4], "little"))
 
     def show(self, view: Any) -> None:
@@ -352,7 +374,7 @@ class Island:
 
 
 class RankedOptimizers(InnerOptimizers):
-    """The optimizers of an island in rank 0: state is saved, loaded and dropped in all ranks together."""
+    """Inner optimizers of a replica of several ranks, in rank 0: state is saved, loaded and dropped in all ranks."""
 
     island: Island  # set once it is made, of these optimizers
 
@@ -376,7 +398,7 @@ class RankedOptimizers(InnerOptimizers):
 
 
 class IslandView:
-    """`FragmentView` of the parameters `names`, whose values are in the ranks of an island, perhaps sharded."""
+    """A fragment of a model whose parameters `names` are in several ranks, perhaps sharded (`FragmentView`)."""
 
     def __init__(self, island: Island, names: Sequence[str]) -> None:
         self._island = island
@@ -387,22 +409,24 @@ class IslandView:
         return found
 
     def handed_over(self, base: Base) -> Callable[[], PseudoGradient]:
-        """Copy the values now. The returned function gives `base - local` of them, in any thread."""
+        """Copy the fragment's values now. The returned function gives `base - local` of them, in any thread."""
         found: PseudoGradient = self._island.make("local", self._names, base, True)
         return lambda: found
 
     def stage(self, base: Base) -> None:
-        """Nothing: ranks take the base when it is installed, in the training thread."""
+        """Does nothing: ranks take the base when it is installed, in the training thread."""
 
     def install(self, base: Base, keep: float = 0.0) -> None:
-        """Set the parameters of all ranks to the base. Raises `ValueError` for `keep`."""
+        """Set the fragment's parameters in all ranks to the base. Raises `ValueError` if a share of the local values is
+        to stay.
+        """
         if keep:
             raise ValueError("a share of sharded local values cannot be kept.")
         self._island.call("install", self._names, base)
 
     @contextmanager
     def holding(self, base: Base) -> Iterator[None]:
-        """Context in which all ranks have the values of a base; restores their own."""
+        """Context in which the model in all ranks has the values of a base; restores its own values after it."""
         self._island.call("hold", self._names)
         self.install(base)
         try:
@@ -418,7 +442,7 @@ class IslandView:
 
 
 class IslandValues:
-    """`OwnValues` of a model in the ranks of an island, perhaps sharded."""
+    """The values of a model's trainable parameters in several ranks, perhaps sharded (`OwnValues`)."""
 
     def __init__(self, island: Island) -> None:
         self._island = island
@@ -452,7 +476,7 @@ def _state_tensors(state: Any) -> list[tuple[_Key, Any]]:
 
 
 def _replaced(state: Any, values: Mapping[_Key, Any]) -> Any:
-    """A copy of an optimizer state, with other values at some keys. The state itself is unchanged."""
+    """A copy of an optimizer state with the values at some keys replaced. The state itself is unchanged."""
     states = [
         {
             **each,
@@ -487,7 +511,7 @@ def _piece_like(parameter: Any, dtype: torch.dtype) -> Any:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """A sum over the bits of a tensor, which differs for other values in all but a contrived case."""
+    """A checksum of the bits of a tensor; other values give another one, unless they are contrived."""
     flat = tensor.detach().reshape(-1)
     bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
     return int(bits.sum(dtype=torch.int64))

@@ -103,7 +103,7 @@ class KLProbe:
         return found
 
     def load(self, reference: Mapping[str, torch.Tensor]) -> None:
-        """Use a result of `reference_of` as reference from now on. Raises `ConfigError` for another number of items."""
+        """Use `reference`, a result of `reference_of`. Raises `ConfigError` for another number of items."""
         names = [_name(index) for index in range(len(self._items))]
         if sorted(reference) != names:
             raise ConfigError(

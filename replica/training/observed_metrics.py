@@ -17,7 +17,7 @@ _NO_START = 5.0  # times the hard stop: no drift of a first round
 
 
 class ObservedMetrics:
-    """Inner steps, tokens and observed values of a replica. `metric`: the training metric, "loss" or "reward"."""
+    """Steps, tokens and metrics that a replica has observed. `metric`: the training metric, "loss" or "reward"."""
 
     def __init__(self, metric: str) -> None:
         self.metric = metric
@@ -28,7 +28,7 @@ class ObservedMetrics:
         self._values: dict[str, list[float]] = {}
 
     def resume(self, progress: Progress) -> None:
-        """Continue the totals of steps and tokens from those in a manifest of this replica.
+        """Set the totals of steps and tokens to those in `progress`, from a manifest of this replica.
 
         What was counted and observed in the open round is dropped, with the steps that it was counted in.
         """
@@ -45,7 +45,7 @@ class ObservedMetrics:
         return taken
 
     def taken_raw(self) -> tuple[dict[str, list[float]], int]:
-        """The observed values by name, in step order, and the tokens, both since the last call. For a rank of many."""
+        """(values by name, in step order; tokens) that one rank observed since the last call, for rank 0."""
         taken = self._values, self.tokens
         self._values, self.tokens = {}, 0
         return taken
@@ -110,7 +110,7 @@ class ObservedMetrics:
             log.warning("%s", never_observed(self.metric, observed))
 
     def in_loop(self) -> Metric | None:
-        """The training metric for the manifest: the mean of the round's first eighth, higher is better; None if
+        """The training metric for the manifest, from the first eighth of the round; higher is better. None if
         unobserved.
 
         The guard compares it with the score of the base that the round started from, and the first steps are near that

@@ -18,7 +18,7 @@ from diloco_orchestrator.replica.training.observed_metrics import ObservedMetric
 
 
 class DataCursor:
-    """Iterates over `data` again and again.
+    """An endless iterator over the user's `data`, epoch after epoch, whose position can be saved and restored.
 
     If `data` has `state_dict` and `load_state_dict`, they give the position. Otherwise the batches already seen are
     skipped, one by one, in an epoch that starts from the same random numbers, so that a shuffle gives the same order.
@@ -115,7 +115,7 @@ class TrainingPosition:
         self._seek()
 
     def take(self, data: Iterable[Any]) -> DataCursor:
-        """A cursor over the data from where an earlier attempt ended. Sets the random generators to that point."""
+        """A cursor over the data from where an earlier attempt ended; random generators are set to that point."""
         self._cursor = DataCursor(data)
         self._seek()
         return self._cursor

@@ -1,8 +1,9 @@
-"""`RankOwners`: the ranks of a replica as owners of the shards of its base; rank 0 makes all of them work on their own.
+"""`RankOwners`: the ranks (processes) of a replica, each holding some shards of the base, the parameters that a round
+starts from.
 
 Rank 0 sends a function and its arguments; each other rank runs it in a thread of its own, beside its training, and
-sends back what came out. The messages go through a gloo group of their own, so that shards move between replica and
-bucket while the ranks train.
+sends back the result. The messages use a separate gloo process group, so that shards move between replica and bucket
+while the ranks train.
 """
 
 import io
@@ -29,11 +30,11 @@ _Key = int | str  # of an object that every rank has of its own: the number of a
 
 
 class RankOwners(Owners):
-    """This rank among the owners.
+    """The assignment of a base's shards to several ranks, and calls in all of them, as one rank sees them.
 
     Args:
         group: of torch.distributed, with all ranks, gloo, without a time-out.
-        own: objects that every rank has of its own, by the names under which they are sent.
+        own: objects of which every rank has its own, by the names under which they are sent.
     """
 
     def __init__(self, rank: int, ranks: int, group: Any, **own: object) -> None:
@@ -50,8 +51,9 @@ class RankOwners(Owners):
         self._numbers = count(1)
         self._dropped: deque[int] = deque()  # numbers of deleted objects, which the others do not know yet
         self._gone: set[int] = set()  # numbers that were dropped here before their object was made
+        self._server = threading.Thread(target=self._serve, name="shards", daemon=True)
         if rank:
-            threading.Thread(target=self._serve, name="shards", daemon=True).start()
+            self._server.start()
 
     # -- in rank 0 -------------------------------------------------------------------------------------------------
 
@@ -82,11 +84,11 @@ class RankOwners(Owners):
         return [found for found, _ in answers]
 
     def new_number(self) -> int:
-        """A number for an object that every rank is about to make; `keep` stores it."""
+        """A number for an object that every rank is about to create; `keep` stores the object under it."""
         return next(self._numbers)
 
     def keep(self, number: int, made: Any) -> None:
-        """Let `made` stand for the object of this number in every rank. Others than rank 0 keep it until it is dropped.
+        """Store `made` as this rank's object of number `number`. Ranks other than 0 keep it until rank 0 drops its own.
 
         Called in every rank.
         """
@@ -105,16 +107,30 @@ class RankOwners(Owners):
         del self._keys[address]
         self._dropped.append(number)
 
+    def close(self) -> None:
+        """End the thread in which each other rank runs the functions that rank 0 sends. Called in every rank, after the
+        last call.
+
+        A process group cannot be destroyed while a thread waits in it.
+        """
+        if self.rank:
+            self._server.join()
+            return
+        with self._one_call:
+            dist.broadcast(torch.tensor([0]), 0, self._group)
+
     # -- in the others ---------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """Do what rank 0 sends until it ends."""
+        """In ranks other than 0: run the functions that rank 0 sends, until it ends."""
         with denormals_kept():
             while True:
                 try:
                     body = self._received()
                 except RuntimeError as error:
                     log.debug("rank 0 has ended: %s", error)
+                    return
+                if not body:
                     return
                 self._do(body)
 
@@ -166,7 +182,8 @@ class RankOwners(Owners):
         size = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(size, 0, self._group)
         body = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(body, 0, self._group)
+        if len(body):
+            dist.broadcast(body, 0, self._group)
         return body.numpy().tobytes()
 
     def _reply(self, found: Any, error: BaseException | None) -> None:

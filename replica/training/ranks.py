@@ -1,4 +1,4 @@
-"""`Ranks`: this process among the ranks of its replica, and the messages between them; `Exchange` moves tensors.
+"""`Ranks`: this process's place among the ranks of its replica, and messages between them; `Exchange` moves tensors.
 
 Messages go through gloo groups of our own, on the CPU, so that they mix with no collective of the user's training. The
 groups live as long as the process. A replica of one process is `Ranks.alone()`: no message is ever sent.
@@ -34,9 +34,12 @@ GO, END, CALL = range(3)  # the signals of rank 0 to the others, at a step bound
 
 
 class Signal(NamedTuple):
-    """A signal of rank 0: `GO`, `END` or `CALL`, with two numbers.
+    """A message of rank 0 to the other ranks: to continue training (`GO`), to end it (`END`) or to run a method
+    (`CALL`).
 
-    `call`: name and arguments of a call, and the number under which its result is kept, if it is.
+    `first`, `second`: for `GO` and `END` the inner steps so far, and the round with flags (`follower`); for `CALL` the
+    length of the message and 0. `call`: name and arguments of the method, and the number under which its result is
+    stored, if it is.
     """
 
     kind: int
@@ -46,13 +49,14 @@ class Signal(NamedTuple):
 
 
 class Ranks:
-    """One rank of a replica. `rank` of `ranks`, `local_rank` on this host; only rank 0 writes records.
+    """One process's place in its replica: rank `rank` of `ranks`, `local_rank` on this host. Only rank 0 writes
+    records.
 
     Args:
         calls: the group in which rank 0 signals the others what to do. They wait there without limit while rank 0 is
-            busy with the bucket: the process above them watches that rank 0 lives.
+            busy with the bucket: the parent process watches that rank 0 lives.
         data: the group of tensors and small objects, with the replica's time-out.
-        owners: the ranks as owners of the shards of the base; None for a single rank, which owns all.
+        owners: the assignment of the base's shards to the ranks; None for a single rank, which owns all.
     """
 
     def __init__(
@@ -79,9 +83,9 @@ class Ranks:
 
     @classmethod
     def joined(cls, local_rank: int, timeout_s: float, **own: object) -> "Ranks":
-        """This process's rank in the default process group, which must exist. Every rank calls it at the same time.
+        """This process's rank in torch's default process group, which must exist. Every rank calls it at the same time.
 
-        `own`: what every rank has of its own under a name, such as its connection to the bucket (`RankOwners`).
+        `own`: objects of which every rank has its own, by name, such as its connection to the bucket (`RankOwners`).
         """
         calls = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
         data = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -90,7 +94,8 @@ class Ranks:
         return cls(rank, ranks, local_rank, calls, data, RankOwners(rank, ranks, shards, **own))
 
     def await_all(self, what: str) -> None:
-        """Block until every rank has called this. Raises `ConfigError` in rank 0, naming those that did not in time.
+        """Block until every rank has called this method. Raises `ConfigError` in rank 0, naming those that did not in
+        time.
 
         `what`: the call of the user that brings a rank here, such as "ctx.attach".
         """
@@ -106,17 +111,28 @@ class Ranks:
                 "every rank, not under `if rank == 0`."
             ) from None
 
+    def close(self) -> None:
+        """End the threads of this rank that exchange messages with other ranks. Called in every rank, after the last
+        call.
+        """
+        if self._owners is not None:
+            self._owners.close()
+
     # -- signals of rank 0 -----------------------------------------------------------------------------------------
 
     def signal(self, kind: int, first: int = 0, second: int = 0) -> None:
-        """In rank 0: send all others `GO` or `END`, with two numbers. One broadcast."""
+        """Send the signal `kind`, `GO` (continue training) or `END`, from rank 0 to all other ranks. One broadcast.
+
+        `first`, `second`: as in `Signal`.
+        """
         if self.ranks > 1:
             dist.broadcast(torch.tensor([kind, first, second]), 0, self._calls)
 
     def signal_call(self, name: str, args: Sequence[Any], number: int | None = None) -> None:
-        """In rank 0: make all others call a method with these arguments, as this rank is about to.
+        """In rank 0: make all other ranks call the method `name` with these arguments, as this rank is about to.
 
-        What every rank has of its own goes as such (`RankOwners`). `number`: under which each keeps the result.
+        Objects of which every rank has its own are replaced by that (`RankOwners`). `number`: under which each keeps
+        the result.
         """
         if self._owners is not None:
             body = bytearray(self._owners.dumps((name, tuple(args), number)))
@@ -136,7 +152,11 @@ class Ranks:
         return Signal(kind, first, second, self._owners.loads(body.numpy().tobytes()))
 
     def kept(self, number: int | None, made: T) -> T:
-        """`made`, which from now on stands for every rank's object of this number; with None nothing happens."""
+        """Store `made` in this rank under `number`, so that it stands for each rank's own object; with None nothing
+        happens.
+
+        Returns `made`.
+        """
         if self._owners is not None and number is not None:
             self._owners.keep(number, made)
         return made
@@ -148,7 +168,7 @@ class Ranks:
     # -- objects and bytes -----------------------------------------------------------------------------------------
 
     def everyone(self, value: T) -> list[T]:
-        """The values of all ranks, in rank order, in every rank. All of them call it."""
+        """`value` of every rank, in rank order, in every rank. All ranks have to call it."""
         if self.ranks == 1:
             return [value]
         found: list[Any] = [None] * self.ranks
@@ -156,7 +176,7 @@ class Ranks:
         return found
 
     def shared(self, value: T) -> T:
-        """Rank 0's value, in every rank. All of them call it."""
+        """Rank 0's `value`, in every rank. All ranks have to call it."""
         found: list[Any] = [value]
         if self.ranks > 1:
             dist.broadcast_object_list(found, 0, self._data)
@@ -192,7 +212,7 @@ class Exchange:
         self._plan = exchange_plan(pieces, in_rank_0 if owned is None else owned)
 
     def gather(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """In rank 0, which owns every tensor: these tensors whole, by name; elsewhere nothing.
+        """In rank 0, if it owns every tensor: the tensors `names`, whole, by name; elsewhere nothing.
 
         A tensor that rank 0 holds whole is the tensor itself, not a copy; any other is new, on the CPU.
         """
@@ -212,7 +232,7 @@ class Exchange:
         return whole
 
     def collect(self, names: Sequence[str], put: Callable[[Move, torch.Tensor], None]) -> None:
-        """Bring every owner the values of its ranges of these tensors.
+        """Send every owner the values of its ranges of the tensors `names`.
 
         `put(move, values)` is called for each: `values` are flat, in the tensor's dtype, and share the memory of this
         rank's tensor where it holds the range itself; else they are on the CPU.
@@ -225,7 +245,7 @@ class Exchange:
 
     @torch.no_grad()
     def spread(self, names: Sequence[str], read: Callable[[str, int, int], torch.Tensor]) -> None:
-        """Set these tensors in all ranks to the values that the owners have.
+        """Set the tensors `names` in all ranks to the values that the owners of their ranges have.
 
         `read(name, start, stop)`: elements [start, stop) of a tensor, flat on the CPU, in any dtype; of ranges that
         this rank owns.
@@ -237,7 +257,6 @@ class Exchange:
             self._set(move, part)
 
     def _own(self, moves: Sequence[Move], names: Sequence[str]) -> list[Move]:
-        """The moves within this rank."""
         wanted, me = set(names), self._ranks.rank
         return [move for move in moves if move.holder == move.owner == me and move.name in wanted]
 
@@ -275,7 +294,7 @@ class Exchange:
         return empty(-(-size // 4) + 2 * len(message)).view(torch.uint8)
 
     def _parts(self, message: Sequence[Move], data: torch.Tensor) -> list[tuple[Move, torch.Tensor]]:
-        """Each move of a message with its place in the message's bytes, in the tensor's dtype."""
+        """Each range in a message, with its part of the message's bytes `data`, in the tensor's dtype."""
         found, at = [], 0
         for move in message:
             size = (move.stop - move.start) * self._sizes[move.name]

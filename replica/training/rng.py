@@ -62,7 +62,7 @@ def kept() -> Iterator[None]:
 
 
 class Apart:
-    """A separate sequence of random numbers, drawn inside `drawing`; the generators of training are not affected."""
+    """A separate sequence of random numbers, drawn inside `drawing`; training's generators are not affected."""
 
     def __init__(self) -> None:
         self._states: Generators | None = None

@@ -31,7 +31,7 @@ RoundFn = Callable[[RoundView], None]
 
 
 class RoundHooks:
-    """The functions called with a `RoundView` after each commit. `sign`: -1 if the metric is a loss, else 1."""
+    """The user's functions to call with a `RoundView` after each commit. `sign`: -1 if the metric is a loss."""
 
     def __init__(self, attempt: Attempt, rounds: RunRounds, sign: float) -> None:
         self._attempt = attempt

@@ -1,4 +1,4 @@
-"""`TrainingSession`: one attempt's training. Counts inner steps, opens and closes rounds, resumes.
+"""`TrainingSession`: one attempt's training: counts inner steps, opens and closes rounds, restores saved state.
 
 `DiLoCoLoop` synchronises, the `RunRounds` object has the rounds. The user's training function sees a session as
 `replica.context.ReplicaSession`.
@@ -37,7 +37,7 @@ Batch = TypeVar("Batch")
 class TrainingSession:
     """The training of one attempt. `rounds`: the run's rounds, joined with the model `parts`.
 
-    `island`: this process as rank 0 among those of the replica, which it signals what to do.
+    `island`: the ranks of this replica, of which this process is rank 0 and which it signals what to do.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class TrainingSession:
         return self._rounds.open.stopped
 
     def detach(self) -> None:
-        """Remove the hooks that count the optimizer's steps; make a round in flight end where it would wait."""
+        """Remove the hooks that count optimizer steps; end a round in flight where it would wait for others."""
         self._rounds.give_up()
         for hook in self._hooks:
             hook.remove()
 
     @property
     def step_count(self) -> int:
-        """Inner steps of all outer steps in the base, by whichever replicas, and of the open round."""
+        """Number of inner steps in all outer steps of the base, by whichever replicas, and in the open round."""
         steps = self._rounds.open.outer_step * self._attempt.config.round_steps
         return steps + self._loop.inner_step + self._unprocessed
 
@@ -124,7 +124,7 @@ class TrainingSession:
         return self._going
 
     def _signal_others(self) -> None:
-        """Let the other ranks of this replica, which wait at this step boundary, go on or end. Nothing without any."""
+        """Let the other ranks of this replica, which wait at this step boundary, continue or end."""
         if self._has_others:
             said = {"stopped": self.stopped, "preempted": self.preempted}
             signal_state(self._island.ranks, self._going, self.step_count, self.round, **said)
@@ -167,7 +167,7 @@ class TrainingSession:
         self._attempt.pulse.inner_step = self._loop.inner_step + self._unprocessed
 
     def _before_step(self) -> None:
-        """Before an optimizer's step: process earlier steps that no step boundary has."""
+        """Process earlier inner steps that no step boundary has processed; called before an optimizer's step."""
         if self._unprocessed:
             self._process_steps()
             self._signal_others()
@@ -225,7 +225,8 @@ class TrainingSession:
             self._open_round()
 
     def _cut(self) -> None:
-        """While the open round is committed already, contribute the steps so far, late, and go on from the next base.
+        """While the open round is committed already, contribute the steps so far, late, and continue from the next
+        base.
 
         The late work is carried into the next contribution.
         """
@@ -236,7 +237,7 @@ class TrainingSession:
                 return
 
     def _synchronise(self) -> None:
-        """Close the open round after the steps so far, which may be none, and settle its outcome.
+        """Contribute the inner steps so far, which may be none, close the open round, and continue from its outcome.
 
         Where this attempt had nothing to publish, another attempt of this replica may have contributed to the round.
         """
@@ -286,7 +287,10 @@ class TrainingSession:
             self._continue_from(ResumePoint(self.round, progress, state, local, frozenset({contribution.fragment})))
 
     def _go_back(self, state: SavedState | None, reset: Callable[[], None]) -> None:
-        """Reset model and buffers to the base and the last published ones, the optimizer to `state` or by `reset`."""
+        """Reset the model to the base, its buffers to the last published ones, and the optimizers to `state`.
+
+        `reset`: called instead if `state` is None.
+        """
         self._loop.load_base()
         self._rounds.buffers.resume()
         self._optimizers.zero_grad()
@@ -301,7 +305,7 @@ class TrainingSession:
             self._go_back(self._checkpoint.read_newest(), self._checkpoint.reset)
 
     def _fields(self) -> ContributionFields:
-        """The manifest's content beside the pseudo-gradient, for the open round. Resets the counts."""
+        """The training loop's part of the manifest for the open round. Resets the counts of steps and metrics."""
         self._attached.check_unchanged()
         if not self._has_contributed and (self._evidence.set is not None or self.metrics.metric == "reward"):
             self.metrics.warn_of_never_observed()
@@ -337,7 +341,7 @@ class TrainingSession:
         self._rounds.announce()
 
     def _continue_from(self, point: ResumePoint) -> None:
-        """Load cursor, random generators, counters, optimizer, buffers and local parameters from a resume point."""
+        """Load the saved state at `point`: data cursor, generators, counters, optimizer, buffers, parameters."""
         self._checkpoint.resume(point.progress, point.state)
         self._position.continue_from(point.progress)
         if point.round < self.round:
@@ -349,7 +353,7 @@ class TrainingSession:
             self._lead(int(cursor.get("epoch", 0)), int(cursor.get("batches", 0)))  # type: ignore[arg-type]
 
     def _lead(self, epoch: int = -1, batches: int = 0) -> None:
-        """Give the other ranks this one's stateful objects, learning rates and, unless negative, place in the data."""
+        """Send the other ranks stateful objects, learning rates and, unless negative, position in the data."""
         if self._has_others:
             small = self._checkpoint.small
             self._island.call("follow", small.encode(), small.large(), epoch, batches)

@@ -49,12 +49,12 @@ class SmallState:
         self._stateful = stateful
 
     def encode(self) -> str:
-        """The small objects' states and the hyperparameters, as text for a manifest."""
+        """The states of the small stateful objects and the optimizers' hyperparameters, as text for a manifest."""
         tree = {_GROUPS: self.hyperparameters(), _OBJECTS: dict(self._states(small=True))}
         return base64.b64encode(zlib.compress(b"".join(pack(tree)), 9)).decode()
 
     def large(self) -> dict[str, Any]:
-        """The states of the objects too large for manifests, by name."""
+        """The states of the user's objects that are too large for manifests, by name."""
         return dict(self._states(small=False))
 
     def load(self, text: str, where: str) -> set[str]:
@@ -76,7 +76,7 @@ class SmallState:
         return set(tree[_OBJECTS])
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """Learning rate, weight decay and so on of each parameter group."""
+        """Learning rate, weight decay and the like of each parameter group."""
         return [
             {name: value for name, value in group.items() if name != "params" and _is_plain(value)}
             for group in self._optimizer.param_groups

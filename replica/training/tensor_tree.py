@@ -67,7 +67,6 @@ def _encode(value: Any, tensors: list[tuple[str, torch.Tensor]], path: str) -> A
 
 
 def _copied(value: torch.Tensor, path: str) -> torch.Tensor:
-    """A contiguous copy on the CPU, in memory of the process's budget (`allreduce.spool`)."""
     return held(value.numel(), path, value.dtype).view(value.shape).copy_(value)
 
 

@@ -24,9 +24,10 @@ _FEWEST = 2  # items of a share, so that it has a variance
 
 
 class VaultScorer:
-    """Scores the base of a round and an earlier one on the same items. `set`: the confirmation set for start.json.
+    """Scores the base of a round and an earlier one on the same items of the confirmation set.
 
-    Raises `ConfigError` for fewer than two items per replica, an item given twice, and one of `heldout_items`.
+    `set`: the confirmation set for start.json. Raises `ConfigError` for fewer than two items per replica, an item given
+    twice, and one of `heldout_items`.
     """
 
     def __init__(
@@ -46,11 +47,11 @@ class VaultScorer:
         self._scored: tuple[Any, ...] = ()  # round, roster, and version of the base
 
     def is_of(self, opened: OpenRound) -> bool:
-        """Whether no alarm of the guard awaits confirmation, or the open round's base was scored for it already."""
+        """Whether no alarm awaits confirmation, or the open round's base was scored on the set for it already."""
         return vault_base(opened.guard) is None or self._scored == _of(opened)
 
     def score(self, shown: ShownBase) -> None:
-        """Score the base in `shown`, and the earlier base that it is compared with.
+        """Score the base in `shown` on the confirmation set, and the earlier base that it is compared with.
 
         Nothing is scored if the earlier base cannot be rebuilt, because payloads were deleted. Raises errors of the
         scoring function, and `ConfigError` if it does not return one number per item.
@@ -73,7 +74,7 @@ class VaultScorer:
         self._scores = tuple(map(_change, dealt, now, before))
 
     def take(self) -> tuple[VaultScore, ...]:
-        """The score changes measured since the last call, one per share; then empty."""
+        """The score changes measured since the last call, one per share; empty if none was measured since."""
         taken, self._scores = self._scores, ()
         return taken
 

@@ -56,8 +56,7 @@ def test_run_help_lists_every_setting_with_its_default(tmp_path):
 
 
 def test_run_help_shows_settings_in_three_tiers_each_by_itself(tmp_path):
-    from diloco_orchestrator.cli.setting_options import SECTIONS, setting_options
-    from diloco_orchestrator.config import FIRST, LAST
+    from diloco_orchestrator.cli.setting_options import FIRST, LAST, SECTIONS, setting_options
 
     def listed(flag: str, section: str) -> set[str]:
         text = diloco_here("run", "--executor", "local", flag, cwd=tmp_path).stdout

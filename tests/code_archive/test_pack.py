@@ -57,7 +57,7 @@ def test_without_code_the_package_of_the_entrypoint_is_found(project: Path, monk
 
 def test_our_own_package_travels_too(project: Path):
     ours = names(pack(project, ENTRYPOINT), "ours")
-    modules = ("config.py", "executors/contract.py", "replica/__main__.py")
+    modules = ("config/__init__.py", "executors/contract.py", "replica/__main__.py")
     assert {f"diloco_orchestrator/{name}" for name in modules} <= set(ours)
     assert any(name.endswith(".dist-info/METADATA") for name in ours)
     assert not any("__pycache__" in name for name in ours)

@@ -17,6 +17,8 @@ from s3_server import S3Server
 from diloco_orchestrator import LocalProcessExecutor, RunReader, launch
 from diloco_orchestrator.errors import NoSuchRun
 from diloco_orchestrator.inspection.verify.chain import verify_run
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.store.open_store import open_store
 from executors.contract import ReplicaHandle
 
@@ -192,3 +194,22 @@ def test_the_doctor_examines_a_machine_that_has_joined(stage: Stage, s3_server: 
     assert found["executor join: cancel"]["detail"].startswith("cancelled")
     assert found["join over there: start"]["detail"].startswith("examined")
     assert [info.key for info in open_store(stage.url, stage.options).list("")] == []
+
+
+def test_a_machine_may_train_its_replica_with_several_ranks(stage: Stage):
+    """Of two machines one has two GPUs, so to speak, which the run does not know."""
+    settings = {**SETTINGS, "rounds": 2, "args": {"model": "ddp", "hidden": 31}, "guard": {"rule": "off"}}
+    config = stage.folder / "run.toml"
+    config.write_text(toml(settings))
+    two, one = stage.machines.join("--replica", "0", "--ranks", "2"), stage.machines.join("--replica", "1")
+    place = ["--executor", "join", "--config", str(config), "--json"]
+    launcher = stage.command("run", "island_workloads:train", "--store", stage.url, *place)
+    assert json.loads(launcher.communicate()[0])["status"] == "completed"
+    assert [two.wait(), one.wait()] == [0, 0]
+    reader = stage.reader()
+    found = [
+        Contribution.from_bytes(reader.store.get(key), key).ranks for i in (0, 1) if (key := keys.contribution(2, i))
+    ]
+    assert found == [2, None] and verify_run(reader.store).agrees
+    log = reader.store.get(keys.log_text(0, 1)).decode()
+    assert "[rank 0]" in log and "with 2 ranks, and the run's configuration says 1" in log

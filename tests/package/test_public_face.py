@@ -15,6 +15,7 @@ from pydantic import BaseModel, JsonValue
 import diloco_orchestrator
 from diloco_orchestrator import config
 from diloco_orchestrator.code_archive.entrypoint import entrypoint_of
+from diloco_orchestrator.config import keywords
 from diloco_orchestrator.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -56,7 +57,7 @@ def test_pyright_agrees_with_mypy(tmp_path):
 def as_keyword(annotation: Any) -> Any:
     """How a setting of this type is typed as a keyword argument."""
     if isclass(annotation) and issubclass(annotation, BaseModel):
-        named = annotation | getattr(config, annotation.__name__.replace("Config", "Settings"))
+        named = annotation | getattr(keywords, annotation.__name__.replace("Config", "Settings"))
         words = {config.GuardConfig: Literal["off"], config.OuterConfig: Literal["sparse"]}
         return named | words[annotation] if annotation in words else named
     if isinstance(annotation, UnionType) and isclass(get_args(annotation)[0]) and type(None) in get_args(annotation):
@@ -72,7 +73,7 @@ def as_keyword(annotation: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["Run", "Outer", "Guard", "Timing", "Retry", "Retention", "OnHalt"])
 def test_the_settings_that_type_checkers_know_are_those_of_the_configuration(name):
-    model, typed = getattr(config, f"{name}Config"), getattr(config, f"{name}Settings")
+    model, typed = getattr(config, f"{name}Config"), getattr(keywords, f"{name}Settings")
     elsewhere = {"entrypoint", "heldout_items"} if name == "Run" else set()  # arguments of `launch` itself
     fields = {k: as_keyword(f.annotation) for k, f in model.model_fields.items() if k not in elsewhere}
     hints = get_type_hints(typed)

@@ -9,13 +9,14 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from diloco_orchestrator.config import FIRST, LAST, RunConfig
+from diloco_orchestrator.cli.setting_options import FIRST, LAST
+from diloco_orchestrator.config import RunConfig
 
 PAGE = Path(__file__).parents[2] / "docs/reference/settings.md"
 ABOVE = """# Settings
 
 Every setting of a run, with default, unit and reason, as `diloco run --help`, `--help-settings` and `--help-experts`
-have them; `make docs-settings` writes this page from the tree (`diloco_orchestrator/config.py`). At the command line
+have them; `make docs-settings` writes this page from the tree (`diloco_orchestrator/config`). At the command line
 `outer.lr` is `--outer-lr`, in a file (`--config run.toml`) `lr` below `[outer]`, and from Python `launch(…,
 outer={"lr": …})`. What was chosen is frozen in `run.json`.
 """

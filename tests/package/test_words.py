@@ -148,6 +148,8 @@ def sample_keys() -> tuple[str, ...]:
             keys.result(1),
             keys.code("0" * 64),
             keys.RETENTION,
+            keys.rotation(2),
+            keys.colleague("0" * 32, 1),
         ),
         *(each(1, 1) for each in attempt),
         *(

@@ -7,7 +7,7 @@ from record_examples import B3, EXAMPLES, SHA
 
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew, RecordTooOld
-from diloco_orchestrator.protocol import allreduce_records, attempt_records, check_records, records
+from diloco_orchestrator.protocol import allreduce_records, attempt_records, check_records, key_records, records
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.record_format import Record, Stamp
 
@@ -42,13 +42,16 @@ GOLDEN = {
     "probe": "a1cef11d73bf83a7e362bc885a28ac5f8be29776ecffb6c3c12cf371a07946f0",
     "want": "f9ee1049ee33783419197ef25083142df50be7d8b7aea8a6dd784f3ff670a9fa",
     "retention": "6a8370582ab6582c223cd6da40a59822e7aeab103ecf88908362d34d5ec152e6",
+    "rotation": "b80ab1b22679e436db0e63447c675dc61ced99920b988b3e56d1f7fbbcbbc1ad",
+    "colleague": "eb2f93d2e2bd54ae9924c621001b9a2281f544e2de60b9a24a2720c997d98333",
     "reduced": "31d24674ed71273307539f6631e5d2dbdfbfc3e1e1993ab93078359f3d76277e",
     "allreduce": "54dddff3a037fe21eb1f9ecdb730ec731f74d30c0c71c66970d49daa3a1b34ef",
 }
 
 
 def every_record() -> list[type[Record]]:
-    schemas = {**vars(records), **vars(attempt_records), **vars(allreduce_records), **vars(check_records)}.values()
+    modules = records, attempt_records, allreduce_records, check_records, key_records
+    schemas = {name: kind for module in modules for name, kind in vars(module).items()}.values()
     found = [kind for kind in schemas if isinstance(kind, type) and issubclass(kind, Record)]
     return [kind for kind in found if kind is not Record]
 

@@ -189,8 +189,8 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "data_sets": ({"data": CORPUS}, "fsspec"),
     "diloco_orchestrator.demo.workload": ({}, "torch"),
 }
-# Those with tests of their own, because they need more than one process: a mesh of Monarch, ranks.
-ELSEWHERE = {"composer.monarch_replica", "island_fsdp"}
+# Those with tests of their own: they need more than one process (a mesh of Monarch, ranks) or a text of their own.
+ELSEWHERE = {"composer.monarch_replica", "island_fsdp", "speedrun.speedrun"}
 
 
 def corpus(folder: Path) -> str:

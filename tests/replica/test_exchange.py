@@ -4,6 +4,9 @@ import itertools
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.outer.base import BaseLayout
@@ -12,8 +15,11 @@ from diloco_orchestrator.replica.training.exchange import (
     Split,
     exchange_plan,
     held_ranges,
+    local_part,
     messages,
     owned_by_shard,
+    ranges_in,
+    ranks_on_one_batch,
 )
 
 _SHAPES = [(7, 3), (1, 5), (2,), (5, 4, 3), (), (0, 4), (64, 8)]
@@ -108,6 +114,42 @@ def test_one_rank_and_ranks_that_hold_everything_send_nothing():
 def test_an_element_that_nobody_holds_is_named():
     with pytest.raises(ConfigError, match=r"hold the elements \[\(0, 2\)\] of 'w', which has 6"):
         exchange_plan([{"w": [Range(0, 2, 0)]}, {}], {"w": [(0, 3, 0), (3, 6, 1)]})
+
+
+@pytest.fixture
+def four_ranks():
+    """A process group of four ranks of which this process is the first, and the others are not there."""
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=4)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("groups", "together"),
+    [((4, 1), (0,)), ((2, 2), (0, 1)), ((1, 4), (0, 1, 2, 3))],
+    ids=["sharded", "parallel, then sharded", "parallel"],
+)
+def test_ranks_between_which_tensors_are_parallel_are_on_one_batch(four_ranks, groups, together):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4), torch.nn.LayerNorm(4))
+    mesh = init_device_mesh("cpu", groups, mesh_dim_names=("data", "tensor"))
+    if groups[1] > 1:
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    if groups[0] > 1:
+        fully_shard(model, mesh=mesh["data"])
+    assert ranks_on_one_batch(model, 0) == together
+    for name, parameter in model.named_parameters():
+        held = sum(each.stop - each.start for each in ranges_in(parameter, name))
+        assert held == local_part(parameter).numel()
+
+
+def test_a_model_that_is_parallel_over_two_meshes_is_refused(four_ranks):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
+    parallelize_module(model, mesh["data"], {"1": ColwiseParallel()})
+    with pytest.raises(ConfigError, match=r"over the ranks \(0, 2\), others over \(0, 1\).*one tensor-parallel mesh"):
+        ranks_on_one_batch(model, 0)
 
 
 def test_messages_are_bounded_and_keep_the_order():

@@ -89,6 +89,18 @@ def test_the_run_of_islands_verifies(islands):
     assert report.agrees, report
 
 
+@pytest.mark.parametrize(("model", "ranks"), [("tp", [2, 1]), ("tp_fsdp", [4, 1])])
+def test_tensor_parallel_islands_train_what_single_processes_do(start, model, ranks):
+    """Ranks that share a batch score the same items, and their tokens count once."""
+    results = []
+    for ranks_per_replica in (1, ranks):
+        run, bucket = start(args={"model": model, "hidden": 20_012}, ranks_per_replica=ranks_per_replica)
+        results.append(run.wait())
+        assert verify(str(bucket)).agrees
+    assert _scores(results[1]) == pytest.approx(_scores(results[0]), abs=NEAR)
+    assert [row.tokens for row in results[1].metrics] == [row.tokens for row in results[0].metrics]
+
+
 @pytest.mark.parametrize("model", ["ddp", "plain"])
 def test_unequal_islands_train_together(start, alone, model):
     run, bucket = start(args={"model": model}, ranks_per_replica=[2, 1])
@@ -98,7 +110,7 @@ def test_unequal_islands_train_together(start, alone, model):
 
 def test_an_odd_number_of_ranks_with_mixed_precision_and_fragments_goes_on_where_it_was_killed(start, tmp_path):
     settings = {"replicas": 1, "ranks_per_replica": 3, "fragments": 2}
-    args = {"model": "fsdp", "bf16": True}
+    args = {"model": "fsdp", "bf16": True, "offload": True}
     run, bucket = start(args=args, **settings)
     run.wait()
     fault = {"what": "SIGKILL", "replica": 0, "rank": 2, "step": 5, "once": str(tmp_path / "once")}

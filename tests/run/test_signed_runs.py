@@ -14,6 +14,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.kinds import KINDS, kind_of
 from diloco_orchestrator.protocol.records import Halt, Run
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.run_store import of_run, operator_of_run
 from diloco_orchestrator.signing.kept_keys import ENV_RUN_KEY, state_folder
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import open_store
@@ -103,7 +104,7 @@ def test_no_key_is_in_the_bucket_or_in_what_replicas_print(tmp_path):
     kept = [path.read_text().strip() for path in state_folder(os.environ, "keys").iterdir()]
     stored = [path.read_bytes() for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
     stored += [path.read_bytes() for path in (tmp_path / "executor").rglob("*") if path.is_file()]
-    assert kept and not any(b"diloco-key-" in data or text.encode() in data for data in stored for text in kept)
+    assert kept and not any(b"diloco-key" in data or text.encode() in data for data in stored for text in kept)
 
 
 def test_who_has_no_key_watches_and_the_key_resumes(tmp_path, monkeypatch):
@@ -121,6 +122,27 @@ def test_who_has_no_key_watches_and_the_key_resumes(tmp_path, monkeypatch):
     assert not verify(str(tmp_path / "bucket"), signed_by="ed25519:" + "A" * 43).agrees
     monkeypatch.setenv(ENV_RUN_KEY, text)
     assert attach(str(tmp_path / "bucket"), executor=executor).resume(rounds=1).wait().status == "completed"
+
+
+def test_a_run_whose_key_leaked_goes_on_with_new_keys(finished, tmp_path):
+    """A thief has the operator's keys of before: what it writes in the leg that follows counts for nothing."""
+    run = _launched(tmp_path)
+    store = open_store(str(tmp_path / "bucket"))
+    stolen = operator_of_run(run._watched.run, run._watched.store, "steal")
+    thief = of_run(store, {ENV_RUN_KEY: stolen.text()})
+    run.rotate_keys("the operator's key is in a log")
+    result = run.wait()
+    log = RunLog(store)
+    assert result.status == "completed" and log.newest_leg() == 2
+    assert [commit.base_digest for commit in RunReader(store).commits()][-1] == _last_base(finished.folder)
+    with pytest.raises(ConfigError, match="needs keys of"):
+        thief.create(keys.halt(2), Halt(write_id="forged", at=0.0, leg=2, by="thief", reason="forged").to_bytes())
+    done = verify(str(tmp_path / "bucket"), signed_by=run.status().signed_by)
+    assert done.agrees and done.checked["rotations of keys"] == 1
+
+
+def _last_base(folder: Path) -> str | None:
+    return RunReader(open_store(str(folder))).commits()[-1].base_digest
 
 
 def _launched(tmp_path: Path):

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 from cli_support import diloco_here
+from real_runs import wait_for
 
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError, Superseded
+from diloco_orchestrator.executors.contract import LaunchRequest
 from diloco_orchestrator.executors.local_process import LocalProcessExecutor
 from diloco_orchestrator.join.executor import JoinExecutor
 from diloco_orchestrator.protocol import keys
@@ -21,7 +23,7 @@ from diloco_orchestrator.replica.attempt.attempt import claim_attempt
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.run_log.run_store import keep_key, of_run
+from diloco_orchestrator.run_log.run_store import check_signed_by, keep_key, of_run
 from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, ENV_RUN_KEY, keep
 from diloco_orchestrator.signing.keys import RunKey
 from diloco_orchestrator.store.open_store import open_store
@@ -47,7 +49,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def requests(key: RunKey | None = RUN_KEY) -> LaunchRequests:
-    return LaunchRequests(run_of(key), Launched("a" * 64), "/somewhere", run_key=key)
+    operator = None if key is None else key.operator("a" * 64)
+    return LaunchRequests(run_of(key), Launched("a" * 64), "/somewhere", operator=operator)
 
 
 def test_each_attempt_gets_a_key_of_its_own_as_a_secret_and_no_attempt_gets_the_runs(tmp_path):
@@ -55,16 +58,16 @@ def test_each_attempt_gets_a_key_of_its_own_as_a_secret_and_no_attempt_gets_the_
     secrets = [requests().request(*who, True).secrets for who in ((0, 1), (0, 2), (1, 1))]
     assert len({each[ENV_ATTEMPT_KEY] for each in secrets}) == 3
     assert requests().request(0, 1, True).secrets == secrets[0], "another coordinator launches it with the same key"
-    assert all(each[ENV_RUN_KEY] == "" for each in secrets), "it would inherit the launcher's"
+    assert not any(ENV_RUN_KEY in each for each in secrets)
     shown = json.dumps(executor.plan(requests().request(0, 1, True)))
-    for private in (RUN_KEY.text(), *json.loads(secrets[0][ENV_ATTEMPT_KEY]).values()):
-        assert str(private) not in shown
+    for private in (RUN_KEY.text(), secrets[0][ENV_ATTEMPT_KEY].removeprefix("diloco-keys-")):
+        assert private not in shown
     assert ENV_ATTEMPT_KEY not in requests(None).request(0, 1, True).secrets
 
 
 def test_a_key_is_redacted_wherever_it_is_printed():
     secret = requests().request(0, 1, True).secrets[ENV_ATTEMPT_KEY]
-    assert "diloco-key-" not in redact(f"keys: {secret} and {RUN_KEY.text()}", {})
+    assert "diloco-key" not in redact(f"keys: {secret} and {RUN_KEY.text()}", {})
 
 
 def test_machines_that_join_get_no_keys_so_that_a_signed_run_is_refused():
@@ -72,7 +75,7 @@ def test_machines_that_join_get_no_keys_so_that_a_signed_run_is_refused():
     executor.use_store("/somewhere", {})
     with pytest.raises(ConfigError, match="machines that join get no secrets"):
         LaunchRequests(run_of().model_copy(update={"code_sha256": "a" * 64}), Launched("a" * 64), "/x", dry=True,
-                       run_key=RUN_KEY).check(executor)  # fmt: skip
+                       operator=RUN_KEY.operator("a" * 64)).check(executor)  # fmt: skip
 
 
 def test_a_runs_key_is_this_users_alone(tmp_path):
@@ -87,14 +90,14 @@ def test_a_replica_that_its_user_starts_signs_with_the_runs_key(folder, monkeypa
     claim_attempt(open_store(str(folder)), 0, None, ManualClock(), STAMP)
     assert AttemptRecords(RunLog(open_store(str(folder))).store).claims(0) == {1}
     monkeypatch.setenv("XDG_STATE_HOME", str(folder.parent / "elsewhere"))
-    with pytest.raises(ConfigError, match="needs the private key"):
+    with pytest.raises(ConfigError, match="needs keys of"):
         claim_attempt(open_store(str(folder)), 1, None, ManualClock(), STAMP)
 
 
 def test_an_attempts_process_claims_its_own_attempt_only(folder):
     log = RunLog(open_store(str(folder)))
     claim_attempt(open_store(str(folder)), 0, None, ManualClock(), STAMP)
-    environ = {ENV_ATTEMPT_KEY: RUN_KEY.attempt_secret(log.run_sha256, 0, 1)}
+    environ = {ENV_ATTEMPT_KEY: RUN_KEY.operator(log.run_sha256).of_attempt(log.run_sha256, 0, 1).text()}
     with pytest.raises(Superseded):  # it reads the intent that the run's key signed, and the claim
         claim_attempt(of_run(open_store(str(folder)), environ), 0, 1, ManualClock(), STAMP)
 
@@ -125,7 +128,7 @@ def test_verify_and_status_name_what_nobody_signed(folder):
 
 def test_without_the_key_nothing_is_written_and_the_key_is_named(folder):
     here = diloco_here("key", "--export", str(folder), cwd=folder.parent)
-    assert here.stdout.strip() == RUN_KEY.text()
+    assert here.stdout.startswith("diloco-keys-") and RUN_KEY.text() not in here.stdout
     elsewhere = {"XDG_STATE_HOME": str(folder.parent / "elsewhere")}
     before = sorted(folder.rglob("*"))
     for command in (
@@ -135,7 +138,34 @@ def test_without_the_key_nothing_is_written_and_the_key_is_named(folder):
     ):
         said = diloco_here(*command, cwd=folder.parent, environ=elsewhere)
         assert said.returncode == 2 and RUN_KEY.signed_by.key in said.stderr, command
-        assert "diloco key --export" in said.stderr
+        assert "--export" in said.stderr
     assert sorted(folder.rglob("*")) == before
     said = diloco_here("halt", str(folder), cwd=folder.parent, environ={**elsewhere, ENV_RUN_KEY: RUN_KEY.text()})
     assert said.returncode == 0 and RunLog(open_store(str(folder))).halt(1) is not None
+
+
+def test_a_replaced_run_json_is_told_by_the_key_that_is_asked_for_or_held(folder, monkeypatch):
+    """Whoever may overwrite objects could put an unsigned run in the place of a signed one."""
+    key, log = RUN_KEY.signed_by.key, RunLog(open_store(str(folder)))
+    check_signed_by(log.run, "here", key)
+    monkeypatch.setenv(ENV_RUN_KEY, RUN_KEY.text())
+    check_signed_by(log.run, "here", None)
+    for expected in (None, key):
+        with pytest.raises(ConfigError, match="somebody has replaced"):
+            check_signed_by(run_of(None), "here", expected)
+    with pytest.raises(ConfigError, match="is signed by"):
+        check_signed_by(run_of(RunKey(bytes(32))), "here", key)
+    monkeypatch.delenv(ENV_RUN_KEY)
+    check_signed_by(run_of(None), "here", None)
+    said = diloco_here("pull", str(folder), str(folder.parent / "model"), "--signed-by", "ed25519:x", cwd=folder.parent)
+    assert said.returncode == 2 and key in said.stderr and not (folder.parent / "model").exists()
+
+
+def test_replicas_of_this_machine_do_not_inherit_the_launchers_keys(tmp_path, monkeypatch):
+    monkeypatch.setenv(ENV_RUN_KEY, RUN_KEY.text())
+    program = "import os; print('KEYS', sorted(n for n in os.environ if n.endswith('_KEY') and 'DILOCO' in n))"
+    executor = LocalProcessExecutor(tmp_path)
+    request = LaunchRequest("run-1", 0, 1, ["python", "-c", program], secrets={ENV_ATTEMPT_KEY: "an attempt's"})
+    handle = executor.launch(request)
+    wait_for(lambda: executor.poll(handle).state.ended, "the process")
+    assert f"KEYS {[ENV_ATTEMPT_KEY]}" in "\n".join(executor.logs(handle))

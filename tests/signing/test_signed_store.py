@@ -1,62 +1,25 @@
 """`SignedStore`: what the run's keys did not sign does not exist, blocks nothing and takes no name."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 
 import pytest
 from record_examples import EXAMPLES
+from signed_fleet import KEY, MANIFEST, OTHER_KEY, WHERE, Fleet
 
-from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreError
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.kinds import KINDS, kind_of
 from diloco_orchestrator.protocol.record_format import By
-from diloco_orchestrator.protocol.records import Run
-from diloco_orchestrator.protocol.signatures import Certificate, Signature, named_bytes, signed_bytes, to_text
+from diloco_orchestrator.protocol.signatures import Certificate, Signature, named_bytes, to_text
 from diloco_orchestrator.protocol.signed_objects import is_named, is_signed
 from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, ENV_RUN_KEY
-from diloco_orchestrator.signing.keys import RunKey, Signer
+from diloco_orchestrator.signing.keys import RunKey
 from diloco_orchestrator.signing.signed_store import SignedStore
 from diloco_orchestrator.store.memory import MemoryStore
 
-KEY, OTHER_KEY = RunKey(bytes(32)), RunKey(bytes([1] * 32))
-MANIFEST = EXAMPLES["contribution"].model_copy(update={"replica_id": 1, "attempt": 1, "round": 7})
-WHERE = keys.contribution(7, 1)
-
-
-class Fleet:
-    """The folder of a signed run, and how its processes see it."""
-
-    def __init__(self, key: RunKey = KEY) -> None:
-        self.stored = MemoryStore("memory://signed")
-        config = make_config({"entrypoint": "m:f"})
-        run = Run(write_id="w", at=0.0, run_id="r", config=config, package_version="0", signed_by=key.signed_by)
-        self.stored.create(keys.RUN, run.to_bytes())
-        self.key, self.run_sha256 = key, sha256_hex(run.to_bytes())
-        self.coordinator = SignedStore(self.stored, {ENV_RUN_KEY: key.text()})
-        self.reader = SignedStore(self.stored, {})
-
-    def secret(self, replica_id: int, attempt: int = 1) -> str:
-        return self.key.attempt_secret(self.run_sha256, replica_id, attempt)
-
-    def replica(self, replica_id: int, attempt: int = 1) -> SignedStore:
-        return SignedStore(self.stored, {ENV_ATTEMPT_KEY: self.secret(replica_id, attempt)})
-
-    def signer(self, replica_id: int, attempt: int = 1) -> Signer:
-        return Signer.of_secret(self.secret(replica_id, attempt), self.key.signed_by, self.run_sha256)
-
-    def name(self, key: str) -> str:
-        """The name under which the object is stored, as who holds a key can foretell it."""
-        return f"{key}/{to_text(self.key.signer.name_key.sign(named_bytes(self.run_sha256, key)))}"
-
-    def sealed(self, signer: Signer, body: bytes, key: str = WHERE) -> bytes:
-        """`body` with a signature by any signer, whether it may write that or not."""
-        signature = to_text(signer.key.sign(signed_bytes(self.run_sha256, key, body)))
-        return body + Signature(certificate=signer.certificate, signature=signature).line()
-
-    def views(self) -> list[SignedStore]:
-        return [self.coordinator, self.replica(0), self.reader]
+WORDS = {"token": "0" * 16, "job": "dl-x", "identity": "0" * 32}  # in keys; other parts are numbers
 
 
 def absent(store: SignedStore, key: str) -> bool:
@@ -84,7 +47,7 @@ def test_everybody_reads_what_was_written_and_only_the_last_line_is_new():
 def test_records_are_signed_and_bulk_is_only_named():
     for kind in KINDS:
         (form, *_) = kind.forms
-        key = form(*("0" * 16 if name == "token" else "dl-x" if name == "job" else 2 for name in form.names))
+        key = form(*(WORDS.get(name, 2) for name in form.names))
         outside = key == keys.RUN or key.startswith("join/")
         assert is_named(key) is is_signed(key) is not outside
     for key in (keys.payload(1, 0, 1, 0), keys.state(0, 1, 1), keys.reduced_shard(1, 0), keys.log_text(0, 1)):
@@ -100,8 +63,8 @@ OUTSIDE: dict[str, Callable[[Fleet], tuple[str, bytes]]] = {
     "under the key itself": lambda fleet: (WHERE, MANIFEST.to_bytes()),
     "under a guessed name": lambda fleet: (f"{WHERE}/{'A' * 86}", MANIFEST.to_bytes()),
     "by a key of another run": lambda fleet: (
-        f"{WHERE}/{to_text(OTHER_KEY.signer.name_key.sign(named_bytes(fleet.run_sha256, WHERE)))}",
-        fleet.sealed(OTHER_KEY.signer, MANIFEST.to_bytes()),
+        f"{WHERE}/{to_text(OTHER_KEY.names(1).sign(named_bytes(fleet.run_sha256, WHERE)))}",
+        fleet.sealed(OTHER_KEY.operator(fleet.run_sha256), MANIFEST.to_bytes()),
     ),
     "under the name of another object": lambda fleet: (
         f"{WHERE}/{fleet.name(keys.contribution(6, 1)).rpartition('/')[2]}",
@@ -184,7 +147,16 @@ INSIDE: dict[str, tuple[Callable[[Fleet], bytes], str]] = {
         lambda fleet: MANIFEST.to_bytes() + changed(genuine_line(fleet), key=OTHER_KEY.signed_by.key),
         "not by the run's key",
     ),
-    "the key of another run": (lambda fleet: fleet.sealed(OTHER_KEY.signer, MANIFEST.to_bytes()), "not by the key"),
+    "the key of another run": (
+        lambda fleet: fleet.sealed(OTHER_KEY.operator(fleet.run_sha256), MANIFEST.to_bytes()),
+        "not by the run's key",
+    ),
+    "the run's own key": (
+        lambda fleet: fleet.sealed(
+            dataclasses.replace(KEY.operator(fleet.run_sha256), key=KEY.private, certificate=None), MANIFEST.to_bytes()
+        ),
+        "signs rotations and certificates, and nothing else",
+    ),
     "another replica in its own name": (
         lambda fleet: fleet.sealed(fleet.signer(0), MANIFEST.model_copy(update={"replica_id": 0}).to_bytes()),
         "its replica_id is '1'",
@@ -209,8 +181,37 @@ def test_an_object_that_its_author_did_not_sign_does_not_exist_and_is_named(what
         with pytest.raises(ObjectMissing, match="does not exist"):
             view.get(WHERE)
         assert why in view.debris()[fleet.name(WHERE)]
-    with pytest.raises(StoreError, match="its name is taken by an object that was not signed"):
-        fleet.replica(1).create(WHERE, MANIFEST.to_bytes())
+    assert fleet.replica(1).create(WHERE, MANIFEST.to_bytes()), "the next of its names is taken"
+    assert not fleet.replica(1).create(WHERE, MANIFEST.model_copy(update={"write_id": "later"}).to_bytes())
+    for view in [*fleet.views(), *fleet.views()]:
+        assert view.get(WHERE) == MANIFEST.to_bytes()
+        assert [info.key for info in view.list(keys.contributions(7))] == [WHERE]
+
+
+def test_many_names_of_a_record_that_an_insider_has_taken_cost_requests_and_nothing_else():
+    fleet = Fleet()
+    for take in range(40):
+        fleet.stored.create(fleet.name(WHERE, take), b"junk")
+    assert fleet.replica(1).create(WHERE, MANIFEST.to_bytes())
+    assert [view.get(WHERE) for view in fleet.views()] == 3 * [MANIFEST.to_bytes()]
+
+
+def test_a_heartbeat_that_somebody_has_overwritten_is_its_authors_again_with_the_next_one():
+    fleet, beat = Fleet(), EXAMPLES["heartbeat"].model_copy(update={"replica_id": 1, "attempt": 1})
+    where = keys.heartbeat(1, 1)
+    fleet.stored.put(fleet.name(where), b"junk")
+    assert all(absent(view, where) for view in fleet.views())
+    fleet.replica(1).put(where, beat.to_bytes())
+    assert [view.get(where) for view in fleet.views()] == 3 * [beat.to_bytes()]
+
+
+def test_a_signed_run_whose_run_json_is_replaced_meanwhile_is_not_read_on():
+    """Otherwise what was checked against one run.json would be read by the rules of another, of an unsigned run."""
+    for view in [Fleet().coordinator, Fleet().replica(1), Fleet().reader]:
+        list(view.list(keys.ROUNDS))
+        view.beneath.put(keys.RUN, EXAMPLES["run"].to_bytes())
+        with pytest.raises(StoreError, match="was replaced"):
+            view.get(keys.RUN)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +249,7 @@ def test_the_key_of_another_run_reads_and_does_not_write():
     stranger = SignedStore(fleet.stored, {ENV_RUN_KEY: OTHER_KEY.text()})
     fleet.replica(1).create(WHERE, MANIFEST.to_bytes())
     assert stranger.get(WHERE) == MANIFEST.to_bytes()
-    with pytest.raises(ConfigError, match="needs the private key"):
+    with pytest.raises(ConfigError, match="needs keys of"):
         stranger.create(keys.commit(7), b"{}\n")
 
 
@@ -263,13 +264,13 @@ def test_an_attempts_key_that_was_cut_or_is_of_another_run_is_refused():
     fleet, other = Fleet(), Fleet(OTHER_KEY)
     for text, why in (
         (fleet.secret(1)[:-3], "damaged"),
-        (fleet.secret(1).replace("diloco-key-", "diloco-key-A", 1), "damaged"),
+        (fleet.secret(1).replace("diloco-keys-", "diloco-keys-A", 1), "damaged"),
         (other.secret(1), "of another run"),
-        (KEY.attempt_secret("0" * 64, 1, 1), "of another run"),
+        (KEY.operator("0" * 64).of_attempt("0" * 64, 1, 1).text(), "of another run"),
     ):
         with pytest.raises(ConfigError, match=why) as found:
             SignedStore(fleet.stored, {ENV_ATTEMPT_KEY: text}).get(WHERE)
-        assert "diloco-key-" not in str(found.value)
+        assert "diloco-key" not in str(found.value)
 
 
 def test_two_launchers_with_two_keys_do_not_see_each_others_records():

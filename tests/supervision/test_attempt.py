@@ -111,6 +111,7 @@ ROWS = [
     (RESERVED, ExitSeen(0, "told"), ended(Outcome.DONE, "told (exit code 0)")),
     (RESERVED, BeatSeen(8), replace(RESERVED, beat=Beat(8, NOW))),
     (RESERVED, BeatSeen(7), RESERVED),
+    (RESERVED, BeatSeen(6), RESERVED),  # an older one, which somebody has put back
     (RESERVED, CancelAsked("enough"), replace(SOUGHT, why="enough", cancelled_at=NOW), WriteCancel("enough")),
     (RESERVED, CancelSeen("hung"), replace(SOUGHT, cancelled_at=NOW)),
     (RESERVED, SearchDone(HANDLE), Running(900.0, BEAT, HANDLE), WriteHandle(HANDLE, None)),
@@ -231,7 +232,7 @@ ROWS = [
     (RUNNING, ExitSeen(1, "told", ReplicaStatus(ReplicaState.SUCCEEDED)), ended(Outcome.ERROR, "told (exit code 1)")),
     (RUNNING, ExitSeen(76, "told"), ended(Outcome.SUPERSEDED, "told (exit code 76)"), FindSuccessor()),
     (RUNNING, BeatSeen(7), RUNNING),
-    (RUNNING, BeatSeen(6), replace(RUNNING, beat=Beat(6, NOW))),
+    (RUNNING, BeatSeen(6), RUNNING),  # likewise
     (replace(RUNNING, beat=None), BeatSeen(0), replace(RUNNING, beat=Beat(0, NOW))),
     (RUNNING, CancelAsked("hung"), replace(CANCELLING, cancelled_at=NOW), WriteCancel("hung"), CallCancel(HANDLE)),
     (

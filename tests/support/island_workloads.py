@@ -60,14 +60,20 @@ HELDOUT = [[(3 * i + k * 3 + i // 29) % VOCABULARY for k in range(LENGTH + 1)] f
 
 
 def train(ctx: Any) -> None:
-    """Trains `args["model"]`: plain (gradients averaged by the loop), ddp or fsdp; faults by `args["fault"]`."""
+    """Trains `args["model"]`: plain (gradients averaged by the loop), ddp, fsdp, tp or tp_fsdp, which is both.
+
+    Faults by `args["fault"]`.
+    """
     model: torch.nn.Module = TinyModel(ctx.args.get("hidden", HIDDEN))
     kind = ctx.args.get("model", "ddp")
     _fault(ctx, -1)
     if kind == "ddp" and ctx.ranks > 1:
         model = torch.nn.parallel.DistributedDataParallel(model)
     elif kind == "fsdp" and ctx.ranks > 1:
-        shard(model, ctx.args.get("bf16", False))
+        shard(model, ctx.args.get("bf16", False), ctx.args.get("offload", False))
+    part, parts = ctx.rank, ctx.ranks
+    if kind in ("tp", "tp_fsdp") and ctx.ranks > 1:
+        part, parts = make_parallel(model, ctx.ranks if kind == "tp" else ctx.ranks // 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     meter = StorageMeter(ctx, model) if ctx.args.get("measured") else None
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
@@ -77,7 +83,7 @@ def train(ctx: Any) -> None:
             if meter is not None:
                 meter.pause()
             _fault(ctx, replica.step_count)
-            rows = global_batch(ctx.seed, ctx.replica_id, step)[ctx.rank :: ctx.ranks]
+            rows = global_batch(ctx.seed, ctx.replica_id, step)[part::parts]
             loss = losses(model, rows).mean()
             loss.backward()
             if kind == "plain" and ctx.ranks > 1:
@@ -148,11 +154,29 @@ def _address(tensor: Any) -> int:
     return int(local.untyped_storage().data_ptr())
 
 
-def shard(model: Any, bf16: bool) -> None:
-    """Shard a `TinyModel` over all ranks, its tied weights in one group."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+def make_parallel(model: Any, ranks: int) -> tuple[int, int]:
+    """Make a `TinyModel` tensor-parallel over `ranks` ranks, and shard it over groups of them if there are several.
 
-    policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if bf16 else {}
+    Returns which part of each batch this rank trains on, and of how many: ranks of one group have the same.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    groups = dist.get_world_size() // ranks
+    mesh = init_device_mesh("cpu", (groups, ranks), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model.hidden, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    if groups > 1:
+        shard(model, mesh=mesh["data"])
+    return mesh["data"].get_local_rank(), groups
+
+
+def shard(model: Any, bf16: bool = False, offload: bool = False, mesh: Any = None) -> None:
+    """Shard a `TinyModel` over all ranks or those of a mesh, its tied weights in one group."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    policy: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if bf16 else {}
+    policy |= {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
+    policy |= {"mesh": mesh} if mesh is not None else {}
     fully_shard(model.hidden, **policy)
     fully_shard([model.embedding, model.norm, model.head], **policy)
     fully_shard(model, **policy)

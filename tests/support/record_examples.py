@@ -1,8 +1,9 @@
 """One record of each kind, with a value in every field that its golden bytes pin."""
 
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.protocol import allreduce_records, attempt_records, check_records, records
+from diloco_orchestrator.protocol import allreduce_records, attempt_records, check_records, key_records, records
 from diloco_orchestrator.protocol.record_format import Record
+from diloco_orchestrator.protocol.signatures import Operator
 
 STAMP = {"write_id": "0123456789abcdef-1", "at": 1700000000.5}
 SHA = "ab" * 32
@@ -154,6 +155,25 @@ EXAMPLES: dict[str, Record] = {
     "probe": records.Probe(**STAMP, base_digest=B3, items=SHA, digest=B3, size=9, tokens=3),
     "want": records.ReuploadRequest(
         **STAMP, round=3, replica_id=1, attempt=2, shard=0, take=2, by="replica 0, attempt 1", reason="it is gone"
+    ),
+    "rotation": key_records.Rotation(
+        **STAMP,
+        epoch=2,
+        names="ed25519:" + "A" * 43,
+        from_leg=2,
+        after_round=9,
+        commit_sha256=SHA,
+        attempts={"0": 1, "1": 2},
+        by="user",
+        why="a key leaked",
+    ),
+    "colleague": key_records.Colleague(
+        **STAMP,
+        identity="0" * 32,
+        epoch=1,
+        operator=Operator(epoch=1, key="ed25519:" + "A" * 43, signature="A" * 86),
+        sealed="AA==",
+        by="user",
     ),
     "retention": records.Retention(**STAMP, payloads="needed", by="diloco gc"),
     "allreduce": allreduce_records.AllReducePart(

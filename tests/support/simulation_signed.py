@@ -1,15 +1,18 @@
 """Simulated runs that are signed: every process sees the bucket through a `SignedStore`, forgers write beneath it."""
 
 import dataclasses
+import re
 
 from simulation import Simulation, played
 from simulation_plan import Plan, forged_plan_of
 from simulation_store import Bucket, InvariantBroken
 from virtual_time import VirtualClock, VirtualTime
 
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.signatures import split_signed
 from diloco_orchestrator.protocol.signed_objects import is_signed, parse_stored
-from diloco_orchestrator.signing.kept_keys import ENV_RUN_KEY
+from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, ENV_RUN_KEY
 from diloco_orchestrator.signing.keys import RunKey
 from diloco_orchestrator.signing.signed_store import SignedStore
 from diloco_orchestrator.store.base import Store
@@ -78,7 +81,7 @@ class _Stored(MemoryStore):
 
     def _tell(self, name: str, data: bytes, created: bool) -> None:
         found = parse_stored(name)
-        key = found[0] if found else name
+        key = found.key if found else name
         body = split_signed(data) if is_signed(key) else None
         content = body[0] if body else data
         if created:
@@ -113,12 +116,20 @@ class SignedSimulation(Simulation):
     make_bucket = SignedBucket
     signed_by = KEY.signed_by
 
+    @property
+    def run_sha256(self) -> str:
+        return sha256_hex(self.bucket.stored.get(keys.RUN))
+
     def network(self, clock: VirtualClock, retry: RetryPolicy = LASTING) -> Store:
-        bucket = self.bucket
+        """The bucket as the process that asks sees it: a replica with the key of its attempt, others with the run's."""
+        bucket, environ = self.bucket, _ENVIRON
         assert isinstance(bucket, SignedBucket)
+        if who := re.fullmatch(r"\w+ (\d+)\.(\d+)", clock.world.current.name):
+            operator = KEY.operator(self.run_sha256)
+            environ = {ENV_ATTEMPT_KEY: operator.of_attempt(self.run_sha256, int(who[1]), int(who[2])).text()}
         self.bucket = _Beneath(bucket)
         try:
-            return SignedStore(super().network(clock, retry), _ENVIRON)
+            return SignedStore(super().network(clock, retry), environ)
         finally:
             self.bucket = bucket
 

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class AlarmKind(StrEnum):
-    """The statement of an alarm about the held-out score: none, that it fell, or that only the training metric gains.
+    """The claim of an alarm about the held-out score: none, that it fell, or that only the training metric gains.
 
     Scores on the confirmation set (further held-out items) can confirm or dismiss an alarm only of the last two kinds.
     """

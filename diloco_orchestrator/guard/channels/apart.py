@@ -1,7 +1,8 @@
-"""`Apart`: one replica whose training metric is far from all others', round after round. It halts nothing.
+"""`Apart`: a guard statistic that finds one replica whose training metric is far from all others', round after round.
 
-The mean of the replicas hides it: one of four that trains on garbage costs the model a quarter of each step, and the
-held-out score goes on improving. Nothing here depends on noise: what counts is that it is the same replica each time.
+It warns and halts nothing. The mean over replicas hides such a replica: one of four that trains on garbage costs the
+model a quarter of each step, and the held-out score goes on improving. Nothing here depends on noise: what counts is
+that it is the same replica each time.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,10 @@ _ROUNDS = 8  # in a row
 
 @dataclass
 class Apart(Remembered):
-    """The replica whose training metric lies outside all others', and for how many rounds it has. State: 1 list."""
+    """The replica whose training metric lies outside all others', and the number of rounds for which it has.
+
+    Stored state: 1 list.
+    """
 
     last: list[Any] | None = None  # replica, whether it is worse than all others, rounds in a row
 

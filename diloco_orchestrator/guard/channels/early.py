@@ -32,7 +32,7 @@ NEEDS = 4.0  # times their own range by which they lie below
 
 @dataclass(frozen=True)
 class Fall:
-    """A split of rounds into two groups, all scores of the later one below all scores of the earlier one."""
+    """A split of consecutive rounds into two groups, all scores of the later below all of the earlier one."""
 
     best: int  # round of the best model before the later group
     since: int  # round of the later group's first model
@@ -43,7 +43,7 @@ class Fall:
 
     @property
     def share(self) -> float:
-        """The fall's ratio (distance of the groups to their width) as a share of the ratio that halts."""
+        """Fall's ratio, distance of the two groups over their width, divided by the ratio above which the run halts."""
         return self.ratio / self.needs
 
     @property
@@ -53,20 +53,23 @@ class Fall:
 
 @dataclass
 class EarlyCollapse(Remembered):
-    """A held-out score that falls in the first rounds of a run and stays down.
+    """Detector of a held-out score that falls in the first rounds of a run and stays down.
 
-    State: 2 numbers per round with both metrics, none after 32 rounds.
+    Stored state: 2 numbers per round with both metrics, none after 32 rounds.
     """
 
     rows: list[list[Any]] | None = field(default_factory=list)  # model and its training metric; None: no longer judged
 
     def learn(self, model: int, trained: float | None) -> None:
-        """Add the training metric observed near base `model`; None (not observed) empties the list of recent ones."""
+        """Add the training metric observed in the first steps from the base of round `model`.
+
+        None (not observed) empties the list of recent ones.
+        """
         if self.rows is not None:
             self.rows = [] if trained is None else [*self.rows, [model, trained]]
 
     def stop(self) -> None:
-        """End the check: the other statistics know the noise by now, or the fall was dismissed."""
+        """End this check for the rest of the run: the noise is known by now, or the fall was dismissed."""
         self.rows = None
 
     def fall(self, scores: Sequence[float]) -> Fall | None:
@@ -126,9 +129,10 @@ class EarlyCollapse(Remembered):
 
 @dataclass
 class NewLow(Remembered):
-    """A held-out score that stays below every earlier score of the run for ten rounds.
+    """Detector of a held-out score that stays below every earlier score of the run for ten rounds.
 
-    Such scores need no noise estimate: their distance is compared with the earlier scores' range. State: 21 numbers.
+    Such scores need no noise estimate: their distance is compared with the earlier scores' range. Stored state: 21
+    numbers.
     """
 
     models: list[int] = field(default_factory=list)  # the last ones, 14 at most
@@ -137,7 +141,10 @@ class NewLow(Remembered):
     step: float | None = None  # smallest change between two rounds: scores can be no closer than that
 
     def learn(self, model: int, scores: Sequence[float]) -> None:
-        """Add the next base's score. `scores`: held-out, of at least the last 15 bases or of all, oldest first."""
+        """Add the held-out score of the base of round `model`, the last of `scores`.
+
+        `scores`: of at least the last 15 bases or of all, oldest first.
+        """
         if self.before is not None:
             change = abs(scores[-1] - scores[-2])
             if change and (self.step is None or change < self.step):
@@ -209,7 +216,7 @@ class NewLow(Remembered):
 
 @dataclass(frozen=True)
 class _Group:
-    """Range, largest rise and number of changes of the scores in a group of consecutive rounds."""
+    """Range, largest rise and number of changes of the scores of several consecutive rounds."""
 
     low: float
     high: float
@@ -239,14 +246,19 @@ def _groups_since(values: Sequence[float]) -> list[_Group]:
 
 
 def _distance(groups: _Groups) -> float:
-    """Distance between the lowest value before and the highest value since; negative if they overlap."""
+    """Distance between the lowest value of the earlier group of rounds and the highest of the later one.
+
+    Negative if they overlap.
+    """
     return groups[0].low - groups[1].high
 
 
 def _width(groups: _Groups) -> float:
-    """The range that values have without a collapse: the range before or the largest rise since, if that is larger.
+    """The range that values have without a collapse: the earlier group's range, or the later one's largest rise if
+    larger.
 
-    A continuing fall is no noise, so only rises count. A single value before has no range; then the range since counts.
+    A continuing fall is no noise, so of the later group only rises count. A single earlier value has no range; then the
+    range of the later group counts.
     """
     before, since = groups
     return max(before.range, since.rise) if before.range > 0 else since.range
@@ -257,8 +269,8 @@ def _compared(held: _Groups, lost: _Groups, rounds: int) -> tuple[float, float, 
 
     `ratio`: distance of the groups over their width; `limit`: ratio above which the run halts; `gained`: whether the
     training metric rose meanwhile by more than its own width. None if the groups overlap, if the scores vary too
-    little, or if the training metric explains the fall. `held`: (group before, group since) of the held-out score;
-    `lost`: those of the negated training metric. `rounds`: number of rounds since the fall.
+    little, or if the training metric explains the fall. `held`: (earlier, later group) of the held-out score; `lost`:
+    those of the negated training metric. `rounds`: number of rounds since the fall.
     """
     distance, width, steps = _distance(held), _width(held), held[0].steps
     varies = steps + held[1].steps >= STEPS or (steps >= 2 and rounds >= CONSTANT)

@@ -41,7 +41,7 @@ _WITHIN = 12
 
 @dataclass(frozen=True)
 class Level:
-    """A level that a score has surely reached."""
+    """A level that a held-out score has surely reached: its mean over some rounds, less what chance explains."""
 
     bound: float  # the level less what chance explains
     mean: float  # the level as measured
@@ -51,17 +51,21 @@ class Level:
 
 @dataclass
 class BestLevel(Remembered):
-    """The best level that a score has surely reached, from means of blocks of it and ends of climbs. State: 12 numbers.
+    """The best level that a held-out score has surely reached, from means over blocks of rounds and ends of climbs.
 
     The mean of a block lies half a block behind a climb. So where the last eight scores climb steeply, their straight
     line is a fourth measure: its end, but no more than the highest of them, so that a climb that stops is no fall.
+    Stored state: 12 numbers.
     """
 
     # By block, the climb last: level as measured, size of second differences then, last model.
     best: list[Any] = field(default_factory=lambda: [None] * (len(BLOCKS) + 1))
 
     def learn(self, model: int, scores: Sequence[float], noise: Noise) -> None:
-        """Compare the blocks of scores that end with this base with the best ones; `noise` and `scores` include it."""
+        """Compare the blocks of rounds that end with the base of round `model` with the best blocks so far.
+
+        `noise` and `scores` (held-out, oldest first) include that base.
+        """
         for index, size in enumerate(BLOCKS):
             if noise.count < max(size, FIRST_JUDGED - 2) or (index == 0 and noise.count > SHORT_UNTIL):
                 continue
@@ -77,7 +81,7 @@ class BestLevel(Remembered):
             self.best[index] = found
 
     def level(self, noise: Noise) -> Level | None:
-        """The measured level with the highest lower bound; None until enough scores for a first measurement exist."""
+        """The measured level of the held-out score with the highest lower bound; None until enough scores exist."""
         sizes = [*BLOCKS, CLIMB]
         found = [
             Level(self._bound(index, best, noise), best[0], size, best[2])
@@ -87,7 +91,8 @@ class BestLevel(Remembered):
         return max(found, key=lambda each: each.bound) if found else None
 
     def _bound(self, index: int, block: list[Any], noise: Noise) -> float:
-        """The block's level less what chance explains: noise is that of then or now, whichever is larger.
+        """The mean of a block of rounds less what chance explains, by the noise of that time or now, whichever is
+        larger.
 
         The best of many blocks is above its level by chance; by how much grows with the logarithm of the rounds.
         """
@@ -98,7 +103,7 @@ class BestLevel(Remembered):
 
 
 def _end_of_climb(scores: Sequence[float], sigma: float) -> float | None:
-    """The level at the last of these scores if they climb steeply to their end, else None.
+    """The level at the last of `scores` if they climb steeply to their end, else None. `sigma`: their noise.
 
     From the two middle scores of each half, so that an outlier makes no climb; no higher than the highest score.
     """
@@ -114,7 +119,7 @@ def _end_of_climb(scores: Sequence[float], sigma: float) -> float | None:
 
 @dataclass
 class Falls(Remembered):
-    """Two sums of how far the score is below its best level. State: 6 numbers."""
+    """Two CUSUM statistics of how far the held-out score is below its best level. Stored state: 6 numbers."""
 
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
     zero: list[int] = field(default_factory=lambda: [0, 0])  # the last models at which they were zero
@@ -122,11 +127,11 @@ class Falls(Remembered):
     recovers: bool = field(default=False, init=False)  # whether the last judged score was on its way back up
 
     def begin(self, model: int) -> None:
-        """Set both sums to zero, so that they add up from this base on."""
+        """Set both statistics to zero, so that they add up from the base of round `model` on."""
         self.sums, self.zero = [0.0, 0.0], [model, model]
 
     def learn(self, model: int, score: float) -> None:
-        """Keep the held-out score of a base that was judged, if none before was higher."""
+        """Keep `score`, the held-out score of the base of round `model`, if none before was higher."""
         if self.top is None or score >= self.top[0]:
             self.top = [score, model]
 
@@ -141,13 +146,14 @@ class Falls(Remembered):
         lost: float,
         origin: float,
     ) -> list[Alarm]:
-        """Add the score of the base that round `model` made to both sums; returns alarms for sums above their limits.
+        """Add the held-out score of the base of round `model` to both statistics; returns alarms for those above their
+        limits.
 
-        `noise` and `best` do not have that score yet; while one of them is unknown the result is empty.
+        `noise` and `best`, noise and best level of the scores before; while one of them is unknown the result is empty.
 
         `scores`: held-out, of the last bases and of this one, each minus the run's first score. `weight`: fraction of
-        the held-out items that were scored. `lost`: what the mean lost by shares whose fall does not count.
-        `origin`: the run's first score, added again to scores in the alarm's text.
+        the held-out items that were scored. `lost`: how much shares of the held-out set whose fall does not count lower
+        the mean. `origin`: the run's first score, added again to scores in the alarm's text.
         """
         level, sigma, alarms = best.level(noise), noise.sigma(), []
         if level is None or not sigma > 0:
@@ -190,20 +196,19 @@ class Falls(Remembered):
         return Alarm(what, since if self.top is None else self.top[1], ADVICE, AlarmKind.FALL)
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
-        """(name, value, threshold) of both sums, as the verdict lists them."""
+        """(name, value, threshold) of both CUSUM statistics, as the guard's verdict lists them."""
         rows = zip(_NAMES, self.sums, CUSUMS, strict=True)
         return [(name, total, threshold / _DEFAULT * at_default) for name, total, (_, _, at_default) in rows]
 
 
 def _heals(scores: Sequence[float], level: float, sigma: float) -> bool:
-    """Whether the score has made up for a part of its fall within the last rounds."""
+    """Whether the held-out score has made up for a part of its fall below `level` within the last rounds."""
     now = _mean(scores, 4)
     lowest = min(_mean(scores[: len(scores) - ago], 4) for ago in range(min(_WITHIN, len(scores) - 3)))
     return now - lowest > _SHARE * max(level - now, 0.0) + _HEALS * sigma
 
 
 def _mean(values: Sequence[float], count: int) -> float:
-    """The mean of the last `count` values."""
     return added(values[-count:]) / count
 
 

@@ -1,7 +1,7 @@
-"""`HackingGap`: a training reward that gains while the held-out reward does not improve.
+"""`HackingGap`: a guard statistic of a training reward that gains while the held-out reward does not improve.
 
 Only rewards are judged. A training loss that falls while the held-out loss does not change is memorisation, which every
-long training shows; `Falls` sees when the held-out score becomes worse.
+long training shows; `Falls` detects when the held-out score becomes worse.
 """
 
 import math
@@ -39,7 +39,7 @@ class HackingGap(Remembered):
     reference: list[Any] | None = None
 
     def begin(self, model: int) -> None:
-        """Set the sum to zero at the base that round `model` made; the reference (last best block of rounds) stays."""
+        """Set the sum of gaps to zero at the base of round `model`; the reference (best block of rounds) stays."""
         self.total, self.zero = 0.0, model
 
     def judge(
@@ -72,12 +72,16 @@ class HackingGap(Remembered):
         return [Alarm(what, self.zero, advice, AlarmKind.GAP, gap - allowed)]
 
     def _is_best(self, held: float) -> bool:
-        """Whether the last eight rounds, this one included, have the best mean of all."""
+        """Whether the last eight rounds, this one's held-out gain `held` included, have the best mean of all."""
         newest = [*self.last[0], held][-BLOCK:]
         return self.best is None or added(newest) / len(newest) >= self.best[0]
 
     def learn(self, model: int, held: float, trained: float, noise: Noise) -> None:
-        """Add the next base's scores to the reference. `noise`: of the held-out score."""
+        """Add the scores of the base of round `model` to the blocks among which the reference is chosen.
+
+        `held`, `trained`: held-out score and training metric, less those of the first base. `noise`: of the held-out
+        score.
+        """
         self.last = [[*values, new][-BLOCK:] for values, new in zip(self.last, (held, trained), strict=True)]
         if len(self.last[0]) < BLOCK:
             return

@@ -14,7 +14,7 @@ _AHEAD = 2.0  # windows
 
 @dataclass
 class KLChannel(Remembered):
-    """KL drift in nats per token, round after round. State: 12 numbers."""
+    """Guard statistic of the model's KL divergence from the start in nats per token. Stored state: 12 numbers."""
 
     last: list[float] = field(default_factory=list)  # 8 values, oldest first
     count: int = 0
@@ -54,7 +54,7 @@ class KLChannel(Remembered):
 
     @property
     def level(self) -> float | None:
-        """The mean drift of the last rounds in nats per token; None before the first."""
+        """The mean KL divergence of the last rounds from the run's start in nats per token; None before the first."""
         return _mean(self.last[-_WINDOW:]) if self.last else None
 
 

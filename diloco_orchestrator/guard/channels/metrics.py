@@ -1,11 +1,10 @@
-"""`MetricChannels`: what `SequentialGuard` judges of held-out score and training metric, model after model.
+"""`MetricChannels`: all statistics by which `SequentialGuard` judges held-out score and training metric.
 
-All statistics are in units of the measured noise, so that a metric times 100 gives the same verdicts.
+They are in units of the measured noise, so that a metric times 100 gives the same verdicts.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from dataclasses import dataclass, field
 
 from diloco_orchestrator.guard.channels.alarm import Alarm
 from diloco_orchestrator.guard.channels.apart import Apart
@@ -15,16 +14,17 @@ from diloco_orchestrator.guard.channels.hacking_gap import FIRST_JUDGED as FIRST
 from diloco_orchestrator.guard.channels.hacking_gap import HackingGap
 from diloco_orchestrator.guard.channels.noise import Noise
 from diloco_orchestrator.guard.channels.outliers import FallingShares
-from diloco_orchestrator.guard.channels.remembered import Remembered
+from diloco_orchestrator.guard.channels.remembered import RememberedTogether
 from diloco_orchestrator.guard.channels.step_down import StepDown
 
 
 @dataclass
-class MetricChannels:
-    """All statistics of `SequentialGuard` so far. Values are kept relative to the first: a shift changes no fall."""
+class MetricChannels(RememberedTogether):
+    """All statistics of `SequentialGuard` about held-out score and training metric, updated once a round.
 
-    count: int = 0  # models judged
-    origin: list[float | None] = field(default_factory=lambda: [None, None])  # first held-out score, training metric
+    Values are kept relative to the first round's: a constant added to a metric changes no verdict.
+    """
+
     trained: float | None = None  # training metric of the last model that has one
     noise: Noise = field(default_factory=Noise)  # of the held-out score
     gap_noise: Noise = field(default_factory=Noise)  # of the training metric minus it
@@ -49,18 +49,18 @@ class MetricChannels:
         tolerance: float | None,
         gains: Mapping[str, float],
     ) -> tuple[list[Alarm], list[Alarm]]:
-        """Judge the scores of the next base, and add them to every statistic.
+        """Judge the scores of the base of round `model`, and add them to every statistic.
 
-        `weight`: fraction of the held-out items that were scored. `threshold`: value of a sum above which it halts (a
-        setting). `tolerance`: gap, in sigmas, of training metric to held-out score that does not halt; None: no gap
-        does. `gains`: by share of the held-out set, its score's gain since the start; empty if not known. Returns
-        (alarms that may fire in any round, alarms that may fire after `min_steps`).
+        `weight`: fraction of the held-out items that were scored. `threshold`: value of a statistic above which it
+        halts (a setting). `tolerance`: gap, in sigmas, of training metric to held-out score that does not halt; None:
+        no gap does. `gains`: by share of the held-out set, its score's gain since the start; empty if not known.
+        Returns (alarms that may fire in any round, alarms that may fire after `min_steps`).
         """
         if self.count == 0:
             self.falls.begin(model)
             self.gap.begin(model)
-        held = self._since_the_first(0, heldout)
-        trained = None if in_loop is None else self._since_the_first(1, in_loop)
+        held = self.since_the_first(0, heldout)
+        trained = None if in_loop is None else self.since_the_first(1, in_loop)
         fallen, lost = self.shares.judge(gains)
         self.narrow = _narrow(fallen)
         at_once: list[Alarm] = []
@@ -78,26 +78,20 @@ class MetricChannels:
         return at_once + self.new_low.alarms(self.noise.last, trained or 0.0), slow
 
     def compare(self, trained: Mapping[int, float]) -> None:
-        """Compare the replicas' training metrics of a judged round, by replica id, to find one far from all others."""
+        """Compare the replicas' training metrics of the round, by replica id, to find one far from all others."""
         self.far = self.apart.judge(trained)
 
     @property
     def warning(self) -> str:
-        """Sentences about the last judged round that halt nothing (shares that fall alone, a far replica), or ""."""
+        """Sentences about the last round that halt nothing, such as one replica far from all others; or empty."""
         return "; ".join(filter(None, [self.narrow, self.far]))
 
     def dismiss(self, model: int) -> None:
-        """Start the statistics anew from this model, because what they added up was no fall; noise and levels stay."""
+        """Restart the statistics at the base of round `model` after a dismissed alarm; noise and levels stay."""
         self.falls.begin(model)
         self.gap.begin(model)
         self.early.stop()
         self.new_low, self.step_down = NewLow(), type(self.step_down)()
-
-    def _since_the_first(self, which: int, value: float) -> float:
-        first = self.origin[which]
-        if first is None:
-            first = self.origin[which] = value
-        return value - first
 
     def _learn(self, model: int, held: float, trained: float | None) -> None:
         self.count += 1
@@ -116,7 +110,7 @@ class MetricChannels:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
-        """(name, value, threshold) of each statistic, as the verdict lists them."""
+        """(name, value, threshold) of each statistic, as the guard's verdict lists them."""
         early = self.early.fall(self.noise.last)
         low = self.new_low.fall(self.noise.last, self.trained or 0.0)
         return [
@@ -134,16 +128,11 @@ class MetricChannels:
 
     @property
     def best_model(self) -> int | None:
-        """The model with the highest held-out score; None before the first one."""
+        """The round whose base has the highest held-out score; None before the first score."""
         return None if self.falls.top is None else int(self.falls.top[1])
 
-    def gained_apart(self, heldout: float, in_loop: float) -> float:
-        """Gain of the training metric minus gain of the held-out score since their first values; 0.0 before these."""
-        held, trained = self.origin
-        return 0.0 if held is None or trained is None else (in_loop - trained) - (heldout - held)
-
     def outlook(self, threshold: float) -> str:
-        """Words about what can be judged by now: rounds that are missing, or the fall that halts within 15."""
+        """A sentence: how many rounds the statistics still need, or the fall that they notice within 15 rounds."""
         if self.count < FIRST_JUDGED:
             missing = FIRST_JUDGED - self.count
             return f"needs {missing} more round{'s' if missing > 1 else ''} to know the noise of the held-out score"
@@ -156,20 +145,6 @@ class MetricChannels:
             f"would halt within 15 rounds of a held-out score that stays {worse:.2g} worse than its best level, that "
             f"of rounds {level.last - level.rounds + 1} to {level.last} (noise {sigma:.2g})"
         )
-
-    def state(self) -> dict[str, Any]:
-        """The fields by name, as JSON. It shares its lists with the channels."""
-        parts = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
-        return {name: part.state() if isinstance(part, Remembered) else part for name, part in parts.items()}
-
-    @classmethod
-    def restore(cls, state: Mapping[str, Any]) -> Self:
-        """The statistics with the fields in `state`, whose lists they will change."""
-        made = cls()
-        for each in [each for each in fields(cls) if each.init]:
-            part, kept = getattr(made, each.name), state[each.name]
-            setattr(made, each.name, part.restore(kept) if isinstance(part, Remembered) else kept)
-        return made
 
 
 def _narrow(fallen: Sequence[int]) -> str:

@@ -52,7 +52,7 @@ _YOUNG = 4.0  # sigma is larger by this over the number of values: few values cl
 
 @dataclass
 class Noise(Remembered):
-    """The noise of one series, from its values one after another. State: 45 numbers."""
+    """Size and autocorrelation of the noise of one series, measured value by value. Stored state: 45 numbers."""
 
     last: list[float] = field(default_factory=list)  # 32 values, oldest first
     count: int = 0  # values
@@ -65,7 +65,7 @@ class Noise(Remembered):
     windows: list[float] = field(default_factory=lambda: [_PRIOR[0] * _PRIOR[1], _PRIOR[0]])  # sum, number
 
     def add(self, value: float) -> None:
-        """Learn the next value of the series."""
+        """Add the next value of the series to the measurement."""
         change = abs(value - self.last[-1]) if self.last else 0.0
         if change and (self.step is None or change < self.step):
             self.step = change
@@ -111,7 +111,7 @@ class Noise(Remembered):
 
     @property
     def rho(self) -> float:
-        """The autocorrelation from one round to the next, as of AR(1) noise."""
+        """The autocorrelation of the noise from one round to the next, as of AR(1) noise."""
         factor, shift = _STRETCH
         return min(max(factor * (self.windows[0] / self.windows[1]) + shift, 0.0), _RHO_MAX)
 
@@ -129,7 +129,7 @@ class Noise(Remembered):
 
 
 def _dropped(bends: int) -> int:
-    """Number of the first `bends` second differences that are left out."""
+    """Number of second differences left out as outliers, of the first `bends`."""
     return (bends + 5) // 10 if bends >= _TRIMMED else 0
 
 

@@ -1,4 +1,4 @@
-"""`FallingShares`: which shares of the held-out set fall beside the others, so that their word alone is no fall.
+"""`FallingShares`: which shares of the held-out set fall while the others do not, so that they alone cause no halt.
 
 A share that is reported too low from some round on lowers the mean, however little it is off in each round. A quarter
 of the shares may be wrong: where that many or fewer drift down from their usual distance to the mean of all, a fall
@@ -7,9 +7,9 @@ counts without what they lost.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median
 
 from diloco_orchestrator.guard.channels.remembered import Remembered, added
-from diloco_orchestrator.guard.robust import median
 
 _MEMORY = 128  # rounds in which a share's usual distance from the mean is learnt: slow drifts are none
 _NEW = 0.1  # weight of a round in a share's drift, and in the spread
@@ -22,9 +22,9 @@ _DRIFTED, _NAMED = 0.9, 1.7
 
 @dataclass
 class FallingShares(Remembered):
-    """The distance that each held-out share's score has moved from its usual distance to the mean of all shares.
+    """The drift of each held-out share's score from its usual distance to the mean of all shares.
 
-    State: 2 numbers per share, and 2.
+    Stored state: 2 numbers per share, and 2.
     """
 
     count: int = 0  # rounds learnt

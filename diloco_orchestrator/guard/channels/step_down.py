@@ -49,9 +49,10 @@ _Row = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Basis:
-    """Orthonormal columns of both accounts for some rounds before and since a step, whitened for noise of AR(1) `rho`.
+    """Orthonormal regressors of held-out scores over some rounds, for a step down after some of them.
 
-    Each column but the level's has no part along the level; `climb` has none along the step either.
+    They are whitened for AR(1) noise with autocorrelation `rho`. All are orthogonal to the level (a constant); `climb`
+    (a line up to the step) is orthogonal to the step too.
     """
 
     level: _Row
@@ -64,7 +65,7 @@ class Basis:
 
 @dataclass(frozen=True)
 class Found:
-    """The step that is nearest to a halt, or beyond it."""
+    """The step down of the held-out score that is nearest to a halt, or beyond it."""
 
     since: int  # rounds since it
     size: float  # by which the level is lower
@@ -77,7 +78,10 @@ class Found:
 
 @dataclass
 class StepDown(Remembered):
-    """Compares the last rounds with and without a step down. State: up to 60 scores in the first 96 rounds, then 32."""
+    """Guard statistic: likelihood of the last held-out scores with a step down and without.
+
+    Stored state: up to 60 scores in the first 96 rounds, then 32.
+    """
 
     rounds: int = 0  # since the start, or since an alarm was dismissed
     last: list[float] = field(default_factory=list)  # scores, oldest first
@@ -93,12 +97,12 @@ class StepDown(Remembered):
         threshold: float,
         origin: float,
     ) -> list[Alarm]:
-        """Judge the score of the base that round `model` made; a list of one alarm if it stepped down, else empty.
+        """A list of one alarm if the held-out score has stepped down by the base of round `model`, else empty.
 
         `scores`: held-out, of the last bases, that one the last, each minus the run's first score. `coarse`: smallest
-        change between two rounds so far, or 0.0. `lost`: what the mean lost by shares whose fall does not count.
-        `recovers`: whether the score is on its way back up, which halts nothing. `threshold`: the setting. `origin`:
-        the run's first score, added again to scores in the alarm's text.
+        change between two rounds so far, or 0.0. `lost`: how much shares of the held-out set whose fall does
+        not count lower the mean. `recovers`: whether the score is on its way back up, which halts nothing. `threshold`:
+        the setting. `origin`: the run's first score, added again to scores in the alarm's text.
         """
         self.rounds += 1
         longest = LATER if self.rounds > EARLY else max(LIMITS)
@@ -110,7 +114,7 @@ class StepDown(Remembered):
         return [step_alarm(model, self.found, scores, threshold / _DEFAULT * LIMITS[self.found.since], origin)]
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
-        """(name, share of the evidence that halts, 1), as the verdict lists it."""
+        """(name, share of the evidence that halts, 1), as the guard's verdict lists it."""
         return [("step down", self.found.share(threshold) if self.found else 0.0, 1.0)]
 
 
@@ -126,13 +130,14 @@ def step_alarm(model: int, found: Found, scores: Sequence[float], limit: float, 
 
 
 def changed(scores: Sequence[float]) -> list[float]:
-    """Without scores that are the one before given again, which says nothing of how scores vary."""
+    """`scores` without those that equal the one before, which say nothing of how scores vary."""
     return [*scores[:1], *(now for last, now in pairwise(scores) if now != last)]
 
 
 def _nearest(scores: Sequence[float], coarse: float, lost: float, longest: int) -> Found | None:
-    """The step that is nearest to a halt; None if there are too few scores, or nothing steps down.
+    """The step down of `scores` that is nearest to a halt; None if they are too few, or nothing steps down.
 
+    `coarse`: smallest change between two rounds. `lost`: how much shares whose fall does not count lower the mean.
     `longest`: rounds since a step that are compared at most.
     """
     nearest: Found | None = None
@@ -152,7 +157,7 @@ def _nearest(scores: Sequence[float], coarse: float, lost: float, longest: int) 
 
 
 def compared(values: Sequence[float], before: int, coarse: float) -> Found | None:
-    """The step after `before` of these values; None if the best account of a step has none that goes down."""
+    """The likelihood of a step after the first `before` of `values`; None if the best fit does not go down."""
     count, scale = len(values), max(abs(value) for value in values)
     if not 0 < scale < math.inf:
         return None
@@ -192,7 +197,7 @@ def _bend(values: Sequence[float]) -> float:
 
 @cache
 def _noises() -> tuple[tuple[float, float], ...]:
-    """Each autocorrelation, and what it adds to the deviance."""
+    """Autocorrelations of the noise that are tried, each with what it adds to the deviance."""
     return tuple((rho, -_log(1 - rho * rho)) for rho in RHOS)
 
 
@@ -214,7 +219,7 @@ def _whitened(column: Sequence[float], rho: float) -> list[float]:
 
 
 def _orthonormal(columns: Sequence[Sequence[float]], rho: float) -> tuple[_Row, ...]:
-    """The whitened columns, each without its part along those before it, of length 1 (Gram and Schmidt)."""
+    """Regressors whitened for AR(1) noise of autocorrelation `rho`, orthonormalised in order (Gram and Schmidt)."""
     found: list[_Row] = []
     for column in columns:
         left = _whitened(column, rho)

@@ -1,6 +1,6 @@
-"""`Auditor`: has ranges (one replica's training in one round) trained again in own processes, and compares them.
+"""`Auditor`: repeats the training of drawn ranges (one replica's training in one round), and compares the results.
 
-The process is `replica.process.rerun_range`; `findings` draws the ranges.
+Each is trained in a process of its own, `replica.process.rerun_range`; `findings` draws the ranges.
 """
 
 import json
@@ -50,13 +50,13 @@ _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Auditor:
-    """The ranges of one run (each one replica's training in one round), and what training them again needs.
+    """Repeats the training of one replica in one round (a range) of a run in another process, and compares the results.
 
     Args:
         store: the run's folder; nothing is written to it.
         storage_options: for the processes that train, as the store was opened with.
         trust_bucket: run the code named in the bucket although this user did not launch the run here.
-        limit_s: seconds after which a re-run is ended; by default 15 minutes and 20 times the recorded time.
+        limit_s: seconds after which a repetition is ended; by default 15 minutes and 20 times the recorded time.
 
     Raises `ConfigError` for code that may not be run or is missing, a run that saved no states, and one without a
     commit.
@@ -184,7 +184,7 @@ class Auditor:
         return Path(self._folder.name) / f"{number}"
 
     def _environment(self, replica_id: int, threads: int) -> dict[str, str]:
-        """This process's environment plus the replica's: the run's settings, its rank, and its number of threads."""
+        """The training process's environment: this one's, the run's `env`, the replica's rank, and its CPU threads."""
         fixed = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         secret = {ENV_STORAGE_OPTIONS: json.dumps(self._options)} if self._options else {}
         names = {ENV_SECRET_NAMES: ",".join(self._log.run.secret_names)} if self._log.run.secret_names else {}
@@ -226,7 +226,7 @@ class Auditor:
     # -- the record ----------------------------------------------------------------------------------------------
 
     def _follows_a_cut(self, manifest: Contribution) -> bool:
-        """Whether the contribution before, by the same attempt, was partial: it had fewer inner steps than a round."""
+        """Whether the same attempt's contribution before this one was partial: fewer inner steps than a round."""
         begin = self._log.begin_of(manifest.leg).record
         for round_ in range(manifest.round - 1, begin.after_round, -1):
             before = self._reader.of(round_, manifest.replica_id)
@@ -237,10 +237,10 @@ class Auditor:
 
 
 def state_bytes(parameters: tuple[ParameterInfo, ...], *, keeps_local: bool) -> int:
-    """The bytes of one saved state with AdamW: two moments of each parameter, and local parameters if saved.
+    """The bytes of one saved training state with AdamW: two moments of each parameter.
 
-    A run with fragments, delay or alpha saves them. An overestimate with exact adapters, whose residuals are among the
-    parameters but in no optimizer.
+    `keeps_local`: local parameters are saved too, as in a run with fragments, sync delay or update alpha. An
+    overestimate with exact adapters, whose residuals are among the parameters but in no optimizer.
     """
     sizes = [_BYTES.get(each.dtype, 4) * math.prod(each.shape) for each in parameters]
     return sum(sizes) * (3 if keeps_local else 2)

@@ -69,7 +69,10 @@ def caught_probability(ranges: int, dishonest: int, draw: int) -> float:
 
 
 def fraction_caught(ranges: int, draw: int, probability: float = 0.95) -> int | None:
-    """The fewest dishonest ranges of which an audit draws one with at least this probability; None if none suffice."""
+    """The fewest dishonest ranges (one replica's round each) of which an audit finds one with at least `probability`.
+
+    None if even all of them would not suffice. `draw`: number of ranges that the audit repeats, of `ranges`.
+    """
     enough = (each for each in range(1, ranges + 1) if caught_probability(ranges, each, draw) >= probability)
     return next(enough, None)
 
@@ -78,7 +81,7 @@ _CONFIDENT = 0.95
 
 
 class Outcome(StrEnum):
-    """The result of comparing one replica's round with its training repeated."""
+    """The result of comparing one replica's training in one round with a repetition of it."""
 
     EQUAL = "equal"  # bit for bit
     WITHIN_BOUND = "within the bound"  # another hardware class, or training that is not deterministic
@@ -88,7 +91,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class RangeFinding:
-    """The result of training one range (one replica's round) again."""
+    """The result of repeating one replica's training in one round."""
 
     range_: TrainingRange
     outcome: Outcome
@@ -117,12 +120,12 @@ class Audit:
 
     @property
     def agrees(self) -> bool:
-        """Whether no range differs."""
+        """Whether no repeated training differs from what its replica published."""
         return all(each.outcome is not Outcome.DIFFERS for each in self.findings)
 
     @property
     def audited(self) -> int:
-        """Number of ranges that were compared."""
+        """Number of ranges (one replica's training in one round) that were repeated and compared."""
         return sum(each.outcome is not Outcome.NOT_AUDITABLE for each in self.findings)
 
     def words(self) -> str:
@@ -177,7 +180,7 @@ _NOISES = 4.0  # a distance above this multiple of that between two re-runs is n
 
 
 def bound_of(round_steps: int) -> float:
-    """The largest relative distance of a payload, or of a tensor of the state, that counts as rounding.
+    """The largest relative distance of a repeated payload, or of a tensor of the state, that counts as rounding.
 
     A pseudo-gradient is the sum of H steps. Leaving out one changes it by 1/H of its norm if all steps have one
     direction, and by more if not; the bound is a quarter of that. Rounding alone stays far below (docs/recipes/audit.md
@@ -197,9 +200,9 @@ def judged(
     """The outcome for a range (one replica's training in one round), and a sentence with the reason.
 
     Args:
-        found: the result of the re-run.
-        bound: see `bound_of`.
-        again: a second re-run, made if the first one differs on a machine of the same hardware class.
+        found: the result of training it again.
+        bound: largest relative distance that counts as rounding.
+        again: a second repetition, made if the first one differs on a machine of the same hardware class.
         partial: whether the range has fewer steps than a round: its author was cut or left between two batches.
         after_cut: whether the contribution before the range was partial.
     """

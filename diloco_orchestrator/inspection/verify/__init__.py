@@ -6,6 +6,7 @@ from typing import Any
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.inspection.verify.findings import Disagreement, Verification
 from diloco_orchestrator.inspection.verify.loading import TOLERANCE, check_loading
+from diloco_orchestrator.inspection.witness import heads_seen
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
@@ -24,6 +25,8 @@ def verify(
     tolerance: float = TOLERANCE,
     expect: str | None = None,
     signed_by: str | None = None,
+    witness: str | None = None,
+    witnessed_by: str | None = None,
 ) -> Verification:
     """Derive the run in `url` again, oldest object first, up to the first that disagrees.
 
@@ -40,13 +43,18 @@ def verify(
         expect: a head noted before (`RunStatus.head`, `RunResult.head`): a log that was cut or replaced disagrees.
         signed_by: the public key of whoever launched the run, as `status` names it: a run that this key did not sign
             disagrees.
+        witness: URL or folder with the statements of a witness (`diloco witness`): a log that was cut, forked or
+            written anew since they were made disagrees, whoever did it.
+        witnessed_by: the public key that this witness must have.
         heldout_items: the held-out items; default: those given to `launch(heldout_items=...)`.
 
     Raises `NoSuchRun`, `RecordTooNew`, `StoreError` if the bucket cannot be read, and `ConfigError` for a scorer where
     nothing was scored, or for other items.
     """
     store = open_store(absolute_url(url), storage_options, retry=INTERACTIVE, must_exist=True)
-    done = verify_run(store, on_round, Head.parse(expect) if expect else None, signed_by)
+    place = None if witness is None else open_store(absolute_url(witness), storage_options, must_exist=True)
+    noted = () if place is None else heads_seen(place, witnessed_by)
+    done = verify_run(store, on_round, Head.parse(expect) if expect else None, signed_by, noted)
     if (load or build or score) and done.agrees:
         check_loading(store, done, build, score, heldout_items, tolerance)
     return done

@@ -59,7 +59,7 @@ class SegmentChecker:
             raise Differs(str(ours.segment), f"lacks a manifest that the commit of round {round_} names")
 
     def is_deleted(self, round_: int, key: str) -> bool:
-        """Whether a listing showed that an object of a round does not exist; False if no listing covers the round."""
+        """Whether a listing that covers the round showed that the object at `key` does not exist."""
         return self._segment is not None and round_ <= self._until and key not in self._sizes
 
     def check_commit(self, round_: int, size: int) -> None:
@@ -90,7 +90,7 @@ class SegmentChecker:
             self._ahead = next(self._listing, None)
 
     def _check_single(self, key: str, size: int) -> None:
-        """Raise `Differs` if the own object of a commit or manifest in a segment is missing or has another size."""
+        """Raise `Differs` if a commit or manifest in a segment has no object of its own with the same size."""
         found = self._sizes.get(key)
         if found != size:
             words = "is missing" if found is None else f"has {found} bytes, not {size}"
@@ -254,10 +254,11 @@ class BaseDeriver:
     # -- the outer step ------------------------------------------------------------------------------------------
 
     def stepped(self, key: str, commit: Commit, base: Base | None, named: Sequence[Contribution]) -> Base | None:
-        """The base after an applied commit: `base` stepped in place; None if it is None or payloads were deleted.
+        """The base after an applied commit, or None if it cannot be known. `base`, the one before, is stepped in place.
 
-        `base`: before the round, None if unknown. `named`: the manifests that the commit averages. Raises `Differs` if
-        they cannot be averaged, or if an inner step counts twice, `SpoolFailed` if this machine lacks room.
+        None if `base` is None or payloads were deleted. `named`: the manifests that the commit averages. Raises
+        `Differs` if they cannot be averaged, or if an inner step counts twice, `SpoolFailed` if this machine lacks
+        room.
         """
         self._check_origins(key, commit)
         if base is None:

@@ -4,7 +4,7 @@ Reads and hashes every object that the commit log names, directly or through a m
 Objects that retention deleted are listed as unchecked. The modules beside this one check guard, bases and snapshots.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,12 +28,13 @@ from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
-from diloco_orchestrator.protocol.head import Head
+from diloco_orchestrator.protocol.head import Head, Noted
 from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Probe, Start
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.run_store import rotations_of
 from diloco_orchestrator.store.base import Store
 
 
@@ -42,11 +43,13 @@ def verify_run(
     on_round: Callable[[int], None] = lambda round_: None,
     expect: Head | None = None,
     signed_by: str | None = None,
+    noted: Sequence[Noted] = (),
 ) -> Verification:
     """Check all objects of a run, oldest first, up to the first that disagrees. `on_round` is called with every round.
 
     `expect`: a head noted earlier; a log that does not reach it, or has another commit there, disagrees. `signed_by`:
-    the public key that must have signed the run; None: the one that run.json names, if it names one.
+    the public key that must have signed the run; None: the one that run.json names, if it names one. `noted`: more
+    heads, such as those of a witness.
 
     A disagreement is part of the result. Raises `NoSuchRun` if the folder holds no run, `RecordTooNew` if a newer
     version wrote a record, `StoreError` if the bucket cannot be read, and `SpoolFailed` if this machine lacks room.
@@ -55,7 +58,9 @@ def verify_run(
     try:
         log = optional(keys.RUN, lambda: RunLog(store, check_canonical, on_bad_segment=_disagrees))
         _check_key(log, signed_by, done)
-        verifier = _Verifier(log, done, on_round, expect)
+        if other := next((each for each in noted if each.run_sha256 not in ("", log.run_sha256)), None):
+            raise Differs(keys.RUN, f"is that of another run: the head {other.head.short} {other.words}")
+        verifier = _Verifier(log, done, on_round, [*([Noted(expect)] if expect else []), *noted])
     except Differs as difference:
         done.disagreement = difference.found
         return done
@@ -69,7 +74,7 @@ def verify_run(
 
 
 def _check_key(log: RunLog, expected: str | None, done: Verification) -> None:
-    """Raise `Differs` unless run.json names `expected` as the key that signs the run. None: whatever it names."""
+    """Raise `Differs` unless run.json names `expected` as the public key that signs the run; None accepts any."""
     done.signed_by = "" if log.run.signed_by is None else log.run.signed_by.key
     if expected is not None and done.signed_by != expected:
         found = done.signed_by or "no key: the run is not signed"
@@ -82,7 +87,7 @@ def _disagrees(key: str, words: str) -> None:
 
 @dataclass
 class _Derived:
-    """The state recomputed from all commits checked so far since a start or resume: position, base, guard."""
+    """Position, base and guard state of a run, recomputed from all commits checked so far since a start or resume."""
 
     position: Position
     digest: str | None  # of the base; None while it cannot be computed because payloads were deleted
@@ -92,8 +97,11 @@ class _Derived:
 
 
 class _Verifier:
-    def __init__(self, log: RunLog, done: Verification, on_round: Callable[[int], None], expect: Head | None) -> None:
-        self._expect = expect
+    def __init__(
+        self, log: RunLog, done: Verification, on_round: Callable[[int], None], noted: Sequence[Noted]
+    ) -> None:
+        self._noted = noted
+        self._farthest = max(noted, key=lambda each: each.head.round, default=None)
         self._log = log
         self._store = log.store
         self._config = log.run.config
@@ -112,11 +120,14 @@ class _Verifier:
     def run(self) -> None:
         start = optional(keys.START, self._log.start)
         if start is None:
-            if self._expect is not None:
-                raise Differs(keys.START, f"is missing, though the head {self._expect.short} was noted")
+            if self._farthest is not None:
+                raise Differs(
+                    keys.START, f"is missing, though the head {self._farthest.head.short} {self._farthest.words}"
+                )
             if (found := next(iter(self._store.list(keys.ROUNDS)), None)) is not None:
                 raise Differs(keys.START, f"is missing, though {found.key} is there")
             self._done.unchecked.append("no replica brought a model: there is nothing to derive")
+            self._check_rotations()
             take_stock(self._store, NamedByTheLog(code_sha256=self._log.run.code_sha256), self._done)
             return
         self._start = start.record
@@ -132,12 +143,16 @@ class _Verifier:
         for leg in legs:
             last = self._leg(leg, last)
             last.base = None  # its memory is needed for the next one
-        if self._expect is not None and last is not None and last.position.round < self._expect.round:
+        far = self._farthest
+        if far is not None and last is not None and last.position.round < far.head.round:
             raise Differs(
-                keys.commit(last.position.round + 1), f"is missing, though the head {self._expect.short} was noted"
+                keys.commit(last.position.round + 1), f"is missing, though the head {far.head.short} {far.words}"
             )
+        if self._noted:
+            self._done.checked["noted heads"] += len(self._noted)
         self._snapshots.check_all(self._digests, self._start)
         self._check_code()
+        self._check_rotations()
         self._bases.named.legs = len(legs)
         self._bases.named.snapshot_files, self._bases.named.start = self._snapshots.named, self._start
         take_stock(self._store, self._bases.named, self._done)
@@ -160,6 +175,19 @@ class _Verifier:
         if found is None:
             return False
         return not self._done.signed_by or keys.snapshot(found[0], "", found[1]) in self._snapshots.named
+
+    def _check_rotations(self) -> None:
+        """Raise `Differs` unless each rotation (replacement of the run's keys) names the commit that the log has before
+        it.
+
+        So a holder of replaced keys who may overwrite objects cannot rewrite the part of the log before the rotation.
+        """
+        for rotation in rotations_of(self._store):
+            entry = self._log.commit(rotation.after_round) if rotation.after_round else None
+            found = None if entry is None else entry.sha256
+            source = keys.commit(rotation.after_round) if rotation.after_round else "a log without commits"
+            equal(keys.rotation(rotation.epoch), "commit_sha256", rotation.commit_sha256, found, source)
+            self._done.checked["rotations of keys"] += 1
 
     def _check_code(self) -> None:
         """Raise `Differs` unless the code archive has the digest that run.json names."""
@@ -279,12 +307,11 @@ class _Verifier:
                 raise Differs(key, f"says leg {commit.leg}, in the middle of leg {begin.leg}")
             return False
         self._on_round(round_)
-        if (
-            self._expect is not None
-            and self._expect.round == round_
-            and not self._expect.is_of(round_, commit_entry.sha256)
-        ):
-            raise Differs(key, f"has the digest {commit_entry.sha256[:16]}; the head {self._expect.short} was noted")
+        for each in self._noted:
+            if each.head.round == round_ and not each.head.is_of(round_, commit_entry.sha256):
+                raise Differs(
+                    key, f"has the digest {commit_entry.sha256[:16]}; the head {each.head.short} {each.words}"
+                )
         self._bases.segments.check_commit(round_, len(commit_entry.written.to_bytes()))
         equal(key, "previous", commit.previous, derived.position.sha256, "the record before it")
         equal(key, "begin_sha256", commit.begin_sha256, entry.sha256, f"the digest of {keys.begin(begin.leg)}")
@@ -332,7 +359,7 @@ class _Verifier:
 
     def _check_nothing_after(self, round_: int) -> None:
         for info in self._store.list(keys.ROUNDS, start_after=keys.commit(round_)):
-            if keys.commit.parse(info.key):
+            if keys.commit.parse(info.key) and read_optional(self._store, info.key) is not None:
                 raise Differs(keys.commit(round_), f"is missing, though {info.key} is there")
 
     def _halt(self, commit: Commit) -> str:

@@ -19,7 +19,7 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(frozen=True)
 class Disagreement:
-    """The first object that differs from its recomputed content: its key, and the difference as text."""
+    """The first object of a run that differs from its recomputed content: its key, and the difference as text."""
 
     key: str
     words: str
@@ -27,7 +27,7 @@ class Disagreement:
 
 @dataclass
 class Verification:
-    """The result of `verify`: the checks, what could not be checked, and the first disagreement."""
+    """The result of `verify`: what was checked, what could not be checked, and the first disagreement."""
 
     url: str
     checked: Counter[str] = field(default_factory=Counter)  # how many objects, or bytes, of each kind
@@ -101,8 +101,8 @@ def check_canonical(key: str, data: bytes) -> None:
 def optional(key: str, read: Callable[[], T]) -> T:
     """The result of `read`, which reads the object `key`. Raises `Differs` if that is no valid record of its kind.
 
-    Raises `RecordTooNew` or `RecordTooOld` where the run itself is of another version: where its configuration, its
-    start, or a leg or commit of its log is. Any other record of another version is one that somebody put there.
+    Raises `RecordTooNew` or `RecordTooOld` if the run's configuration, its start, a leg (start or resume to stop) or a
+    commit is of another version. Any other record of another version is treated as one that a stranger wrote.
     """
     try:
         return read()
@@ -114,7 +114,10 @@ def optional(key: str, read: Callable[[], T]) -> T:
 
 
 def needed(key: str, read: Callable[[], T | None], why: str) -> T:
-    """The result of `read`. Raises `Differs` if the object `key` is invalid or missing; `why` it must exist."""
+    """The result of `read`, which reads the object `key`. Raises `Differs` if that is invalid or missing.
+
+    `why`: the reason why it must exist.
+    """
     found = optional(key, read)
     if found is None:
         raise Differs(key, f"is missing, though {why}")

@@ -29,18 +29,18 @@ def check_conclusion(
     halt: str,
     void: str = "",
 ) -> None:
-    """Raise `Differs` unless the commit is what the rules of a round derive from its manifests.
+    """Raise `Differs` unless a commit is what the rules of a round derive from its manifests.
 
     Args:
         key: the commit's key, for the disagreement.
         manifests: by replica id; None for one that cannot be parsed or was copied from another key.
-        position: before the round.
+        position: position in the commit log before the round.
         guard: the guard's state before the round.
         heldout: the run's held-out set.
         roster: the replicas that the round waited for.
         fragments: number of fragments of the model.
-        outer_steps: outer steps of the run up to the end of this leg.
-        halt: the reason of the request that the commit obeys; empty if it obeys none.
+        outer_steps: outer steps of the run up to the end of this leg (start or resume to stop).
+        halt: the reason of the halt request that the commit obeys; empty if it obeys none.
         void: reason why the commit averages nobody although it names contributions; empty if it is not void.
     """
     if commit.by_coordinator:
@@ -99,11 +99,11 @@ def check_claims(
     digest: str | None,
     done: Verification,
 ) -> None:
-    """Compare the base digests in a round's manifests with `digest`, of the recomputed base it started from.
+    """Compare the base digests in a round's manifests with `digest`, that of the recomputed base it started from.
 
-    `digest` None: not recomputed, so the manifests are compared only with the commit. One replica with another digest
-    is tolerated by the protocol, and noted in `done`. Raises `Differs` if the commit averages several replicas with
-    its base digest, which is not `digest`, or if more of its manifests name another base digest than the commit's.
+    `digest` None: it was not recomputed, so the manifests are compared only with the commit. One replica with another
+    digest is tolerated by the protocol, and noted in `done`. Raises `Differs` if the commit averages several replicas
+    with its base digest, which is not `digest`, or if more of its manifests name another base digest than the commit's.
     """
     claims = {i: m.base_digest for i, m in manifests.items() if m is not None and m.base_digest}
     contributing = {i for i, m in manifests.items() if m is not None and m.kind != "abstention"}

@@ -1,4 +1,4 @@
-"""`take_stock`: which objects of a run the hash chain pins, which it does not, and why; which are missing or foreign.
+"""`take_stock`: lists which objects of a run the hash chain pins, which it does not, and which are missing or foreign.
 
 An object is pinned if the chain has its digest, or if its content was recomputed from what the chain has. Whoever can
 write to the bucket can change or remove the others unnoticed.
@@ -46,6 +46,7 @@ _WHY_NOT: Mapping[str, str] = {
     "wants": "requests for a payload",
     "payloads put again": "checked against the manifest where they were needed",
     "replays": "of an earlier version; nobody reads them",
+    "keys": "certificates and rotations, which the run's key has signed",
     "retention": "what somebody asked to delete, beyond the run's own settings",
     "snapshot records": "when and by whom a snapshot was written; its files and base are checked",
     "unfinished snapshots": "files without a snapshot.json, which nobody loads",
@@ -133,9 +134,9 @@ def _is_foreign_claim(key: str, records: AttemptRecords) -> bool:
 
 
 def _strangers(names: set[str], in_record: set[str] | None, start: Start | None) -> set[str]:
-    """Names of files in a snapshot version's folder that do not belong to it: those that its record lacks.
+    """Names of files in a snapshot version's folder that its record does not list.
 
-    `names`: the folder's files. `in_record`: those that the record names; None without a record. Then the files count
+    `names`: the folder's files. `in_record`: those that the record lists; None without a record. Then the files count
     that no snapshot of a run with the start record `start` has; none does if `start` is None.
     """
     if in_record is not None:
@@ -144,7 +145,7 @@ def _strangers(names: set[str], in_record: set[str] | None, start: Start | None)
 
 
 def shortened(found: Iterable[str]) -> list[str]:
-    """Text: the first of many names, and the number of the others."""
+    """The first of many names, and the number of the others, as text."""
     listed = list(found)
     more = [f"and {len(listed) - _NAMED} more"] if len(listed) > _NAMED else []
     return listed[:_NAMED] + more
@@ -158,6 +159,8 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
         return "other starts", False
     if keys.began.parse(key) or keys.follows.parse(key):
         return "what replicas began with", False
+    if keys.rotation.parse(key) or keys.colleague.parse(key):
+        return "keys", False
     if key in (keys.KL_RECORD, keys.KL_REFERENCE):
         return "drift reference", True
     if (leg := keys.begin.parse(key) or keys.halt.parse(key) or keys.result.parse(key)) is not None:
@@ -273,14 +276,14 @@ _LONGEST = 300  # characters of a record that are repeated
 
 @dataclass
 class AttemptFolders:
-    """Attempts and legs (start or resume to stop) found in a listing of the run's folder."""
+    """The attempts and legs (start or resume to stop) of a run, as found in a listing of its folder."""
 
     records: dict[tuple[int, int], set[str]] = field(default_factory=dict)  # names, by replica and attempt
     join_ends: dict[tuple[int, int], str] = field(default_factory=dict)  # keys of the ends that joined machines wrote
     legs: dict[int, set[str]] = field(default_factory=dict)  # names of records, by leg
 
     def add(self, key: str) -> None:
-        """Note the record with this key if it is about an attempt, a joined machine, or a start, resume or stop."""
+        """Add the record with this key, if it is about an attempt, a joined machine, or a start, resume or stop."""
         if (attempt := keys.parse_attempt(key)) is not None:
             self.records.setdefault((attempt.replica_id, attempt.attempt), set()).add(attempt.name)
         elif (joined := keys.parse_join_record(key)) is not None:
@@ -328,7 +331,7 @@ def _sentence(store: Store, found: AttemptFolders, replica_id: int, attempt: int
 
 
 def _said(store: Store, found: AttemptFolders, replica_id: int, attempt: int) -> Iterator[str]:
-    """Statements in other records about the end of an attempt without exit record, each with the record's name."""
+    """Sentences from other records about the end of an attempt without exit record, each with the record's name."""
     records = AttemptRecords(store)
     if "cancel.json" in found.records[replica_id, attempt]:
         key = keys.cancel(replica_id, attempt)

@@ -51,7 +51,10 @@ def check_loading(
     items: Sequence[Any] | None = None,
     tolerance: float = TOLERANCE,
 ) -> None:
-    """Load, and with `score` score, a verified run's snapshots; adds the result to `done`. See `SnapshotLoader`."""
+    """Load all snapshots of a verified run, and with `score` score them; adds the results to `done`.
+
+    The arguments are those of `SnapshotLoader`.
+    """
     run_log = RunLog(store)
     start = run_log.start()
     if start is None:
@@ -98,11 +101,11 @@ class HeldoutScorer:
         self._shares = shares_of(items, len(start.heldout.shares))
 
     def share_mean(self, model: torch.nn.Module, share: int) -> float:
-        """The mean score of a model on one share, higher is better."""
+        """The mean score of a model on one share of the held-out set, higher is better."""
         return self.sign * self._sum(model, share) / len(self._shares[share])
 
     def mean(self, model: torch.nn.Module) -> float:
-        """The mean score of a model over all items, scored share by share, with the metric's own sign."""
+        """The mean score of a model over all held-out items, scored share by share, with the metric's own sign."""
         sums = [self._sum(model, share) for share in range(len(self._shares)) if self._shares[share]]
         return sum(sums) / self.items
 
@@ -113,7 +116,8 @@ class HeldoutScorer:
 
 
 class SnapshotLoader:
-    """Loads and scores the confirmed snapshots of one run.
+    """Loads the confirmed snapshots of one run as its users do, and compares their held-out scores with the logged
+    ones.
 
     Args:
         build: makes the model as the training function does (under an adapter: its base); None where transformers or
@@ -188,7 +192,7 @@ def sign_of(heldout: HeldoutSet) -> float:
 
 
 def logged_scores(confirmed: ConfirmedSnapshots, round_: int, digest: str) -> dict[int, Score]:
-    """Held-out scores by share, in the manifests formed on the base with `digest` after a round; higher is better."""
+    """Held-out scores by share that replicas logged for the base with `digest` after a round; higher is better."""
     claims = (manifest for manifest in confirmed.claims_of(round_) if manifest.base_digest == digest)
     return {score.share: score for manifest in claims for score in manifest.scores}
 

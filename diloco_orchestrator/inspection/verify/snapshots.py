@@ -23,7 +23,7 @@ from diloco_orchestrator.snapshots.stored import RestOfSnapshot, StoredSnapshot
 
 
 class SnapshotChecker:
-    """Checks the snapshots that were complete when the verification began, and loads bases from them."""
+    """Checks the snapshots of a run that were complete when its verification began, and loads bases from them."""
 
     def __init__(self, log: RunLog, done: Verification) -> None:
         self._log = log
@@ -155,7 +155,7 @@ class SnapshotChecker:
         return self._rest
 
     def check_all(self, digests: Mapping[int, str | None], start: Start) -> None:
-        """Check every snapshot that `base` has not read yet.
+        """Check every snapshot of the run that `base` has not read yet.
 
         `digests`: the digest of the base after each round that has one; None where it could not be derived. Raises
         `Differs` at the first that disagrees.
@@ -188,7 +188,7 @@ class SnapshotChecker:
                     self._done.bases.add(round_)
 
     def _deleted_meanwhile(self, round_: int, take: str) -> bool:
-        """Whether a snapshot version's record was deleted since the verification began; its round is then forgotten."""
+        """Whether the record of a snapshot version was deleted since the verification began; it is then ignored."""
         gone = read_optional(self._log.store, keys.snapshot(round_, keys.SNAPSHOT_RECORD, take)) is None
         if gone:
             self._takes.pop(round_, None)

@@ -44,7 +44,7 @@ class WhatIf:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """The result as a few lines of text."""
+        """The hypothetical base and the real one, compared in a few lines of text."""
         first, last = self.rounds[0], self.rounds[-1]
         where = f"round {first}" if first == last else f"rounds {first} to {last}"
         share = f", {self.difference / self.moved:.2%} of what the base moved by" if self.moved else ""

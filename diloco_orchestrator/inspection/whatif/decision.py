@@ -17,20 +17,24 @@ from diloco_orchestrator.protocol.weights import shares_of
 
 @dataclass(frozen=True)
 class OtherDecision:
-    """A decision of a round without some contributions or with other settings; all else as it was decided."""
+    """A hypothetical decision of a round: without some of its contributions, or with some settings changed."""
 
     without: tuple[int, ...] = ()  # replicas whose contributions are left out
     change: Mapping[str, JsonValue] = field(default_factory=dict)  # settings by name: {"outer.lr": 0.4}
 
     def config(self, config: RunConfig) -> RunConfig:
-        """`config`, of a leg (start or resume to stop), with the other settings. Raises `ConfigError` if invalid."""
+        """`config`, the configuration of a leg (start or resume to stop), with the changed settings of this decision.
+
+        Raises `ConfigError` if they are invalid.
+        """
         outer = {name: value for name, value in self.change.items() if name.startswith("outer.")}
         rest = {name: value for name, value in self.change.items() if name not in outer}
         made = config_of_leg(config, outer)
         return make_config(changed(made, rest)) if rest else made
 
     def averaged(self, commit: Commit, config: RunConfig) -> list[tuple[Answer, int]]:
-        """The responses that a round averages under this decision, each with its weight, in `replica_id` order.
+        """The responses that a round would average under this hypothetical decision, each with its weight, in replica
+        order.
 
         `config`: of the round's leg under this decision. Weights are computed as in every round (`protocol.weights`).
         """
@@ -39,7 +43,7 @@ class OtherDecision:
         return [(answer, weights[answer.replica_id]) for answer in left]
 
     def words(self) -> str:
-        """Text that lists the differences from the real decision."""
+        """The differences of this hypothetical decision from the real one, as text."""
         settings = [f"{name}={value}" for name, value in self.change.items()]
         replicas = ["without replica " + " and ".join(map(str, self.without))] if self.without else []
         return ", ".join([*replicas, *settings])

@@ -68,7 +68,7 @@ class _Sums:
 
 
 class _Round:
-    """One applied round, repeated without each contribution. `before`: commit of its base; None for the first base."""
+    """One applied round, to be repeated without each contribution. `before`: commit that made its base, or None."""
 
     def __init__(self, run_log: RunLog, commit: Commit, before: Commit | None, scorer: BaseScorer | None) -> None:
         self._log = run_log
@@ -109,7 +109,7 @@ class _Round:
     # -- shard by shard ------------------------------------------------------------------------------------------
 
     def _by_shard(self, base: Base) -> tuple[float, list[_Sums]]:
-        """The norm of the outer step, which `base` takes in place without residuals, and each contribution's sums."""
+        """The norm of the outer step, which is applied to `base` without residuals, and each contribution's sums."""
         shards = base.shards(self._commit.fragment)
         lengths = [len(shard.parameters) for shard in shards]
         manifests = {a.replica_id: self._reader.named(self._commit.round, a) for a, _ in self._pairs}
@@ -177,7 +177,11 @@ class _Round:
 def _add(
     sums: _Sums, before: BaseShard, after: BaseShard, part: Part, others: Aggregate, index: int, outer: OuterConfig
 ) -> None:
-    """Add the elements of one shard to the sums of a contribution, a block at a time."""
+    """Add the elements of one shard to the sums of one contribution, a block at a time.
+
+    `before`, `after`: the shard of the base before and after the step; `part`: the contribution; `others`: the average
+    without it.
+    """
     start = 0
     numel = len(before.parameters)
     own = Encoded(part.read(index), part.payload.codec, numel).blocks(0, numel, BLOCK)

@@ -20,7 +20,7 @@ from diloco_orchestrator.snapshots.reader_folder import Files, files_of
 
 
 class ModelWriter:
-    """Makes model files for bases of one run; untrained tensors are read from snapshot 0. Raises `NoSuchRun`."""
+    """Makes model files for bases of one run, with untrained tensors of snapshot 0. Raises `NoSuchRun`."""
 
     def __init__(self, run_log: RunLog) -> None:
         start = run_log.start()
@@ -31,7 +31,7 @@ class ModelWriter:
         self._first = files_of_run(run_log)
 
     def files(self, base: Base, round_: int, averaged: Sequence[Answer]) -> Files:
-        """Name and bytes of each model file of a base, one piece at a time.
+        """Name and bytes of each model file of a base; the bytes come in pieces, made one at a time.
 
         `round_` and `averaged`, a round and its averaged responses, determine the buffers. Raises `PayloadCorrupt` or
         `RecordInvalid` if the buffers cannot be read.

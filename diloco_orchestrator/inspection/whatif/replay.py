@@ -24,7 +24,7 @@ from diloco_orchestrator.snapshots.rebuild import rebuild_base, take_step
 
 @dataclass(frozen=True)
 class Line:
-    """Consecutive applied rounds, each of which steps the base of the one before."""
+    """Consecutive applied rounds of a run: the base of each is made from that of the one before."""
 
     before: int  # the round whose base the first one steps; 0 is the first base
     commits: tuple[Commit, ...]
@@ -36,7 +36,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Two bases after the same round: the real one, and the one under another decision."""
+    """Two bases after the same round: the real one, and the one under a hypothetical decision."""
 
     as_it_was: Base
     other: Base
@@ -101,7 +101,10 @@ def _refuse(run_log: RunLog, round_: int, known: Sequence[int]) -> None:
 
 
 def check_contributed(line: Line, decision: OtherDecision, changed: Sequence[int], url: str) -> None:
-    """Raise `ConfigError` for a replica that none of the rounds `changed` averages: without it nothing changes."""
+    """Raise `ConfigError` for a replica left out by `decision` that none of the rounds `changed` averages.
+
+    Leaving it out would change nothing. `line`: the run's rounds. `url`: for the error.
+    """
     commits = [commit for commit in line.commits if commit.round in changed]
     averaged = {answer.replica_id for commit in commits for answer in commit.answers if answer.averaged}
     for replica_id in decision.without:

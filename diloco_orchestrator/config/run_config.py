@@ -1,17 +1,15 @@
-"""The run's configuration: one frozen tree with default, unit and reason beside each field.
+"""`RunConfig`: the settings of a run and the rules between them; the configuration of one leg; validation errors.
 
-It is built from Python keywords or command-line options, and frozen into `run.json`; this file reads no environment and
-no other file. It is longer than most, because whoever looks for a setting finds all of them here.
+A leg is the run from a start or resume to the next stop. Reads no environment and no file.
 """
 
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, Self, TypedDict, get_args
+from typing import Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     JsonValue,
     SerializerFunctionWrapHandler,
@@ -22,6 +20,16 @@ from pydantic import (
 )
 
 from diloco_orchestrator.codecs.table import CODECS, get_codec
+from diloco_orchestrator.config.parts import (
+    SPARSE,
+    GuardConfig,
+    OnHaltConfig,
+    OuterConfig,
+    RetentionConfig,
+    RetryConfig,
+    TimingConfig,
+    Tree,
+)
 from diloco_orchestrator.errors import ConfigError, unknown_name
 from diloco_orchestrator.executors.names import check_entrypoint
 from diloco_orchestrator.redaction import has_token_shape, looks_secret, redact, secret_settings
@@ -29,206 +37,6 @@ from diloco_orchestrator.redaction import has_token_shape, looks_secret, redact,
 TRACKERS = ("tensorboard", "trackio", "wandb")
 _FEWEST_TRIMMED = 4  # replicas of a run whose aggregate leaves some of the contributions or values out
 COORDINATE_WISE = ("trimmed_mean", "median")  # aggregates in which each contribution counts once, whatever its weight
-_GAPS = {"loss": 0.5, "reward": 0.10}  # GuardConfig.max_proxy_real_gap=None: nats per token; of a reward in [0, 1]
-GUARD_RULES = {  # by name, our own: the settings that only this rule reads
-    "sequential": ("threshold", "gap_sigmas", "pause_after", "notice_drop", "item_sd", "vault_sigmas"),
-    "heldout": ("decline_patience", "max_proxy_real_gap", "ema_alpha", "rise_eps"),
-    "off": (),
-}
-
-
-# Settings by how often they are needed: `run --help` lists FIRST, `--help-experts` LAST, `--help-settings` the others.
-FIRST = (
-    *(
-        "replicas",
-        "max_replicas",
-        "ranks_per_replica",
-        "rounds",
-        "sync_every",
-        "seed",
-        "quorum",
-        "codec",
-        "snapshot_every",
-        "replica_state",
-    ),
-    *("max_hours", "max_cost_usd", "track", "strict", "on_halt", "outer.lr", "outer.momentum", "guard.rule"),
-)
-LAST = (  # right as they are for nearly every run
-    *("fragment_update_alpha", "clip_factor", "shard_mib", "outer.nesterov"),
-    *("guard.gap_sigmas", "guard.pause_after", "guard.vault_sigmas", "guard.item_sd"),
-    *("guard.decline_patience", "guard.ema_alpha", "guard.rise_eps", "timing.poll_s", "timing.heartbeat_s"),
-    *("retry.max_timeouts", "retry.max_no_capacity", "retry.unavailable_for_s", "retry.backoff_s"),
-)
-
-
-class Tree(BaseModel):
-    """A node of the configuration tree: immutable; refuses unknown names and numbers that are not finite."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class OuterConfig(Tree):
-    """The outer optimizer (Nesterov, arXiv 2311.08105 §2)."""
-
-    lr: float = Field(default=0.7, gt=0, description="outer learning rate; the paper's value")
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="outer momentum; the paper's value; 0 switches it off")
-    nesterov: bool = Field(default=True, description="Nesterov's look-ahead; without it plain heavy-ball momentum")
-
-
-SPARSE = OuterConfig(lr=1.0, momentum=0.0)  # outer="sparse": SparseLoCo, arXiv 2508.15706
-
-
-class TimingConfig(Tree):
-    """Timeouts and intervals, each measured on the process's own clock."""
-
-    round_timeout_s: float = Field(
-        default=1800.0, gt=0, description="s without quorum, and without a launch under way, until QuorumLost is raised"
-    )
-    startup_timeout_s: float = Field(
-        default=1800.0, gt=0, description="s beside training that a leg's first round waits"
-    )
-    poll_s: float = Field(
-        default=1.0,
-        gt=0,
-        description="longest pause in s between two polls of a waiting replica; above 50 of it, a fiftieth of a round",
-    )
-    heartbeat_s: float = Field(
-        default=10.0,
-        gt=0,
-        description="least s between heartbeats, each a PUT; two rounds, at most hung_after_s / 2.5",
-    )
-
-
-class RetryConfig(Tree):
-    """Budgets for relaunching replicas that ended before the run did."""
-
-    max_errors: int = Field(default=3, ge=0, description="relaunches of one replica after errors")
-    max_preemptions: int = Field(default=100, ge=0, description="relaunches of one replica after preemptions")
-    max_timeouts: int = Field(default=1000, ge=0, description="relaunches of one replica at its time limit")
-    max_no_capacity: int = Field(default=100, ge=0, description="relaunches of one replica that got no machine")
-    unavailable_for_s: float = Field(
-        default=21600.0, ge=0, description="s for which a launch is repeated while the provider is down or overloaded"
-    )
-    backoff_s: float = Field(default=1.0, ge=0, description="s before the first relaunch; doubles, at most 60 s")
-    hung_after_s: float = Field(default=180.0, gt=0, description="s without heartbeat until a replica is replaced")
-
-
-class RetentionConfig(Tree):
-    """Which objects stay in the bucket; others are deleted while the run goes on. Commits and manifests always stay."""
-
-    payloads: Literal["all", "needed"] = Field(
-        default="all",
-        description="all, so that any round can be rebuilt and verified; or those needed to continue: since the last "
-        "snapshot but one, and what replicas still owe; likewise replicas' states",
-    )
-    snapshots: int | None = Field(
-        default=None,
-        ge=2,
-        description="newest snapshots to keep, beside the first, the best by held-out score, and where legs begin and "
-        "end; None = all",
-    )
-
-    @property
-    def keeps_everything(self) -> bool:
-        return self.payloads == "all" and self.snapshots is None
-
-
-class OnHaltConfig(Tree):
-    """Automatic resume after a halt by the guard, from the base with the best held-out score."""
-
-    change: dict[str, JsonValue] = Field(
-        default_factory=dict, description='settings of the new leg, {"outer.lr": 0.5}; those of `outer` and `args`'
-    )
-    at_most: int = Field(default=1, ge=1, description="legs that begin so; the next halt ends the run")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_resume(cls, values: Any) -> Any:
-        # Settings and run.json files of version 0.3 name the base to start from, of which there is one.
-        if isinstance(values, Mapping) and values.get("resume") == "best":
-            return {name: value for name, value in values.items() if name != "resume"}
-        return values
-
-
-class GuardConfig(Tree):
-    """The guard's rule over the global model's held-out score, and its settings.
-
-    Settings that only the rule "heldout" reads select it where no rule is named.
-    """
-
-    rule: str = Field(
-        default="sequential",
-        description="sequential: statistics in units of the measured noise, with a stated rate of false halts; "
-        "heldout: tripwires in the metric's unit, also selected by its settings; off: scores are recorded, not judged; "
-        "or the name of an installed package's rule",  # `guard.registry` refuses unknown ones, where a rule is needed
-    )
-    min_steps: int = Field(default=20, ge=1, description="folds before a verdict may fire")
-    kl_hard_stop: float = Field(default=0.08, gt=0, description="nats per token of drift from the start that fires")
-    threshold: float = Field(
-        default=10.0, gt=0, description="sequential: sigmas added up that halt: a Hacking Gap; a fall at .6 of it"
-    )
-    gap_sigmas: float = Field(default=5.0, gt=0, description="sequential: sigmas that a training reward alone may gain")
-    pause_after: int = Field(
-        default=5, ge=1, description="sequential: rounds in a row without enough scores that pause"
-    )
-    vault_sigmas: float = Field(
-        default=2.0,
-        gt=0,
-        description="sequential: standard errors of a fall on attach(vault_items=...) that confirm",
-    )
-    notice_drop: float | None = Field(
-        default=None, gt=0, description="lasting fall of the score to notice in 15 rounds; smaller sets are refused"
-    )
-    item_sd: float = Field(default=0.5, gt=0, description="of one item's score between rounds; 0.5 = most in [0, 1]")
-    decline_patience: int = Field(
-        default=6,
-        ge=1,
-        description="heldout: folds in a row of falling held-out and rising training; 3 halts healthy runs",
-    )
-    max_proxy_real_gap: float | None = Field(
-        default=None,
-        gt=0,
-        description="heldout: training gain minus held-out gain that fires; "
-        f"None = {_GAPS['loss']:.1f} nats for losses, {_GAPS['reward']:.2f} for rewards",
-    )
-    ema_alpha: float = Field(default=0.9, ge=0, lt=1, description="heldout: weight of the past in the smoothed metrics")
-    rise_eps: float = Field(default=1e-4, ge=0, description="heldout: smallest change of a smoothed metric that counts")
-
-    per_replica: bool = Field(
-        default=False,
-        description="score each replica's local parameters before they are averaged, and leave out the contribution "
-        "of one whose training has gone wrong; twice the scoring; from 4 replicas on",
-    )
-
-    max_extra: dict[str, float] = Field(
-        default_factory=dict,
-        description="by name, the largest moving average of a metric passed to observe(extra=...) that does not fire",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _rule_of_its_settings(cls, values: Any) -> Any:
-        # Settings and run.json files from before there was a choice name no rule.
-        if isinstance(values, Mapping) and "rule" not in values and set(GUARD_RULES["heldout"]) & set(values):
-            return {"rule": "heldout", **values}
-        return values
-
-    @model_validator(mode="after")
-    def _only_its_own_settings(self) -> Self:
-        for rule, names in GUARD_RULES.items():
-            changed = [n for n in names if getattr(self, n) != type(self).model_fields[n].default]
-            if rule != self.rule and changed:
-                raise ConfigError(
-                    f"guard.{changed[0]} is a setting of the guard rule {rule!r}, and this run has "
-                    f"rule={self.rule!r}, which does not read it. Set guard.rule={rule!r}, or leave it out."
-                )
-        return self
-
-    def gap_that_fires(self, metric: str) -> float | None:
-        """`max_proxy_real_gap`, or its default for the metric, "loss" or "reward"; None if the rule has no such gap."""
-        if self.rule != "heldout":
-            return None
-        return _GAPS[metric] if self.max_proxy_real_gap is None else self.max_proxy_real_gap
 
 
 class RunConfig(Tree):
@@ -374,7 +182,7 @@ class RunConfig(Tree):
     @model_validator(mode="before")
     @classmethod
     def _weights_of_unequal_work(cls, values: Any) -> Any:
-        """Weigh by tokens, unless `weights` is given, where replicas take unequal steps or have unequal ranks."""
+        """Set `weights` to "tokens", unless it is given, where replicas take unequal steps or have unequal ranks."""
         if not isinstance(values, Mapping):
             return values
         ranks = cls._listed(values.get("ranks_per_replica"))
@@ -612,116 +420,11 @@ class RunConfig(Tree):
         return -(-self.replicas // 2) if self.quorum is None else self.quorum
 
 
-# -- the same settings as keyword arguments ----------------------------------------------------------------------------
-# Generated from the models above, so that type checkers know the keywords of `launch`. A test keeps both equal.
-
-
-class OuterSettings(TypedDict, total=False):
-    """`OuterConfig` as a dict."""
-
-    lr: float
-    momentum: float
-    nesterov: bool
-
-
-class GuardSettings(TypedDict, total=False):
-    """`GuardConfig` as a dict."""
-
-    rule: str
-    min_steps: int
-    kl_hard_stop: float
-    threshold: float
-    gap_sigmas: float
-    pause_after: int
-    vault_sigmas: float
-    notice_drop: float | None
-    item_sd: float
-    decline_patience: int
-    max_proxy_real_gap: float | None
-    ema_alpha: float
-    rise_eps: float
-    per_replica: bool
-    max_extra: Mapping[str, float]
-
-
-class TimingSettings(TypedDict, total=False):
-    """`TimingConfig` as a dict."""
-
-    round_timeout_s: float
-    startup_timeout_s: float
-    poll_s: float
-    heartbeat_s: float
-
-
-class RetrySettings(TypedDict, total=False):
-    """`RetryConfig` as a dict."""
-
-    max_errors: int
-    max_preemptions: int
-    max_timeouts: int
-    max_no_capacity: int
-    unavailable_for_s: float
-    backoff_s: float
-    hung_after_s: float
-
-
-class RetentionSettings(TypedDict, total=False):
-    """`RetentionConfig` as a dict."""
-
-    payloads: Literal["all", "needed"]
-    snapshots: int | None
-
-
-class OnHaltSettings(TypedDict, total=False):
-    """`OnHaltConfig` as a dict."""
-
-    change: Mapping[str, Any]
-    at_most: int
-
-
-class RunSettings(TypedDict, total=False):
-    """Keyword arguments of `launch`: the fields of `RunConfig` except those that `launch` lists itself."""
-
-    args: Mapping[str, Any]
-    replicas: int
-    max_replicas: int | None
-    deal: Literal["ids", "open"]
-    ranks_per_replica: int | list[int]
-    rounds: int
-    sync_every: int
-    steps: Literal["equal", "equal_time"]
-    fragments: int
-    fragment_sync_delay: int
-    fragment_update_alpha: float
-    seed: int
-    first_base: str | None
-    quorum: Literal["all"] | int | None
-    adapters: Literal["mean", "exact"]
-    late: Literal["carry", "drop"]
-    weights: Literal["uniform", "tokens"]
-    aggregate: Literal["mean", "agreeing_mean", "trimmed_mean", "median", "contributors_mean"]
-    clip: Literal["median_norm", "off"]
-    clip_factor: float | None
-    replica_state: Literal["round", "snapshot", "none"] | None
-    codec: str
-    path: Literal["gather", "scatter_reduce", "auto"]
-    shard_mib: int
-    snapshot_every: int
-    track: str | None
-    env: Mapping[str, str]
-    max_hours: float | None
-    max_cost_usd: float | None
-    strict: bool
-    on_halt: OnHaltConfig | OnHaltSettings | None
-    outer: OuterConfig | OuterSettings | Literal["sparse"]
-    guard: GuardConfig | GuardSettings | Literal["off"]
-    timing: TimingConfig | TimingSettings
-    retry: RetryConfig | RetrySettings
-    retention: RetentionConfig | RetentionSettings
-
-
 def make_config(values: Mapping[str, Any]) -> RunConfig:
-    """The validated configuration. Raises `ConfigError` naming the field, its error and the nearest known name."""
+    """The validated configuration from nested dicts.
+
+    Raises `ConfigError` naming the field, its error and the nearest known name.
+    """
     try:
         config = RunConfig.model_validate(dict(values))
     except ValidationError as error:
@@ -780,7 +483,7 @@ def config_of_leg(config: RunConfig, change: Mapping[str, JsonValue], *, guard: 
 
 
 def changed(config: BaseModel, change: Mapping[str, JsonValue]) -> dict[str, Any]:
-    """The configuration as nested dicts, with the values of `change`, {"outer.lr": 0.5}, in place of its own.
+    """A configuration as nested dicts, where the values of `change`, {"outer.lr": 0.5}, replace its own.
 
     The result is not validated. A name without a parent in the configuration is kept, so that validation refuses it.
     """

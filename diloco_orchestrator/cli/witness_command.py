@@ -1,0 +1,42 @@
+"""`diloco witness`: states the newest commit of a run's log from another account, in a folder or bucket of its own."""
+
+import sys
+
+import click
+
+from diloco_orchestrator.cli.shared import EXIT_DISAGREES, echo, json_option, say, store_of, url_argument
+
+
+@click.command()
+@url_argument
+@click.option("--to", "place", required=True, metavar="PLACE", help="A folder or bucket of yours, for this run alone.")
+@click.option("--every", type=click.FloatRange(min=0.1), default=20.0, show_default=True, help="Seconds between looks.")
+@click.option("--once", is_flag=True, help="State the head of now, and end.")
+@json_option
+def witness(url: str, place: str, every: float, once: bool, as_json: bool) -> int:
+    """State in PLACE which commit is the last of the run in URL, signed by you, until the run ends.
+
+    Exit 4: the log contradicts an earlier statement. `diloco verify URL --witness PLACE` compares it later.
+    """
+    from diloco_orchestrator.clock import SystemClock, random_token
+    from diloco_orchestrator.inspection.witness import Witness
+    from diloco_orchestrator.protocol.record_format import Stamp
+    from diloco_orchestrator.run_log.run_store import identity_of_user
+    from diloco_orchestrator.store.open_store import absolute_url, open_store
+
+    clock, identity = SystemClock(), identity_of_user()
+    watched = Witness(store_of(url), open_store(absolute_url(place)), identity, Stamp(random_token(), clock.wall_time))
+    if not as_json:
+        echo(f"witness {identity.public.key}")
+    while True:
+        found = watched.look()
+        if found.stated is not None:
+            stated = found.stated
+            say(as_json, {"round": stated.round, "sha256": stated.commit_sha256}, f"head {stated.head.short}")
+        if found.contradiction:
+            echo(f"THE LOG IS ANOTHER ONE: {found.contradiction}. Both heads are in {place}.", err=True)
+            return EXIT_DISAGREES
+        if once or found.is_over:
+            return 0
+        sys.stdout.flush()
+        clock.sleep(every)

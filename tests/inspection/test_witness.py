@@ -1,0 +1,125 @@
+"""A witness states heads of a log; a log that its own launcher cut, forked or wrote anew is told by them."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from cli_support import diloco_here
+from kept_run import kept_run
+
+from diloco_orchestrator import verify
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.inspection.witness import Witness, heads_seen, statements
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.signatures import public_text
+from diloco_orchestrator.signing.identity import Identity
+from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.memory import MemoryStore
+from diloco_orchestrator.store.open_store import open_store
+
+STAMP = Stamp("witness", lambda: 1_700_000_000.0)
+ME, OTHER = Identity(bytes(32)), Identity(bytes([1] * 32))
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return kept_run(tmp_path_factory.mktemp("kept"))
+
+
+@pytest.fixture
+def folder(kept: Path, tmp_path: Path) -> Path:
+    """A run of several rounds that has ended."""
+    return Path(shutil.copytree(kept, tmp_path / "run"))
+
+
+def rounds_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("rounds/*/commit.json"))
+
+
+def cut(folder: Path, rounds: int) -> None:
+    """Leave the first rounds of the log, as whoever may delete can, and as it was while the run went on."""
+    for path in rounds_of(folder)[rounds:]:
+        path.unlink()
+    shutil.rmtree(folder / "log", ignore_errors=True)
+    shutil.rmtree(folder / "legs" / "2", ignore_errors=True)
+    (folder / "legs" / "1" / "result.json").unlink(missing_ok=True)
+
+
+def witness(folder: Path, place: Store, identity: Identity = ME) -> Witness:
+    return Witness(open_store(str(folder)), place, identity, STAMP)
+
+
+def test_heads_are_stated_as_the_run_goes_on_and_the_log_agrees_with_them(folder: Path, tmp_path: Path):
+    earlier = Path(shutil.copytree(folder, tmp_path / "earlier"))
+    cut(earlier, 2)
+    place = open_store(str(tmp_path / "place"))
+    first = witness(earlier, place).look()
+    assert first.stated.round == 2 and not first.is_over and not first.contradiction
+    watched = witness(folder, place)
+    later = watched.look()
+    assert later.stated.round > 2 and not later.contradiction and watched.look().stated is None
+    assert [each.round for each in statements(place)] == [2, later.stated.round]
+    done = verify(str(folder), witness=str(tmp_path / "place"), witnessed_by=ME.public.key)
+    assert done.agrees and done.checked["noted heads"] == 2
+
+
+def test_a_log_that_was_cut_is_told(folder: Path, tmp_path: Path):
+    place = open_store(str(tmp_path / "place"))
+    stated = witness(folder, place).look().stated
+    cut(folder, 2)
+    found = witness(folder, place).look()
+    assert "is gone" in found.contradiction and found.stated.round == 2
+    done = verify(str(folder), witness=str(tmp_path / "place"))
+    assert done.disagreement.key == keys.commit(3) and f"seen by {ME.public.key[:24]}" in done.disagreement.words
+    assert stated.head.short in done.disagreement.words
+
+
+def test_another_log_is_told(folder: Path, tmp_path: Path):
+    """The same rounds with another last commit, as only who launched the run could sign it."""
+    place = open_store(str(tmp_path / "place"))
+    cut(folder, 2)
+    witness(folder, place).look()
+    path = rounds_of(folder)[1]
+    path.write_bytes(path.read_bytes().replace(b'"write_id":"', b'"write_id":"again ', 1))
+    assert "is another one" in witness(folder, place).look().contradiction
+    done = verify(str(folder), witness=str(tmp_path / "place"))
+    assert done.disagreement.key == keys.commit(2) and "was seen by" in done.disagreement.words
+    assert len(statements(place)) == 2, "both heads are kept, each signed"
+
+
+def test_another_run_in_the_same_folder_is_told(folder: Path, tmp_path: Path):
+    place = open_store(str(tmp_path / "place"))
+    witness(folder, place).look()
+    path = folder / keys.RUN
+    path.write_bytes(path.read_bytes().replace(b'"run_id":"', b'"run_id":"x', 1))
+    done = verify(str(folder), witness=str(tmp_path / "place"))
+    assert done.disagreement.key == keys.RUN and "another run" in done.disagreement.words
+
+
+def test_statements_that_somebody_has_changed_or_made_are_refused(folder: Path, tmp_path: Path):
+    place = MemoryStore()
+    witness(folder, place).look()
+    (info,) = place.list("")
+    genuine = place.get(info.key)
+    with pytest.raises(ConfigError, match="not by ed25519:AAAA"):
+        heads_seen(place, public_text(bytes(32)))
+    with pytest.raises(ConfigError, match="Give each witness a folder of its own"):
+        witness(folder, place, OTHER)
+    for changed in (genuine.replace(b'"round":', b'"round":1', 1), genuine[:-30], b"{}\n", genuine + b"\n"):
+        place.put(info.key, changed)
+        with pytest.raises(ConfigError, match="no statement of a witness"):
+            heads_seen(place, None)
+    with pytest.raises(ConfigError, match="has no statement"):
+        heads_seen(MemoryStore(), None)
+
+
+def test_the_commands(folder: Path, tmp_path: Path):
+    place = str(tmp_path / "place")
+    said = diloco_here("witness", str(folder), "--to", place, "--every", "0.1", cwd=tmp_path)
+    assert said.returncode == 0 and "head " in said.stdout, said.stderr
+    assert diloco_here("verify", str(folder), "--witness", place, cwd=tmp_path).returncode == 0
+    cut(folder, 2)
+    assert diloco_here("verify", str(folder), "--witness", place, cwd=tmp_path).returncode == 4
+    said = diloco_here("witness", str(folder), "--to", place, "--once", cwd=tmp_path)
+    assert said.returncode == 4 and "THE LOG IS ANOTHER ONE" in said.stderr

@@ -1,0 +1,272 @@
+"""What SECURITY.md says that writers to the bucket can do, tried in a signed run by one without a key, row by row.
+
+Runs of the real code on virtual time. Whatever is written, before the run and again and again while it goes on, the log
+has the bytes of the undisturbed run, and the run sends the same calls to the bucket. Then the same by who holds the key
+of one replica, with the rights of infra/iam/one-replica.json.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from iam_server import Question, allows
+from record_examples import EXAMPLES
+from simulation_plan import Plan
+from simulation_signed import KEY, SignedSimulation
+
+from diloco_orchestrator.inspection.verify.chain import verify_run
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.kinds import kind_of
+from diloco_orchestrator.protocol.record_format import By
+from diloco_orchestrator.protocol.records import Commit, Contribution, Halt, Result
+from diloco_orchestrator.protocol.signatures import Signature, named_bytes, signed_bytes, split_signed, to_text
+from diloco_orchestrator.protocol.signed_objects import is_named, is_signed, parse_stored, stored_name
+from diloco_orchestrator.store.memory import MemoryStore
+
+SETTINGS = {"quorum": "all", "sync_every": 4, "fragments": 1, "fragment_sync_delay": 0, "late": "carry"}
+SETTINGS |= {"snapshot_every": 2, "retention": {}}
+PLAN = Plan(seed=3, replicas=3, rounds=4, paces=(1.0, 1.1, 1.3), settings=SETTINGS)
+SCATTER = dataclasses.replace(PLAN, settings={**PLAN.settings, "path": "scatter_reduce"})
+STAMP = {"write_id": "forged", "at": 0.0}
+Objects = Iterator[tuple[str, bytes]]
+POLICY = json.loads(
+    (Path(__file__).parents[2] / "infra" / "iam" / "one-replica.json").read_text().replace("REPLICA", "1")
+)
+
+
+class Attacked(SignedSimulation):
+    """A signed run into whose bucket an attacker writes before it begins and every few seconds."""
+
+    def __init__(self, plan: Plan, attack: Callable[["Attacked"], Objects] | None) -> None:
+        super().__init__(plan)
+        self.attack = attack
+        self.written: set[str] = set()
+        if attack is not None:
+            for when in (0.0, *(1.0 + 3 * number for number in range(13))):
+                self.time.at(when, self.strike)
+
+    def strike(self) -> None:
+        assert self.attack is not None
+        for name, data in self.attack(self):
+            if MemoryStore.create(self.bucket.stored, name, data):
+                self.written.add(name)
+
+    @property
+    def sent(self) -> dict[str, bytes]:
+        """Contents of genuine objects by key, which anybody can read."""
+        return self.bucket.sent
+
+    @property
+    def round(self) -> int:
+        """The open round."""
+        return len(self.bucket.commits) + 1
+
+
+# -- without a key ----------------------------------------------------------------------------------------------------
+
+
+def outside(make: Callable[[Attacked], Objects]) -> Callable[[Attacked], Objects]:
+    """The objects of `make` under their keys, guessed and copied names, without and with a copied signature."""
+
+    def attack(run: Attacked) -> Objects:
+        genuine = [info.key for info in run.bucket.stored.list("") if parse_stored(info.key) is not None][-6:]
+        lines = [found[1] for name in genuine if (found := split_signed(run.bucket.stored.get(name))) is not None]
+        for key, data in make(run):
+            names = {key, f"{key}/{'A' * 86}", f"{key}/1.{'A' * 86}"}
+            names |= {f"{key}/{name.rpartition('/')[2]}" for name in genuine}
+            for number, name in enumerate(sorted(names)):
+                yield name, data + (lines[-1].line() if lines and number % 2 else b"")
+
+    return attack
+
+
+def manifests(run: Attacked) -> Objects:
+    for replica_id in range(3):
+        if genuine := run.sent.get(keys.contribution(run.round - 1, replica_id)):
+            record = Contribution.from_bytes(genuine, "genuine")
+            yield keys.contribution(run.round, replica_id), record.model_copy(update={"round": run.round}).to_bytes()
+        yield keys.contribution(run.round, replica_id), b"{}"
+        yield keys.contribution(run.round + 1, replica_id), b"junk"
+
+
+def commits(change: dict[str, object] | bytes) -> Callable[[Attacked], Objects]:
+    def attack(run: Attacked) -> Objects:
+        for round_ in range(run.round, run.round + 3):
+            if isinstance(change, bytes):
+                yield keys.commit(round_), change
+            elif newest := run.bucket.commits.get(keys.commit(run.round - 1)):
+                genuine = Commit.from_bytes(newest, "genuine")
+                right = {"round": round_, "previous": sha256_hex(newest), "outer_step": genuine.outer_step + 1}
+                yield keys.commit(round_), genuine.model_copy(update={**right, **change}).to_bytes()
+
+    return attack
+
+
+def attempts(run: Attacked) -> Objects:
+    """Intents, handles, claims, exits, cancels and heartbeats of attempts that live and that are to come."""
+    for name in ("intent", "handle", "waiting", "claim", "heartbeat", "cancel", "exit"):
+        record = EXAMPLES[name]
+        for replica_id in range(3):
+            for attempt in range(1, 5):
+                fields = {"replica_id": replica_id, "attempt": attempt}
+                own = record.model_copy(update={k: v for k, v in fields.items() if hasattr(record, k)})
+                key = keys.claim(replica_id, attempt, "0" * 16) if name == "claim" else kind_of(own).key(own)
+                yield str(key), own.to_bytes()
+
+
+def of_legs(run: Attacked) -> Objects:
+    for leg in (1, 2, 999):
+        yield keys.halt(leg), Halt(**STAMP, leg=leg, by="user", reason="forged").to_bytes()
+        fields = {"status": "completed", "round": run.round - 1, "outer_steps": 1, "reason": "forged"}
+        yield keys.result(leg), Result(**STAMP, leg=leg, **fields).to_bytes()
+        for name in ("out", "scale", "begin"):
+            record = EXAMPLES[name].model_copy(update={"leg": leg})
+            yield str(kind_of(record).key(record)), record.to_bytes()
+
+
+def of_averages(run: Attacked) -> Objects:
+    for replica_id in range(3):
+        for round_ in (run.round, run.round + 1):
+            yield keys.reduced(round_, replica_id), EXAMPLES["reduced"].to_bytes()
+            checked = EXAMPLES["checked"].model_copy(update={"round": round_, "replica_id": replica_id, "number": 1})
+            yield keys.checked(round_, replica_id, 1), checked.to_bytes()
+            for shard in range(6):
+                yield keys.reduced_shard(round_, shard), b"\0" * 8
+
+
+def offers(run: Attacked) -> Objects:
+    for replica_id in range(3):
+        name = f"dl-simulation-r{replica_id}-a1"
+        offer = EXAMPLES["offer"].model_copy(update={"replica_id": replica_id, "attempt": 1, "run_id": "simulation"})
+        yield keys.join_offer(name), offer.to_bytes()
+        yield keys.join_record(name, sha256_hex(offer.to_bytes()), keys.JOIN_TAKEN), EXAMPLES["taken"].to_bytes()
+
+
+def bulk(run: Attacked) -> Objects:
+    for replica_id in range(3):
+        for round_ in (run.round, run.round + 1):
+            for take in (1, 2, 3, 4):
+                yield keys.payload(round_, replica_id, 1, 0, take), b"other bytes"
+            yield keys.state(replica_id, round_, 1), b"other bytes"
+            yield keys.want(round_, replica_id, 1, 0, 2), EXAMPLES["want"].to_bytes()
+
+
+def starts(run: Attacked) -> Objects:
+    genuine = run.sent.get(keys.START, EXAMPLES["start"].to_bytes())
+    yield keys.START, genuine
+    yield keys.start_take("0" * 16), genuine
+    for replica_id in range(3):
+        yield keys.began(replica_id, 1), EXAMPLES["began"].to_bytes()
+        yield keys.follows(replica_id), EXAMPLES["follows"].to_bytes()
+
+
+def of_the_run(run: Attacked) -> Objects:
+    yield keys.RETENTION, EXAMPLES["retention"].to_bytes()
+    yield keys.KL_RECORD, EXAMPLES["probe"].to_bytes()
+    for round_ in range(6):
+        yield keys.snapshot(round_, keys.SNAPSHOT_RECORD), EXAMPLES["snapshot"].to_bytes()
+    yield str(keys.SegmentKey(1, 10, "commits")), b"{}\n"
+
+
+def strays(run: Attacked) -> Objects:
+    for prefix in (keys.contributions(run.round), keys.attempts(1), keys.outs(1), keys.LEGS, keys.STARTS, keys.LOG):
+        for number in range(300):
+            yield f"{prefix}{number}", b"x"
+
+
+def thousand_rounds(run: Attacked) -> Objects:
+    if not run.written:
+        for round_ in range(1, 1001):
+            yield keys.commit(round_), b"junk"
+            yield keys.contribution(round_, round_ % 3), b"{}"
+
+
+ABSENT = EXAMPLES["commit"].answers
+OUTSIDE: dict[str, Callable[[Attacked], Objects]] = {
+    "manifests": manifests,
+    "claims, intents, exits and heartbeats": attempts,
+    "requests to halt, results, who is out, legs": of_legs,
+    "commits: garbage": commits(b"junk"),
+    "commits: of a newer schema": commits(b'{"record":"commit","schema_version":99}\n'),
+    "commits: well-formed copies of the last": commits({}),
+    "commits: contradictions": commits({"previous": "0" * 64}),
+    "commits: names that do not exist": commits({"answers": ABSENT}),
+    "commits: void weights": commits({"empty_rounds": 2, "applied": False}),
+    "commits: the end": commits({"stop": "completed"}),
+    "commits: by a coordinator": commits({"stop": "halted", "applied": False, "by": By(None, "coordinator on h")}),
+    "reduced shards and check records": of_averages,
+    "offers to machines that join": offers,
+    "payloads, states and requests for them": bulk,
+    "start records and votes": starts,
+    "snapshots, segments, retention": of_the_run,
+    "stray keys": strays,
+    "names of a thousand rounds": thousand_rounds,
+}
+
+
+@cache
+def undisturbed(scatter: bool) -> Attacked:
+    run = Attacked(SCATTER if scatter else PLAN, None)
+    run.run()
+    assert len(run.bucket.commits) == 5
+    return run
+
+
+@pytest.mark.parametrize("row", OUTSIDE)
+def test_credentials_without_a_key_change_nothing(row: str):
+    scatter = row == "reduced shards and check records"
+    run = Attacked(SCATTER if scatter else PLAN, outside(OUTSIDE[row]))
+    run.run()
+    assert run.bucket.commits == undisturbed(scatter).bucket.commits
+    assert run.digest.hexdigest() == undisturbed(scatter).digest.hexdigest(), "the same calls to the bucket"
+    assert len(run.written) > 20
+    done = verify_run(run.bucket)
+    named = {words.partition(": ")[0] for words in [*done.unsigned, *done.foreign]}
+    debris = {name for name in run.written if is_named(name)}
+    assert not done.disagreement and (debris <= named or len(debris) > 500)
+
+
+# -- with the key of replica 1, and what infra/iam/one-replica.json allows -------------------------------------------
+
+
+def inside(make: Callable[[Attacked], Objects]) -> Callable[[Attacked], Objects]:
+    """The objects of `make` under their first names, signed by replica 1 whether it may or not, and unsigned."""
+
+    def attack(run: Attacked) -> Objects:
+        signer = KEY.operator(run.run_sha256).of_attempt(run.run_sha256, 1, 1)
+        for number, (key, data) in enumerate(make(run)):
+            if is_signed(key) and number % 2:
+                signature = signer.key.sign(signed_bytes(run.run_sha256, key, data))
+                data += Signature(certificate=signer.certificate, signature=to_text(signature)).line()
+            for take in range(3 if is_signed(key) else 1):
+                name = stored_name(key, take, signer.names[0].sign(named_bytes(run.run_sha256, key, take)))
+                if allows(POLICY, Question("s3:PutObject", f"arn:aws:s3:::BUCKET/PREFIX/{name}", {})):
+                    yield name, data
+
+    return attack
+
+
+OF_OTHERS = {"by": By((0, 1))}  # commits in its own name are judged as those of an honest replica
+INSIDE: dict[str, Callable[[Attacked], Objects]] = {
+    **{row: OUTSIDE[row] for row in OUTSIDE if not row.startswith(("commits: ", "offers", "stray"))},
+    "commits: garbage": commits(b"junk"),
+    "commits: of a newer schema": commits(b'{"record":"commit","schema_version":99}\n'),
+    "commits: in the names of others": commits(OF_OTHERS),
+    "commits: the end, in the names of others": commits({"stop": "completed", **OF_OTHERS}),
+    "commits: by a coordinator": OUTSIDE["commits: by a coordinator"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", INSIDE)
+def test_the_key_of_one_replica_changes_no_base(row: str):
+    run = Attacked(PLAN, inside(INSIDE[row]))
+    run.play()
+    bases = [[Commit.from_bytes(data, key).base_digest for key, data in sorted(each.bucket.commits.items())]
+             for each in (run, undisturbed(False))]  # fmt: skip
+    assert bases[0] == bases[1]
+    assert run.written or row in ("manifests", "reduced shards and check records")
