@@ -47,7 +47,7 @@ class Periodic(Protocol):
 
 
 class Background(Protocol):
-    """Runs calls beside the training loop."""
+    """Interface: runs calls in threads beside the training loop, once or periodically."""
 
     def start(self, call: Callable[[], T]) -> "Future[T]":
         """Call `call` once in the background; the future holds what it returns or raises."""

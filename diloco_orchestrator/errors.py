@@ -157,7 +157,7 @@ class WorkloadEndedEarly(RoundError):
 
 
 class RunFailed(DilocoError):
-    """The run ended without completing and without a verdict."""
+    """The run ended before its last round, and the guard did not stop it."""
 
 
 class RunNotFinished(DilocoError):

@@ -5,7 +5,7 @@ A leg is the run from a start or resume to the next stop. Reads no environment a
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self, get_args
 
 from pydantic import (
@@ -239,120 +239,16 @@ class RunConfig(Tree):
             check_entrypoint(self.entrypoint)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        if self.sync_every % self.fragments:
-            multiple = self.fragments * -(-self.sync_every // self.fragments)
-            raise ConfigError(
-                f"sync_every={self.sync_every} is not divisible by fragments={self.fragments}: each fragment moves "
-                f"once in sync_every steps. Choose a multiple, such as {multiple}."
-            )
-        if self.adapters == "exact" and (self.fragments > 1 or self.fragment_update_alpha):
-            raise ConfigError(
-                f'adapters="exact" with fragments={self.fragments} and fragment_update_alpha='
-                f"{self.fragment_update_alpha:g}: both factors of a product must move wholly and in the same round. "
-                'Set fragments=1 and fragment_update_alpha=0, or adapters="mean".'
-            )
-        if self.adapters == "exact" and self.path == "scatter_reduce":
-            raise ConfigError(
-                'adapters="exact" with path="scatter_reduce": the mean of products needs every payload. Set '
-                'path="gather", or adapters="mean".'
-            )
-        self._check_ranks()
-        self._check_deal()
         get_codec(self.codec)  # raises `ConfigError` for one that is no row of its table
-        self._check_aggregate()
-        if self.steps == "equal_time" and self.quorum == "all":
-            raise ConfigError(
-                'steps="equal_time" with quorum="all": how many steps fit a round depends on the machines\' speed, and '
-                '"all" stands for runs that end with equal bits whatever happens. Set quorum='
-                f'{self.replicas}, which waits for every replica too, or steps="equal".'
-            )
-        if self.fragment_sync_delay >= self.round_steps:
-            raise ConfigError(
-                f"fragment_sync_delay={self.fragment_sync_delay} must be below sync_every / fragments = "
-                f"{self.round_steps}: a fragment is synchronised before the next one is published."
-            )
-        secret = [name for name in sorted(self.env) if looks_secret(name)]
-        if secret:
-            raise ConfigError(
-                f"env holds {', '.join(secret)}, which look like secrets, and run.json can be read by everybody who "
-                "reads the bucket. Hand them over with secrets= (--secret NAME)."
-            )
         check_track(self.track)
-        if self.replicas > self.most_replicas:
-            raise ConfigError(
-                f"max_replicas={self.most_replicas} is below replicas={self.replicas}, of which the run has at least "
-                "so many. Give the smaller number first, as in replicas=4, max_replicas=16 (--replicas 4..16)."
-            )
-        if self.most_replicas > self.replicas and self.quorum == "all":
-            raise ConfigError(
-                f'quorum="all" with replicas={self.replicas} and max_replicas={self.most_replicas}: every round would '
-                "wait for replicas that nobody has launched. Leave out max_replicas, or give a number as quorum."
-            )
-        if isinstance(self.quorum, int) and not 1 <= self.quorum <= self.replicas:
-            raise ConfigError(
-                f'quorum={self.quorum}: choose 1..{self.replicas} (the number of replicas), or "all" to wait for each.'
-            )
+        if reason := next(_why_refused(self), ""):
+            raise ConfigError(reason)
         return self
-
-    def _check_ranks(self) -> None:
-        """Raise `ConfigError` for numbers of ranks that do not fit the replicas or the other settings."""
-        given = self.ranks_per_replica
-        if isinstance(given, list) and len(given) != self.most_replicas:
-            raise ConfigError(
-                f"ranks_per_replica={given} holds {len(given)} numbers for {self.most_replicas} replicas: give one "
-                "for each, or one for all."
-            )
-        every = given if isinstance(given, list) else [given]
-        if min(every) < 1:
-            raise ConfigError(f"ranks_per_replica={given}: a replica has at least one rank.")
-        if max(every) > 1:
-            for name, value, usual in (
-                ("fragment_update_alpha", self.fragment_update_alpha, 0.0),
-                ("adapters", self.adapters, "mean"),
-            ):
-                if value != usual:
-                    raise ConfigError(
-                        f"{name}={value!r} with ranks_per_replica={given}: it needs the whole model in one process. "
-                        f"Set {name}={usual!r}, or ranks_per_replica=1."
-                    )
-
-    def _check_deal(self) -> None:
-        """Raise `ConfigError` if batches are dealt by the log and other settings do not allow it."""
-        refused = (
-            ("fragment_sync_delay", self.fragment_sync_delay, 0, "steps are taken before the commit that deals them"),
-            ("fragment_update_alpha", self.fragment_update_alpha, 0.0, "a restarted replica goes back a round"),
-            ("ranks_per_replica", self.ranks_per_replica, 1, "each rank iterates over data of its own"),
-        )
-        for name, value, usual, why in refused if self.deal == "open" else ():
-            if value != usual:
-                raise ConfigError(f'deal="open" with {name}={value}: {why}. Set {name}={usual}, or deal="ids".')
 
     def ranks_of(self, replica_id: int) -> int:
         """The number of ranks (processes) of a replica."""
         given = self.ranks_per_replica
         return given[replica_id] if isinstance(given, list) else given
-
-    def _check_aggregate(self) -> None:
-        """Raise `ConfigError` if the aggregate is not supported with this run's other settings."""
-        if self.aggregate == "mean":
-            return
-        if self.replicas < _FEWEST_TRIMMED and self.aggregate != "contributors_mean":
-            raise ConfigError(
-                f'aggregate="{self.aggregate}" with replicas={self.replicas}: of fewer than {_FEWEST_TRIMMED} values '
-                f'too few are left once the outer ones are gone. Take {_FEWEST_TRIMMED} replicas or more, or "mean".'
-            )
-        if self.aggregate in COORDINATE_WISE and (self.weights == "tokens" or self.steps == "equal_time"):
-            unequal = 'steps="equal_time"' if self.steps == "equal_time" else 'weights="tokens"'
-            remedy = 'steps="equal"' if self.steps == "equal_time" else 'weights="uniform"'
-            raise ConfigError(
-                f'aggregate="{self.aggregate}" with {unequal}: each contribution counts once there, whatever its '
-                f'tokens. Set {remedy}, or aggregate="mean".'
-            )
-        if self.adapters == "exact":
-            raise ConfigError(
-                f'aggregate="{self.aggregate}" with adapters="exact", which is a mean of products. Set '
-                'adapters="mean", or aggregate="mean".'
-            )
 
     @property
     def most_replicas(self) -> int:
@@ -418,6 +314,116 @@ class RunConfig(Tree):
         if self.quorum == "all":
             return self.replicas
         return -(-self.replicas // 2) if self.quorum is None else self.quorum
+
+
+def _why_refused(config: RunConfig) -> Iterator[str]:
+    """Reasons why settings are refused together, each with a remedy; none for settings that fit."""
+    if config.sync_every % config.fragments:
+        multiple = config.fragments * -(-config.sync_every // config.fragments)
+        yield (
+            f"sync_every={config.sync_every} is not divisible by fragments={config.fragments}: each fragment moves "
+            f"once in sync_every steps. Choose a multiple, such as {multiple}."
+        )
+    if config.fragment_sync_delay >= config.round_steps:
+        yield (
+            f"fragment_sync_delay={config.fragment_sync_delay} must be below sync_every / fragments = "
+            f"{config.round_steps}: a fragment is synchronised before the next one is published."
+        )
+    if config.adapters == "exact":
+        yield from _why_not_with_exact_adapters(config)
+    yield from _why_not_with_these_ranks(config)
+    if config.deal == "open":
+        for name, usual, why in (
+            ("fragment_sync_delay", 0, "steps are taken before the commit that deals them"),
+            ("fragment_update_alpha", 0.0, "a restarted replica goes back a round"),
+            ("ranks_per_replica", 1, "each rank iterates over data of its own"),
+        ):
+            if (value := getattr(config, name)) != usual:
+                yield f'deal="open" with {name}={value}: {why}. Set {name}={usual}, or deal="ids".'
+    yield from _why_not_with_this_aggregate(config)
+    yield from _why_not_with_this_quorum(config)
+    if secret := [name for name in sorted(config.env) if looks_secret(name)]:
+        yield (
+            f"env holds {', '.join(secret)}, which look like secrets, and run.json can be read by everybody who "
+            "reads the bucket. Hand them over with secrets= (--secret NAME)."
+        )
+
+
+def _why_not_with_exact_adapters(config: RunConfig) -> Iterator[str]:
+    if config.fragments > 1 or config.fragment_update_alpha:
+        yield (
+            f'adapters="exact" with fragments={config.fragments} and fragment_update_alpha='
+            f"{config.fragment_update_alpha:g}: both factors of a product must move wholly and in the same round. "
+            'Set fragments=1 and fragment_update_alpha=0, or adapters="mean".'
+        )
+    if config.path == "scatter_reduce":
+        yield (
+            'adapters="exact" with path="scatter_reduce": the mean of products needs every payload. Set '
+            'path="gather", or adapters="mean".'
+        )
+
+
+def _why_not_with_these_ranks(config: RunConfig) -> Iterator[str]:
+    given = config.ranks_per_replica
+    every = given if isinstance(given, list) else [given] * config.most_replicas
+    if len(every) != config.most_replicas:
+        yield (
+            f"ranks_per_replica={given} holds {len(every)} numbers for {config.most_replicas} replicas: give one "
+            "for each, or one for all."
+        )
+    if min(every) < 1:
+        yield f"ranks_per_replica={given}: a replica has at least one rank."
+    for name, usual in (("fragment_update_alpha", 0.0), ("adapters", "mean")) if max(every) > 1 else ():
+        if (value := getattr(config, name)) != usual:
+            yield (
+                f"{name}={value!r} with ranks_per_replica={given}: it needs the whole model in one process. "
+                f"Set {name}={usual!r}, or ranks_per_replica=1."
+            )
+
+
+def _why_not_with_this_aggregate(config: RunConfig) -> Iterator[str]:
+    if config.aggregate == "mean":
+        return
+    if config.replicas < _FEWEST_TRIMMED and config.aggregate != "contributors_mean":
+        yield (
+            f'aggregate="{config.aggregate}" with replicas={config.replicas}: of fewer than {_FEWEST_TRIMMED} values '
+            f'too few are left once the outer ones are gone. Take {_FEWEST_TRIMMED} replicas or more, or "mean".'
+        )
+    if config.aggregate in COORDINATE_WISE and (config.weights == "tokens" or config.steps == "equal_time"):
+        unequal = 'steps="equal_time"' if config.steps == "equal_time" else 'weights="tokens"'
+        remedy = 'steps="equal"' if config.steps == "equal_time" else 'weights="uniform"'
+        yield (
+            f'aggregate="{config.aggregate}" with {unequal}: each contribution counts once there, whatever its '
+            f'tokens. Set {remedy}, or aggregate="mean".'
+        )
+    if config.adapters == "exact":
+        yield (
+            f'aggregate="{config.aggregate}" with adapters="exact", which is a mean of products. Set '
+            'adapters="mean", or aggregate="mean".'
+        )
+
+
+def _why_not_with_this_quorum(config: RunConfig) -> Iterator[str]:
+    if config.steps == "equal_time" and config.quorum == "all":
+        yield (
+            'steps="equal_time" with quorum="all": how many steps fit a round depends on the machines\' speed, and '
+            '"all" stands for runs that end with equal bits whatever happens. Set quorum='
+            f'{config.replicas}, which waits for every replica too, or steps="equal".'
+        )
+    if config.replicas > config.most_replicas:
+        yield (
+            f"max_replicas={config.most_replicas} is below replicas={config.replicas}, of which the run has at least "
+            "so many. Give the smaller number first, as in replicas=4, max_replicas=16 (--replicas 4..16)."
+        )
+    if config.most_replicas > config.replicas and config.quorum == "all":
+        yield (
+            f'quorum="all" with replicas={config.replicas} and max_replicas={config.most_replicas}: every round would '
+            "wait for replicas that nobody has launched. Leave out max_replicas, or give a number as quorum."
+        )
+    if isinstance(config.quorum, int) and not 1 <= config.quorum <= config.replicas:
+        yield (
+            f'quorum={config.quorum}: choose 1..{config.replicas} (the number of replicas), or "all" to wait for each.'
+        )
 
 
 def make_config(values: Mapping[str, Any]) -> RunConfig:

@@ -125,30 +125,12 @@ def fold_of_commit(
     )
 
 
-def why_verdict_differs(
-    commit: Commit,
-    guard: Mapping[str, Any] | None,
-    manifests: Mapping[int, Contribution],
-    heldout: HeldoutSet | None,
-    roster: Sequence[int],
-    config: RunConfig,
-    outer_step: int,
-) -> str:
-    """The difference of a commit's guard state, verdict or quarantines from `fold_of_commit`; empty if there is none.
-
-    The arguments are those of `fold_of_commit`.
-    """
-    folded = fold_of_commit(commit, guard, manifests, heldout, roster, config, outer_step)
-    state = folded.state if folded else None if guard is None else dict(guard)
-    if commit.verdict != (folded.verdict if folded else None):
-        return "its verdict is not the fold of the scores"
-    if commit.guard != state:
-        return "its guard state is not the fold of the scores"
-    if commit.quarantined != (folded.quarantined if folded else ()):
-        return "whom it leaves out is not the fold of the local scores"
-    if commit.discounted != (folded.discounted if folded else ()):
-        return "whose scores do not count in full is not as the manifests say"
-    return ""
+def fields_of(folded: FoldResult | None, guard: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The fields of a commit that follow from its fold. `guard`: the guard's state before the round."""
+    if folded is None:
+        return {"verdict": None, "guard": guard, "quarantined": (), "discounted": ()}
+    names = {"verdict": folded.verdict, "guard": folded.state}
+    return {**names, "quarantined": folded.quarantined, "discounted": folded.discounted}
 
 
 def vault_base(state: Mapping[str, Any] | None) -> int | None:

@@ -563,7 +563,7 @@ class MetricChannels(RememberedTogether):
 
 
 class SequentialV1(SequentialGuard):
-    """The guard rule "sequential-v1"."""
+    """The guard rule "sequential-v1", by which runs are judged that began with it."""
 
     name: ClassVar[str] = "sequential-v1"
     vault_share: ClassVar[float] = 0.0

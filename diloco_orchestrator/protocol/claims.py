@@ -55,10 +55,11 @@ def shared_claim(claims: Sequence[BaseClaim], own: str, *, own_is_rebuilt: bool)
 
 
 def contradictions(claims: Iterable[BaseClaim], own: str, asked: Collection[str] = ()) -> frozenset[str]:
-    """The other digests because of which a replica with base `own` must rebuild its base; empty if it need not.
+    """Digests of other bases than `own`, because of which a replica with the base `own` must rebuild it; empty if it
+    need not.
 
-    Empty if `own` is claimed by more manifests than any other digest. `asked`: digests because of which the base was
-    rebuilt in this round already; they are left out.
+    It need not if more manifests name `own` as the base that they trained from than any other digest. `asked`: digests
+    because of which the base was rebuilt in this round already; they are left out.
     """
     sizes = Counter(claim.digest for claim in claims)
     others = sizes.keys() - {own}

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from diloco_orchestrator.allreduce.dealing import average_codec_of, dealing_of, scatters
 from diloco_orchestrator.errors import NoSuchRun, ObjectMissing, RecordInvalid, RecordTooNew
-from diloco_orchestrator.guard.round_fold import why_verdict_differs
+from diloco_orchestrator.guard.round_fold import fields_of, fold_of_commit
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.check_records import Checked, CheckNamed
 from diloco_orchestrator.protocol.digests import sha256_hex
@@ -180,7 +180,11 @@ class Conclusions:
         found = self._manifests(commit, received)
         self._last = entry.sha256, found
         known = self._heldout, before.roster, rules.config, before.position.outer_step
-        why = why_answers_differ(commit, found) or why_verdict_differs(commit, before.guard, found, *known)
+        why = why_answers_differ(commit, found)
+        if not why:
+            folded = fields_of(fold_of_commit(commit, before.guard, found, *known), before.guard)
+            wrong = [name for name, value in folded.items() if getattr(commit, name) != value]
+            why = f"its {wrong[0]} is not what the scores in its manifests give" if wrong else ""
         dealt = rules.scatters and dealing_of(commit.round, rules.config, set(before.roster) - set(before.barred))
         why = why or why_average_differs(commit, average_codec_of(rules.config.codec) if dealt else None)
         if not why and rules.scatters:

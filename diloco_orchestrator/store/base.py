@@ -14,7 +14,7 @@ OBJECT_LIMIT = 2**30
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """One entry of a listing."""
+    """Key and size of one object of a store, as a listing returns them."""
 
     key: str
     size: int  # bytes

@@ -326,7 +326,7 @@ class AbandonLaunch:
 
 @dataclass(frozen=True)
 class WriteHandle:
-    """Effect: create `handle.json`."""
+    """Effect: create the record of the handle by which the provider knows the attempt's process (`handle.json`)."""
 
     handle: ReplicaHandle
     hourly_usd: float | None
@@ -341,7 +341,7 @@ class WriteWaiting:
 
 @dataclass(frozen=True)
 class WriteCancel:
-    """Effect: create `cancel.json`."""
+    """Effect: create the record that the attempt is cancelled, and why (`cancel.json`)."""
 
     why: str
 

@@ -44,7 +44,7 @@ class MockManager(TorchftManager):
         table = _Table(replicas)
         return [cls(replica_id, table, start_step, outer) for replica_id in range(replicas)]
 
-    def _join_rounds(
+    def start(
         self,
         parameters: Mapping[str, torch.Tensor],
         fragments: Sequence[Sequence[str]],
@@ -56,7 +56,7 @@ class MockManager(TorchftManager):
         if values is not None:
             raise ConfigError("a MockManager has no rounds for a sharded model, or for several ranks.")
         self._outer = outer or self._outer
-        return _RoundsInMemory(
+        self._rounds = rounds = _RoundsInMemory(
             self._table,
             self._replica_id,
             Base.fresh(parameters, self._outer),
@@ -64,6 +64,7 @@ class MockManager(TorchftManager):
             self._outer,
             self._start_step,
         )
+        return rounds
 
     def outer_config(self) -> OuterConfig:
         return self._outer

@@ -42,7 +42,7 @@ class TorchftManager:
 
     torchft calls `allreduce` once per parameter; one contribution is published per round, when the fragment's last
     tensor has arrived. `DiLoCo` passes pseudo-gradients and reads their average; `LocalSGD` passes parameters and reads
-    the next base. Subclasses implement `_join_rounds` and `outer_config`.
+    the next base. Subclasses implement `start` and `outer_config`.
     """
 
     _use_async_quorum = False  # torchft's DiLoCo refuses a manager with asynchronous quorum
@@ -94,21 +94,10 @@ class TorchftManager:
         values: OwnValues | None = None,
     ) -> Rounds:
         """Join the rounds with a model's `parameters`, for `make_diloco_outer_loop` (`RoundsManager.start`)."""
-        self._rounds = rounds = self._join_rounds(parameters, fragments, files, outer, values)
-        return rounds
+        raise NotImplementedError
 
     def leave(self) -> None:
         """End the background work of the rounds. Safe to repeat, and before the rounds were joined."""
-
-    def _join_rounds(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        fragments: Sequence[Sequence[str]],
-        files: ModelFiles,
-        outer: OuterConfig | None,
-        values: OwnValues | None = None,
-    ) -> Rounds:
-        raise NotImplementedError
 
     def outer_config(self) -> OuterConfig:
         """The settings of the outer optimizer of the rounds."""
@@ -358,7 +347,7 @@ class ObjectStoreManager(TorchftManager):
         if self._participant is not None:
             self._participant.leave()
 
-    def _join_rounds(
+    def start(
         self,
         parameters: Mapping[str, torch.Tensor],
         fragments: Sequence[Sequence[str]],
@@ -372,7 +361,8 @@ class ObjectStoreManager(TorchftManager):
                 f"outer={outer!r} is not the run's ({self.outer_config()!r}); a run has one outer optimizer. "
                 "Leave it out."
             )
-        self._participant = participant = Participant.join(self._attempt, parameters, fragments, files, values=values)
+        participant = Participant.join(self._attempt, parameters, fragments, files, values=values)
+        self._rounds = self._participant = participant
         participant.buffers.resume()
         atexit.register(_leave, weakref.ref(participant))
         return participant

@@ -42,7 +42,11 @@ def check_stateful(given: Any) -> Mapping[str, Any]:
 
 
 class SmallState:
-    """Encodes and loads the small state of one replica. `stateful`: the user's objects, by name."""
+    """Encodes for manifests, and loads, the training state of one replica that is small: states of user objects, such
+    as schedules, and optimizer hyperparameters.
+
+    `stateful`: the user's objects, by name.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer | InnerOptimizers, stateful: Mapping[str, Any]) -> None:
         self._optimizer = optimizer

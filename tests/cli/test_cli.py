@@ -117,7 +117,7 @@ def test_without_torch_a_run_can_be_read_and_what_computes_says_what_it_needs(fi
         "import sys\n"
         "sys.modules |= {'torch': None, 'transformers': None}\n"
         "from diloco_orchestrator.cli.main import main\n"
-        "for command in ('status bucket', 'report bucket page', 'compare bucket', 'join --help', 'verify bucket'):\n"
+        "for command in 'status bucket,report bucket page,compare bucket,join --help,verify bucket,demo'.split(','):\n"
         "    sys.argv[1:] = command.split()\n"
         "    try:\n"
         "        main()\n"
@@ -126,8 +126,9 @@ def test_without_torch_a_run_can_be_read_and_what_computes_says_what_it_needs(fi
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=finished, capture_output=True, text=True, check=True)
     ends = re.findall(r"^exit (\w+) (\d)$", done.stdout, flags=re.MULTILINE)
-    assert ends == [("status", "0"), ("report", "0"), ("compare", "0"), ("join", "0"), ("verify", "2")]
-    assert "needs torch, which is not installed here: pip install torch" in done.stderr
+    assert ends == [("status", "0"), ("report", "0"), ("compare", "0"), ("join", "0"), ("verify", "2"), ("demo", "2")]
+    assert "this command computes, and needs torch, which is not installed here: pip install torch" in done.stderr
+    assert "replicas on this machine need torch, which is not installed: pip install torch" in done.stderr
     assert "Traceback" not in done.stderr
 
 

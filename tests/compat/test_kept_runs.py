@@ -17,14 +17,15 @@ from cli_support import diloco_here
 from diloco_orchestrator import LocalProcessExecutor, RunReader, attach, open_store
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "kept_runs"
-NAMES = ("voted", "joined")
+NAMES = ("voted", "joined", "dealt", "signed")
 
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kept_runs")
-    with tarfile.open(FIXTURES / "runs.tar.xz", "r:xz") as packed:
-        packed.extractall(folder, filter="data")
+    for archive in FIXTURES.glob("*.tar.xz"):
+        with tarfile.open(archive, "r:xz") as packed:
+            packed.extractall(folder, filter="data")
     return folder
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.guard.round_fold import fold_of_commit
+from diloco_orchestrator.guard.round_fold import fields_of, fold_of_commit
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.records import Commit, Contribution, HeldoutSet
@@ -55,12 +55,8 @@ def check_conclusion(
     named = named if len(named) >= policy.quorum else []
     readable = {replica_id: manifest for replica_id, manifest in manifests.items() if manifest is not None}
     folded = fold_of_commit(commit, guard, readable, heldout, roster, config, position.outer_step)
-    equal(key, "guard", commit.guard, folded.state if folded else guard, "the fold of the scores")
-    equal(key, "verdict", commit.verdict, folded.verdict if folded else None, "the fold of the scores")
-    quarantined = folded.quarantined if folded else ()
-    equal(key, "quarantined", commit.quarantined, quarantined, "the fold of the local scores")
-    discounted = folded.discounted if folded else ()
-    equal(key, "discounted", commit.discounted, discounted, "the scores of its manifests")
+    for name, value in fields_of(folded, guard).items():
+        equal(key, name, getattr(commit, name), value, "the scores of its manifests")
     expected = rounds.conclude(
         Decision(Action.COMMIT, "", tuple(named)),
         position,
