@@ -5,6 +5,9 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,composer,dev
 
+# Set in many containers: each process that a test starts would compile our modules again, and pytest its tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: venv demo test quick-tests test-all test-loaded mutants simulate fuzz docs docs-settings docker slurm ray ceph azurite gcs kubernetes lint clean
 
 venv: .venv/installed

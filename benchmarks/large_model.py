@@ -40,6 +40,7 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.replica.attempt.attempt import claim_attempt
 from diloco_orchestrator.replica.rounds.interface import ContributionFields
+from diloco_orchestrator.replica.rounds.own_model import OwnModel
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
 from diloco_orchestrator.run_log.append import create_run
@@ -149,7 +150,7 @@ class Bench:
         attempt = claim_attempt(self.store(), 0, None, SystemClock(), self.stamp)
         attempt = replace(attempt, object_limit=self.size.limit_mib * MIB)
         parameters = trainable(model)
-        return Participant.join(attempt, parameters, [tuple(parameters)], ModelFiles.of(model)), model
+        return Participant.join(attempt, OwnModel(parameters, [tuple(parameters)], ModelFiles.of(model))), model
 
     def start(self) -> str:
         values = {"entrypoint": "m:f", "replicas": 1, "rounds": 2, "quorum": "all", "snapshot_every": 1}

@@ -16,6 +16,7 @@ from pydantic import JsonValue
 from diloco_orchestrator.errors import ConfigError, unknown_name
 from diloco_orchestrator.guard.registry import rule_of
 from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.rounds.own_model import OwnModel
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.attached_model import AttachedModel
 from diloco_orchestrator.replica.training.consumed_items import ConsumedItems, ItemsOf
@@ -220,7 +221,9 @@ class ReplicaContext:
         if shares:
             view, values, frozen = partial(IslandView, island), IslandValues(island), island.call("frozen")
         parts = attached.split(self._attempt.config, tokenizer, view, frozen)
-        rounds = Participant.join(self._attempt, attached.parameters, parts.names, parts.files, evidence.set, values)
+        rounds = Participant.join(
+            self._attempt, OwnModel(attached.parameters, parts.names, parts.files, evidence.set, values)
+        )
         training = TrainingSession(self._attempt, rounds, parts, optimizers, evidence, in_loop, saved, island)
         signal_state(self._ranks, True, 0, rounds.open.round, stopped=False, preempted=False)
         self.session = ReplicaSession(self._attempt, training, evidence)

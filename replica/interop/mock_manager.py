@@ -1,7 +1,7 @@
 """`MockManager`: an `ObjectStoreManager` for tests of a training loop, with rounds in memory instead of a bucket."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,9 +12,8 @@ from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.base import Base, NamedVector
 from diloco_orchestrator.replica.interop.torchft import TorchftManager
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields, Rounds
-from diloco_orchestrator.replica.rounds.participant import OwnValues
+from diloco_orchestrator.replica.rounds.own_model import OwnModel
 from diloco_orchestrator.replica.rounds.tip import OpenRound
-from diloco_orchestrator.snapshots.layout import ModelFiles
 
 
 class MockManager(TorchftManager):
@@ -44,23 +43,16 @@ class MockManager(TorchftManager):
         table = _Table(replicas)
         return [cls(replica_id, table, start_step, outer) for replica_id in range(replicas)]
 
-    def start(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        fragments: Sequence[Sequence[str]],
-        files: ModelFiles,
-        outer: OuterConfig | None,
-        values: OwnValues | None = None,
-    ) -> Rounds:
-        """Rounds in memory whose first base holds copies of `parameters`. Raises `ConfigError` for `values`."""
-        if values is not None:
+    def start(self, own: OwnModel, outer: OuterConfig | None) -> Rounds:
+        """Rounds in memory whose first base holds copies of the parameters, which must be whole in this process."""
+        if own.in_ranks is not None:
             raise ConfigError("a MockManager has no rounds for a sharded model, or for several ranks.")
         self._outer = outer or self._outer
         self._rounds = rounds = _RoundsInMemory(
             self._table,
             self._replica_id,
-            Base.fresh(parameters, self._outer),
-            [tuple(names) for names in fragments],
+            Base.fresh(own.parameters, self._outer),
+            [tuple(names) for names in own.fragments],
             self._outer,
             self._start_step,
         )

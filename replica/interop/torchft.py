@@ -22,7 +22,8 @@ from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.replica.attempt.attempt import Attempt, adopted_attempt, claim_attempt
 from diloco_orchestrator.replica.interop.group_ranks import joined_in_group, shares_replica
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields, Rounds
-from diloco_orchestrator.replica.rounds.participant import OwnValues, Participant
+from diloco_orchestrator.replica.rounds.own_model import OwnModel
+from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.diloco_loop import trainable_parameters
 from diloco_orchestrator.replica.training.exchange import is_sharded
 from diloco_orchestrator.replica.training.fp32_shadow import PseudoGradient
@@ -82,18 +83,11 @@ class TorchftManager:
         self._fragments = [{name_of.get(id(p), name): p.shape for name, p in part.named_parameters()} for part in parts]
         self._trained = frozenset(parameters)
         names = split_fragments(parameters, [[n for n in part if n in parameters] for part in self._fragments])
-        rounds = self.start(parameters, names, ModelFiles.of(model, tokenizer), None)
+        rounds = self.start(OwnModel(parameters, names, ModelFiles.of(model, tokenizer)), None)
         rounds.base.copy_into(parameters)
 
-    def start(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        fragments: Sequence[Sequence[str]],
-        files: ModelFiles,
-        outer: OuterConfig | None,
-        values: OwnValues | None = None,
-    ) -> Rounds:
-        """Join the rounds with a model's `parameters`, for `make_diloco_outer_loop` (`RoundsManager.start`)."""
+    def start(self, own: OwnModel, outer: OuterConfig | None) -> Rounds:
+        """Join the rounds with a model, for `make_diloco_outer_loop` (`RoundsManager.start`)."""
         raise NotImplementedError
 
     def leave(self) -> None:
@@ -347,21 +341,14 @@ class ObjectStoreManager(TorchftManager):
         if self._participant is not None:
             self._participant.leave()
 
-    def start(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        fragments: Sequence[Sequence[str]],
-        files: ModelFiles,
-        outer: OuterConfig | None,
-        values: OwnValues | None = None,
-    ) -> Rounds:
+    def start(self, own: OwnModel, outer: OuterConfig | None) -> Rounds:
         """Agree on the first base with the other replicas and rebuild the newest base from the bucket."""
         if outer is not None and outer != self.outer_config():
             raise ConfigError(
                 f"outer={outer!r} is not the run's ({self.outer_config()!r}); a run has one outer optimizer. "
                 "Leave it out."
             )
-        participant = Participant.join(self._attempt, parameters, fragments, files, values=values)
+        participant = Participant.join(self._attempt, own)
         self._rounds = self._participant = participant
         participant.buffers.resume()
         atexit.register(_leave, weakref.ref(participant))

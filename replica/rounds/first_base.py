@@ -8,8 +8,7 @@ under a random name. `snapshots.layout` stores a base.
 
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from itertools import chain
 
@@ -17,7 +16,6 @@ import torch
 
 from diloco_orchestrator.allreduce.dealing import path_of, shard_numel_of
 from diloco_orchestrator.clock import Backoff
-from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import ModelMismatch, ObjectMissing, Preempted, RecordInvalid
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
@@ -25,6 +23,7 @@ from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.first_base import StartDecision, decide_start
 from diloco_orchestrator.protocol.records import Began, FileInfo, Follows, FrozenTensors, HeldoutSet, Snapshot, Start
 from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.rounds.own_model import OwnModel
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.run_log import complete_takes
@@ -42,7 +41,7 @@ from diloco_orchestrator.snapshots.layout import (
     info_of,
     with_bytes,
 )
-from diloco_orchestrator.snapshots.model_tensors import Untrained, digest_of
+from diloco_orchestrator.snapshots.model_tensors import digest_of
 from diloco_orchestrator.snapshots.rebuild import FirstBase, stored_base
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.store.base import Store
@@ -57,26 +56,6 @@ _GRACE_S = 2.0  # without a new file, beside the time that the next one takes, u
 _SLOW_LINK = 4e6  # bytes per second; a writer on a slower link may have to share the upload with another replica
 _TURNS = 4  # replicas with different ids lose patience one after another
 _FOREIGN_TAKES = 16  # versions of snapshot 0 that are read after those that votes name: anybody may add some
-
-
-MakeBase = Callable[[OuterConfig, Sequence[Sequence[str]], int], Base]  # arguments as of `Base.fresh`
-
-
-@dataclass(frozen=True)
-class OwnModel:
-    """The model that a replica brings to the run, and the held-out set on which the replica scores models."""
-
-    parameters: Mapping[str, torch.Tensor]  # those that are trained, any float dtype; they may be sharded
-    fragments: tuple[tuple[str, ...], ...]  # their names, in name order
-    files: ModelFiles  # what a snapshot has beside them
-    heldout: HeldoutSet | None  # None: it scores nothing
-    make_base: MakeBase  # forms the base of these parameters' values
-
-    @property
-    def untrained(self) -> Untrained:
-        """The model's frozen tensors and buffers."""
-        assert self.files.untrained is not None, "a replica has the live model"
-        return self.files.untrained
 
 
 def agree_on_first_base(attempt: Attempt, own: OwnModel) -> tuple[Entry[Start], FirstBase | None]:
@@ -311,7 +290,7 @@ class _FirstSnapshot:
         numels = [sum(own.parameters[name].numel() for name in names) for names in own.fragments]
         self.path = path_of(attempt.config, numels)
         shard_numel = shard_numel_of(attempt.config, self.path, numels)
-        self.base = own.make_base(attempt.config.outer, own.fragments, shard_numel)
+        self.base = own.values.first_base(attempt.config.outer, own.fragments, shard_numel)
         self.take: str | None = None
         self.buffers = sorted(own.untrained.buffers.first)
         self._attempt, self._owners = attempt, attempt.owners
@@ -432,7 +411,7 @@ def check_start(start: Start, own: OwnModel, attempt: Attempt) -> None:
     """Raise `ModelMismatch` unless a replica's model and held-out set are those of the run's start record."""
     url = attempt.store.url
     check_same_model(describe(own.parameters), start.parameters)
-    if start.fragments != own.fragments:
+    if start.fragments != tuple(map(tuple, own.fragments)):
         raise ModelMismatch(
             f"this replica synchronises {len(own.fragments)} fragments of the model, the run in {url} "
             f"{len(start.fragments)}, or the same number split otherwise. All replicas must agree."

@@ -11,28 +11,25 @@ round changes between two inner steps of training: only `close` makes the next r
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Protocol
-
-import torch
 
 from diloco_orchestrator.allreduce.vectors import Vector
 from diloco_orchestrator.clock import Background, Clock
-from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.outer.adapter_products import with_residuals
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.golden_arithmetic import check_arithmetic
 from diloco_orchestrator.protocol import rounds
-from diloco_orchestrator.protocol.records import Contribution, HeldoutSet
+from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.close_round import RoundCloser
 from diloco_orchestrator.replica.rounds.contribute import Contributor
-from diloco_orchestrator.replica.rounds.first_base import OwnModel, agree_on_first_base, check_start
+from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base, check_start
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields
+from diloco_orchestrator.replica.rounds.own_model import OwnModel
 from diloco_orchestrator.replica.rounds.replica_buffers import ReplicaBuffers
 from diloco_orchestrator.replica.rounds.reupload import ReuploadRequests
 from diloco_orchestrator.replica.rounds.snapshot_writer import SegmentWriter, SnapshotWriter
@@ -104,31 +101,6 @@ class _InFlight:
     transfer: Transfer
 
 
-class OwnValues(Protocol):
-    """Values of this replica's trainable parameters before the first round, in one process or sharded over ranks."""
-
-    def first_base(self, outer: OuterConfig, fragments: Sequence[Sequence[str]], shard_numel: int) -> Base:
-        """A base with these values of the parameters. The arguments are those of `Base.fresh`."""
-        ...
-
-    def are_those_of(self, base: Base) -> bool:
-        """Whether `base` has these values of the parameters."""
-        ...
-
-
-@dataclass(frozen=True)
-class WholeValues:
-    """The values of trainable parameters that are whole tensors in this process, by name."""
-
-    parameters: Mapping[str, torch.Tensor]
-
-    def first_base(self, outer: OuterConfig, fragments: Sequence[Sequence[str]], shard_numel: int) -> Base:
-        return Base.fresh(self.parameters, outer, fragments, shard_numel)
-
-    def are_those_of(self, base: Base) -> bool:
-        return base.holds(self.parameters)
-
-
 class Participant:
     """One replica's part in the rounds of a run, one call at a time. Created by `join`; `RunRounds` documents its
     methods.
@@ -156,37 +128,30 @@ class Participant:
     def join(
         cls,
         attempt: Attempt,
-        parameters: Mapping[str, torch.Tensor],
-        fragments: Sequence[Sequence[str]],
-        files: ModelFiles,
-        heldout: HeldoutSet | None = None,
-        values: OwnValues | None = None,
+        own: OwnModel,
     ) -> "Participant":
         """Agree on the first base with the other replicas, then rebuild the newest base from the bucket.
 
-        `parameters`: the trainable parameters of this replica's model, any float dtype. `fragments`: parameter names,
-        each fragment in name order. `heldout`: the held-out set that this replica scores; None if it scores nothing.
-        `values`: those of the parameters, where they are in several ranks or sharded. Raises `ModelMismatch` if one of
-        these differs from the run's, `ConfigError` if the run averages adapters that the model lacks, and
-        `BaseDiverged` if the arithmetic of this machine differs from all others'.
+        `own`: this replica's model. Raises `ModelMismatch` if it differs from the run's, `ConfigError` if the run
+        averages adapters that the model lacks, and `BaseDiverged` if the arithmetic of this machine differs from all
+        others'.
         """
         check_arithmetic()
-        if attempt.config.adapters == "exact" and not files.adapters:
+        if attempt.config.adapters == "exact" and not own.files.adapters:
             raise ConfigError(
                 'the run averages adapters="exact", which needs ctx.attach: this loop joins without adapters. Use '
                 'adapters="mean" in a new run, or ctx.attach.'
             )
-        if files.adapters:
-            parameters, fragments = with_residuals(parameters, fragments, files.adapters)
-        of_model = values or WholeValues(parameters)
-        own = OwnModel(parameters, tuple(map(tuple, fragments)), files, heldout, of_model.first_base)
+        if own.files.adapters:
+            parameters, fragments = with_residuals(own.parameters, own.fragments, own.files.adapters)
+            own = replace(own, parameters=parameters, fragments=fragments)
         found, first = agree_on_first_base(attempt, own)
         check_start(found.record, own, attempt)
         requests = ReuploadRequests(attempt)
-        tip = HeldTip(attempt, requests.rebuild(first=first), own.fragments)
-        if not tip.position.round and not of_model.are_those_of(tip.base):
+        tip = HeldTip(attempt, requests.rebuild(first=first), tuple(map(tuple, own.fragments)))
+        if not tip.position.round and not own.values.are_those_of(tip.base):
             log.warning("this replica's first values differ from the run's first base; it takes those of snapshot 0")
-        return cls(attempt, tip, requests, files)
+        return cls(attempt, tip, requests, own.files)
 
     @property
     def open(self) -> OpenRound:

@@ -4,7 +4,7 @@ In a replica of several ranks, such as the processes of torchrun, every rank mak
 and the others follow its signals.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, Rounds
-from diloco_orchestrator.replica.rounds.participant import OwnValues
+from diloco_orchestrator.replica.rounds.own_model import OwnModel
 from diloco_orchestrator.replica.training.attached_model import AttachedModel
 from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop, trainable_parameters
 from diloco_orchestrator.replica.training.exchange import is_sharded
@@ -35,19 +35,10 @@ class RoundsManager(Protocol):
         """This process among the ranks of its replica."""
         ...
 
-    def start(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        fragments: Sequence[Sequence[str]],
-        files: ModelFiles,
-        outer: OuterConfig | None,
-        values: OwnValues | None = None,
-    ) -> Rounds:
-        """Join the rounds with a model. `parameters`: its trainable ones; `fragments`: their names per fragment.
+    def start(self, own: OwnModel, outer: OuterConfig | None) -> Rounds:
+        """Join the rounds with a model. `outer`: settings of the outer optimizer; None for the run's own.
 
-        `outer`: settings of the outer optimizer; None for the run's own. `values`: those of the parameters, where they
-        are in several ranks or sharded. Raises `ModelMismatch` if the model is not the run's, `ConfigError` if `outer`
-        is not.
+        Raises `ModelMismatch` if the model is not the run's, `ConfigError` if `outer` is not.
         """
         ...
 
@@ -154,7 +145,7 @@ def make_diloco_outer_loop(
     names = split_fragments(parameters, fragments)
     schedule = SyncSchedule(sync_every, len(names), fragment_sync_delay, fragment_update_alpha)
     if ranks.ranks == 1 and not any(map(is_sharded, parameters.values())):
-        rounds = manager.start(parameters, names, ModelFiles.of(model, tokenizer), outer)
+        rounds = manager.start(OwnModel(parameters, names, ModelFiles.of(model, tokenizer)), outer)
         views = views_of(parameters, names, mixes=schedule.alpha > 0, in_background=schedule.delay > 0)
         return DiLoCoLoop(views, rounds, schedule, inner_optimizer=inner_optimizer)
     if schedule.alpha:
@@ -168,7 +159,7 @@ def make_diloco_outer_loop(
     if ranks.rank:
         return FollowingLoop(island, optimizers)
     files = ModelFiles.of(attached.module, tokenizer, frozen=island.call("frozen"))
-    rounds = manager.start(attached.parameters, names, files, outer, IslandValues(island))
+    rounds = manager.start(OwnModel(attached.parameters, names, files, in_ranks=IslandValues(island)), outer)
     island.call("share_buffers")
     of_ranks = [IslandView(island, each) for each in names]
     loop = LeadingLoop(of_ranks, rounds, schedule, ranks, manager.leave, inner_optimizer)

@@ -256,6 +256,7 @@ def test_a_disk_that_is_full_for_a_while_is_waited_for(spooling, small_disk: Pat
     assert f"no room in {small_disk} for a shard: No space left on device" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_limit_on_files_is_an_error_that_names_what_was_to_be_kept(tmp_path):
     said = under_a_file_size_limit(
         "from diloco_orchestrator.allreduce.spool import held\n"

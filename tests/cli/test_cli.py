@@ -151,6 +151,7 @@ def test_arguments_reach_the_workload_as_json_where_they_are(finished):
     assert config["args"] == {"lr": 0.02} and config["timing"]["poll_s"] == 0.05
 
 
+@pytest.mark.slow
 def test_a_collapse_exits_with_3_as_one_object_on_stdout_and_says_why_on_stderr(finished):
     options = ["--rounds", "20", "--replicas", "1", "--sync-every", "3", "--json"]
     guard = ["--guard-min-steps", "2", "--guard-ema-alpha", "0"]

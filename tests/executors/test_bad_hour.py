@@ -44,9 +44,7 @@ FAULTS_OF = {
 }
 QUICK = {
     ("hugging_face", "500"),
-    ("hugging_face", "429 that asks for ten minutes"),
     ("kubernetes", "429 that asks for ten minutes"),
-    ("kubernetes", "a login page with 200"),
 }
 CASES = [
     pytest.param(name, fault, id=f"{name}, {fault}", marks=() if (name, fault) in QUICK else pytest.mark.slow)

@@ -129,6 +129,7 @@ def test_a_run_on_an_installed_executor_is_attached_to_by_its_address_alone(inst
     assert "unknown executor 'their_farm'" in done.stderr and "Install the package that provides it" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_broken_entry_point_is_an_error_only_where_its_name_is_used(install: Install, project: Path):
     entries = {"absent": "no_such_module:X", "crash": "crashes:X", "number": "fine:X", "other": "fine:Other"}
     fine = "X = 3\nclass Other:\n    name = 'another'\n    shares_machine = True\n    launch = poll = None\n"
@@ -146,6 +147,7 @@ def test_a_broken_entry_point_is_an_error_only_where_its_name_is_used(install: I
         assert f"executor {name!r} of package broken-package" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_name_that_two_packages_claim_is_refused_with_both(install: Install, project: Path):
     first = install("first-farm", {"farm": "first:X"}, first="")
     second = install("second-farm", {"farm": "second:X", "modal": "second:X"}, second="")

@@ -29,7 +29,7 @@ def noisy(levels: list[float], sd: float, seed: int) -> list[float]:
     return [rng.gauss(level, sd) for level in levels]
 
 
-@pytest.mark.parametrize("tau", [1.5, 4.0])
+@pytest.mark.parametrize("tau", [1.5, pytest.param(4.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("height", [0.05, 0.3])
 def test_a_bump_that_heals_does_not_halt_and_one_that_stays_does(tau, height):
     """Loss, noise of .005: the bump is 10 and 60 standard deviations high."""
@@ -48,7 +48,7 @@ def test_a_model_that_exploded_halts_though_its_loss_halves_every_three_rounds(s
         assert 23 < folded(noisy(levels, 0.002, seed))[0] <= 30
 
 
-@pytest.mark.parametrize("chance", [0.01, 0.05])
+@pytest.mark.parametrize("chance", [0.01, pytest.param(0.05, marks=pytest.mark.slow)])
 def test_a_sparse_score_is_not_halted(chance):
     """Right answers of 16 items: most rounds have none."""
     rng = random.Random(f"sparse {chance}")
@@ -119,7 +119,7 @@ def test_what_the_rule_can_judge_is_said_before_it_can_and_after():
     assert 0 <= int(found[2]) < int(found[3]) < 60
 
 
-@pytest.mark.parametrize("sd", [0.01, 0.05])
+@pytest.mark.parametrize("sd", [0.01, pytest.param(0.05, marks=pytest.mark.slow)])
 def test_a_score_that_stays_worse_by_what_the_outlook_says_halts_within_fifteen_rounds(sd):
     """A fall of that size, without noise after it, halts in time; half of it later or never."""
     for seed in range(6):
@@ -150,7 +150,7 @@ def test_a_fall_that_is_smaller_than_a_round_of_the_climb_before_it_halts(slope)
         assert 41 < folded(noisy(levels, 0.01, seed))[0] <= 100
 
 
-@pytest.mark.parametrize("slope", [0.02, 0.1, 1.0])
+@pytest.mark.parametrize("slope", [0.1, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.02, 1.0))])
 def test_a_climb_that_stops_does_not_halt(slope):
     """Noise of .01; the line through a climb and what follows overshoots the level that was reached."""
     halts = [folded(noisy([slope * min(t, 30) for t in range(100)], 0.01, seed))[0] for seed in range(12)]

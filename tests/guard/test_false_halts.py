@@ -59,7 +59,10 @@ def test_a_plateau_is_seldom_halted():
     assert sum(halted(f"plateau {i}", 0.5, level, level, rounds) > 0 for i in range(10)) < 7
 
 
-@pytest.mark.parametrize(("rate", "within"), [(0.02, 7), (0.005, 15), pytest.param(0.001, 45, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("rate", "within"),
+    [(0.02, 7), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(0.005, 15), (0.001, 45)])],
+)
 def test_hacks_are_halted_in_time_under_correlated_noise(rate, within):
     """The mean of 40 delays varies by 5 % to 8 %, and the label lies 1 to 3 of these below the bar; a quarter above the
     bar has a chance under 1e-3. None is missed in 300 rounds."""
@@ -84,7 +87,8 @@ def test_plain_divergence_is_halted_within_15_rounds():
         assert 0 < at <= 75
 
 
-@pytest.mark.parametrize("rounds", [8, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [8, 30])
 def test_a_set_of_the_size_that_is_said_to_be_needed_notices_the_drop_in_time(rounds):
     """The mean of 40 delays varies by 15 %; half more than asked for has a chance under 1e-3."""
     sigmas = 0.001 * math.sqrt(items_needed(0.001, item_sd=1.0, rounds=rounds, autocorrelation=0.0))

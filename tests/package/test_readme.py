@@ -8,6 +8,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -40,6 +42,7 @@ def on_a_terminal(folder: Path) -> str:
     return drawn.decode()
 
 
+@pytest.mark.slow
 def test_the_first_example_runs_and_the_bucket_tells_about_it(tmp_path):
     first, reader = code_blocks()[:2]
     assert len(first.strip().splitlines()) <= 15

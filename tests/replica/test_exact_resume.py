@@ -115,7 +115,7 @@ KINDS = [
     pytest.param({"sync_every": 4, "codec": "2bit"}, id="two bits"),
     pytest.param({"sync_every": 6, "fragments": 2, "fragment_sync_delay": 1, "codec": "topk64"}, id="sparse fragments"),
 ]
-QUICK = ("one fragment", "fragments and overlap", "two bits")
+QUICK = ("fragments and overlap",)
 
 
 def with_every(quick: int, thorough: int) -> list[Any]:

@@ -17,6 +17,7 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.replica.attempt.attempt import claim_attempt
+from diloco_orchestrator.replica.rounds.own_model import OwnModel
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.snapshots.layout import ModelFiles
 from diloco_orchestrator.snapshots.model_tensors import trainable
@@ -74,7 +75,7 @@ def join(fleet: Fleet, store: Store, replica_id: int, built: torch.nn.Module, cl
     retrying = RetryingStore(store, clock, random.Random(replica_id))
     claimed = replace(claim_attempt(retrying, replica_id, None, clock, stamp, leave), object_limit=fleet.object_limit)
     parameters = trainable(built)
-    return Participant.join(claimed, parameters, [tuple(parameters)], ModelFiles.of(built))
+    return Participant.join(claimed, OwnModel(parameters, [tuple(parameters)], ModelFiles.of(built)))
 
 
 @pytest.mark.parametrize("limit", [LIMIT, OBJECT_LIMIT])

@@ -214,7 +214,9 @@ def test_all_replicas_measure_the_same_drift_and_store_no_reference():
 REFERENCES = ["junk", "of a later version", "of another model", "of other items"]
 
 
-@pytest.mark.parametrize("kind", REFERENCES)
+@pytest.mark.parametrize(
+    "kind", [REFERENCES[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in REFERENCES[1:])]
+)
 def test_a_reference_that_somebody_put_there_first_is_read_by_nobody(kind: str):
     """As earlier versions stored it: whoever created it first chose what all replicas measured from."""
     run, undisturbed = SmallRun(rounds=4), SmallRun(rounds=4)

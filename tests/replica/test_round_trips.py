@@ -132,7 +132,7 @@ def fleet_of(replicas: int, store: Store, **settings: Any) -> Fleet:
 
 
 @pytest.mark.parametrize("quorum", [pytest.param("all", marks=pytest.mark.slow), None])
-@pytest.mark.parametrize("replicas", [2, 8, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("replicas", [2, *(pytest.param(many, marks=pytest.mark.slow) for many in (8, 32))])
 def test_a_round_takes_seven_round_trips_at_most_whatever_the_number_of_replicas(engine, replicas, quorum):
     store, proxy = engine
     fleet, live = fleet_of(replicas, store, quorum=quorum), range(min(replicas, LIVE))

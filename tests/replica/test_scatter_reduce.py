@@ -107,7 +107,7 @@ def test_all_hold_the_base_of_a_gather_and_read_fewer_payloads():
     assert verify_run(fleet.store).disagreement is None  # which needs no reduced shard
 
 
-@pytest.mark.parametrize(("replicas", "codec"), [(4, "fp32"), (6, "int4")])
+@pytest.mark.parametrize(("replicas", "codec"), [(4, "fp32"), pytest.param(6, "int4", marks=pytest.mark.slow)])
 def test_plan_and_status_foretell_the_bytes_that_are_read_within_one_per_cent(replicas, codec):
     """Counted at the store, over rounds enough that what is drawn averages out."""
     numel, rounds = 4 * replicas * 4096, 6

@@ -125,7 +125,9 @@ def check_every_step_counts_once(world: World) -> None:
 SLOW = [
     pytest.param([Timing(), Timing(pace=1.05)], id="2 replicas, one 5 % slower", marks=pytest.mark.slow),
     pytest.param([Timing(), Timing(pace=1.10)], id="2 replicas, one 10 % slower", marks=pytest.mark.slow),
-    pytest.param([Timing(), Timing(), Timing(), Timing(pace=1.05)], id="4 replicas, one 5 % slower"),
+    pytest.param(
+        [Timing(), Timing(), Timing(), Timing(pace=1.05)], id="4 replicas, one 5 % slower", marks=pytest.mark.slow
+    ),
     pytest.param(
         [Timing(), Timing(), Timing(), Timing(pace=1.10)], id="4 replicas, one 10 % slower", marks=pytest.mark.slow
     ),
@@ -196,7 +198,11 @@ RESTARTED = [
         id="4 replicas, jitter, slower",
         marks=pytest.mark.slow,
     ),
-    pytest.param([Timing(killed_at=55.0), Timing(killed_at=205.0), Timing(), Timing()], id="two of four, in turn"),
+    pytest.param(
+        [Timing(killed_at=55.0), Timing(killed_at=205.0), Timing(), Timing()],
+        id="two of four, in turn",
+        marks=pytest.mark.slow,
+    ),
     pytest.param([Timing(), Timing(killed_at=100.0, back_after_s=0.0)], id="at once, on the edge of a round"),
 ]
 
@@ -248,7 +254,12 @@ def test_late_work_is_dropped_where_that_is_asked_for():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"fragments": 2}, {"fragments": 2, "fragment_sync_delay": 3}, {"fragment_sync_delay": 4}]
+    "settings",
+    [
+        pytest.param({"fragments": 2}, marks=pytest.mark.slow),
+        {"fragments": 2, "fragment_sync_delay": 3},
+        pytest.param({"fragment_sync_delay": 4}, marks=pytest.mark.slow),
+    ],
 )
 def test_fragments_and_overlap_keep_in_step_through_a_restart(settings):
     timings = [Timing(), Timing(pace=1.1), Timing(killed_at=103.0, back_after_s=36.3)]
@@ -270,7 +281,7 @@ def test_half_of_the_fleet_may_die_for_ever():
 
 def test_the_same_run_again_is_the_same_to_the_last_bit():
     timings = [Timing(jitter=0.2), Timing(jitter=0.2, killed_at=51.0), Timing(jitter=0.3)]
-    first, second = (run(timings, rounds=15).fleet.commits() for _ in range(2))
+    first, second = (run(timings, rounds=10).fleet.commits() for _ in range(2))
     assert [c.to_bytes() for c in first] == [c.to_bytes() for c in second]
 
 
@@ -307,7 +318,7 @@ class CountsByRound(MemoryStore):
 @pytest.mark.parametrize(
     "timings",
     [
-        pytest.param([Timing(jitter=0.1) for _ in range(4)], id="jitter"),
+        pytest.param([Timing(jitter=0.1) for _ in range(4)], id="jitter", marks=pytest.mark.slow),
         pytest.param([Timing(jitter=0.1) for _ in range(3)] + [Timing(1.3, 0.1)], id="one 30 % slower"),
     ],
 )

@@ -38,7 +38,12 @@ from diloco_orchestrator.snapshots.rebuild import rebuild
 from diloco_orchestrator.testing import MockManager
 
 AVERAGING = OuterConfig(lr=1.0, momentum=0.0)
-SCHEDULES = [(0, 0.0), (1, 0.0), (0, 0.3), (1, 0.3), (2, 0.7)]  # fragment_sync_delay, fragment_update_alpha
+# fragment_sync_delay, fragment_update_alpha: the slow ones are parts of (1, 0.3), and the same for more steps
+SCHEDULES = [
+    (0, 0.0),
+    (1, 0.3),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in [(1, 0.0), (0, 0.3), (2, 0.7)]),
+]
 
 ManagersOf = Callable[[str, int, OuterConfig], list[Manager]]
 

@@ -63,7 +63,7 @@ def test_a_run_goes_on_without_the_process_that_launched_it(executor, tmp_path):
 # -- deaths -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("victims", [pytest.param([1], marks=pytest.mark.slow), [0, 1]], ids=["one", "all at once"])
+@pytest.mark.parametrize("victims", [[1], pytest.param([0, 1], marks=pytest.mark.slow)], ids=["one", "all at once"])
 def test_killed_replicas_are_relaunched_and_the_run_ends_with_the_undisturbed_bits(
     start, tmp_path, victims, undisturbed
 ):
@@ -322,6 +322,7 @@ def test_a_run_of_four_goes_on_once_its_full_disk_has_room_again(start, small_di
     assert all(replica.attempt == 1 for replica in run.status().replicas)
 
 
+@pytest.mark.slow
 def test_no_credential_reaches_a_record_or_a_log_in_the_bucket(start, tmp_path, monkeypatch):
     monkeypatch.setenv("MY_API_TOKEN", "hunter2-hunter2-hunter2")
     run = start("train_telling_secrets", retry={"max_errors": 0})

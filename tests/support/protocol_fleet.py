@@ -29,6 +29,7 @@ from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.retrying import RetryingStore
 from replica.attempt.attempt import claim_attempt
 from replica.rounds.interface import ContributionFields
+from replica.rounds.own_model import OwnModel
 from replica.rounds.participant import Participant
 
 FAST = {"poll_s": 0.01, "round_timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S}
@@ -133,9 +134,8 @@ class Fleet:
             self.store.create(keys.intent(replica_id, number), intent.to_bytes())
         claimed = claim_attempt(self.store, replica_id, attempt, clock, stamp, should_leave, background)
         claimed = replace(claimed, object_limit=self.object_limit)
-        return Participant.join(
-            claimed, parameters, fragments or [tuple(parameters)], ModelFiles.of(model), self.heldout
-        )
+        own = OwnModel(parameters, fragments or [tuple(parameters)], ModelFiles.of(model), self.heldout)
+        return Participant.join(claimed, own)
 
     def claim_key(self, replica_id: int, attempt: int = 1) -> str:
         """The key of the claim of an attempt that was intended."""
