@@ -150,6 +150,21 @@ def measure(names: Sequence[str], seeds: range, rounds: int, given: Mapping[str,
     return markdown(COLUMNS, rows)
 
 
+def measure_many(names: Sequence[str], attackers: int, seeds: range, rounds: int, pool: Executor) -> str:
+    """The excess of held-out loss with so many attackers among the replicas, by two aggregates, without shortcuts."""
+    columns = {"default": {}, "agreeing_mean": {"aggregate": "agreeing_mean"}}
+
+    def play(name: str | None, count: int, settings: Mapping[str, Any]) -> list[Outcome]:
+        everywhere = {**SETTINGS.get(name or "", {}), **settings}
+        return list(pool.map(partial(played, name, count, rounds, everywhere), seeds))
+
+    clean, rows = play(None, 0, {}), []
+    for name in names:
+        rows.append([name, *(cell(play(name, attackers, each), clean) for each in columns.values())])
+        print(rows[-1], file=sys.stderr, flush=True)
+    return markdown(["attack", *(f"{attackers} of {REPLICAS}, {each}" for each in columns)], rows)
+
+
 def quiet() -> None:
     """Set up a process that plays runs."""
     torch.set_num_threads(1)
@@ -163,11 +178,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--clip-factor", type=float, help="the run's setting")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--attackers", type=int, help="so many instead of one and two, by two aggregates")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/inside/attacks.md")
     given = parser.parse_args()
     settings = {} if given.clip_factor is None else {"clip_factor": given.clip_factor}
     with ProcessPoolExecutor(given.processes, initializer=quiet) as pool:
-        table = measure(given.only or list(ATTACKS), range(given.seeds), given.rounds, settings, pool)
+        names, seeds = given.only or list(ATTACKS), range(given.seeds)
+        if given.attackers is None:
+            table = measure(names, seeds, given.rounds, settings, pool)
+        else:
+            table = measure_many(names, given.attackers, seeds, given.rounds, pool)
     command = shlex.join(["python", "benchmarks/attackers.py", *sys.argv[1:]])
     text = (
         f"Taken {time.strftime('%Y-%m-%d')}; {REPLICAS} replicas, {given.rounds} rounds, mean over {given.seeds} seeds."

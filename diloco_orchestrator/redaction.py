@@ -40,7 +40,7 @@ _TOKENS = (
     r"\bya29\.[A-Za-z0-9_-]{20,}",
     r"\b(?:pypi-AgEI|npm_|dckr_pat_)[A-Za-z0-9_-]{20,}",
     r"\beyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}",  # JSON web token
-    r"\bdiloco-keys?-[A-Za-z0-9_-]{43,}",  # of a signed run
+    r"\bdiloco-(?:keys?|link)-[A-Za-z0-9_-]{43,}",  # of a signed run
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----)?",
 )
 _TOKEN = re.compile("|".join(_TOKENS))

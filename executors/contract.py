@@ -363,6 +363,7 @@ class OffersToMachines(Protocol):
     """An executor whose launch costs nothing until somebody's machine takes the attempt (`diloco join`)."""
 
     free_until_taken: Literal[True]
+    offers_keys: bool  # whether machines get the keys of an attempt, as a signed run needs
 
 
 def give_store(executor: ServerlessExecutor, url: str, storage_options: Mapping[str, Any] | None) -> None:

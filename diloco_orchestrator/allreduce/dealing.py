@@ -94,8 +94,9 @@ def dealing_of(round_: int, config: RunConfig, among: Iterable[int]) -> Dealing 
     """The assignment of a round's shards to the replicas `among`; None if they are too few for scatter-reduce.
 
     Fewer than three, or than half of the run's replicas, are too few: then every replica reads every payload.
+    Replicas of strangers (`config.invited`) average for nobody.
     """
-    dealing = Dealing(round_, config.most_replicas, frozenset(among))
+    dealing = Dealing(round_, config.most_replicas, frozenset(among).difference(config.invited))
     return dealing if len(dealing.among) >= max(_FEWEST_DEALERS, config.replicas // 2 + 1) else None
 
 

@@ -80,7 +80,7 @@ def doctor(url: str | None, as_json: bool, env: tuple[str, ...], **given: Any) -
 )
 @json_option
 def check(target: str, as_json: bool, args: tuple[str, ...], **settings: Any) -> int:
-    """Learn from short local runs whether a training function is a sound replica. Exit 1: it is not.
+    """Learn from short local runs whether a training function is sound. Exit 1: it is not.
 
     FUNCTION may also be PKG.MOD:FUNCTION, looked up from the current folder too. Give it arguments that make a small
     model.

@@ -3,27 +3,33 @@
 import os
 import platform
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
 
-from diloco_orchestrator.cli.shared import EXIT_INTERRUPTED, echo, url_argument
+from diloco_orchestrator.cli.shared import EXIT_INTERRUPTED, echo
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+    from diloco_orchestrator.join.link import Link
+    from diloco_orchestrator.join.machine import JoinSettings
     from diloco_orchestrator.protocol.attempt_records import Offer
+    from diloco_orchestrator.run_log.run_log import RunLog
     from diloco_orchestrator.store.base import Store
 
 
 @click.command("join")
-@url_argument
+@click.argument("url", metavar="URL|LINK")
 @click.option(
     "--trust-bucket", is_flag=True,
     help="Run what the bucket says although you did not launch the run here: all who may write there may run commands "
     "on this machine.",
 )  # fmt: skip
+@click.option(
+    "--signed-by", metavar="KEY", help="Run what this public key has signed: then nobody needs trust the bucket."
+)
 @click.option("--once", is_flag=True, help="Leave after one attempt, with its exit code.")
 @click.option("--replica", type=click.IntRange(min=0), metavar="N", help="Take this replica only.")
 @click.option("--gpus", metavar="IDS", help="GPUs of the replica, such as 0 or 2,3.  [default: all that are visible]")
@@ -40,6 +46,7 @@ if TYPE_CHECKING:
 def join(
     url: str,
     trust_bucket: bool,
+    signed_by: str | None,
     once: bool,
     replica: int | None,
     gpus: str | None,
@@ -50,9 +57,13 @@ def join(
     """Offer this machine to the run in URL: it takes a replica's place, and the next one's, until the run is over.
 
     The run needs `--executor join`; it may begin later. Credentials for the bucket and the run's secrets come from this
-    machine's environment. SIGTERM lets the replica publish what it has, and leaves with exit code 75.
+    machine's environment. SIGTERM lets the replica publish what it has, and leaves with exit code 75. With a LINK that
+    `diloco invite` has made, this machine runs the replica that it names, needs no account, and runs no code but the
+    link's; "-" reads the link from standard input, where no list of processes shows it.
     """
     from diloco_orchestrator.clock import SystemClock, random_token
+    from diloco_orchestrator.errors import ConfigError, StoreDenied
+    from diloco_orchestrator.join.link import BEGINNING, Link
     from diloco_orchestrator.join.machine import Identity, JoinSettings, Machine
     from diloco_orchestrator.protocol.record_format import Stamp
     from diloco_orchestrator.store.open_store import absolute_url, open_store
@@ -64,13 +75,25 @@ def join(
         return 0
     clock, token = SystemClock(), random_token()
     patience = RetryPolicy(total_s=5.0, first_call_s=10.0)  # what fails is asked again every few seconds
-    store = open_store(absolute_url(url), clock=clock, retry=patience)
-    why_not = (lambda offer: "") if trust_bucket else only_own_offers(store)
+    if url == "-":
+        url = sys.stdin.read().strip()
+    link = Link.parse(url) if url.startswith(BEGINNING) else None
+    settings = JoinSettings(replica, once, hours, gpus, ranks, every_s, signed_by)
+    if link is None:
+        store = open_store(absolute_url(url), clock=clock, retry=patience)
+        environ: Mapping[str, str] = os.environ
+        why_not = _runs_all if trust_bucket or signed_by else only_own_offers(store)
+    else:
+        if trust_bucket or signed_by or replica is not None:
+            raise click.UsageError("a link names the replica and the key: leave out the other options about them.")
+        store = open_store(link.url, link.storage_options(), clock=clock, retry=patience)
+        settings, environ = of_link(link, settings, os.environ)
+        why_not = only_code_of(link, store)
     machine = Machine(
         store,
-        JoinSettings(replica, once, hours, gpus, ranks, every_s),
+        settings,
         Identity(token, platform.node(), os.getpid()),
-        environ=os.environ,
+        environ=environ,
         clock=clock,
         stamp=Stamp(token, clock.wall_time),
         say=lambda words: echo(words, err=True),
@@ -85,11 +108,23 @@ def join(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, leave)
-    code = machine.run()
+    try:
+        code = machine.run()
+    except StoreDenied as error:
+        if link is None:
+            raise
+        raise ConfigError(
+            f"{link.url} no longer accepts this link's credentials, which end at {link.ends}; is this machine's clock "
+            f"right? Otherwise ask for another link. ({error})"
+        ) from None
     return EXIT_INTERRUPTED if interrupted[:1] == ["SIGINT"] else code
 
 
-def ranks_here(environ: "Mapping[str, str]", ranks: int | None) -> tuple[int | None, bool]:
+def _runs_all(offer: "Offer") -> str:
+    return ""
+
+
+def ranks_here(environ: Mapping[str, str], ranks: int | None) -> tuple[int | None, bool]:
     """Number of ranks of a replica on this machine, None for the run's setting, and whether this process is to join.
 
     `ranks`: of the command line. Under torchrun, which sets the variables in `environ`, the first process joins and
@@ -117,11 +152,8 @@ def only_own_offers(store: "Store") -> Callable[["Offer"], str]:
     Raises `ConfigError` unless this user launched the run here and run.json, from which offers follow, is unchanged.
     """
     from diloco_orchestrator.errors import ConfigError, NoSuchRun
-    from diloco_orchestrator.protocol import keys
-    from diloco_orchestrator.protocol.launched import Launched
     from diloco_orchestrator.run_log.launched_here import settings_begun_here, why_not_launched_here
     from diloco_orchestrator.run_log.run_log import RunLog
-    from diloco_orchestrator.supervision.launch_request import LaunchRequests
 
     try:
         run_log = RunLog(store)
@@ -131,21 +163,12 @@ def only_own_offers(store: "Store") -> Callable[["Offer"], str]:
     if why:
         raise ConfigError(
             f"this machine would run the code that {store.url} holds, and {why}: whoever may write to the bucket "
-            "chooses what runs here, with this user's files and credentials. Pass --trust-bucket if you trust all who "
-            "may write there."
+            "chooses what runs here, with this user's files and credentials. Name the key that signed the run, "
+            "--signed-by KEY, or pass --trust-bucket if you trust all who may write there."
         )
-    run = run_log.run
-
-    def launched(offer: "Offer", settings: str) -> tuple[str, list[str], dict[str, str], str]:
-        """Run id, command, environment and code that this run's offer of an attempt must have with `settings`."""
-        pinned, secrets = Launched(run_log.run_sha256, settings), dict.fromkeys(run.secret_names, "")
-        requests = LaunchRequests(run, pinned, store.url, secrets=secrets)
-        command, env = requests.program(offer.replica_id, offer.attempt, shares_machine=False)
-        return run.run_id, command, env, keys.code(run.code_sha256 or "")
 
     def why_not(offer: "Offer") -> str:
-        found = offer.run_id, list(offer.command), offer.env, offer.code
-        if any(found == launched(offer, settings) for settings in ("", *sorted(settings_begun_here(run_log)))):
+        if is_of_run(offer, run_log, settings_begun_here(run_log)):
             return ""
         return (
             "its command, environment or code is not that of the run which you launched: somebody else may have put it "
@@ -153,3 +176,58 @@ def only_own_offers(store: "Store") -> Callable[["Offer"], str]:
         )
 
     return why_not
+
+
+def is_of_run(offer: "Offer", run_log: "RunLog", settings: Iterable[str]) -> bool:
+    """Whether command, environment and code of an offered attempt follow from run.json.
+
+    `settings`: digests of the settings that legs (from start or resume to stop) of the run may have changed.
+    """
+    from diloco_orchestrator.protocol import keys
+    from diloco_orchestrator.protocol.launched import Launched
+    from diloco_orchestrator.supervision.launch_request import LaunchRequests
+
+    run, found = run_log.run, (offer.run_id, list(offer.command), offer.env, offer.code)
+    secrets = dict.fromkeys(run.secret_names, "")
+    for changed in ("", *sorted(settings)):
+        requests = LaunchRequests(run, Launched(run_log.run_sha256, changed), run_log.store.url, secrets=secrets)
+        command, env = requests.program(offer.replica_id, offer.attempt, shares_machine=False)
+        if found == (run.run_id, command, env, keys.code(run.code_sha256 or "")):
+            return True
+    return False
+
+
+def only_code_of(link: "Link", store: "Store") -> Callable[["Offer"], str]:
+    """A function that returns why an offered attempt is not of the run and code that `link` names; empty if it is."""
+    from diloco_orchestrator.protocol.launched import settings_sha256
+    from diloco_orchestrator.run_log.run_log import RunLog
+
+    def why_not(offer: "Offer") -> str:
+        run_log = RunLog(store)
+        settings = {settings_sha256(begin.settings) for begin in run_log.begins() if begin.settings}
+        if run_log.run.code_sha256 == link.code_sha256 and is_of_run(offer, run_log, settings):
+            return ""
+        return "its command, environment or code is not that of the run and the code which the link names"
+
+    return why_not
+
+
+def of_link(
+    link: "Link", settings: "JoinSettings", environ: Mapping[str, str]
+) -> tuple["JoinSettings", Mapping[str, str]]:
+    """Settings and environment of a machine with a link, with credentials of no account of this user."""
+    from diloco_orchestrator.join.link import OF_ACCOUNTS
+    from diloco_orchestrator.protocol.signatures import KEY_BYTES, from_text
+    from diloco_orchestrator.run_log.run_store import Identity as UserIdentity
+
+    of_link = replace(
+        settings,
+        replica=link.replica_id,
+        signed_by=link.signed_by,
+        run_sha256=link.run_sha256,
+        user=UserIdentity(from_text(link.seed, KEY_BYTES)),
+    )
+    if link.credentials is None:
+        return of_link, environ
+    others = {name: value for name, value in environ.items() if name not in OF_ACCOUNTS}
+    return of_link, {**others, **link.environ()}

@@ -28,6 +28,7 @@ GROUPS = {  # by section of `diloco --help`: our commands, and where each is def
         "plan": "diloco_orchestrator.cli.run_commands:plan_",
         "run": "diloco_orchestrator.cli.run_commands:run_",
         "join": "diloco_orchestrator.cli.join_command:join",
+        "invite": "diloco_orchestrator.cli.invite_command:invite",
     },
     "Look": {
         "status": "diloco_orchestrator.cli.read_commands:status",
@@ -56,6 +57,7 @@ GROUPS = {  # by section of `diloco --help`: our commands, and where each is def
         "push": "diloco_orchestrator.cli.read_commands:push",
         "gc": "diloco_orchestrator.cli.run_commands:gc",
         "key": "diloco_orchestrator.cli.read_commands:key",
+        "revoke": "diloco_orchestrator.cli.invite_command:revoke",
     },
 }
 OURS = {name: where for group in GROUPS.values() for name, where in group.items()}

@@ -14,7 +14,7 @@ from diloco_orchestrator.cli.shared import EXIT_DISAGREES, echo, json_option, sa
 @click.option("--once", is_flag=True, help="State the head of now, and end.")
 @json_option
 def witness(url: str, place: str, every: float, once: bool, as_json: bool) -> int:
-    """State in PLACE which commit is the last of the run in URL, signed by you, until the run ends.
+    """Sign in PLACE what the log of the run in URL says, until the run ends: which commit is the last.
 
     Exit 4: the log contradicts an earlier statement. `diloco verify URL --witness PLACE` compares it later.
     """

@@ -95,7 +95,8 @@ def check_importable(entrypoint: str) -> None:
 def check_defined(entrypoint: str, source: Path) -> None:
     """Raise `ConfigError` if the module file `source` is not Python or does not define the entrypoint's function.
 
-    Also if that function cannot be called with one argument, the context. A module that may bind names in other ways
+    Also if that function cannot be called with one argument, the context, or importing the module would launch a run,
+    as each replica would. A module that may bind names in other ways
     (`from x import *`, `__getattr__`) passes.
     """
     wanted = entrypoint.partition(":")[2].partition(".")[0]
@@ -105,6 +106,11 @@ def check_defined(entrypoint: str, source: Path) -> None:
         raise ConfigError(f"entrypoint {entrypoint!r}: {source} is not Python: {error}.") from None
     names = _top_level_names(module)
     if wanted in names:
+        if line := _launching_line(module):
+            raise ConfigError(
+                f"entrypoint {entrypoint!r}: line {line} of {source.name} calls launch whenever the file is imported, "
+                'so every replica would launch a run. Put that call below `if __name__ == "__main__":`.'
+            )
         if why := _why_no_training_function(module, wanted):
             raise ConfigError(f"entrypoint {entrypoint!r}: {wanted} in {source.name} {why}")
         return
@@ -113,6 +119,31 @@ def check_defined(entrypoint: str, source: Path) -> None:
     close = nearest(wanted, names)
     hint = f"Did you mean {close!r}?" if close else "Check its spelling."
     raise ConfigError(f"entrypoint {entrypoint!r}: {source.name} defines no {wanted!r}. {hint}")
+
+
+def _launching_line(module: ast.Module) -> int | None:
+    """The line on which importing `module` calls `diloco_orchestrator.launch`; None if it does not.
+
+    Calls in functions, in classes, and below a condition on `__name__` do not count.
+    """
+    imports = [node for node in ast.walk(module) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {
+        alias.asname or alias.name if isinstance(node, ast.ImportFrom) else f"{alias.asname or alias.name}.launch"
+        for node in imports
+        for alias in node.names
+        if (getattr(node, "module", ""), alias.name) in (("diloco_orchestrator", "launch"), ("", "diloco_orchestrator"))
+    }
+    todo: list[ast.AST] = list(module.body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in names:
+            return node.lineno
+        todo += ast.iter_child_nodes(node)
+    return None
 
 
 def _why_no_training_function(module: ast.Module, name: str) -> str:

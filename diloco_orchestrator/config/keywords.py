@@ -17,7 +17,7 @@ from diloco_orchestrator.config.parts import (
 
 
 class OuterSettings(TypedDict, total=False):
-    """`OuterConfig` as a dict."""
+    """Settings of the outer optimizer (`OuterConfig`) as a dict, for `launch(outer=…)`."""
 
     lr: float
     momentum: float
@@ -25,7 +25,7 @@ class OuterSettings(TypedDict, total=False):
 
 
 class GuardSettings(TypedDict, total=False):
-    """`GuardConfig` as a dict."""
+    """Settings of the guard (`GuardConfig`) as a dict, for `launch(guard=…)`."""
 
     rule: str
     min_steps: int
@@ -45,7 +45,7 @@ class GuardSettings(TypedDict, total=False):
 
 
 class TimingSettings(TypedDict, total=False):
-    """`TimingConfig` as a dict."""
+    """Timeouts and intervals (`TimingConfig`) as a dict, for `launch(timing=…)`."""
 
     round_timeout_s: float
     startup_timeout_s: float
@@ -54,7 +54,7 @@ class TimingSettings(TypedDict, total=False):
 
 
 class RetrySettings(TypedDict, total=False):
-    """`RetryConfig` as a dict."""
+    """Budgets for relaunching replicas (`RetryConfig`) as a dict, for `launch(retry=…)`."""
 
     max_errors: int
     max_preemptions: int
@@ -66,14 +66,14 @@ class RetrySettings(TypedDict, total=False):
 
 
 class RetentionSettings(TypedDict, total=False):
-    """`RetentionConfig` as a dict."""
+    """Settings of what stays in the bucket (`RetentionConfig`) as a dict, for `launch(retention=…)`."""
 
     payloads: Literal["all", "needed"]
     snapshots: int | None
 
 
 class OnHaltSettings(TypedDict, total=False):
-    """`OnHaltConfig` as a dict."""
+    """Settings of automatic resume after a halt (`OnHaltConfig`) as a dict, for `launch(on_halt=…)`."""
 
     change: Mapping[str, Any]
     at_most: int
@@ -87,6 +87,7 @@ class RunSettings(TypedDict, total=False):
     max_replicas: int | None
     deal: Literal["ids", "open"]
     ranks_per_replica: int | list[int]
+    invited: list[int]
     rounds: int
     sync_every: int
     steps: Literal["equal", "equal_time"]

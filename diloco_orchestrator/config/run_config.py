@@ -71,6 +71,11 @@ class RunConfig(Tree):
         description="processes (ranks) of a replica, on one machine, which train one model with DDP or fully_shard; or "
         "the number for each replica, as in 8,4,1",
     )
+    invited: list[int] = Field(
+        default=[],
+        description="ids of replicas that people with a link run (`diloco invite`), as in 4,5: they contribute, and "
+        "neither commit, nor average for others, nor write the first base or snapshots; needs a signed run",
+    )
     rounds: int = Field(default=100, ge=1, description="outer steps of the run")
     sync_every: int = Field(default=30, ge=1, description="inner steps between outer steps (H)")
     steps: Literal["equal", "equal_time"] = Field(
@@ -179,6 +184,18 @@ class RunConfig(Tree):
     def _listed(cls, value: Any) -> Any:
         return value.strip("[]() ").split(",") if isinstance(value, str) and "," in value else value
 
+    @field_validator("invited", mode="before")
+    @classmethod
+    def _ids(cls, value: Any) -> Any:
+        return value.strip("[]() ").split(",") if isinstance(value, str) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _aggregate_with_strangers(cls, values: Any) -> Any:
+        """Leave out the quarter that agrees least, unless `aggregate` is given, where strangers contribute."""
+        is_of_strangers = isinstance(values, Mapping) and values.get("invited") and values.get("outer") != "sparse"
+        return {"aggregate": "agreeing_mean", **values} if is_of_strangers else values
+
     @model_validator(mode="before")
     @classmethod
     def _weights_of_unequal_work(cls, values: Any) -> Any:
@@ -223,7 +240,8 @@ class RunConfig(Tree):
     @model_serializer(mode="wrap")
     def _without_its_later_field(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # Earlier versions, which do not know these, read the run.json of a run that does not use them.
-        unused = {"max_replicas": None, "ranks_per_replica": 1, "path": "gather", "deal": "ids"}
+        unused: dict[str, Any] = {"max_replicas": None, "ranks_per_replica": 1, "path": "gather", "deal": "ids"}
+        unused["invited"] = []
         return {name: value for name, value in dump(self).items() if name not in unused or value != unused[name]}
 
     @field_validator("guard", mode="before")
@@ -332,6 +350,7 @@ def _why_refused(config: RunConfig) -> Iterator[str]:
     if config.adapters == "exact":
         yield from _why_not_with_exact_adapters(config)
     yield from _why_not_with_these_ranks(config)
+    yield from _why_not_with_these_strangers(config)
     if config.deal == "open":
         for name, usual, why in (
             ("fragment_sync_delay", 0, "steps are taken before the commit that deals them"),
@@ -400,6 +419,20 @@ def _why_not_with_this_aggregate(config: RunConfig) -> Iterator[str]:
         yield (
             f'aggregate="{config.aggregate}" with adapters="exact", which is a mean of products. Set '
             'adapters="mean", or aggregate="mean".'
+        )
+
+
+def _why_not_with_these_strangers(config: RunConfig) -> Iterator[str]:
+    if any(not 0 <= each < config.most_replicas for each in config.invited):
+        yield (
+            f"invited={config.invited}: the run has replicas 0 to {config.most_replicas - 1}. Name some of these, or "
+            "launch it with more."
+        )
+    others = set(range(config.replicas)).difference(config.invited)
+    if config.invited and len(others) < 2:
+        yield (
+            f"invited={config.invited} leaves {len(others)} of {config.replicas} replicas that are not: the others "
+            "commit the rounds and confirm each other's bases. Two or more must not be invited."
         )
 
 

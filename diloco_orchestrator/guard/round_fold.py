@@ -126,7 +126,9 @@ def fold_of_commit(
 
 
 def fields_of(folded: FoldResult | None, guard: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The fields of a commit that follow from its fold. `guard`: the guard's state before the round."""
+    """The guard's fields of a commit as the result of `fold_of_commit` gives them. `guard`: the guard's state before
+    the round.
+    """
     if folded is None:
         return {"verdict": None, "guard": guard, "quarantined": (), "discounted": ()}
     names = {"verdict": folded.verdict, "guard": folded.state}

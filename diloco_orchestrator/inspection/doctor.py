@@ -282,7 +282,8 @@ def _credentials(options: Mapping[str, Any]) -> Finding:
     if found is None:
         todo = "Set AWS_PROFILE here; in replicas AWS_ACCESS_KEY_ID and its secret, or give them a role."
         return Finding("credentials", False, "none found.", todo)
-    return Finding("credentials", True, f"from {found.method}; region {session.region_name or 'not set'}")
+    region = os.environ.get("AWS_REGION") or session.region_name or "not set"
+    return Finding("credentials", True, f"from {found.method}; region {region}")
 
 
 def _speed(store: Store, clock: Clock) -> Iterator[Finding]:

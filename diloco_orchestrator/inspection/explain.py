@@ -170,8 +170,14 @@ def explain(status: RunStatus, best: int | None = None, now: float | None = None
         found = [*waits, _sentence(status.reason), *scores, *chosen, *_warning(status), *outlook]
         return Explanation("going on", what, found, [*mended, *todo] or ["Nothing has to be done."], statistics)
     if status.state == "completed":
+        other = best is not None and best != status.outer_step
         todo = [
             f"The model: `diloco pull {at} DESTINATION`.",
+            *(
+                [f"The one with the best held-out score: `diloco pull {at} DESTINATION --round {best}`."]
+                if other
+                else []
+            ),
             f"More rounds: `diloco resume {at} --rounds N`.",
         ]
         errors, mended = _errors(status)

@@ -20,16 +20,6 @@ _MEASURED = 27  # contributions of a place, the newest, whose median speed count
 PlaceOf = Callable[[int, int], str]  # the place of an attempt by replica and number; "" if its intent cannot be read
 
 
-def place_reader(attempts: AttemptRecords) -> PlaceOf:
-    """A function that returns the place (executor) of an attempt, from its intent record."""
-
-    def place_of(replica_id: int, attempt: int) -> str:
-        intent = attempts.intent(replica_id, attempt)
-        return intent.executor if intent is not None else ""
-
-    return place_of
-
-
 class PlaceSpeeds:
     """Tokens per second of one replica at each place (executor), and tokens averaged from there, from the commits."""
 

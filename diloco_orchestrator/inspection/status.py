@@ -12,7 +12,7 @@ from diloco_orchestrator.allreduce.dealing import bytes_down_of_round
 from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.guard.round_fold import outlook as guard_outlook
 from diloco_orchestrator.inspection.costs import CostReader, EndForecast, LegCost, Spent, end_forecast, leg_cost
-from diloco_orchestrator.inspection.places import PlaceRow, PlaceSpeeds, newest_decision, place_reader, place_rows
+from diloco_orchestrator.inspection.places import PlaceRow, PlaceSpeeds, newest_decision, place_rows
 from diloco_orchestrator.protocol.attempt_records import Heartbeat, reason_of
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.legs import DefaultBases
@@ -187,7 +187,6 @@ class RunReader:
         self.log = log or RunLog(store)
         self.attempts = AttemptRecords(self.log.store)
         self._costs = CostReader(self.attempts)
-        self._place_of = place_reader(self.attempts)
         self._begin_rows()
 
     def _begin_rows(self) -> None:
@@ -195,7 +194,7 @@ class RunReader:
         self._rows: list[RoundRow] = []
         self._committed_at: list[tuple[int, float]] = []  # leg and time of every commit
         self._bases = DefaultBases()
-        self._speeds = PlaceSpeeds(self._place_of)
+        self._speeds = PlaceSpeeds(self.attempts.place)
         self._rows_in_doubt = self.log.in_doubt
 
     @property
@@ -281,7 +280,7 @@ class RunReader:
             outlook=guard_outlook(last.guard, self.run.config.guard) if last else "",
             spent=spent,
             to_the_end=end_forecast(spent, committed_at, outer_steps - taken) if state == "running" else None,
-            places=place_rows(costs, at, begin.leg, self._speeds, self._place_of),
+            places=place_rows(costs, at, begin.leg, self._speeds, self.attempts.place),
             placed=newest_decision(self.attempts, numbers, begin.leg),
             override_guard=begin.override_guard,
             settings=dict(begin.settings),

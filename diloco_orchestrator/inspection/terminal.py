@@ -402,8 +402,8 @@ def _number(value: float | None) -> str:
 
 
 def megabytes(count: int) -> str:
-    """A number of bytes as text in MB (10^6 bytes)."""
-    return f"{count / 1e6:.1f} MB"
+    """A number of bytes as text in MB (10^6 bytes), in kB where it would read 0.0 MB."""
+    return f"{count / 1e3:.1f} kB" if 0 < count < 50_000 else f"{count / 1e6:.1f} MB"
 
 
 def findings_table(found: Sequence[Finding]) -> Table:

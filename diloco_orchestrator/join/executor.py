@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 from diloco_orchestrator.clock import SystemClock, random_token
 from diloco_orchestrator.code_archive import bootstrap
-from diloco_orchestrator.errors import RecordInvalid, StoreDenied, StoreError, StoreUnavailable
+from diloco_orchestrator.errors import ConfigError, RecordInvalid, StoreDenied, StoreError, StoreUnavailable
 from diloco_orchestrator.executors.clock import ExecutorClock
 from diloco_orchestrator.executors.constructor_options import plain_options
 from diloco_orchestrator.executors.contract import (
@@ -29,6 +29,7 @@ from diloco_orchestrator.executors.contract import (
     in_order,
 )
 from diloco_orchestrator.executors.remote_base import RemoteExecutor, attempt_name, run_label
+from diloco_orchestrator.join.invitations import invitations_to
 from diloco_orchestrator.join.offers import by_attempt, name_of, offers_in, records_about
 from diloco_orchestrator.join.output import lines_of
 from diloco_orchestrator.protocol import keys
@@ -40,6 +41,7 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.redaction import secret_settings
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.reader import read, read_optional, read_record
+from diloco_orchestrator.run_log.run_store import ENV_ATTEMPT_KEY, PublicIdentity, of_run
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import absolute_url, open_store
@@ -53,8 +55,8 @@ _RETRY = RetryPolicy(total_s=2.0)  # `poll` must not wait; whoever calls repeats
 _LEFT_S = 10.0
 _FOLLOW_S = 2.0  # pause before output is asked for again
 # Secrets of every launch that a machine does not need: it opens the bucket with credentials of its own, and so fetches
-# the code.
-_NOT_NEEDED = frozenset({ENV_STORAGE_OPTIONS, bootstrap.ENV_URL})
+# the code. An attempt's keys are sealed in its offer.
+_NOT_NEEDED = frozenset({ENV_STORAGE_OPTIONS, bootstrap.ENV_URL, ENV_ATTEMPT_KEY})
 
 
 class JoinExecutor(RemoteExecutor):
@@ -63,6 +65,8 @@ class JoinExecutor(RemoteExecutor):
     Such a machine needs credentials for the bucket and the run's secrets in its own environment: offers hold none.
 
     Args:
+        machines: Lines that `diloco key --me` prints on the machines, for a signed run: only they get an attempt's
+            keys, sealed in its offer. Without them only unsigned runs can be offered.
         lost_after_s: Seconds without a sign of life, on this process's clock, after which a machine counts as lost, and
             its replica is offered again. Machines give one every `diloco join --every` seconds (5, at most 30).
         hourly_usd: What one replica's machine costs in US dollars an hour, for `status` and for max_cost_usd, which is
@@ -80,6 +84,7 @@ class JoinExecutor(RemoteExecutor):
     def __init__(
         self,
         *,
+        machines: Sequence[str] = (),
         lost_after_s: float = 120.0,
         hourly_usd: float | None = None,
         clock: ExecutorClock | None = None,
@@ -89,6 +94,12 @@ class JoinExecutor(RemoteExecutor):
         if not lost_after_s > 0:
             raise ValueError(f"lost_after_s={lost_after_s!r}: machines give a sign of life every few seconds; say 120.")
         self._lost_after_s = lost_after_s
+        try:
+            lines = machines.split(",") if isinstance(machines, str) else machines
+            self._machines = tuple(PublicIdentity.parse(line.strip()) for line in lines)
+            self.offers_keys = bool(self._machines)
+        except ConfigError as error:
+            raise ValueError(f"machines: {error}") from None
         self._stamp = Stamp(random_token(), SystemClock().wall_time)
         self._url: str | None = None
         self._storage_options: Mapping[str, Any] = {}
@@ -117,7 +128,7 @@ class JoinExecutor(RemoteExecutor):
                 "--executor join`; without a run call use_store(url, storage_options)."
             )
         if url not in self._opened:
-            self._opened[url] = open_store(url, options, retry=_RETRY)
+            self._opened[url] = of_run(open_store(url, options, retry=_RETRY))
         return self._opened[url]
 
     # -- launching -----------------------------------------------------------------------------------------------
@@ -135,7 +146,11 @@ class JoinExecutor(RemoteExecutor):
             "from the machine's own environment": list(offer.secret_names),
         }
 
-    def _offer(self, request: LaunchRequest) -> Offer:
+    def _offer(self, request: LaunchRequest, invited: Sequence[PublicIdentity] = ()) -> Offer:
+        """The offer to joining machines for a request, with the attempt's keys for `machines` and for `invited`.
+
+        Raises ValueError for a variable that looks secret.
+        """
         if exposed := secret_settings(request.env, "env"):
             raise ValueError(
                 f"{', '.join(exposed)} would be written into the bucket with the offer. Pass it as a secret "
@@ -149,18 +164,36 @@ class JoinExecutor(RemoteExecutor):
             command=tuple(request.command),
             env=dict(request.env),
             secret_names=tuple(sorted(request.secrets.keys() - _NOT_NEEDED)),
+            sealed=self._sealed(request, invited),
             code=_code_of(request),
             timeout_s=request.timeout_s,
         )
+
+    def _invited(self, store: Store, request: LaunchRequest) -> list[PublicIdentity]:
+        """Identities that are invited to run the request's replica and have not expired on this process's clock."""
+        if ENV_ATTEMPT_KEY not in request.secrets:
+            return []
+        now = self._stamp()["at"]
+        found = [each for each in invitations_to(store, request.replica_id) if each.not_after > now]
+        return [PublicIdentity.parse(each.public) for each in found]
+
+    def _sealed(self, request: LaunchRequest, invited: Sequence[PublicIdentity]) -> dict[str, str] | None:
+        """The attempt's keys for each machine that may have them, by its identity's digest; None in an unsigned run."""
+        if (secret := request.secrets.get(ENV_ATTEMPT_KEY)) is None:
+            return None
+        name = attempt_name(request)
+        return {each.digest: each.seal(name, secret.encode()) for each in (*self._machines, *invited)}
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
         """Create the attempt's offer to joining machines, or adopt the one that exists. Does not wait for a machine.
 
         Raises ValueError for a variable that looks like a credential, before anything is written.
         """
-        offer, name = self._offer(request), attempt_name(request)
+        self._offer(request)
+        name = attempt_name(request)
         with _as_executor_errors():
             store, key = self._store(), keys.join_offer(name)
+            offer = self._offer(request, self._invited(store, request))
             if (created := Writer(store, Role.COORDINATOR).create(offer, key)) is not None:
                 log.info(
                     "replica %d, attempt %d waits for a machine: diloco join %s",

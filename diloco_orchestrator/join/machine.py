@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from diloco_orchestrator.clock import Clock
@@ -24,6 +25,8 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.run_store import ENV_ATTEMPT_KEY, as_attempt, check_signed_by, identity_of_user, of_run
+from diloco_orchestrator.run_log.run_store import Identity as UserIdentity
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import Store
 
@@ -47,6 +50,9 @@ class JoinSettings:
     gpus: str | None = None  # CUDA_VISIBLE_DEVICES of the replica, such as "2,3"; None: as it is here
     ranks: int | None = None  # processes that train a replica together here; None: as the run's configuration says
     every_s: float = 5.0  # seconds between two requests to the bucket; well below the executor's lost_after_s
+    signed_by: str | None = None  # the public key that must have signed the run; None: any or none
+    run_sha256: str | None = None  # that run.json must have, as a link says; None: any
+    user: UserIdentity | None = None  # to which an attempt's keys are sealed; None: that of this user
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ class Machine:
         why_not: Callable[[Offer], str] = lambda offer: "",
         start: Start = LocalProcess,
     ) -> None:
-        self._store = store
+        self._store = of_run(store, {})
         self._why_not = why_not
         self._settings = settings
         self._identity = identity
@@ -101,6 +107,7 @@ class Machine:
         self._log: RunLog | None = None
         self._read: dict[str, bytes] = {}  # of offers, by the attempt's name
         self._refused: set[str] = set()  # names of attempts that this machine cannot run
+        self._keys: dict[str, str] = {}  # of attempts of a signed run, by name
         self._attempt: TakenAttempt | None = None
         self._leaving = ""
         self._signalled = False
@@ -170,11 +177,13 @@ class Machine:
                 self._log = RunLog(self._store)
             except NoSuchRun:
                 return ""
-            if self._log.run.signed_by is not None:
+            check_signed_by(self._log.run, self._store.url, self._settings.signed_by)
+            if self._settings.run_sha256 not in (None, self._log.run_sha256):
                 raise ConfigError(
-                    f"{self._store.url} is a signed run. Its launcher offers nothing to machines that join, so what is "
-                    "offered there is somebody else's. Launch a run with --unsigned for machines that join."
+                    f"{self._store.url} holds another run than the link names: it was replaced. Ask for another link."
                 )
+            if self._log.run.signed_by is not None:
+                self._say(f"it is signed by {self._log.run.signed_by.key}; this machine is {self._user.public.text()}")
             self._check_secrets(self._log.run.secret_names, f"run {self._log.run.run_id}")
         try:
             newest = self._log.newest_leg()
@@ -193,6 +202,8 @@ class Machine:
 
     def _take(self) -> Entry[Offer] | None:
         """Take an offered attempt that no machine has taken; None if there is none for this machine."""
+        if self._log is None and self._settings.signed_by is not None:
+            return None  # nobody has signed what lies in a folder without a run
         listed = offers_in(self._store.list(keys.JOINS))
         # Low ids first: a run that can be scaled offers ids that its first round does not wait for.
         for name in sorted((name for name in listed if name not in self._refused), key=lambda name: (len(name), name)):
@@ -208,7 +219,7 @@ class Machine:
             me = self._identity
             taken = Taken(**self._stamp(), by=me.token, host=me.host, pid=me.pid)
             key = keys.join_record(name, offer.sha256, keys.JOIN_TAKEN)
-            if Writer(self._store, Role.MACHINE).create(taken, key) is not None:
+            if Writer(self._store_of(name), Role.MACHINE).create(taken, key) is not None:
                 return offer
         return None
 
@@ -232,11 +243,33 @@ class Machine:
                 if why := self._why_not(offer):
                     raise ConfigError(f"{key}: {why}")
                 self._check_secrets(offer.secret_names, who(offer))
+                if self._log is not None and self._log.run.signed_by is not None:
+                    self._keys[name] = self._keys_in(offer)
         except (RecordInvalid, ConfigError) as error:
             self._say(f"not taken: {error}")
             self._refused.add(name)
             return None
         return Entry(offer, sha256_hex(data))
+
+    @cached_property
+    def _user(self) -> UserIdentity:
+        return self._settings.user or identity_of_user()
+
+    def _keys_in(self, offer: Offer) -> str:
+        """The attempt's keys, sealed in its offer for this machine's user. Raises `ConfigError` if they are not."""
+        sealed = (offer.sealed or {}).get(self._user.public.digest)
+        if sealed is None and self._settings.run_sha256 is not None:
+            raise ConfigError(f"{who(offer)}: its keys are not for this link, which was revoked or has expired")
+        if sealed is None:
+            raise ConfigError(
+                f"{who(offer)}: its keys are for other machines. Launch the run with this one among "
+                f"JoinExecutor(machines=[…]): {self._user.public.text()}"
+            )
+        return self._user.opened(name_of(offer), sealed).decode()
+
+    def _store_of(self, name: str) -> Store:
+        """The run's folder for what this machine writes about an attempt: of a signed run, with the attempt's keys."""
+        return as_attempt(self._store, self._keys[name]) if name in self._keys else self._store
 
     # -- one attempt ---------------------------------------------------------------------------------------------
 
@@ -245,14 +278,19 @@ class Machine:
         offer = taken.record
         folder = Path(tempfile.mkdtemp(prefix="diloco-join-"))
         gpus = {} if self._settings.gpus is None else {"CUDA_VISIBLE_DEVICES": self._settings.gpus}
+        keys_of_attempt = {ENV_ATTEMPT_KEY: self._keys[name]} if (name := name_of(offer)) in self._keys else {}
         ranks = [] if self._settings.ranks is None else ["--ranks", str(self._settings.ranks)]
         attempt = TakenAttempt(
-            self._store,
+            self._store_of(name),
             offer,
             taken.sha256,
             folder,
             arguments=ranks,
-            env={**{name: value for name, value in self._environ.items() if name not in KEY_VARIABLES}, **gpus},
+            env={
+                **{name: value for name, value in self._environ.items() if name not in KEY_VARIABLES},
+                **gpus,
+                **keys_of_attempt,
+            },
             clock=self._clock,
             stamp=self._stamp,
             every_s=self._settings.every_s,

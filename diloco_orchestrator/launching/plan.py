@@ -124,7 +124,8 @@ def prepare_launch(
         raise ConfigError("memory:// is gone with this process; replicas are processes of their own. Give a folder.")
     url = absolute_url(store)
     if signed is None:
-        signed = "://" in url and not url.startswith("file://") and not offers_to_machines(executor, config)
+        is_bucket = "://" in url and not url.startswith("file://")
+        signed = bool(config.invited) or (is_bucket and not offers_to_machines(executor, config, without_keys=True))
     key = new_key() if signed else None
     give_store(executor, url, storage_options)
     if requirements is None and not executor.shares_machine:

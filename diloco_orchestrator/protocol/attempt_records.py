@@ -112,9 +112,12 @@ class Heartbeat(Record):
 
 
 class Offer(Record):
-    """join/attempts/<name>/offer.json: an attempt that a machine running `diloco join` may execute; holds no secret."""
+    """Record join/attempts/<name>/offer.json: an attempt that a machine running `diloco join` may execute; secrets are
+    encrypted.
+    """
 
     record: ClassVar[str] = "offer"
+    later_fields: ClassVar[frozenset[str]] = frozenset({"sealed"})
     run_id: str
     replica_id: int = Field(ge=0)
     attempt: int = Field(ge=1)
@@ -123,6 +126,20 @@ class Offer(Record):
     secret_names: tuple[str, ...] = ()  # variables that the machine must have
     code: str | None = None  # key of the code archive that the machine fetches; None: the command needs none
     timeout_s: float | None = Field(default=None, gt=0)
+    sealed: dict[str, str] | None = None  # of a signed run: the attempt's keys for each machine, by its user's identity
+
+
+class Invitation(Record):
+    """Record join/invited/…: an identity (key pair), whose holder may run the replica; the same under join/revoked/…
+    ends that.
+    """
+
+    record: ClassVar[str] = "invitation"
+    epoch: int = Field(ge=1)  # of the run's keys, with which it ends
+    replica_id: int = Field(ge=0)
+    identity: str = Field(pattern="^[0-9a-f]{32}$")  # digest of `public`
+    public: str  # to which the keys of the replica's attempts are sealed; as `diloco key --me` prints it
+    not_after: float  # seconds since 1970, on the clock of whoever launches attempts and gives it no keys later
 
 
 class Taken(Record):

@@ -40,8 +40,11 @@ class Rotation(Record):
         """
         if (leg := _OF_LEG.fullmatch(key)) is not None:
             return int(leg[1]) >= self.from_leg
+        if (invited := keys.invitation.parse(key) or keys.revocation.parse(key)) is not None:
+            return int(invited[0]) >= self.epoch
         named = keys.parse_attempt(key)
-        if (who := (named.replica_id, named.attempt) if named else keys.began.parse(key)) is not None:
+        who = (named.replica_id, named.attempt) if named else keys.began.parse(key) or keys.parse_joined(key)
+        if who is not None:
             return int(who[1]) > self.attempts.get(str(who[0]), 0)
         round_ = keys.parse_round(key)
         return round_ is not None and round_ > self.after_round

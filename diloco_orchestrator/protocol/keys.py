@@ -179,6 +179,10 @@ JOINS = "join/attempts/"  # attempts that are offered to machines that join
 JOIN_OFFER, JOIN_TAKEN, JOIN_LEASE = "offer.json", "taken.json", "lease.json"
 JOIN_CANCEL, JOIN_END = "cancel.json", "end.json"
 join_offer = Form("join/attempts/<job>/offer.json")
+INVITATIONS = "join/invited/"  # strangers' rights to run one replica of a signed run
+REVOCATIONS = "join/revoked/"
+invitation = Form("join/invited/<epoch>/<id>.<identity>.json")
+revocation = Form("join/revoked/<epoch>/<id>.<identity>.json")
 join_output = Form("join/output/<job>/")  # the prefix of the pieces of an offered attempt's output
 
 
@@ -202,6 +206,13 @@ _JOIN_RECORD = re.compile(
 )
 _JOIN_PIECE = re.compile(rf"join/output/{_JOB}/[0-9]{{6}}\.txt")
 _JOB_OF_ATTEMPT = re.compile(rf"dl-.+-r({_N})-a({_N})")
+_OF_JOB = re.compile(rf"join/(?:attempts|output)/(dl-.+-r({_N})-a({_N}))/.*", re.DOTALL)
+
+
+def parse_joined(key: str) -> tuple[int, int] | None:
+    """(replica_id, attempt) of any object about an attempt that is offered to machines; None for any other key."""
+    found = _OF_JOB.fullmatch(key)
+    return (int(found[2]), int(found[3])) if found else None
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.allreduce_records import Reduced
-from diloco_orchestrator.protocol.kinds import Role, kind_at
+from diloco_orchestrator.protocol.kinds import Kind, Role, kind_at
 from diloco_orchestrator.protocol.record_format import By, parse_json
-from diloco_orchestrator.protocol.records import Commit, Snapshot
+from diloco_orchestrator.protocol.records import Commit, ReuploadRequest, Snapshot
 from diloco_orchestrator.protocol.signatures import to_text
 
 # -- names ------------------------------------------------------------------------------------------------------------
 
 # Not named: run.json, which is found without a key; code, whose key is its digest; the files of snapshots, whose
-# folders other libraries read, and whose digests are in a record that is named; machines that join, and trial objects.
-_NAMED = (keys.LEGS, keys.STARTS, keys.REPLICAS, keys.ROUNDS, keys.LOG, keys.KEYS)
+# folders other libraries read, and whose digests are in a record that is named; trial objects.
+_NAMED = (keys.LEGS, keys.STARTS, keys.REPLICAS, keys.ROUNDS, keys.LOG, keys.KEYS, "join/")
 _NAMED_ALONE = {keys.START, keys.KL_RECORD, keys.KL_REFERENCE, keys.RETENTION}
 _RECORD_OF_SNAPSHOT = re.compile(rf"{keys.SNAPSHOTS}[^/]+/{re.escape(keys.SNAPSHOT_RECORD)}(?:/.*)?", re.DOTALL)
 _NAME = re.compile(r"(.+)/(?:([1-9][0-9]{0,8})\.)?([A-Za-z0-9_-]{86})", re.DOTALL)
@@ -77,16 +77,26 @@ def is_overwritten(key: str) -> bool:
 # -- who may write what -----------------------------------------------------------------------------------------------
 
 
-def why_not_by(who: tuple[int, int], key: str, body: bytes) -> str:
+def _is_of_strangers(kind: Kind) -> bool:
+    """Whether replicas of strangers write such records: about themselves, about their machines, and requests."""
+    return kind.by_itself or Role.MACHINE in kind.writers or kind.record is ReuploadRequest
+
+
+def why_not_by(who: tuple[int, int], key: str, body: bytes, *, is_invited: bool = False) -> str:
     """Reason why an attempt's signature on the object at `key` must be rejected; empty if it is valid.
 
-    `who`: (replica id, attempt). The run's key may sign everything; an attempt's key what `protocol.kinds` lets
-    attempts write, and, where the key or the record names its author, only in its own name. So an object that cannot be
-    parsed is not accepted as a commit of an attempt.
+    `who`: (replica id, attempt). `is_invited`: a stranger runs the replica (`RunConfig.invited`). The run's key may
+    sign everything; an attempt's key what `protocol.kinds` lets attempts write, and, where the key or the record names
+    its author, only in its own name. So an object that cannot be parsed is not accepted as a commit of an attempt.
     """
     kind = kind_at(key)
+    if is_invited and (kind is None or not _is_of_strangers(kind)):
+        return f"replica {who[0]} is a stranger's, which writes no {kind.record.__name__ if kind else 'segment'}"
     if kind is None:
         return ""  # a segment: readers compare it with the commits
+    if Role.MACHINE in kind.writers:  # by the machine that runs the attempt, which has its keys
+        about = keys.parse_joined(key)
+        return "" if about == who else f"it is about attempt {about}, and its key that of {who}"
     if Role.ATTEMPT not in kind.writers and kind.record is not Snapshot:
         return f"attempts write no {kind.record.__name__}"
     try:

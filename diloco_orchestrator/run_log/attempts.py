@@ -106,6 +106,11 @@ class AttemptRecords:
         found = self._read(Intent, keys.intent(replica_id, attempt))
         return found if found is not None and (found.replica_id, found.attempt) == (replica_id, attempt) else None
 
+    def place(self, replica_id: int, attempt: int) -> str:
+        """The name of the place (executor) of an attempt, by its intent; empty if that cannot be read."""
+        intent = self.intent(replica_id, attempt)
+        return intent.executor if intent is not None else ""
+
     def handle(self, replica_id: int, attempt: int) -> Handle | None:
         return self._read(Handle, keys.handle(replica_id, attempt))
 

@@ -14,7 +14,8 @@ from diloco_orchestrator.protocol.key_records import Rotation
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.signing.identity import Identity as Identity
 from diloco_orchestrator.signing.identity import PublicIdentity as PublicIdentity
-from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, ENV_RUN_KEY, identity, keep, needs_key, run_key_of
+from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY as ENV_ATTEMPT_KEY
+from diloco_orchestrator.signing.kept_keys import ENV_RUN_KEY, identity, keep, needs_key, run_key_of
 from diloco_orchestrator.signing.keys import RunKey as RunKey
 from diloco_orchestrator.signing.keys import Signer as Signer
 from diloco_orchestrator.signing.keys import is_by as is_by
@@ -30,6 +31,14 @@ def of_run(store: Store, environ: Mapping[str, str] | None = None) -> Store:
     `environ`: the environment that may hold keys; None: this process's.
     """
     return store if signed_store_in(store) else SignedStore(store, os.environ if environ is None else environ)
+
+
+def as_attempt(store: Store, secret: str) -> Store:
+    """The run's folder `store` for the attempt whose private keys are in `secret`: what it writes is signed with
+    them.
+    """
+    signed = signed_store_in(store)
+    return of_run(store if signed is None else signed.beneath, {ENV_ATTEMPT_KEY: secret})
 
 
 def unsigned_in(store: Store) -> list[str]:

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.protocol.digests import Sha256, sha256_hex
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.signatures import KEY_BYTES, from_text, public_text, to_text
 
 _PUBLIC = "diloco-user-"  # begins the text of a public identity
@@ -59,14 +59,15 @@ class PublicIdentity:
         """Digest of the public half, 32 hex digits, by which the user's certificate in the bucket is named."""
         return sha256_hex(self.text().encode())[:32]
 
-    def seal(self, run_sha256: Sha256, secret: bytes) -> str:
-        """The encryption of `secret`, as text, which only the holder of the private half can decrypt, and only for this
-        run.
+    def seal(self, context: str, secret: bytes) -> str:
+        """The encryption of `secret`, as text, which only the holder of the private half can decrypt.
+
+        `context`: what it is for, such as the digest of the run; `Identity.opened` needs the same text.
         """
         ephemeral = X25519PrivateKey.generate()
         public = ephemeral.public_key().public_bytes_raw()
         shared = ephemeral.exchange(X25519PublicKey.from_public_bytes(self.sealing))
-        sealed = _cipher(shared, public, self, run_sha256).encrypt(_NONCE, secret, None)
+        sealed = _cipher(shared, public, self, context).encrypt(_NONCE, secret, None)
         return base64.urlsafe_b64encode(public + sealed).decode()
 
 
@@ -96,23 +97,23 @@ class Identity:
             self.signing.public_key().public_bytes_raw(), self._sealing.public_key().public_bytes_raw()
         )
 
-    def opened(self, run_sha256: Sha256, sealed: str) -> bytes:
-        """The decrypted secret of `sealed`, a result of `PublicIdentity.seal`.
+    def opened(self, context: str, sealed: str) -> bytes:
+        """The decrypted secret of `sealed`, a result of `PublicIdentity.seal` with the same `context`.
 
-        Raises `ConfigError` if it was encrypted for another user or run, or changed.
+        Raises `ConfigError` if it was encrypted for another user or context, or changed.
         """
         try:
             data = base64.urlsafe_b64decode(sealed)
             shared = self._sealing.exchange(X25519PublicKey.from_public_bytes(data[:KEY_BYTES]))
-            cipher = _cipher(shared, data[:KEY_BYTES], self.public, run_sha256)
+            cipher = _cipher(shared, data[:KEY_BYTES], self.public, context)
             return cipher.decrypt(_NONCE, data[KEY_BYTES:], None)
         except (ValueError, InvalidTag):
             raise ConfigError(
-                "the certificate of this user in the bucket cannot be opened: ask the launcher for another one "
-                "(`diloco key URL --certify …`)."
+                "what is sealed in the bucket for this user cannot be opened: it was made for another one, or changed. "
+                "Ask the launcher to name the line that `diloco key --me` prints here."
             ) from None
 
 
-def _cipher(shared: bytes, ephemeral: bytes, to: PublicIdentity, run_sha256: Sha256) -> ChaCha20Poly1305:
-    info = b"diloco sealed 1\n%s\n" % run_sha256.encode() + ephemeral + to.sealing
+def _cipher(shared: bytes, ephemeral: bytes, to: PublicIdentity, context: str) -> ChaCha20Poly1305:
+    info = b"diloco sealed 1\n%s\n" % context.encode() + ephemeral + to.sealing
     return ChaCha20Poly1305(HKDF(SHA256(), KEY_BYTES, None, info).derive(shared))

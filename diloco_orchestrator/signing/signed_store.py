@@ -12,6 +12,7 @@ from typing import IO
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, StoreError
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import Sha256, sha256_hex
@@ -56,6 +57,7 @@ class _Rules:
     run_sha256: Sha256
     signed_by: SignedBy
     signer: Signer | None
+    invited: frozenset[int] = frozenset()  # ids of replicas that strangers run
     rotations: tuple[Rotation, ...] = ()  # of the run's keys, as known when the process began
     names: dict[tuple[str, int], str] = field(default_factory=dict)  # of stored objects, by key and take
     taken: dict[str, int] = field(default_factory=dict)  # takes of a key below this one hold what nobody signed
@@ -159,7 +161,9 @@ class _Rules:
         operator = certificate.operator if isinstance(certificate, Certificate) else certificate
         if operator.epoch < (epoch := self.epoch_of(key)):
             return f"its author's key is of epoch {operator.epoch} of the run's keys; a rotation began epoch {epoch}"
-        return why_not_by(certificate.who, key, body) if isinstance(certificate, Certificate) else ""
+        if not isinstance(certificate, Certificate):
+            return ""
+        return why_not_by(certificate.who, key, body, is_invited=certificate.replica_id in self.invited)
 
     def _is_certified(self, certificate: Certificate | Operator) -> bool:
         operator = certificate.operator if isinstance(certificate, Certificate) else certificate
@@ -232,13 +236,13 @@ class SignedStore:
             run = Run.from_bytes(run_json, keys.RUN)
         except RecordInvalid:
             return  # whoever reads the run says so
-        self._known.append(None if run.signed_by is None else self._rules_of(run.signed_by, sha256))
+        self._known.append(None if run.signed_by is None else self._rules_of(run.signed_by, sha256, run.config))
 
-    def _rules_of(self, signed_by: SignedBy, run_sha256: Sha256) -> _Rules:
+    def _rules_of(self, signed_by: SignedBy, run_sha256: Sha256, config: RunConfig) -> _Rules:
         """The rules of signing of a run: its rotations of keys, whose signatures are checked, then the keys of this
         process.
         """
-        rules = _Rules(run_sha256, signed_by, None)
+        rules = _Rules(run_sha256, signed_by, None, frozenset(config.invited))
         found = {}
         for info in self.beneath.list(keys.KEYS):
             stored = parse_stored(info.key)

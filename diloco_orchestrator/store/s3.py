@@ -110,6 +110,15 @@ def address_of(options: Mapping[str, Any]) -> dict[str, str]:
     return {name: value for name, value in found.items() if value and not settings.get(name)}
 
 
+def token_service(url: str) -> Any:
+    """boto3's client of the service that mints temporary credentials (STS), with this process's credentials.
+
+    Raises `ConfigError` if boto3 is missing.
+    """
+    session, _ = _session_of(url, {})
+    return session.client("sts", region_name=session.region_name or _DEFAULT_REGION)
+
+
 def _is_tls(endpoint: str | None) -> bool:
     """Whether requests use TLS, so that the signature need not cover bodies: hashing costs more than sending."""
     return not (endpoint or "").startswith("http://")

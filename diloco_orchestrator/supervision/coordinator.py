@@ -22,7 +22,6 @@ from diloco_orchestrator.executors.contract import (
     part_of,
 )
 from diloco_orchestrator.executors.places import Places
-from diloco_orchestrator.inspection.places import place_reader
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.launched import Launched
@@ -107,8 +106,8 @@ class Coordinator:
         self._book: PlaceBook | None = None
         if isinstance(means.executor, Places):
             newest = run_log.newest(begin.record)
-            place_of = place_reader(reader.attempts)
-            self._book = PlaceBook(means.executor, self._config, place_of, newest.commit.round if newest else 0)
+            since = newest.commit.round if newest else 0
+            self._book = PlaceBook(means.executor, self._config, reader.attempts.place, since)
         self._rows = reader.new_rows()
         self._sweeper = RetentionSweeper(run_log)
         self._stopped_at: float | None = None

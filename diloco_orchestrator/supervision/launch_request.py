@@ -133,17 +133,36 @@ class LaunchRequests:
                 executor.check_machine()
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        if self.operator is not None and offers_to_machines(executor, config):
+        if self.operator is not None and offers_to_machines(executor, config, without_keys=True):
             raise ConfigError(
-                "machines that join get no secrets, and so no keys: a signed run cannot be offered to them. Launch it "
-                "with signed=False (--unsigned), or with another executor."
+                "a signed run needs machines that can get an attempt's keys: name them by the lines that `diloco key "
+                "--me` prints there, JoinExecutor(machines=[…]), or launch it with signed=False (--unsigned)."
             )
+        self._check_invited(executor)
         if isinstance(executor, Places):
             check_places(config, executor, prices_of(executor, config.ranks_of(0)))
         else:
             check_cost_limit(config, [hourly_usd(executor, request) for request in requests])
         if not self.dry:
             self.check_routes(executor, requests)
+
+    def _check_invited(self, executor: ServerlessExecutor) -> None:
+        """Raise `ConfigError` if replicas of strangers are launched by this executor, or the run is not signed."""
+        invited = self.run.config.invited
+        if invited and self.operator is None and not self.run.signed_by:
+            raise ConfigError(
+                f"invited={invited} in a run that is not signed: a stranger could write in everybody's name. Leave out "
+                "signed=False (--unsigned)."
+            )
+        requests = [LaunchRequest("run", each, 1, []) for each in invited]
+        for request in at_each_place(executor, requests):
+            if not isinstance(part_of(executor, request), OffersToMachines):
+                raise ConfigError(
+                    f"replica {request.replica_id} is for a machine of a stranger (invited={invited}), and this "
+                    "executor launches it itself. Give its place to machines that join: such as --executor "
+                    f"local:{self.run.config.most_replicas - len(invited)} --executor join:{len(invited)}, where the "
+                    "last ids are the invited ones."
+                )
 
     def check_routes(self, executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> None:
         """Raise `ConfigError` if a replica on another machine would have no credentials for the run's bucket."""
@@ -217,10 +236,16 @@ class LaunchRequests:
         return self.run.code_sha256
 
 
-def offers_to_machines(executor: ServerlessExecutor, config: RunConfig) -> bool:
-    """Whether the executor offers a replica of the run to machines that join."""
-    requests = [LaunchRequest("run", each, 1, []) for each in range(config.most_replicas)]
-    return any(isinstance(part_of(executor, each), OffersToMachines) for each in at_each_place(executor, requests))
+def offers_to_machines(executor: ServerlessExecutor, config: RunConfig, without_keys: bool = False) -> bool:
+    """Whether the executor offers a replica of the run to machines that join.
+
+    `without_keys`: count only offers to machines that get no keys of a signed run; those of people with a link get
+    some.
+    """
+    ids = [each for each in range(config.most_replicas) if not (without_keys and each in config.invited)]
+    requests = [LaunchRequest("run", each, 1, []) for each in ids]
+    parts = [part_of(executor, each) for each in at_each_place(executor, requests)]
+    return any(isinstance(each, OffersToMachines) and not (without_keys and each.offers_keys) for each in parts)
 
 
 def at_each_place(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> list[LaunchRequest]:

@@ -65,6 +65,11 @@ class Attempt:
         return self.log.configs.of(self.begin.leg)
 
     @property
+    def is_invited(self) -> bool:
+        """Whether a stranger runs this replica, by a link: it contributes, and writes nothing that others rest on."""
+        return self.replica_id in self.config.invited
+
+    @property
     def begin(self) -> Begin:
         """The record of the start or resume after which this attempt trains."""
         return self.leg.record

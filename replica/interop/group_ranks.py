@@ -13,29 +13,35 @@ from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.training.ranks import Ranks
 
 
-def shares_replica(replica_id: int) -> bool:
-    """Whether this process is one of several ranks of a replica. Every process of torch's default group calls it.
+def group_of_replica(replica_id: int) -> Any:
+    """The processes of torch's default group as a gloo group, if they are ranks of one replica; None otherwise.
 
-    It is if that group exists and all its processes have this `replica_id`. Raises `ConfigError` if only some have.
+    They are if that group exists and all its processes have this `replica_id`; every process of it calls this. Raises
+    `ConfigError` if only some have.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return False
+        return None
     ids: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ids, replica_id, dist.new_group(backend="gloo"))
+    group = dist.new_group(backend="gloo")  # objects in NCCL's need each process's current device, which may not be set
+    dist.all_gather_object(ids, replica_id, group)
     if len(set(ids)) not in (1, len(ids)):
         raise ConfigError(
             f"the processes of torch's default group join as replicas {ids}: give all of them one replica_id, as ranks "
             "of one replica, or each its own. Replicas of several ranks need a torchrun for each."
         )
-    return ids.count(replica_id) > 1
+    return group if ids.count(replica_id) > 1 else None
 
 
 def joined_in_group(
-    claimed: Callable[[], Attempt], adopted: Callable[[int, int, str, Launched], Attempt], timeout_s: float
+    group: Any,
+    claimed: Callable[[], Attempt],
+    adopted: Callable[[int, int, str, Launched], Attempt],
+    timeout_s: float,
 ) -> tuple[Attempt, Ranks]:
     """The attempt of a replica whose ranks are the processes of torch's default group, and this process among them.
 
     Args:
+        group: a result of `group_of_replica`.
         claimed: makes and claims the attempt; called in rank 0.
         adopted: makes the same attempt in another rank from its number, its leg, the digest of its claim, and the run's
             digests.
@@ -50,9 +56,9 @@ def joined_in_group(
             launched = Launched(attempt.log.run_sha256, settings_sha256(attempt.begin.settings))
             found = [(attempt.number, attempt.begin.leg, attempt.claim_sha256, launched)]
         except Exception as error:  # of any kind: the other ranks wait for the result
-            dist.broadcast_object_list([f"{type(error).__name__}: {error}"], 0)
+            dist.broadcast_object_list([f"{type(error).__name__}: {error}"], 0, group)
             raise
-    dist.broadcast_object_list(found, 0)
+    dist.broadcast_object_list(found, 0, group)
     if dist.get_rank():
         if isinstance(found[0], str):
             raise ConfigError(f"rank 0 could not join: {found[0]}")

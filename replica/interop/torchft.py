@@ -20,7 +20,7 @@ from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.replica.attempt.attempt import Attempt, adopted_attempt, claim_attempt
-from diloco_orchestrator.replica.interop.group_ranks import joined_in_group, shares_replica
+from diloco_orchestrator.replica.interop.group_ranks import group_of_replica, joined_in_group
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields, Rounds
 from diloco_orchestrator.replica.rounds.own_model import OwnModel
 from diloco_orchestrator.replica.rounds.participant import Participant
@@ -326,9 +326,9 @@ class ObjectStoreManager(TorchftManager):
             given = clock, stamp, lambda: False, ThreadBackground(), launched
             return adopted_attempt(store, replica_id, number, leg, claim_sha256, *given)
 
-        if not shares_replica(replica_id):
+        if (group := group_of_replica(replica_id)) is None:
             return cls(claimed())
-        return cls(*joined_in_group(claimed, adopted, config.retry.hung_after_s))
+        return cls(*joined_in_group(group, claimed, adopted, config.retry.hung_after_s))
 
     @property
     def participant(self) -> Participant:

@@ -135,7 +135,7 @@ def _train(
     beats = background.every(ALIVE_S, lambda: events.alive(attempt.pulse))
     try:
         load_training_libraries(environ)
-        ranks = _joined(place, store=store, background=background)
+        ranks = joined(place, store=store, background=background)
         return call_entrypoint(replace(attempt, owners=ranks.owners), load_entrypoint, notice.interrupt_if, ranks)
     finally:
         notice.interrupt_if(lambda: False)
@@ -143,7 +143,7 @@ def _train(
         events.alive(attempt.pulse)  # as it is at the end
 
 
-def _joined(place: RankPlace, **own: object) -> Any:
+def joined(place: RankPlace, **own: object) -> Any:
     """Join torch's default process group, that of the replica's ranks, and return this process's `Ranks`.
 
     `own`: objects of which every rank has its own, by name. Raises `ConfigError` if this machine has GPUs, but fewer

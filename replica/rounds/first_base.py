@@ -108,7 +108,9 @@ class _Agreement:
             if decision.sha256 is None:
                 self._check_first_base(waited)
                 self._pause()
-            elif decision.sha256 != self._own:
+            elif attempt.is_invited and self._starts.entry(decision.sha256) is None:
+                self._pause()  # until a replica that is no stranger's has written it
+            elif decision.sha256 != self._own or attempt.is_invited:
                 if (begun := self._adopt_other(decision.sha256)) is not None:
                     return begun
             elif (entry := self._starts.entry(self._own)) is not None:

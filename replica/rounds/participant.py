@@ -272,5 +272,6 @@ class Participant:
         healed = self._snapshots.write_last()
         self._snapshots.write_default()
         self._segments.wait()
-        self._attempt.writer.create(rounds.result_of(last.commit, last.sha256, self._attempt.stamp()))
+        if not self._attempt.is_invited:
+            self._attempt.writer.create(rounds.result_of(last.commit, last.sha256, self._attempt.stamp()))
         return healed

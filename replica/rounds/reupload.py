@@ -162,9 +162,12 @@ class ReuploadRequests:
     def put_wanted(self, round_: int) -> None:
         """Upload the requested versions of payload shards of a round whose bytes this replica has, unless they exist.
 
-        Later calls do so again while the request exists, because the store may lose the new version too.
+        Later calls do so again while the request exists, because the store may lose the new version too. Does nothing
+        in a replica of a stranger, which may write below its own prefixes only.
         """
         attempt = self._attempt
+        if attempt.is_invited:
+            return
         listed = [keys.parse_want(info.key) for info in attempt.store.list(keys.wants(round_))]
         if wanted := [shard for shard in listed if shard is not None]:
             attempt.owners.each(_put_again, attempt.store, self.payloads, wanted)

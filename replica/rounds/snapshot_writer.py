@@ -5,13 +5,14 @@ the content of segments, many commits in one object, so that history costs few r
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 
 from diloco_orchestrator.errors import DilocoError, ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import rounds
+from diloco_orchestrator.protocol.records import Commit
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.tip import HeldTip
@@ -56,7 +57,7 @@ class SnapshotWriter:
         if commit is None or not commit.applied or commit.outer_step % self._attempt.config.snapshot_every:
             return False
         averaged = [a.replica_id for a in commit.answers if a.averaged]
-        if min(averaged) != self._attempt.replica_id:
+        if _first_to_write(averaged, self._attempt) != self._attempt.replica_id:
             return False
         alone = len(averaged) < 2 or not self._newest_is_confirmed()
         healed = alone and self._claims.verify_unclaimed()
@@ -86,13 +87,15 @@ class SnapshotWriter:
         commit = self._tip.last
         assert commit is not None
         self.wait()
+        if self._attempt.is_invited:
+            return False
         self._attempt.pulse.phase = "snapshot"
         agreeing = sum(rounds.contributes(answer) for answer in commit.answers)
         same = self._claims.hash() == commit.base_digest
         checked = self._claims.is_verified or (agreeing > 1 and not self._tip.borrowed)
         agreed = same and not commit.applied and checked
         healed = not agreed and self._claims.verify_unclaimed()
-        before_us = sum(a.replica_id < self._attempt.replica_id for a in commit.answers)
+        before_us = _writers_before(commit, self._attempt)
         own = self._tip.value.base_round, self._claims.digest
         self._await_others(_PATIENCE_S * before_us, lambda: self._exists(*own))
         if not self._exists(*own):
@@ -107,10 +110,10 @@ class SnapshotWriter:
         """
         commit, run_log = self._tip.last, self._attempt.log
         assert commit is not None
-        if not commit.halted_by_guard:
+        if not commit.halted_by_guard or self._attempt.is_invited:
             return
         default = default_base(run_log).round
-        before_us = sum(a.replica_id < self._attempt.replica_id for a in commit.answers)
+        before_us = _writers_before(commit, self._attempt)
         self._await_others(_PATIENCE_S * before_us, lambda: ConfirmedSnapshots(run_log).take_of(default) is not None)
         ensure_default_snapshot(run_log, self._attempt.stamp, self._attempt.replica_id, self._attempt.owners)
 
@@ -195,6 +198,17 @@ class SnapshotWriter:
         return True
 
 
+def _first_to_write(averaged: Sequence[int], attempt: Attempt) -> int | None:
+    """The lowest id of those averaged, without replicas of strangers; None if there is no other."""
+    return min((each for each in averaged if each not in attempt.config.invited), default=None)
+
+
+def _writers_before(commit: Commit, attempt: Attempt) -> int:
+    """The number of replicas with a lower id than the attempt's that responded, without replicas of strangers."""
+    ids = [answer.replica_id for answer in commit.answers if answer.replica_id not in attempt.config.invited]
+    return sum(each < attempt.replica_id for each in ids)
+
+
 @contextmanager
 def _going_on_without(round_: int) -> Iterator[None]:
     """Context that logs `RecordInvalid` instead of raising it: any base can be rebuilt without the snapshot."""
@@ -226,7 +240,7 @@ class SegmentWriter:
         if commit is None or commit.round % TAIL_ROUNDS:
             return
         averaged = [a.replica_id for a in commit.answers if a.averaged]
-        if min(averaged, default=None) != self._attempt.replica_id:
+        if _first_to_write(averaged, self._attempt) != self._attempt.replica_id:
             return
         if self._writing is None or self._writing.done():
             self._writing = self._attempt.background.start(lambda: self._write(commit.round))

@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 from cli_support import diloco_here
 
+from diloco_orchestrator.code_archive.entrypoint import check_defined
+from diloco_orchestrator.errors import ConfigError
+
 WORKLOAD = """
 import asyncio
 VALUE = 3
@@ -85,3 +88,21 @@ def test_functions_that_may_be_called_with_the_context_are_taken(function: str, 
     (tmp_path / "of_mistakes.py").write_text(WORKLOAD)
     done = diloco_here("plan", f"of_mistakes.py:{function}", "--store", "runs/a", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+LAUNCHING = {  # by how the file that is imported for its function launches: the program below the function
+    "from": "from diloco_orchestrator import launch as go\ngo('launches:train')",
+    "import": "import diloco_orchestrator\nfor x in (1,):\n    print(diloco_orchestrator.launch('launches:train'))",
+    "below main": "from diloco_orchestrator import launch\nif __name__ == '__main__':\n    launch('launches:train')",
+    "another": "from os import times as launch\nlaunch()",
+}
+
+
+@pytest.mark.parametrize("how", LAUNCHING)
+def test_a_file_that_would_launch_in_every_replica_is_refused_before_a_start(how: str, tmp_path: Path):
+    (source := tmp_path / "launches.py").write_text(f"def train(ctx):\n    pass\n{LAUNCHING[how]}\n")
+    if how in ("from", "import"):
+        with pytest.raises(ConfigError, match=r"line [45] of launches.py calls launch .*if __name__"):
+            check_defined("launches:train", source)
+    else:
+        check_defined("launches:train", source)

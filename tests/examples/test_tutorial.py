@@ -63,4 +63,4 @@ def test_the_tutorial_can_be_typed_from_top_to_bottom(tmp_path):
         told = subprocess.run(read, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True).stdout
     (head,) = re.findall(r"head (7:[0-9a-f]{64})$", told, re.MULTILINE)
     assert f"head:     {head}" in said
-    assert said.count("everything agrees") == 2 and "loss on new data: 0." in said
+    assert said.count("everything agrees") == 2 and "loss on new data: 0.0" in said

@@ -134,6 +134,8 @@ def test_a_bar_is_full_at_the_threshold_and_no_longer_beyond():
 def test_commands_to_copy_are_quoted_for_the_shell():
     done = replace(played(4, rounds=3).status(), url="/data/my runs/$a")
     assert "diloco pull '/data/my runs/$a' DESTINATION" in "\n".join(explain(done).lines())
+    assert "diloco pull '/data/my runs/$a' DESTINATION --round 1`" in "\n".join(explain(done, best=1).lines())
+    assert "--round " not in "\n".join(explain(done, best=done.outer_step).lines())
     failed = replace(done, state="failed", reason="x", replicas=[replica("Traceback\nValueError: no")])
     assert "diloco resume '/data/my runs/$a'" in "\n".join(explain(failed).lines())
     assert "diloco logs '/data/my runs/$a' --replica" in "\n".join(explain(failed).lines())

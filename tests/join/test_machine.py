@@ -1,12 +1,11 @@
 """Machines that join and their executor in one process: who gets an attempt, how it ends, what is lost."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 from cli_support import diloco_here
+from join_scene import Scene
 from protocol_fleet import Fleet, play
 
 from diloco_orchestrator.cli.join_command import only_own_offers
@@ -15,7 +14,6 @@ from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreFull, StoreUnavailable
 from diloco_orchestrator.join.attempt import end_of
 from diloco_orchestrator.join.executor import JoinExecutor
-from diloco_orchestrator.join.machine import Identity, JoinSettings, Machine
 from diloco_orchestrator.join.offers import name_of
 from diloco_orchestrator.join.output import MOST_PIECES, PIECE_BYTES, OutputPieces, lines_of
 from diloco_orchestrator.protocol import keys
@@ -29,92 +27,13 @@ from diloco_orchestrator.run_log.launched_here import remember
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
-from diloco_orchestrator.store.open_store import open_store
 from diloco_orchestrator.supervision.end_of_leg import EndOfLeg
 from diloco_orchestrator.supervision.launch_request import LaunchRequests
-from executors.contract import ExecutorError, LaunchRequest, ReplicaState, ReplicaStatus, give_store
+from executors.contract import ExecutorError, ReplicaState, ReplicaStatus, give_store
 from executors.mixed import MixedExecutor
 
 SECRET = "a-secret-of-the-user-5612"
 STAMP = Stamp("test", lambda: 0.0)
-
-
-@dataclass
-class Program:
-    """A process that ends by itself, and what is done to it. It is given to `Machine` as `start`, too."""
-
-    clock: ManualClock
-    code: int | None = 0  # None: it runs until it is asked to end
-    waits: int = 1  # before it ends by itself
-    on_wait: Callable[[], None] = lambda: None
-    asked_code: int | None = 75  # of one that was asked to end; None: it does not end for that
-    output: str = ""
-    started: list[Mapping[str, str]] = field(default_factory=list)
-    signals: list[str] = field(default_factory=list)
-    pid: int = 4711
-    _end: int | None = None
-
-    def __call__(self, command: tuple[str, ...], env: Mapping[str, str], output: Path) -> "Program":
-        self.started.append(env)
-        self._waited, self._end = 0, None
-        output.write_text(self.output)
-        return self
-
-    def exit_code(self, wait_s: float) -> int | None:
-        self.clock.sleep(wait_s)
-        self.on_wait()
-        self._waited += 1
-        if self._end is None and self.code is not None and self._waited > self.waits:
-            self._end = self.code
-        return self._end
-
-    def ask_to_end(self) -> None:
-        self.signals.append("TERM")
-        self._end = self.asked_code
-
-    def kill(self) -> None:
-        if self._end is None:
-            self.signals.append("KILL")
-            self._end = -9
-
-
-class Scene:
-    """An executor, its folder in memory, and machines whose time passes when they sleep."""
-
-    def __init__(self) -> None:
-        self.url = f"memory://{uuid4().hex}"
-        self.clock = ManualClock()
-        self.executor = JoinExecutor(clock=self.clock)
-        self.executor.use_store(self.url, {})
-        self.store = open_store(self.url)
-        self.said: list[str] = []
-
-    def request(self, attempt: int = 1, **fields: object) -> LaunchRequest:
-        given = {"run_id": "run-1", "replica_id": 0, "attempt": attempt, "command": ["python", "-c", "pass"], **fields}
-        return LaunchRequest(**given)  # type: ignore[arg-type]
-
-    def machine(
-        self,
-        program: Program,
-        environ: Mapping[str, str] | None = None,
-        why_not: Callable[[Offer], str] = lambda offer: "",
-        **settings: object,
-    ) -> Machine:
-        token = uuid4().hex
-        return Machine(
-            self.store,
-            JoinSettings(**{"once": True, "hours": 1.0, **settings}),  # type: ignore[arg-type]
-            Identity(token, "box", 7),
-            environ=environ or {},
-            clock=self.clock,
-            stamp=Stamp(token, self.clock.wall_time),
-            say=self.said.append,
-            why_not=why_not,
-            start=program,
-        )
-
-    def program(self, **fields: object) -> Program:
-        return Program(self.clock, **fields)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -307,7 +226,7 @@ def test_joining_needs_trust_in_who_may_write_to_the_bucket(tmp_path: Path):
     leaves_soon = ["--hours", "0.0003", "--every", "0.05"]  # if it should join all the same
     done = diloco_here("join", str(tmp_path / "bucket"), *leaves_soon, cwd=tmp_path)
     assert done.returncode == 2
-    assert "this machine would run the code that" in done.stderr and "Pass --trust-bucket" in done.stderr
+    assert "this machine would run the code that" in done.stderr and "--signed-by" in done.stderr
 
 
 @pytest.mark.parametrize(

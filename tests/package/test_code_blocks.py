@@ -12,6 +12,7 @@ import inspect
 import re
 import shlex
 import shutil
+import sys
 import tarfile
 import textwrap
 import types
@@ -38,6 +39,7 @@ PROGRAMS = {
     "docs/start/tutorial.md": ("tests/examples/test_tutorial.py", (0, 1, 2)),
     "docs/recipes/boto3.md": ("tests/examples/test_tutorial.py", (0,)),
     "docs/recipes/heldout.md": ("tests/split/test_docs.py", (0, 1, 2)),
+    "docs/recipes/islands.md": ("tests/run/test_torchrun.py", (1,)),
     "docs/recipes/whatif.md": ("tests/inspection/test_whatif_docs.py", (0, 1)),
     "docs/recipes/write_a_guard_rule.md": ("tests/guard/test_installed_rules.py", (0,)),
     "docs/recipes/trainers.md": ("tests/replica/test_trainers.py", (0,)),
@@ -187,7 +189,10 @@ def classes_of_tests(text: str, folder: Path) -> None:
         else "import sys, types\nsys.modules['my_train'] = types.ModuleType('my_train')\n"
     )
     namespace: dict[str, Any] = {}
-    exec(check + re.sub(r"^print\(check_replica.*$", "", text, flags=re.MULTILINE), namespace)
+    try:
+        exec(check + re.sub(r"^print\(check_replica.*$", "", text, flags=re.MULTILINE), namespace)
+    finally:
+        sys.modules.pop("my_train", None)  # tests that run in this process later have files of that name
     for name, made in list(namespace.items()):
         bases = [base for base in getattr(made, "__mro__", ())[1:] if base is not object]
         for attribute in vars(made) if bases and name in text else ():
@@ -249,7 +254,7 @@ def test_a_fragment_does_what_its_page_says(which, tmp_path, monkeypatch, one_th
 # Programs of others that pages tell people to type; what they do is theirs, and the places' pages say what was tried.
 OTHERS = {
     "aws", "cat", "cd", "eksctl", "export", "for", "git", "grep", "hf", "kubectl", "modal", "pytest", "ray",
-    "sed", "sh", "sinfo", "sky",
+    "sed", "sh", "sinfo", "sky", "torchrun",
 }  # fmt: skip
 OURS = {"diloco", "make", "pip", "python", "python3"}
 

@@ -150,6 +150,8 @@ def sample_keys() -> tuple[str, ...]:
             keys.RETENTION,
             keys.rotation(2),
             keys.colleague("0" * 32, 1),
+            keys.invitation(1, 5, "0" * 32),
+            keys.revocation(1, 5, "0" * 32),
         ),
         *(each(1, 1) for each in attempt),
         *(

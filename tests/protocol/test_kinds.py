@@ -26,7 +26,18 @@ def test_docs_print_the_table_of_kinds():
 def test_a_record_that_names_every_part_of_its_key_has_that_key(name: str):
     kind = kinds.kind_of(OF_RUNS[name])
     key = kind.key(OF_RUNS[name])
-    placed = ["start", "claim", "snapshot", "offer", "taken", "lease", "join_cancel", "join_end", "reduced"]
+    placed = [
+        "start",
+        "claim",
+        "snapshot",
+        "offer",
+        "invitation",
+        "taken",
+        "lease",
+        "join_cancel",
+        "join_end",
+        "reduced",
+    ]
     assert (key is None) == (name in placed)
     assert key is None or kinds.kind_at(key) is kind
 

@@ -17,6 +17,7 @@ from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.snapshots.tensor_file import views
 from replica.context import ReplicaContext
+from replica.process.rank import RankPlace, joined
 
 BATCHES = [batch_of(i) for i in range(40)]
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
@@ -61,6 +62,14 @@ def test_the_context_names_the_device_to_train_on(monkeypatch, cuda, mps, device
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
     assert str(ReplicaContext(None).device) == device  # type: ignore[arg-type]
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    place = RankPlace(0, 3, leg=1, claim_sha256="", events=-1, meeting="", parent=0, timeout_s=1.0)
+    with pytest.raises(ConfigError, match=r"3 ranks and sees 2 GPUs.*or set ranks_per_replica"):
+        joined(place)
 
 
 @pytest.fixture

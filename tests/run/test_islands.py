@@ -155,8 +155,9 @@ def test_each_rank_holds_and_moves_its_part_of_the_base(start, tmp_path, monkeyp
         for name, value in server.environ().items():
             monkeypatch.setenv(name, value)
         settings = {"store": "s3://bucket/run", "ranks_per_replica": [4, 1], "snapshot_every": 100, "rounds": 3}
-        args = {"model": "fsdp", "hidden": hidden, "measured": str(measured)}
-        run, _ = start(args=args, replica_state="none", **settings)
+        # Without scores: the activations of scoring are the model's, and larger than what is measured.
+        args = {"model": "fsdp", "hidden": hidden, "measured": str(measured), "heldout": False}
+        run, _ = start(args=args, replica_state="none", guard={"rule": "off"}, **settings)
         run.wait()
         moved = server.payload_bytes()
     up, down = ([moved[f"{way} 0.{rank}"] for rank in range(4)] for way in ("up", "down"))

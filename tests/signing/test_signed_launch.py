@@ -24,6 +24,7 @@ from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.run_store import check_signed_by, keep_key, of_run
+from diloco_orchestrator.signing.identity import Identity
 from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, ENV_RUN_KEY, keep
 from diloco_orchestrator.signing.keys import RunKey
 from diloco_orchestrator.store.open_store import open_store
@@ -70,12 +71,17 @@ def test_a_key_is_redacted_wherever_it_is_printed():
     assert "diloco-key" not in redact(f"keys: {secret} and {RUN_KEY.text()}", {})
 
 
-def test_machines_that_join_get_no_keys_so_that_a_signed_run_is_refused():
-    executor = JoinExecutor()
-    executor.use_store("/somewhere", {})
-    with pytest.raises(ConfigError, match="machines that join get no secrets"):
-        LaunchRequests(run_of().model_copy(update={"code_sha256": "a" * 64}), Launched("a" * 64), "/x", dry=True,
-                       operator=RUN_KEY.operator("a" * 64)).check(executor)  # fmt: skip
+def test_a_signed_run_needs_machines_that_can_get_keys():
+    run, operator = run_of().model_copy(update={"code_sha256": "a" * 64}), RUN_KEY.operator("a" * 64)
+    for machines in ((), (Identity(bytes(32)).public.text(),)):
+        executor = JoinExecutor(machines=machines)
+        executor.use_store("/somewhere", {})
+        launching = LaunchRequests(run, Launched("a" * 64), "/x", dry=True, operator=operator)
+        if machines:
+            launching.check(executor)
+            continue
+        with pytest.raises(ConfigError, match="needs machines that can get an attempt's keys"):
+            launching.check(executor)
 
 
 def test_a_runs_key_is_this_users_alone(tmp_path):

@@ -19,7 +19,12 @@ from diloco_orchestrator.signing.keys import RunKey
 from diloco_orchestrator.signing.signed_store import SignedStore
 from diloco_orchestrator.store.memory import MemoryStore
 
-WORDS = {"token": "0" * 16, "job": "dl-x", "identity": "0" * 32}  # in keys; other parts are numbers
+WORDS = {
+    "token": "0" * 16,
+    "job": "dl-x-r1-a1",
+    "identity": "0" * 32,
+    "offer": "0" * 32,
+}  # in keys; other parts are numbers
 
 
 def absent(store: SignedStore, key: str) -> bool:
@@ -48,7 +53,7 @@ def test_records_are_signed_and_bulk_is_only_named():
     for kind in KINDS:
         (form, *_) = kind.forms
         key = form(*(WORDS.get(name, 2) for name in form.names))
-        outside = key == keys.RUN or key.startswith("join/")
+        outside = key == keys.RUN
         assert is_named(key) is is_signed(key) is not outside
     for key in (keys.payload(1, 0, 1, 0), keys.state(0, 1, 1), keys.reduced_shard(1, 0), keys.log_text(0, 1)):
         assert is_named(key) and not is_signed(key)

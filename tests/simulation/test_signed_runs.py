@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from simulation_plan import Plan
 from simulation_signed import SignedSimulation, signed_plan_of, simulate_signed
 
 from diloco_orchestrator.protocol import keys
@@ -18,6 +19,26 @@ def test_forgeries_change_no_byte_of_a_signed_runs_log(seed):
 @pytest.mark.parametrize("tens", range(1, 7))
 def test_forgeries_change_no_byte_of_many_signed_runs(tens):
     assert sum(simulate_signed(seed).bucket.forged for seed in range(10 * tens, 10 * tens + 10))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["gather", "scatter_reduce"])
+def test_a_strangers_replica_contributes_and_writes_nothing_that_others_rest_on(path):
+    """Its key signs no commit, result, start, snapshot, average or segment: the run would fail if it tried."""
+    settings = {"quorum": "all", "sync_every": 4, "fragments": 1, "fragment_sync_delay": 0, "late": "carry"}
+    settings |= {"snapshot_every": 2, "retention": {}, "aggregate": "mean", "path": path}
+    replicas = 3 if path == "gather" else 5
+    plan = Plan(seed=3, replicas=replicas, rounds=4, paces=(1.0, 1.1, 1.3, 1.2, 1.0)[:replicas], settings=settings)
+    found = []
+    for invited in ([], [0]):
+        simulation = SignedSimulation(dataclasses.replace(plan, settings={**settings, "invited": invited}))
+        simulation.run()
+        log = RunLog(simulation.bucket)
+        commits = [log.commit(round_).commit for round_ in range(1, len(simulation.bucket.commits) + 1)]
+        found.append([(each.base_digest, [a.replica_id for a in each.answers if a.averaged]) for each in commits])
+        assert not any(str(each.by).startswith("replica 0,") for each in commits) or not invited
+    assert found[0] == found[1]
+    assert [of for _, of in found[1]][:4] == 4 * [list(range(replicas))]
 
 
 def test_a_signed_log_has_the_records_of_an_unsigned_one():

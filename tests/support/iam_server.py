@@ -25,6 +25,7 @@ from urllib.parse import parse_qs
 
 BUCKET = "bucket"
 ADMIN = "admin"
+ROLE = "arn:aws:iam::123456789012:role/lender"  # that every user may assume, with a policy of the request's own
 _CALLS = "/_calls"
 _EVERYTHING = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}
 _NOTHING: dict[str, Any] = {"Statement": []}
@@ -121,7 +122,7 @@ def questions(environ: Mapping[str, Any], body: bytes) -> list[Question]:
 class Judge:
     """Refuses what the policy of a request's user does not allow, and writes every call down."""
 
-    def __init__(self, app: Any, policies: Mapping[str, Policy]) -> None:
+    def __init__(self, app: Any, policies: dict[str, Policy]) -> None:
         self._app, self._policies = app, policies  # by access key
         self.names: dict[str, str] = {}  # of users, by access key
         self._calls: list[dict[str, Any]] = []
@@ -133,6 +134,8 @@ class Judge:
         body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         environ["wsgi.input"] = BytesIO(body)
         user = environ.get("HTTP_AUTHORIZATION", "").partition("Credential=")[2].partition("/")[0]
+        if environ["REQUEST_METHOD"] == "POST" and b"Action=AssumeRole" in body:
+            return self._mint(parse_qs(body.decode()), environ, start_response)
         asked = questions(environ, body)
         refused = not asked or not all(allows(self._policies.get(user, _NOTHING), each) for each in asked)
         for each in asked:
@@ -143,6 +146,16 @@ class Judge:
         if refused:
             return _refuse(start_response)
         return self._answer(user, asked[0], environ, start_response)
+
+    def _mint(self, asked: Mapping[str, list[str]], environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        """moto's temporary credentials, which may do what the request's policy says and no more."""
+        answers: list[tuple[Any, ...]] = []
+        data = b"".join(self._app(environ, lambda *answer: answers.append(answer)))
+        if (found := re.search(rb"<AccessKeyId>(.*?)</AccessKeyId>", data)) is not None:
+            key = found[1].decode()
+            self._policies[key], self.names[key] = json.loads(asked["Policy"][0]), asked["RoleSessionName"][0]
+        start_response(*answers[0])
+        return [data]
 
     def _answer(self, user: str, asked: Question, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         """moto's, unless it says that something is missing to one who must not know."""
@@ -224,6 +237,8 @@ def main() -> None:
     judge = Judge(OneCreateAtATime(DomainDispatcherApplication(create_backend_app)), by_key)
     users = {}
     iam = iam_backends[DEFAULT_ACCOUNT_ID]["aws"]
+    role = iam.create_role("lender", json.dumps(_EVERYTHING), "/", None, "", [], "3600")
+    iam.put_role_policy(role.name, "policy", json.dumps(_EVERYTHING))  # the judge knows better
     for name, policy in json.loads(sys.argv[1]).items():
         iam.create_user("us-east-1", name)
         iam.put_user_policy(name, "policy", json.dumps(for_moto(policy)))

@@ -112,8 +112,7 @@ class StorageMeter(threading.Thread):
         self._model = model
         self._theirs: set[int] = set()
         self._measures = threading.Event()
-        self._idle = threading.Event()
-        self._idle.set()
+        self._one = threading.Lock()  # held while something is measured, and where that begins or ends
         self._rest = threading.Event()  # never set
         self._last = self._most = 0
         self.start()
@@ -126,24 +125,31 @@ class StorageMeter(threading.Thread):
 
     def pause(self) -> None:
         """Measure once more, write what was found, and wait for the next `go_on`."""
-        if self._measures.is_set():
-            self._measures.clear()
-            self._idle.wait()
-            self._measure()
-            self._file.write_text(f"{self._last} {self._most}")
+        with self._one:
+            if self._measures.is_set():
+                self._measures.clear()
+                self._measure()
+                self._file.write_text(f"{self._last} {self._most}")
 
     def run(self) -> None:
         while self._measures.wait():
-            self._idle.clear()
-            self._measure()
-            self._idle.set()
+            with self._one:
+                if self._measures.is_set():
+                    self._measure()
             self._rest.wait(_SAMPLE_S)
 
     def _measure(self) -> None:
-        found = {}
-        for each in gc.get_objects():
-            if type(each) in (torch.Tensor, torch.nn.Parameter) and each.device.type == "cpu":
-                found[_address(each)] = each.untyped_storage().nbytes()
+        # No other thread may run while this one has a list of all objects: in it are tuples that the other is still
+        # making, which raises `SystemError` there ("bad argument to internal function", of `_PyTuple_Resize`).
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(5.0)
+        time.sleep(2 * before)  # until nobody waits by the interval of before
+        found = {
+            _address(each): each.untyped_storage().nbytes()
+            for each in gc.get_objects()
+            if type(each) in (torch.Tensor, torch.nn.Parameter) and each.device.type == "cpu"
+        }
+        sys.setswitchinterval(before)
         self._last = sum(size for address, size in found.items() if address not in self._theirs)
         self._most = max(self._most, self._last)
 

@@ -145,6 +145,9 @@ EXAMPLES: dict[str, Record] = {
         code=f"code/{SHA}.zip",
         timeout_s=60.0,
     ),
+    "invitation": attempt_records.Invitation(
+        **STAMP, epoch=1, replica_id=5, identity="0" * 32, public="diloco-user-" + "A" * 86, not_after=1700086400.5
+    ),
     "taken": attempt_records.Taken(**STAMP, by="0123456789abcdef", host="box", pid=7),
     "lease": attempt_records.Lease(**STAMP, counter=9),
     "join_cancel": attempt_records.JoinCancel(**STAMP),

@@ -21,9 +21,9 @@ WHERE = keys.contribution(7, 1)
 class Fleet:
     """The folder of a signed run, and how its processes see it."""
 
-    def __init__(self, key: RunKey = KEY) -> None:
+    def __init__(self, key: RunKey = KEY, invited: tuple[int, ...] = ()) -> None:
         self.stored = MemoryStore("memory://signed")
-        config = make_config({"entrypoint": "m:f"})
+        config = make_config({"entrypoint": "m:f", "invited": list(invited)})
         run = Run(write_id="w", at=0.0, run_id="r", config=config, package_version="0", signed_by=key.signed_by)
         self.stored.create(keys.RUN, run.to_bytes())
         self.key, self.run_sha256 = key, sha256_hex(run.to_bytes())

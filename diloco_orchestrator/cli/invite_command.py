@@ -1,0 +1,87 @@
+"""`diloco invite` makes a link for a machine without an account; `diloco revoke` ends what a replica's links allow."""
+
+import re
+
+import click
+
+from diloco_orchestrator.cli.shared import json_option, reader_of, say, url_argument
+
+_SECONDS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
+_replica = click.option("--replica", type=click.IntRange(min=0), required=True, metavar="N", help="An invited replica.")
+
+
+@click.command()
+@url_argument
+@_replica
+@click.option("--expires", default="24h", show_default=True, metavar="TIME", help="After which it ends: 90m, 24h, 7d.")
+@click.option("--role", metavar="ARN", help="Assume this role for its credentials.  [default: a federation token]")
+@click.option("--own-credentials", is_flag=True, help="Mint none: the machine that joins has its own, or needs none.")
+@json_option
+def invite(url: str, replica: int, expires: str, role: str | None, own_credentials: bool, as_json: bool) -> None:
+    """Print a link to replica N of the run in URL, for a machine without an account: `diloco join LINK`.
+
+    The run was launched with `--invited`, and names N there. The link is a secret: send it to one person. It runs only
+    code whose digest it names, with temporary credentials that read the run and create objects of replica N alone.
+    """
+    from diloco_orchestrator.clock import SystemClock, random_token
+    from diloco_orchestrator.errors import ConfigError
+    from diloco_orchestrator.join.invitations import check_may_invite, create_invitation
+    from diloco_orchestrator.join.link import Link
+    from diloco_orchestrator.join.temporary_credentials import mint
+    from diloco_orchestrator.protocol.record_format import Stamp
+    from diloco_orchestrator.protocol.signatures import to_text
+    from diloco_orchestrator.store.open_store import options_elsewhere
+
+    lasts_s = _seconds_of(expires)
+    log = reader_of(url).log
+    check_may_invite(log, replica)
+    run = log.run
+    if run.signed_by is None or run.code_sha256 is None:
+        raise ConfigError(f"{log.store.url} has no code that another machine could run.")
+    credentials = None if own_credentials else mint(log.store.url, replica, lasts_s, role)
+    where = options_elsewhere(log.store.url, {})
+    stamp = Stamp(random_token(), SystemClock().wall_time)
+    user, invitation = create_invitation(log, replica, lasts_s, stamp)
+    link = Link(
+        url=log.store.url,
+        endpoint_url=where.get("endpoint_url", ""),
+        region_name=where.get("region_name", ""),
+        run_sha256=log.run_sha256,
+        code_sha256=run.code_sha256,
+        signed_by=run.signed_by.key,
+        replica_id=replica,
+        seed=to_text(user.seed),
+        credentials=credentials,
+        not_after=invitation.not_after,
+    )
+    say(as_json, {"link": link.text(), "replica": replica, "not_after": link.not_after}, link.text())
+
+
+@click.command()
+@url_argument
+@_replica
+@json_option
+def revoke(url: str, replica: int, as_json: bool) -> None:
+    """Revoke all links to replica N of the run in URL, and end the attempt that runs by one of them."""
+    from diloco_orchestrator.clock import SystemClock, random_token
+    from diloco_orchestrator.join import invitations
+    from diloco_orchestrator.protocol.record_format import Stamp
+
+    stamp = Stamp(random_token(), SystemClock().wall_time)
+    found = invitations.revoke(reader_of(url).log, replica, stamp)
+    words = (
+        f"{found} links are revoked. Whoever supervises the run launches the replica's next attempt, from which on no "
+        "key of theirs counts. Temporary credentials go on to read, and to create objects of this replica, until they "
+        "end."
+        if found
+        else f"replica {replica} has no link."
+    )
+    say(as_json, {"revoked": found}, words)
+
+
+def _seconds_of(text: str) -> float:
+    """The seconds that a text such as 90m, 24h or 7d means. Raises `click.UsageError` for another text."""
+    found = re.fullmatch(r"([1-9][0-9]{0,5})([mhd])", text.strip())
+    if found is None:
+        raise click.UsageError(f"--expires {text}: write a number and m, h or d, such as 90m, 24h or 7d.")
+    return int(found[1]) * _SECONDS[found[2]]

@@ -1,0 +1,124 @@
+"""Invitations: strangers' rights to run one replica of a signed run, for as long as its launcher gives them keys.
+
+An invitation names an identity whose private half is in a link (`join.link`). Whoever launches an attempt of that
+replica seals the attempt's keys to it. `protocol.attempt_records` has the record.
+"""
+
+import os
+
+from diloco_orchestrator.errors import ConfigError, RecordInvalid
+from diloco_orchestrator.executors.contract import ReplicaState
+from diloco_orchestrator.join.offers import name_of, offers_in, records_about
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.attempt_records import Invitation, JoinEnd, Offer, Taken
+from diloco_orchestrator.protocol.kinds import Role
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.run_log.reader import read
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.run_store import Identity, PublicIdentity, operator_of_run, rotations_of
+from diloco_orchestrator.run_log.writer import Writer
+from diloco_orchestrator.store.base import Store
+
+_SEED_BYTES = 32
+
+
+def invitations_to(store: Store, replica_id: int) -> list[Invitation]:
+    """The valid invitations to run a replica: not revoked, and from after the last rotation (replacement) of the run's
+    keys.
+
+    In key order, also those whose time is over. Records that cannot be read are passed over. Two LIST requests and a
+    GET for each.
+    """
+    epoch = len(rotations_of(store)) + 1
+    listed = [info.key for prefix in (keys.INVITATIONS, keys.REVOCATIONS) for info in store.list(prefix)]
+    revoked = {parts for key in listed if (parts := keys.revocation.parse(key)) is not None}
+    found = []
+    for key in listed:
+        parts = keys.invitation.parse(key)
+        if parts is None or parts[:2] != (epoch, replica_id) or parts in revoked:
+            continue
+        try:
+            entry = read(store, Invitation, key)
+            if entry is not None and PublicIdentity.parse(entry.record.public).digest == parts[2]:
+                found.append(entry.record)
+        except (RecordInvalid, ConfigError):
+            continue
+    return found
+
+
+def check_may_invite(run_log: RunLog, replica_id: int) -> None:
+    """Raise `ConfigError` without keys of an operator, for an unsigned run, and for a replica that is not invited."""
+    run = run_log.run
+    if operator_of_run(run, run_log.store, "an invitation") is None:
+        raise ConfigError(
+            f"{run_log.store.url} is not signed, so that whoever may write there is everybody: nobody can be invited. "
+            "Launch a run with invited=[…] (--invited), which is signed."
+        )
+    if replica_id not in run.config.invited:
+        among = f"its invited replicas are {run.config.invited}" if run.config.invited else "it has no such replica"
+        raise ConfigError(
+            f"replica {replica_id} of {run_log.store.url} is not for strangers; {among}. They are named when the run "
+            "is launched: invited=[…] (--invited 4,5)."
+        )
+
+
+def create_invitation(run_log: RunLog, replica_id: int, lasts_s: float, stamp: Stamp) -> tuple[Identity, Invitation]:
+    """Create an invitation to run a replica for `lasts_s` seconds; returns its new identity and its record.
+
+    An attempt that waits for a machine is offered anew, so that its keys are sealed to the identity, too. Raises
+    `ConfigError` as `check_may_invite` does.
+    """
+    check_may_invite(run_log, replica_id)
+    user = Identity(os.urandom(_SEED_BYTES))
+    fields = stamp()
+    record = Invitation(
+        **fields,
+        epoch=len(rotations_of(run_log.store)) + 1,
+        replica_id=replica_id,
+        identity=user.public.digest,
+        public=user.public.text(),
+        not_after=fields["at"] + lasts_s,
+    )
+    where = record.epoch, replica_id, record.identity
+    Writer(run_log.store, Role.LAUNCHER).create(record, keys.invitation(*where))
+    _end_offers(run_log.store, replica_id, "it is offered anew, for an invitation", stamp, taken=False)
+    return user, record
+
+
+def revoke(run_log: RunLog, replica_id: int, stamp: Stamp) -> int:
+    """Revoke every invitation to run a replica, and end the attempt that runs; returns the number of invitations.
+
+    Once the replica's next attempt is announced, signatures by the ended one's keys are not valid any more. Raises
+    `ConfigError` without keys of an operator (launcher or coordinator).
+    """
+    operator_of_run(run_log.run, run_log.store, "a revocation")
+    found = invitations_to(run_log.store, replica_id)
+    for each in found:
+        where = each.epoch, replica_id, each.identity
+        Writer(run_log.store, Role.LAUNCHER).create(each, keys.revocation(*where))
+    if found:
+        _end_offers(run_log.store, replica_id, "its invitation was revoked", stamp, taken=True)
+    return len(found)
+
+
+def _end_offers(store: Store, replica_id: int, why: str, stamp: Stamp, *, taken: bool) -> None:
+    """Record the end of a replica's attempts that wait for a machine, with `taken` also of those that have one.
+
+    Whoever supervises the run launches the next attempt then.
+    """
+    listed, writer = offers_in(store.list(keys.JOINS)), Writer(store, Role.COORDINATOR)
+    for name in sorted(listed):
+        entry = read(store, Offer, keys.join_offer(name))
+        if entry is None or entry.record.replica_id != replica_id or name_of(entry.record) != name:
+            continue
+        records = records_about(listed, name, entry.sha256)
+        if keys.JOIN_END in records:
+            continue
+        if keys.JOIN_TAKEN not in records:
+            withdrawn = writer.create(Taken(**stamp(), by=""), keys.join_record(name, entry.sha256, keys.JOIN_TAKEN))
+            if withdrawn is None and not taken:
+                continue  # a machine has just taken it
+        elif not taken:
+            continue
+        end = JoinEnd(**stamp(), state=ReplicaState.PREEMPTED, reason="lost", message=why)
+        writer.create(end, keys.join_record(name, entry.sha256, keys.JOIN_END))

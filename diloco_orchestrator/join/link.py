@@ -1,0 +1,97 @@
+"""The link of an invitation: one text with all that a machine without any account needs to run one replica.
+
+It is a secret: who has it can run that replica until the invitation is revoked or its time is over.
+"""
+
+import base64
+import binascii
+from datetime import UTC, datetime
+from typing import Self
+
+from pydantic import Field, ValidationError
+
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.protocol.digests import Sha256, sha256_hex
+from diloco_orchestrator.protocol.record_format import Part, canonical_json
+from diloco_orchestrator.protocol.signatures import KEY_BYTES, PublicKey, from_text
+
+BEGINNING = "diloco-link-"
+_CHECK_DIGITS = 16  # of the digest before the content, with which a damaged link does not agree
+
+
+class Credentials(Part):
+    """Temporary credentials of an S3 store."""
+
+    key: str = Field(repr=False)
+    secret: str = Field(repr=False)
+    token: str = Field(repr=False)
+
+
+class Link(Part):
+    """The content of a link: where the run is, which code and keys are its launcher's, and temporary credentials."""
+
+    url: str  # the run's folder
+    endpoint_url: str = ""  # of an S3 store that is not Amazon's
+    region_name: str = ""
+    run_sha256: Sha256  # of run.json, which names the digest of the code
+    code_sha256: Sha256  # of the only code that the machine runs
+    signed_by: PublicKey
+    replica_id: int = Field(ge=0)
+    seed: str = Field(repr=False)  # of the identity to which keys are sealed, 43 characters
+    credentials: Credentials | None = None  # None: the machine has its own, or needs none
+    not_after: float  # seconds since 1970; for people: the machine's own clock decides nothing
+
+    def text(self) -> str:
+        """The link, a secret."""
+        data = canonical_json(self.model_dump(mode="json", exclude_defaults=True))
+        checked = sha256_hex(data)[:_CHECK_DIGITS].encode() + data
+        return BEGINNING + base64.urlsafe_b64encode(checked).decode().rstrip("=")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The link from its text. Raises `ConfigError`, which shows nothing of it, if it was cut or changed."""
+        try:
+            body = "".join(text.split()).removeprefix(BEGINNING)  # mail programs break lines
+            checked = base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))
+            data = checked[_CHECK_DIGITS:]
+            if sha256_hex(data)[:_CHECK_DIGITS].encode() != checked[:_CHECK_DIGITS]:
+                raise ValueError("another digest")
+            link = cls.model_validate_json(data)
+            from_text(link.seed, KEY_BYTES)
+        except (ValidationError, ValueError, binascii.Error):
+            raise ConfigError(
+                "this link was cut or changed on its way: it begins with diloco-link- and goes on for several hundred "
+                "characters, all of which are needed. Copy it again, or ask for another one."
+            ) from None
+        return link
+
+    @property
+    def ends(self) -> str:
+        """The time at which the link expires, for people."""
+        return f"{datetime.fromtimestamp(self.not_after, UTC):%Y-%m-%d %H:%M} UTC"
+
+    def storage_options(self) -> dict[str, str]:
+        """The storage options with which a machine opens the run's folder."""
+        options = {} if self.credentials is None else self.credentials.model_dump()
+        where = {"endpoint_url": self.endpoint_url, "region_name": self.region_name}
+        return {**options, **{name: value for name, value in where.items() if value}}
+
+    def environ(self) -> dict[str, str]:
+        """The variables by which a replica opens the run's folder as the machine does."""
+        named = {
+            "AWS_ENDPOINT_URL": self.endpoint_url,
+            "AWS_REGION": self.region_name,
+            **({} if self.credentials is None else _variables(self.credentials)),
+        }
+        return {name: value for name, value in named.items() if value}
+
+
+def _variables(credentials: Credentials) -> dict[str, str]:
+    return {
+        "AWS_ACCESS_KEY_ID": credentials.key,
+        "AWS_SECRET_ACCESS_KEY": credentials.secret,
+        "AWS_SESSION_TOKEN": credentials.token,
+    }
+
+
+OF_ACCOUNTS = frozenset({"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"})

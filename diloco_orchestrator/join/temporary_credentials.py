@@ -1,0 +1,85 @@
+"""Mints temporary S3 credentials for one invited replica: it reads the run, and creates objects of its own alone.
+
+The store's security token service (STS) makes them, and forgets them when their time is over.
+"""
+
+import json
+from typing import Any
+from urllib.parse import urlsplit
+
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.join.link import Credentials
+from diloco_orchestrator.redaction import redact
+
+SHORTEST_S = 900.0  # for which AWS gives temporary credentials
+_LONGEST_POLICY = 2048  # characters, of AWS
+# What an invited replica creates, below the run's folder; the policy of infra/iam/one-replica.json without what any
+# replica may write: commits, averages, snapshots, the first base, segments, results.
+_OWN = (
+    "replicas/{id}/*",
+    "start/{id}/*",
+    "rounds/*/payload/{id}/*",
+    "rounds/*/contributions/{id}.json/*",
+    "rounds/*/checked/{id}.*",
+    "rounds/*/want/*",
+    "join/*/dl-*-r{id}-a*/*",
+)
+
+
+def policy_of(bucket: str, prefix: str, replica_id: int) -> dict[str, Any]:
+    """The IAM policy of an invited replica of the run in `bucket` below `prefix`."""
+    folder = f"arn:aws:s3:::{bucket}/{prefix}/" if prefix else f"arn:aws:s3:::{bucket}/"
+    return {
+        "Version": "2012-10-17",
+        "Statement": [
+            {"Effect": "Allow", "Action": "s3:GetObject", "Resource": f"{folder}*"},
+            {
+                "Effect": "Allow",
+                "Action": "s3:PutObject",
+                "Resource": [folder + each.format(id=replica_id) for each in _OWN],
+            },
+            {
+                "Effect": "Allow",
+                "Action": "s3:ListBucket",
+                "Resource": f"arn:aws:s3:::{bucket}",
+                "Condition": {"StringLike": {"s3:prefix": f"{prefix}/*" if prefix else "*"}},
+            },
+        ],
+    }
+
+
+def mint(url: str, replica_id: int, lasts_s: float, role: str | None) -> Credentials:
+    """Credentials for an invited replica of the run in `url`, which end after `lasts_s` seconds, at least 900.
+
+    They can do no more than this process's own. `role`: the role to assume; None: a federation token of the account's
+    user. Raises `ConfigError` for a store without a token service, and in its words if it refuses.
+    """
+    from diloco_orchestrator.store.s3 import token_service
+
+    if not url.startswith(("s3://", "s3a://")):
+        raise ConfigError(
+            f"{url} mints no temporary credentials here, only S3 stores with AWS's token service do. Pass "
+            "--own-credentials if the machine that joins has some of its own, or needs none."
+        )
+    parts = urlsplit(url)
+    policy = json.dumps(policy_of(parts.netloc, parts.path.strip("/"), replica_id), separators=(",", ":"))
+    if len(policy) > _LONGEST_POLICY:
+        raise ConfigError(
+            f"the policy of a replica of {url} has {len(policy)} characters, and AWS takes {_LONGEST_POLICY}: the "
+            "folder's name is too long. Launch the run in a folder with a shorter one."
+        )
+    sts = token_service(url)
+    name, duration = f"diloco-replica-{replica_id}", int(lasts_s)
+    try:
+        if role is None:
+            answer = sts.get_federation_token(Name=name, Policy=policy, DurationSeconds=duration)
+        else:
+            answer = sts.assume_role(RoleArn=role, RoleSessionName=name, Policy=policy, DurationSeconds=duration)
+    except Exception as error:  # botocore's errors share no base with others
+        raise ConfigError(
+            f"{sts.meta.endpoint_url} gives no temporary credentials: {redact(str(error), {})} Name a role that may be "
+            "assumed (--role ARN; AWS's last 12 hours at most, tokens of a user 36), ask for a shorter --expires, or "
+            "pass --own-credentials if the machine that joins has some of its own."
+        ) from None
+    found = answer["Credentials"]
+    return Credentials(key=found["AccessKeyId"], secret=found["SecretAccessKey"], token=found["SessionToken"])

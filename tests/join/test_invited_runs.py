@@ -1,0 +1,76 @@
+"""A whole run with a stranger: a link, a machine without any account, temporary credentials of a token service."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from iam_server import ADMIN, BUCKET, ROLE, IamServer, running_iam_server
+from joined import EVERY_S, ROOT
+from real_runs import FAST
+
+from diloco_orchestrator import RunReader, launch
+from diloco_orchestrator.inspection.verify.chain import verify_run
+from diloco_orchestrator.join.executor import JoinExecutor
+from diloco_orchestrator.run_log.run_store import identity_of_user, of_run
+from diloco_orchestrator.store.open_store import open_store
+
+pytestmark = pytest.mark.slow
+URL = f"s3://{BUCKET}/run"
+SETTINGS = {**FAST, "replicas": 3, "invited": [2], "aggregate": "mean", "rounds": 4, "sync_every": 3, "quorum": "all"}
+SETTINGS |= {"snapshot_every": 2, "env": {"OMP_NUM_THREADS": "1"}}
+
+
+@pytest.fixture
+def server() -> Iterator[IamServer]:
+    with running_iam_server({}) as found:
+        yield found
+
+
+def diloco(folder: Path, environ: dict[str, str], *args: str) -> "subprocess.Popen[str]":
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
+    environ = {**kept, "XDG_STATE_HOME": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ}
+    program = [sys.executable, "-m", "diloco_orchestrator.cli.main", *args]
+    return subprocess.Popen(program, env=environ, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_machine_without_an_account_takes_part_by_a_link(server: IamServer, tmp_path: Path, monkeypatch):
+    account = {**server.environ(ADMIN), "AWS_ENDPOINT_URL": server.url, "AWS_REGION": "us-east-1"}
+    for name, value in account.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [ROOT, ROOT / "tests/support"])))
+    monkeypatch.syspath_prepend(ROOT / "tests/support")
+    executor = JoinExecutor(machines=(identity_of_user().public.text(),))
+    args = {"folder": str(tmp_path), "hold": []}
+    run = launch("tiny_workloads:train_holding", store=URL, executor=executor, args=args, **SETTINGS)
+    key = RunReader(open_store(URL)).run.signed_by
+    assert key is not None
+    mine = {**account, "XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]}
+    made = diloco(tmp_path, mine, "invite", URL, "--replica", "2", "--expires", "1h", "--role", ROLE)
+    link, said = made.communicate()
+    assert made.returncode == 0, said
+    (tmp_path / "stranger").mkdir()
+    machines = [
+        diloco(tmp_path, mine, "join", URL, "--signed-by", key.key, "--replica", str(each), "--every", str(EVERY_S))
+        for each in (0, 1)
+    ]
+    machines.append(diloco(tmp_path / "stranger", {}, "join", link.strip(), "--every", str(EVERY_S)))
+    try:
+        result = run.wait()
+        said = "".join(each.communicate(timeout=60)[1] for each in machines)
+    finally:
+        for each in machines:
+            each.kill()
+    assert result.status == "completed" and [each.returncode for each in machines] == [0, 0, 0], said
+    reader = RunReader(open_store(URL))
+    commits = reader.commits()
+    averaged = [{answer.replica_id for answer in each.answers if answer.averaged} for each in commits if each.applied]
+    assert averaged == 4 * [{0, 1, 2}]
+    assert not any(str(each.by).startswith("replica 2") for each in commits)
+    assert verify_run(of_run(open_store(URL))).agrees
+    calls = server.calls("diloco-replica-2")
+    assert calls and not [each for each in calls if each["refused"]]
+    for info in open_store(URL).list(""):
+        assert link.strip().encode() not in open_store(URL).get(info.key), info.key
