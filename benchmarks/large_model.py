@@ -32,7 +32,6 @@ import torch
 from diloco_orchestrator.allreduce.vectors import BLOCK
 from diloco_orchestrator.clock import SystemClock, random_token
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV
 from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.protocol.process import ENV_MEMORY
@@ -237,7 +236,7 @@ def measure(size: Size, folder: Path, memory_mib: int) -> None:
     largest = f"objects of at most {size.limit_mib} MiB"
     print(f"{count / 1e6:.0f} M parameters in {size.dtype}, {largest}, {ENV_MEMORY}={memory_mib}", flush=True)
     print("| step | anonymous, MiB | mapped, MiB | bytes a parameter | s | |\n|---|---|---|---|---|---|", flush=True)
-    environ = {**ALLOCATOR_ENV, **os.environ, ENV_MEMORY: str(memory_mib)}
+    environ = {**os.environ, ENV_MEMORY: str(memory_mib)}
     for step in STEPS:
         command = [sys.executable, __file__, *map(str, given), "--folder", str(folder), "--step", step]
         done = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environ).stdout)

@@ -39,15 +39,10 @@ class Source:
 
     path: Path
     name: str  # in tables: "before" and "after" for two, "this version" for one
-    allocator: Mapping[str, str]  # what its launcher sets for the allocator of a replica
 
-    def environ(self, *, tuned: bool = True, **changes: str) -> dict[str, str]:
-        """The environment of a process that imports from it; the libraries of numbers get one thread.
-
-        `tuned`: with the allocator settings of its launcher, as replicas have them.
-        """
-        allocator = self.allocator if tuned else {}
-        return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(self.path), **allocator, **changes}
+    def environ(self, **changes: str) -> dict[str, str]:
+        """The environment of a process that imports from it; the libraries of numbers get one thread."""
+        return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(self.path), **changes}
 
     def commit(self) -> str:
         """The git commit that last changed its packages, with a + if they differ from that."""
@@ -68,22 +63,18 @@ def sources_of(paths: Sequence[Path] | None) -> list[Source]:
     if len(found) > 2:
         raise SystemExit("--source is given more than twice: one checkout, or one before and one after a change.")
     names = ("before", "after") if len(found) == 2 else ("this version",)
-    return [Source(path, name, _allocator_of(path)) for path, name in zip(found, names, strict=True)]
+    for path in found:
+        _check_is_imported(path)
+    return [Source(path, name) for path, name in zip(found, names, strict=True)]
 
 
-def _allocator_of(path: Path) -> Mapping[str, str]:
-    """The allocator settings of a checkout. Ends the program if Python does not import it from there."""
-    code = (
-        "import json, diloco_orchestrator as d, diloco_orchestrator.executors.process_contract as p;"
-        "print(json.dumps([d.__file__, getattr(p, 'ALLOCATOR_ENV', {})]))"
-    )
+def _check_is_imported(path: Path) -> None:
+    """End the program if Python does not import our packages from the checkout at `path`."""
+    command = [sys.executable, "-P", "-c", "import diloco_orchestrator; print(diloco_orchestrator.__file__)"]
     environ = {**os.environ, "PYTHONPATH": str(path)}
-    command = [sys.executable, "-P", "-c", code]
     found = subprocess.run(command, cwd=tempfile.gettempdir(), env=environ, capture_output=True, text=True, check=True)
-    file, allocator = json.loads(found.stdout)
-    if not Path(file).is_relative_to(path):
-        raise SystemExit(f"--source {path} holds no diloco_orchestrator: {file} was imported.")
-    return dict(allocator)
+    if not Path(found.stdout.strip()).is_relative_to(path):
+        raise SystemExit(f"--source {path} holds no diloco_orchestrator: {found.stdout.strip()} was imported.")
 
 
 # -- processes --------------------------------------------------------------------------------------------------------

@@ -5,10 +5,8 @@
 
 Each repetition is a set of fresh processes: the model, gradients and Adam's state are made, the process joins a run in
 a folder and synchronises three times. Anonymous resident memory before joining is subtracted. `held` is after the last
-synchronisation, `peak` the greatest during it, by the kernel's high-water mark. The allocator is glibc's, once with its
-defaults and once as launchers set it (`ALLOCATOR_ENV` in diloco_orchestrator/executors/process_contract.py). With
-`--snapshots` every
-synchronisation ends in a snapshot, which counts: a lone replica rebuilds its base before it writes one.
+synchronisation, `peak` the greatest during it, by the kernel's high-water mark. With `--snapshots` every one ends in a
+snapshot, which counts: a lone replica rebuilds its base before it writes one.
 """
 
 import argparse
@@ -23,8 +21,6 @@ from sync import check_agreement
 
 GOAL_HELD, GOAL_PEAK = 2.5, 3.5  # c
 SYNCS = 3
-DEFAULTS = "defaults"
-TUNED = "as launched"
 
 
 def measure(given: argparse.Namespace, sources: Sequence[Source], results: Results) -> None:
@@ -33,45 +29,42 @@ def measure(given: argparse.Namespace, sources: Sequence[Source], results: Resul
     for repetition in range(given.repetitions):
         for replicas in given.replicas:
             for source in sources:
-                for allocator in (DEFAULTS, TUNED):
-                    common = {"replicas": replicas, "parameters": parameters, "snapshots": given.snapshots}
-                    own = [{**common, "rank": rank} for rank in range(replicas)]
-                    environ = source.environ(tuned=allocator == TUNED)
-                    with scratch_folder(given.folder) as folder, fleets() as start:
-                        for each in own:
-                            each["url"] = f"{folder}/run"
-                        fleet = start("memory", own, [environ] * replicas)
-                        for _ in range(SYNCS):
-                            fleet.call("prepare")
-                            replies = fleet.call("sync")
-                            check_agreement(source.name, replies)
-                            for payload in Path(folder).glob("*/rounds/*/payload"):
-                                shutil.rmtree(payload)
-                    worst = max(replies, key=lambda reply: float(reply["peak_mib"]))
-                    results.add(
-                        arm=source.name,
-                        allocator=allocator,
-                        replicas=replicas,
-                        parameters=parameters,
-                        repetition=repetition,
-                        before_c=worst["before_mib"] / c_mib,
-                        joined_c=worst["joined_mib"] / c_mib,
-                        held_c=worst["held_mib"] / c_mib,
-                        peak_c=worst["peak_mib"] / c_mib,
-                    )
+                common = {"replicas": replicas, "parameters": parameters, "snapshots": given.snapshots}
+                own = [{**common, "rank": rank} for rank in range(replicas)]
+                with scratch_folder(given.folder) as folder, fleets() as start:
+                    for each in own:
+                        each["url"] = f"{folder}/run"
+                    fleet = start("memory", own, [source.environ()] * replicas)
+                    for _ in range(SYNCS):
+                        fleet.call("prepare")
+                        replies = fleet.call("sync")
+                        check_agreement(source.name, replies)
+                        for payload in Path(folder).glob("*/rounds/*/payload"):
+                            shutil.rmtree(payload)
+                worst = max(replies, key=lambda reply: float(reply["peak_mib"]))
+                results.add(
+                    arm=source.name,
+                    replicas=replicas,
+                    parameters=parameters,
+                    repetition=repetition,
+                    before_c=worst["before_mib"] / c_mib,
+                    joined_c=worst["joined_mib"] / c_mib,
+                    held_c=worst["held_mib"] / c_mib,
+                    peak_c=worst["peak_mib"] / c_mib,
+                )
 
 
-def _arms(samples: Sequence[Sample]) -> list[tuple[str, int, str]]:
-    return list(dict.fromkeys((sample["arm"], sample["replicas"], sample["allocator"]) for sample in samples))
+def _arms(samples: Sequence[Sample]) -> list[tuple[str, int]]:
+    return list(dict.fromkeys((sample["arm"], sample["replicas"]) for sample in samples))
 
 
-def _of(samples: Sequence[Sample], arm: tuple[str, int, str]) -> list[Sample]:
-    return pick(samples, arm=arm[0], replicas=arm[1], allocator=arm[2])
+def _of(samples: Sequence[Sample], arm: tuple[str, int]) -> list[Sample]:
+    return pick(samples, arm=arm[0], replicas=arm[1])
 
 
 def table(samples: Sequence[Sample]) -> str:
     columns = (
-        *("arm", "N", "allocator", "held, c", "min", "max", "x limit", "peak, c", "min", "max", "x limit"),
+        *("arm", "N", "held, c", "min", "max", "x limit", "peak, c", "min", "max", "x limit"),
         "once joined, c",
     )
     rows = []
@@ -79,7 +72,7 @@ def table(samples: Sequence[Sample]) -> str:
         own = _of(samples, arm)
         held = [*spread(own, "held_c"), f"{middle(own, 'held_c') / GOAL_HELD:.2f}"]
         peak = [*spread(own, "peak_c"), f"{middle(own, 'peak_c') / GOAL_PEAK:.2f}"]
-        rows.append([arm[0], f"{arm[1]}", arm[2], *held, *peak, f"{middle(own, 'joined_c'):.2f}"])
+        rows.append([arm[0], f"{arm[1]}", *held, *peak, f"{middle(own, 'joined_c'):.2f}"])
     million = samples[0]["parameters"] / 1e6
     words = (
         f"{million:g} million parameters: c is {4 * million:g} MB. Limits: {GOAL_HELD:g} c held, {GOAL_PEAK:g} c peak."
@@ -93,8 +86,7 @@ def picture(samples: Sequence[Sample]) -> str:
         drawn = []
         for arm in _arms(samples):
             values = [sample[field] for sample in _of(samples, arm)]
-            label = f"N={arm[1]}, {'glibc defaults' if arm[2] == DEFAULTS else 'allocator set'}"
-            label = label if arm[0] == "this version" else f"{arm[0]}, {label}"
+            label = f"N={arm[1]}" if arm[0] == "this version" else f"{arm[0]}, N={arm[1]}"
             drawn.append(Bar(label, [middle(_of(samples, arm), field)], min(values), max(values), goal))
         groups.append(Group(name, drawn))
     return bars("Memory beside model, gradients and Adam, in model copies (fp32)", groups, "c")

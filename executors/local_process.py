@@ -34,7 +34,7 @@ from diloco_orchestrator.executors.machine import (
     usable_cores,
     visible_gpus,
 )
-from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV, ENV_MEMORY, ENV_WORLD_SIZE, KEY_VARIABLES
+from diloco_orchestrator.executors.process_contract import ENV_MEMORY, ENV_WORLD_SIZE, KEY_VARIABLES
 from diloco_orchestrator.executors.processes import ProcessId, find_by_environment
 from diloco_orchestrator.executors.remote_base import RemoteExecutor
 
@@ -235,13 +235,12 @@ def _argv(command: Sequence[str]) -> list[str]:
 def _environment(request: LaunchRequest, folder: AttemptFolder, gpu: Mapping[str, str]) -> dict[str, str]:
     """The child's environment: this process's, its `sys.path`, a thread count, a GPU, then the request's variables.
 
-    The allocator's settings are this process's, if it has any. Private keys of a signed run are not inherited.
+    Private keys of a signed run are not inherited.
     """
     ours = str(Path(__file__).absolute().parents[2])
     users = [str(Path(entry or ".").resolve()) for entry in sys.path]
     path = dict.fromkeys([*users, ours])  # ours last: a user's own `executors` or `replica` is found before our names
     return {
-        **ALLOCATOR_ENV,
         **{name: value for name, value in os.environ.items() if name not in KEY_VARIABLES},
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONUNBUFFERED": "1",

@@ -20,18 +20,8 @@ ENV_MEMORY = "DILOCO_MEMORY_MIB"  # what the replica holds beside the workload m
 
 ENV_CODE_FOLDER = "DILOCO_CODE_FOLDER"  # where the first program unpacked the code; the process removes it at its end
 
-# What glibc's allocator needs in a replica, unless the user sets it: a round allocates and frees tensors of 64 MiB.
 # Private keys of a signed run: of its launcher, and of an attempt. A replica gets the latter alone, as a secret.
 KEY_VARIABLES = ("DILOCO_RUN_KEY", "DILOCO_ATTEMPT_KEY")
-ALLOCATOR_ENV = {
-    # Memory of 1 MiB and more goes back to the system when it is freed. By default glibc raises this limit to 32 MiB as
-    # soon as such memory is freed, and keeps later allocations in its heap: a replica held 4 instead of 2 times its
-    # model after a sync. A lower limit would have every temporary tensor of the outer step mapped anew.
-    "MALLOC_MMAP_THRESHOLD_": "1048576",
-    # Free memory at the end of a heap, up to this. glibc's own limit of 128 KiB holds once the one above is set, and a
-    # block of 512 KiB that is encoded or averaged then costs 200 to 1,000 page faults.
-    "MALLOC_TRIM_THRESHOLD_": "16777216",
-}
 
 # Exit codes of a replica. Any other code is an error that may be retried.
 EXIT_DONE = 0

@@ -15,6 +15,7 @@ from pydantic import JsonValue
 
 from diloco_orchestrator.errors import ConfigError, unknown_name
 from diloco_orchestrator.guard.registry import rule_of
+from diloco_orchestrator.guard.strangers import why_never_scored
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.own_model import OwnModel
 from diloco_orchestrator.replica.rounds.participant import Participant
@@ -215,6 +216,7 @@ class ReplicaContext:
                 log.warning("%s", few)
         elif self.replica_id == 0 and self._attempt.config.guard.rule != "off":
             log.warning('no heldout function was given: the kill-switch is off (launch with guard="off" to mean it)')
+        scores_strangers = scorer is not None and self._scores_strangers(len(items))
         evidence = GuardEvidence(scorer, DriftMeter(kl_probe) if kl_probe else None, compared, vault)
         view = values = None
         frozen: Mapping[str, torch.Tensor] = {}
@@ -222,12 +224,22 @@ class ReplicaContext:
             view, values, frozen = partial(IslandView, island), IslandValues(island), island.call("frozen")
         parts = attached.split(self._attempt.config, tokenizer, view, frozen)
         rounds = Participant.join(
-            self._attempt, OwnModel(attached.parameters, parts.names, parts.files, evidence.set, values)
+            self._attempt,
+            OwnModel(attached.parameters, parts.names, parts.files, evidence.set, values, scores_strangers),
         )
         training = TrainingSession(self._attempt, rounds, parts, optimizers, evidence, in_loop, saved, island)
         signal_state(self._ranks, True, 0, rounds.open.round, stopped=False, preempted=False)
         self.session = ReplicaSession(self._attempt, training, evidence)
         return self.session
+
+    def _scores_strangers(self, items: int) -> bool:
+        """Whether contributions of strangers are scored in this run. `items`: number of held-out items."""
+        config, why = self._attempt.config, why_never_scored(self._attempt.config)
+        if not why and items < 2 * config.most_replicas:
+            why = f"{items} held-out items are fewer than two for each replica"
+        if why and config.invited and self.replica_id == 0:
+            log.warning("strangers' contributions are averaged without being scored: %s", why)
+        return not why
 
 
 class ReplicaSession:

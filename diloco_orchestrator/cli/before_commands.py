@@ -19,8 +19,6 @@ from diloco_orchestrator.cli.shared import (
     texts,
 )
 
-_PIPED_WIDTH = 240  # characters of a table that goes to a file
-
 
 @click.command(cls=ExecutorCommand)
 @click.argument("url", metavar="[URL]", required=False)
@@ -32,7 +30,7 @@ def doctor(url: str | None, as_json: bool, env: tuple[str, ...], **given: Any) -
 
     With --executor three tiny processes are launched there, for cents: one answers, one is cancelled, one fails. With
     URL too a process starts as a replica would, with the same image, machine and secrets, and checks from over there
-    GPU and driver, torch, disk, memory, clock and the store. A table says what to do.
+    GPU and driver, torch, disk, memory, clock and the store. Each check says what to do.
     """
     from itertools import chain
 
@@ -40,11 +38,11 @@ def doctor(url: str | None, as_json: bool, env: tuple[str, ...], **given: Any) -
     from diloco_orchestrator.clock import SystemClock
     from diloco_orchestrator.executors.contract import give_store
     from diloco_orchestrator.inspection.doctor import examine, examine_executor
-    from diloco_orchestrator.inspection.terminal import Console, findings_table
+    from diloco_orchestrator.inspection.terminal import Console, finding_lines
     from diloco_orchestrator.launching.trial_replica import examine_over_there
     from diloco_orchestrator.store.open_store import absolute_url
 
-    found, clock = [], SystemClock()
+    console, found, clock = Console(soft_wrap=True), [], SystemClock()
     executor, _ = take_fleet(given, default=None)
     secrets, where = secrets_of(given.pop("secret_names")), absolute_url(url) if url else None
     checks = [examine(where, clock)]
@@ -56,13 +54,10 @@ def doctor(url: str | None, as_json: bool, env: tuple[str, ...], **given: Any) -
             checks.append(examine_over_there(executor, where, clock, env=texts("--env", env), secrets=secrets))
     for finding in chain.from_iterable(checks):
         found.append(finding)
-        if not as_json:  # while the next check may take minutes
-            echo(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.name}", err=True)
+        if not as_json:  # at once: the next check may take minutes
+            console.print(finding_lines(finding))
     if as_json:
         echo(json.dumps([finding.to_json() for finding in found]))
-    else:
-        console = Console()
-        (console if console.is_terminal else Console(width=_PIPED_WIDTH)).print(findings_table(found))
     return 0 if all(finding.ok for finding in found) else EXIT_FAILED
 
 
@@ -72,6 +67,7 @@ def doctor(url: str | None, as_json: bool, env: tuple[str, ...], **given: Any) -
     "--arg", "args", metavar="K=V", multiple=True, help="For `ctx.args`; V as JSON, else as text. Repeatable."
 )
 @click.option("--replicas", type=click.IntRange(min=2), default=2, show_default=True, help="Of the run with several.")
+@click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Processes of each replica.")
 @click.option("--rounds", type=click.IntRange(min=2), default=3, show_default=True, help="Of every run.")
 @click.option("--sync-every", type=click.IntRange(min=2), default=4, show_default=True, help="Inner steps of a round.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="As of a run.")

@@ -151,8 +151,8 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         code = error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
+    except (click.Abort, KeyboardInterrupt) as stopped:
+        echo(str(stopped.__cause__ or stopped) or "interrupted", err=True)  # click raises Abort from the other
         code = EXIT_INTERRUPTED
     except ConfigError as error:
         echo(f"Error: {error}", err=True)

@@ -19,6 +19,8 @@ from diloco_orchestrator.guard.per_replica import fold_local, local_gain
 from diloco_orchestrator.guard.registry import first_state, rule_of_state
 from diloco_orchestrator.guard.robust import RoundReports
 from diloco_orchestrator.guard.shares import deal
+from diloco_orchestrator.guard.strangers import StrangersWork, fold_strangers
+from diloco_orchestrator.protocol.check_records import Checked
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON
 from diloco_orchestrator.protocol.records import (
     Commit,
@@ -44,6 +46,7 @@ def fold_round(
     valid: Sequence[Contribution],
     named: Sequence[Contribution],
     rebuildable: bool = True,
+    work: StrangersWork | None = None,
 ) -> FoldResult | None:
     """The guard's new state and verdict after round `round_`; None in a run without a held-out set.
 
@@ -54,10 +57,14 @@ def fold_round(
         valid: manifests that start from the round's base, whose scores of that base count; in replica order.
         named: manifests that are averaged, whose training metrics count.
         rebuildable: whether the round's base can be rebuilt later (`is_rebuildable`).
+        work: what was reported of strangers' contributions; None in a run that does not score them.
     """
     if heldout is None:
         return None
     dealt = deal(len(heldout.shares), roster)
+    known: Mapping[str, Any] = state or {}
+    harm, harmful = fold_strangers(known.get("strangers"), work, heldout, dealt, named) if work else (None, ())
+    named = _without(named, harmful)
     named, local, quarantined = _without_suspects(state, config, heldout, dealt, named)
     scores = [
         score for manifest in valid for score in _allowed(manifest.scores, heldout, dealt.get(manifest.replica_id, ()))
@@ -81,7 +88,9 @@ def fold_round(
         ),
     )
     discounted = _discounted(valid, heldout, dealt, folded.far_shares, folded.far_in_loop)
-    folded = replace(folded, discounted=discounted)
+    folded = replace(folded, discounted=discounted, quarantined=harmful)
+    if harm is not None:
+        folded = replace(folded, state={**folded.state, "strangers": harm})
     verdict = replace(folded.verdict, heldout_root=heldout.root)
     if local is None:
         return replace(folded, verdict=verdict)
@@ -89,7 +98,8 @@ def fold_round(
         first = quarantined[0]
         reason = f"replica {first.replica_id} is left out of round {round_}: {first.reason}"
         verdict = replace(verdict, action=VerdictKind.QUARANTINE, replica=first.replica_id, reason=reason)
-    return replace(folded, state={**folded.state, "local": local}, verdict=verdict, quarantined=quarantined)
+    together = tuple(sorted((*harmful, *quarantined), key=lambda each: each.replica_id))
+    return replace(folded, state={**folded.state, "local": local}, verdict=verdict, quarantined=together)
 
 
 def fold_of_commit(
@@ -100,6 +110,7 @@ def fold_of_commit(
     roster: Sequence[int],
     config: RunConfig,
     outer_step: int,
+    checks: Sequence[Checked] | None = None,
 ) -> FoldResult | None:
     """The guard's state and verdict after the round of `commit`, from its manifests; None without a held-out set.
 
@@ -109,6 +120,7 @@ def fold_of_commit(
         roster: the replicas that the round waited for.
         config: of the leg (start or resume to stop).
         outer_step: outer steps in the base before the round.
+        checks: the check records that it names; None in a run that does not score strangers' contributions.
     """
     contributing = [answer.replica_id for answer in commit.answers if answer.kind in ("delta", "scores")]
     named = contributing if len(contributing) >= config.contributions_needed else []
@@ -122,6 +134,7 @@ def fold_of_commit(
         [manifests[replica_id] for replica_id in valid if replica_id in manifests],
         [manifests[replica_id] for replica_id in named if replica_id in manifests],
         is_rebuildable(config, outer_step),
+        None if checks is None else StrangersWork(config.invited, checks),
     )
 
 
@@ -192,8 +205,12 @@ def _without_suspects(
         gain = local_gain(manifest.replica_id, base, _allowed(manifest.local_scores, heldout, shares))
         gains += [] if gain is None else [gain]
     local, quarantined = fold_local((state or {}).get("local"), gains)
-    out = {each.replica_id for each in quarantined}
-    return [manifest for manifest in named if manifest.replica_id not in out], local, quarantined
+    return _without(named, quarantined), local, quarantined
+
+
+def _without(named: Sequence[Contribution], left_out: Sequence[Quarantine]) -> list[Contribution]:
+    out = {each.replica_id for each in left_out}
+    return [manifest for manifest in named if manifest.replica_id not in out]
 
 
 def _allowed(scores: Sequence[Score], heldout: HeldoutSet, dealt: Sequence[int]) -> list[Score]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from diloco_orchestrator.allreduce.dealing import bytes_down_of_round
+from diloco_orchestrator.allreduce.dealing import bytes_down_of_round, scatters
 from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.guard.round_fold import outlook as guard_outlook
 from diloco_orchestrator.inspection.costs import CostReader, EndForecast, LegCost, Spent, end_forecast, leg_cost
@@ -428,7 +428,7 @@ class NewRows:
             expected = {*range(self._log.configs.of(leg).replicas), *self._roster.get(leg, ())}
             self._roster[leg] = entry.commit.roster
             row = _row(expected, start.record.heldout, entry.commit)
-            if entry.commit.checks is not None:
+            if entry.commit.checks is not None and scatters(self._log.configs.of(leg), start.record):
                 row = replace(row, bytes_down=self._scattered(start.record, entry.commit, row.bytes_up))
             yield entry.commit, row
 

@@ -402,17 +402,14 @@ def _number(value: float | None) -> str:
 
 
 def megabytes(count: int) -> str:
-    """A number of bytes as text in MB (10^6 bytes), in kB where it would read 0.0 MB."""
+    """A number of bytes as text in MB (10^6 bytes), in kB where it would read 0.0 MB; of nothing "0 B"."""
+    if not count:
+        return "0 B"
     return f"{count / 1e3:.1f} kB" if 0 < count < 50_000 else f"{count / 1e6:.1f} MB"
 
 
-def findings_table(found: Sequence[Finding]) -> Table:
-    """The table of `diloco doctor`: one row for each check, with what to do."""
-    table = _table()
-    table.add_column("", no_wrap=True)
-    for name in ("check", "found", "what to do"):
-        table.add_column(name, overflow="fold")
-    for each in found:
-        mark = Text("ok", style="green") if each.ok else Text("FAIL", style="bold red")
-        table.add_row(mark, Text(each.name), Text(each.detail), Text(each.todo, style="" if each.ok else "bold"))
-    return table
+def finding_lines(finding: Finding) -> Text:
+    """One check of `diloco doctor`: its mark, name and finding in a line, and below it what to do where it failed."""
+    mark = ("ok  ", "green") if finding.ok else ("FAIL", "bold red")
+    line = Text.assemble(mark, f"  {finding.name:<14} {finding.detail}")
+    return line.append(f"\n      {finding.todo}", style="" if finding.ok else "bold") if finding.todo else line

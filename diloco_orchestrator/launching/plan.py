@@ -188,7 +188,8 @@ class LaunchPlan:
     refusal: str = ""  # why `launch` would refuse for want of credentials in replicas; empty: it would not
     places: tuple[str, ...] = ()  # which replicas would be launched where, and why, where there are several places
     ranks: tuple[int, ...] = ()  # processes of each replica, where one has several
-    rank_bytes: tuple[int, int] | None = None  # host memory for us in a rank of the smallest replica: held, at the most
+    rank_bytes: tuple[tuple[int, int], ...] = ()  # of each replica: host memory for us in a rank, held and at the most
+    replica_usd: tuple[float, ...] = ()  # of each replica, an hour, where they have different numbers of ranks
 
     def to_json(self) -> dict[str, Any]:
         limit = {"rounds_within_cost": self.rounds_within_cost}
@@ -231,7 +232,7 @@ class LaunchPlan:
     def _scaling(self) -> list[str]:
         if self.most_replicas == self.replicas:
             return []
-        known = self.hourly_usd is not None and not self.places
+        known = self.hourly_usd is not None and not self.places and not self.replica_usd
         data = f"dealt over {self.most_replicas}: while {self.replicas} train, nobody reads the others' parts"
         if self.deal == "open":
             data = "dealt round by round over the replicas that train, of each pass all of it"
@@ -242,15 +243,19 @@ class LaunchPlan:
         ]
 
     def _ranks(self) -> list[str]:
-        """A line about the ranks (processes) of each replica; empty if each replica has one."""
-        if not self.ranks:
-            return []
-        counts = f"{self.ranks[0]} each" if len(set(self.ranks)) == 1 else ", ".join(map(str, self.ranks))
-        memory = "host memory depends on the model: say --parameters, such as 7B"
-        if self.rank_bytes is not None:
-            held, most = (f"{size / 2**30:.1f}" for size in self.rank_bytes)
-            memory = f"beside the training {held} GiB of host memory in each, {most} GiB while a round ends"
-        return [f"ranks:     {counts}, with a GPU for each where the request asks for GPUs; {memory}"]
+        """A line about the ranks (processes) of replicas that have equally many; empty if each replica has one."""
+        lines = []
+        for ids, (count, index) in grouped(
+            (each, (count, self.ranks.index(count))) for each, count in enumerate(self.ranks)
+        ):
+            price = f", ${self.replica_usd[index]:.2f} an hour each" if self.replica_usd else ""
+            memory = "host memory depends on the model: say --parameters, such as 7B"
+            if self.rank_bytes:
+                held, most = (f"{size / 2**30:.1f}" for size in self.rank_bytes[index])
+                memory = f"beside the training {held} GiB of host memory in each rank, {most} GiB while a round ends"
+            gpus = "with a GPU for each where the request asks for GPUs"
+            lines.append(f"ranks:     {count} in {replicas(ids)}, {gpus}{price}; {memory}")
+        return lines
 
     def _requests_at_hugging_face(self) -> list[str]:
         """Hugging Face limits requests: a line with those of five minutes; empty for another store."""
@@ -357,7 +362,7 @@ def plan_launch(
     prepared = prepare_launch(entrypoint, store, options, run_id="run-planned", stamp=stamp, dry=True)
     config, archive = prepared.config, prepared.archive
     ranks = tuple(map(config.ranks_of, range(config.replicas)))
-    share = 4 * (parameters or 0) / min(ranks)  # bytes of a rank's part of the parameters in fp32
+    shares = [4 * (parameters or 0) / count for count in ranks]  # bytes of a rank's part of the parameters in fp32
     known = [price for price in prepared.prices if price is not None]
     return LaunchPlan(
         executor=prepared.executor.name,
@@ -380,7 +385,10 @@ def plan_launch(
         images=prepared.images(),
         refusal=_refusal(prepared),
         ranks=ranks if max(ranks) > 1 else (),
-        rank_bytes=(round(_HELD * share), round(_MOST * share)) if parameters and max(ranks) > 1 else None,
+        rank_bytes=tuple(
+            (round(_HELD * each), round(_MOST * each)) for each in shares if parameters and max(ranks) > 1
+        ),
+        replica_usd=tuple(price.hourly_usd for price in known if len(known) == len(ranks) and len(set(ranks)) > 1),
     )
 
 

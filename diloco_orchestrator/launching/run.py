@@ -108,7 +108,7 @@ class Run:
         Dead replicas are relaunched within the run's budgets. `on_poll` is called after every step of the supervision.
         Without it the run is drawn on a terminal (stderr) or in a notebook, unless `progress` is False. A resume that
         `on_halt` asks for is done and supervised too. Ctrl-C halts the run after its open round; a second one stops it
-        at once.
+        at once. KeyboardInterrupt is raised once it has ended, and says how to go on.
 
         Raises:
             CollapseStopError: the guard fired, unless the run was launched with `strict=False`.
@@ -128,8 +128,7 @@ class Run:
         try:
             self._supervise(timeout, on_poll)
         except KeyboardInterrupt:
-            self._stop_on_interrupt(on_poll)
-            raise
+            raise KeyboardInterrupt(self._stop_on_interrupt(on_poll)) from None
         except StoreError as error:
             note_failure(run_log, f"{type(error).__name__}: {error}")
             raise
@@ -172,7 +171,8 @@ class Run:
         if self._tracker is not None:
             self._tracker.update(self._untracked.read())
 
-    def _stop_on_interrupt(self, on_poll: Callable[[], None] | None) -> None:
+    def _stop_on_interrupt(self, on_poll: Callable[[], None] | None) -> str:
+        """Halt the run, supervise it until it has ended, and return how it ended, with the command that goes on."""
         self._interrupted = True
         log.warning("Ctrl-C: halting after the open round; press again to stop at once")
         try:
@@ -183,8 +183,8 @@ class Run:
             log.warning("Ctrl-C again: stopping now; the open round's work is dropped")
             self._coordinator.stop("halted", "Ctrl-C twice")
             self._supervise(None, on_poll)
-        if self.status().state == "halted":
-            log.warning("halted; to go on: diloco resume %s", quote(self.url))
+        state = self.status().state
+        return f"{state}; to go on: diloco resume {quote(self.url)}" if state == "halted" else f"the run is {state}"
 
     def result(self) -> RunResult:
         """The end of the run, also if the guard fired. Raises `RunFailed`, or `RunNotFinished` while it goes on."""

@@ -22,7 +22,7 @@ from diloco_orchestrator.executors.contract import (
     give_store,
     part_of,
 )
-from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV, parse_exit_line
+from diloco_orchestrator.executors.process_contract import parse_exit_line
 from diloco_orchestrator.executors.remote_base import program_text
 from diloco_orchestrator.inspection.doctor import Finding, remove_attempts
 from diloco_orchestrator.launching.plan import images_by_tag, images_words
@@ -102,7 +102,7 @@ def _request(
         command = ["python", "-P", "-m", _PROGRAM, *where]
     else:
         command = ["python", "-u", "-c", program_text(bootstrap), *where]
-        given = {**ALLOCATOR_ENV, **given, bootstrap.ENV_PROGRAM: _PROGRAM}
+        given = {**given, bootstrap.ENV_PROGRAM: _PROGRAM}
     return LaunchRequest(f"doctor-{token}", 0, 1, command, env=given, secrets=sent)
 
 

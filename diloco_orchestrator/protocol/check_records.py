@@ -1,4 +1,4 @@
-"""Schemas of what replicas report about averages that others computed in scatter-reduce, and who may go on averaging.
+"""Schemas of what replicas report about each other in a round: payload shards, averages, and strangers' work.
 
 In scatter-reduce each shard of the pseudo-gradient is averaged by its dealers, one owner and one checker, for all
 replicas. A replica that published false averages is barred: it deals no shard for the rest of the leg (start or resume
@@ -42,14 +42,31 @@ class AverageCheck(Part):
     false: bool  # True is an accusation: they published it, and the payloads give another one
 
 
-class Checked(Record):
-    """One replica's findings in a round by scatter-reduce since its last such record.
+class WorkScore(Part):
+    """The effect of one contribution on the held-out items that its scorer was dealt: a change of scores, summed.
 
-    They are about payload shards of others in this round, and about averages that others published in earlier ones.
+    It is between the round's base and that base after a step of a fifth along the contribution alone. Higher is better.
+    """
+
+    replica_id: int = Field(ge=0)  # whose contribution it is
+    payload: BulkDigest  # `Payload.digest` of its manifest
+    count: int = Field(ge=2)  # items
+    change: float | None  # sum over items; None: not finite
+    squares: float | None = Field(ge=0)  # sum of squared distances from the mean change; None: not finite
+    # The same minus the change by a step along the scorer's own contribution; None: not finite, or it has none.
+    beside: float | None
+    beside_squares: float | None = Field(ge=0)
+
+
+class Checked(Record):
+    """One replica's findings in a round since its last such record.
+
+    By scatter-reduce they are about payload shards of others in this round, and about averages that others published in
+    earlier ones; in a run with strangers about the work of these.
     """
 
     record: ClassVar[str] = "checked"
-    later_fields: ClassVar[frozenset[str]] = frozenset({"averages"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"averages", "scored"})
     round: int = Field(ge=1)
     leg: int = Field(ge=1)
     replica_id: int = Field(ge=0)
@@ -58,6 +75,7 @@ class Checked(Record):
     claim_sha256: Sha256
     read: tuple[ReadShards, ...]
     averages: tuple[AverageCheck, ...] | None = None  # None: it has none to report
+    scored: tuple[WorkScore, ...] | None = None  # contributions of strangers; None: it has none to report
 
 
 class CheckNamed(Part):

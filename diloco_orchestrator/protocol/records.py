@@ -124,7 +124,7 @@ class Start(Record):
     """start.json, the start record: trained parameters, shards and digest of the first base, and the held-out set."""
 
     record: ClassVar[str] = "start"
-    later_fields: ClassVar[frozenset[str]] = frozenset({"path"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"path", "scores_strangers"})
     run_sha256: Sha256
     parameters: tuple[ParameterInfo, ...]  # in name order
     fragments: tuple[tuple[str, ...], ...]  # parameter names, in the order in which they are synchronised
@@ -141,6 +141,7 @@ class Start(Record):
     # snapshot. None: of a run that began before records had them.
     first_files: dict[FileName, FileInfo] | None = None
     path: Literal["gather", "scatter_reduce"] | None = None  # which one path="auto" takes; None for other settings
+    scores_strangers: Literal[True] | None = None  # whether replicas score strangers' work before it is averaged
 
     @property
     def synced_fragments(self) -> tuple[tuple[str, ...], ...]:
@@ -462,7 +463,7 @@ class Answer(Part):
 
 
 class Quarantine(Part):
-    """A contribution that a commit leaves out of the average because its author's local scores are implausible."""
+    """A contribution that a commit leaves out of the average, by its author's local scores or as harmful (stranger)."""
 
     replica_id: int = Field(ge=0)
     reason: str
@@ -521,11 +522,11 @@ class Commit(Record):
     roster: tuple[int, ...]  # replicas that the next round waits for
     guard: dict[str, JsonValue] | None = None  # the guard's state after the round
     verdict: Verdict | None = None  # None as long as nothing was scored
-    quarantined: tuple[Quarantine, ...] = ()  # left out by the per-replica guard, in replica_id order
+    quarantined: tuple[Quarantine, ...] = ()  # left out by held-out scores, in replica_id order
     norms: UsualNorms | None = None  # of the rounds before this one; follows from the commit before
     clipped: tuple[Clipped, ...] = ()  # averaged with less weight, in replica_id order; follows from the answers
     discounted: tuple[Discounted, ...] = ()  # for their scores, in replica_id order; follows from the manifests
-    checks: tuple[CheckNamed, ...] | None = None  # who read what is averaged; None in a round by gather
+    checks: tuple[CheckNamed, ...] | None = None  # who read or scored what; None in a gather without strangers
     barred: tuple[int, ...] | None = None  # replicas that are no dealers any more; None for none; follows from checks
     average_codec: str | None = None  # that the average passes through before the step; None: it is fp32 as summed
     figures: RoundMetrics | None = None  # for readers of the log; None in a coordinator's commit
@@ -551,7 +552,7 @@ class Commit(Record):
         return {each.replica_id for each in self.quarantined} | {a.replica_id for a in self.answers if a.averaged}
 
     def quarantines(self, replica_id: int) -> str:
-        """Reason why the per-replica guard leaves this replica's contribution out; empty if it does not."""
+        """Reason why this replica's contribution is left out by held-out scores; empty if it is not."""
         return next((each.reason for each in self.quarantined if each.replica_id == replica_id), "")
 
     @property

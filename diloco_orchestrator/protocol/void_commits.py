@@ -27,6 +27,7 @@ class LegRules:
     config: RunConfig  # of the leg
     fragments: int  # that rounds synchronise in turn
     scatters: bool = False  # whether rounds are by scatter-reduce
+    scores_strangers: bool = False  # whether strangers' contributions are scored before they are averaged
 
     @property
     def outer_steps(self) -> int:
@@ -271,6 +272,8 @@ def _of_replica(commit: Commit, before: Before, rules: LegRules) -> Iterator[str
     averaged = [answer.replica_id for answer in commit.answers if answer.averaged]
     left = list(rounds.averaged(named if applied else (), commit.quarantined))
     yield _differs("who is averaged", averaged, left)
+    if applied and not left:
+        yield "it applies a round of which it averages nobody"
     if commit.fired:
         allowed = {"halted"}
     elif final_evaluation and named:

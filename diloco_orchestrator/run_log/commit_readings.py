@@ -33,7 +33,7 @@ from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry, changed
 from diloco_orchestrator.run_log.leg_records import LegRecords
-from diloco_orchestrator.run_log.reader import read_optional, read_record
+from diloco_orchestrator.run_log.reader import read_optional
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +164,9 @@ class Conclusions:
             config, fragments = self._records.configs.of_begin(begin), len(start.synced_fragments)
             self._heldout = start.heldout
             self._rules[begin.sha256] = LegRules(
-                *(begin.record, begin.sha256, config, max(1, fragments)), scatters(config, start)
+                *(begin.record, begin.sha256, config, max(1, fragments)),
+                scatters(config, start),
+                start.scores_strangers is True,
             )
         return self._rules[begin.sha256]
 
@@ -181,8 +183,9 @@ class Conclusions:
         self._last = entry.sha256, found
         known = self._heldout, before.roster, rules.config, before.position.outer_step
         why = why_answers_differ(commit, found)
+        scored = [self._check(commit, each, checks) for each in commit.checks or ()] if rules.scores_strangers else None
         if not why:
-            folded = fields_of(fold_of_commit(commit, before.guard, found, *known), before.guard)
+            folded = fields_of(fold_of_commit(commit, before.guard, found, *known, scored), before.guard)
             wrong = [name for name, value in folded.items() if getattr(commit, name) != value]
             why = f"its {wrong[0]} is not what the scores in its manifests give" if wrong else ""
         dealt = rules.scatters and dealing_of(commit.round, rules.config, set(before.roster) - set(before.barred))
@@ -195,18 +198,7 @@ class Conclusions:
 
     def _check(self, commit: Commit, named: CheckNamed, received: Mapping[str, Checked]) -> Checked:
         """A check record that a commit names. Raises `ObjectMissing` without it, `RecordInvalid` for another one."""
-        if named.sha256 in received:
-            return received[named.sha256]
-        key = keys.checked(commit.round, named.replica_id, named.number)
-        data = read_record(self._records.store, key)
-        found = Checked.from_bytes(data, key)
-        who = found.round, found.leg, found.replica_id, found.number
-        if sha256_hex(data) != named.sha256 or who != (commit.round, commit.leg, named.replica_id, named.number):
-            raise RecordInvalid(
-                f"{key} in {self._records.store.url} is not the check record that the commit of round {commit.round} "
-                "names."
-            )
-        return found
+        return received.get(named.sha256) or self._reader.checked(commit, named)
 
     def _manifests(self, commit: Commit, received: Mapping[str, Contribution]) -> dict[int, Contribution]:
         """The manifests that a commit names, by replica id, without those of another round, leg or replica."""

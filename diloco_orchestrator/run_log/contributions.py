@@ -11,8 +11,9 @@ from diloco_orchestrator.allreduce.shards import fetch
 from diloco_orchestrator.clock import Background, NoBackground, in_parallel
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.check_records import Checked, CheckNamed
 from diloco_orchestrator.protocol.digests import sha256_hex
-from diloco_orchestrator.protocol.records import Answer, Contribution
+from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
 from diloco_orchestrator.protocol.weights import is_said
 from diloco_orchestrator.run_log.reader import read, read_record
 from diloco_orchestrator.store.base import Store
@@ -50,6 +51,18 @@ class ContributionReader:
                 f"{key} in {self._store.url} is not the manifest that the commit of round {round_} names."
             )
         return Contribution.from_bytes(data, key)
+
+    def checked(self, commit: Commit, named: CheckNamed) -> Checked:
+        """A check record that a commit names. Raises `ObjectMissing` without it, `RecordInvalid` for another one."""
+        key = keys.checked(commit.round, named.replica_id, named.number)
+        data = read_record(self._store, key)
+        found = Checked.from_bytes(data, key)
+        who = found.round, found.leg, found.replica_id, found.number
+        if sha256_hex(data) != named.sha256 or who != (commit.round, commit.leg, named.replica_id, named.number):
+            raise RecordInvalid(
+                f"{key} in {self._store.url} is not the check record that the commit of round {commit.round} names."
+            )
+        return found
 
     def of(self, round_: int, replica_id: int) -> Contribution | None:
         """A replica's manifest of a round, or None if there is none. Raises `RecordInvalid` if it cannot be parsed."""

@@ -1,6 +1,6 @@
 """`PointInTimeView`: read-only overlay that shows a run's folder as it was while one of its rounds was open.
 
-A replica started on the view trains that round as a restarted attempt did then. Writes stay in memory. What existed
+A replica started on the view trains that round as a restarted attempt did then. Writes go elsewhere. What existed
 then follows from the keys: objects are created once, and only retention deletes any.
 """
 
@@ -19,14 +19,21 @@ class PointInTimeView:
     """The objects of `store` from before attempt `attempt` of replica `replica_id` contributed to a round.
 
     Hidden are objects of that round, except the other replicas' manifests, of later rounds, and of attempts, except
-    intents and claims, by which manifests are checked. Nothing is written to `store`: created objects stay in memory,
-    and `on_create` is called with the key of each afterwards.
+    intents and claims, by which manifests are checked. Nothing is written to `store`: created objects go to `written`,
+    by default into memory, and `on_create` is called with the key of each afterwards.
     """
 
     def __init__(
-        self, store: Store, leg: int, round_: int, replica_id: int, attempt: int, on_create: Callable[[str], None]
+        self,
+        store: Store,
+        leg: int,
+        round_: int,
+        replica_id: int,
+        attempt: int,
+        on_create: Callable[[str], None],
+        written: Store | None = None,
     ) -> None:
-        self.written = MemoryStore(store.url)  # what was written here
+        self.written = MemoryStore(store.url) if written is None else written  # what was written here
         self._store = store
         self._leg = leg
         self._round = round_

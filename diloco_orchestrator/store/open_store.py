@@ -29,8 +29,13 @@ _VIA_FSSPEC = "fsspec+"  # before a URL: the same as engine="fsspec", for caller
 _OBSTORE_CLOUDS = {"gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 _HF_BUCKETS = "hf://buckets/"
 
-_ONE_SLASH = re.compile(r"(s3a?|gc?s|az|abfss?|hf|memory|file|https?|ftp|hdfs):/(?!/)")
-_NO_FOLDERS = ("ftp", "hdfs", "http", "https", "reference", "webhdfs")  # that fsspec opens, and no run can use
+# A known scheme without its colon or slashes, or "://" after what is no scheme.
+_NEARLY_A_SCHEME = re.compile(
+    r"(s3a?|gc?s|az|abfss?|hf|memory|file|https?|ftp|hdfs)(:(?!//)|//)|[^./~].*://", re.IGNORECASE
+)
+_NO_FOLDERS = (  # that fsspec opens, and no run can use
+    *("data", "dir", "ftp", "git", "github", "hdfs", "http", "https", "jupyter", "reference", "tar", "webhdfs", "zip"),
+)
 
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
@@ -112,7 +117,7 @@ def _open_engine(url: str, options: Mapping[str, Any], engine: str, must_exist: 
     found = _SCHEME.match(url)
     scheme = found[1] if found else ""
     who, at, _ = urlsplit(url).netloc.partition("@") if found else ("", "", "")
-    if at and (":" in who or scheme not in ("abfs", "abfss")):  # theirs is container@account
+    if at and (":" in who or not scheme.startswith(("abfs", "wasb"))):  # container@account
         raise ConfigError(
             f"the {scheme} URL holds a user name or password, which would be seen in logs and process lists. Leave it "
             "out and pass storage_options."
@@ -170,11 +175,13 @@ def _open_by_fsspec(url: str, scheme: str, options: Mapping[str, Any]) -> Store:
 def check_address(url: str) -> None:
     """Raise `ConfigError` for a URL that stores would read as another one, or whose store can hold no run.
 
-    The former are such as "s3:/b", or have "#", "?", ".." or an empty part; the latter have no create-only writes.
+    The former are such as "s3:/b", "s3//b" and "file://runs/a", or have "#", "?", ".." or an empty part; the latter
+    have no create-only writes.
     """
-    if (found := _ONE_SLASH.match(url)) is not None:
-        raise ConfigError(f"{url} is no URL, and hardly a folder: write {found[1]}://…, or ./{url} for the folder.")
     if (scheme := _SCHEME.match(url)) is None:
+        if (found := _NEARLY_A_SCHEME.match(url)) is not None:
+            meant = (found[1] or "s3").lower()
+            raise ConfigError(f"{url} is no URL, and hardly a folder: write {meant}://…, or ./{url} for the folder.")
         return
     name, rest = scheme[1].lower().removeprefix(_VIA_FSSPEC), url[scheme.end() :]
     if name in _NO_FOLDERS:
@@ -190,7 +197,9 @@ def check_address(url: str) -> None:
         raise ConfigError(
             f"{url} holds an escape, which stores read in different ways. Write the path: {unquote(rest)}"
         )
-    _, _, path = rest.partition("/")
+    host, _, path = rest.partition("/")
+    if name == "file" and host not in ("", "localhost"):
+        raise ConfigError(f"{url} names the machine {host!r}. Write the path, {rest}, or file:///…")
     wrong = next((part for part in path.strip("/").split("/") if part in (".", "..", "")), None)
     if path.strip("/") and wrong is not None and name not in ("memory", "file"):
         raise ConfigError(

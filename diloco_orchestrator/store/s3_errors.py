@@ -7,7 +7,10 @@ from diloco_orchestrator.errors import StoreDenied, StoreError, StoreFull, Store
 
 _REGION = "The bucket lies in another region: set AWS_REGION to it."
 _EXPIRED = "The session token has expired: sign in again."
-NO_REASON = "The server gives no reason: the session token may have expired, or may not allow this here: sign in again."
+NO_REASON = (
+    "The server gives no reason: the session token may have expired, or may not allow this here, or this machine's "
+    "clock is off: set it, or sign in again."
+)
 _TOO_LARGE = "The object is larger than this store takes in one request: keep this run in S3, GCS or a folder."
 FOREIGN_404 = (
     "404 without an error code of the store. Something else answers there, such as a proxy whose server is away: check "

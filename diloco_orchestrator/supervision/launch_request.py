@@ -27,7 +27,6 @@ from diloco_orchestrator.executors.contract import (
 )
 from diloco_orchestrator.executors.places import Places
 from diloco_orchestrator.executors.prices import Price
-from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV
 from diloco_orchestrator.executors.remote_base import program_text
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
@@ -213,7 +212,6 @@ class LaunchRequests:
         env |= names_of(self.secrets)
         if shares_machine:
             return ["python", "-P", "-m", "diloco_orchestrator.replica", *where], env
-        env = {**ALLOCATOR_ENV, **env}  # on this machine they come below the environment that replicas inherit
         return ["python", "-u", "-c", program_text(bootstrap), *where], {**env, bootstrap.ENV_SHA256: self._code()}
 
     def endpoint(self) -> str:

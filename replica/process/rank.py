@@ -1,7 +1,8 @@
 """`python -m diloco_orchestrator.replica.process.rank`: the process of one rank, in a replica of several processes.
 
 `rank_processes` starts it, in the process that has claimed the attempt, and reads its output and its events: one JSON
-line a second as a sign of life, and how the rank ended. The rank dies with the process that started it.
+line a second as a sign of life, once torch is imported, and how the rank ended. The rank dies with the process that
+started it.
 """
 
 import argparse
@@ -11,12 +12,12 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from diloco_orchestrator.clock import Clock, SystemClock, ThreadBackground, random_token
+from diloco_orchestrator.clock import Background, SystemClock, ThreadBackground, random_token
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS, load_entrypoint
@@ -25,6 +26,7 @@ from diloco_orchestrator.replica.attempt.attempt import Attempt, adopted_attempt
 from diloco_orchestrator.replica.process.run_attempt import (
     Ending,
     LeavingNotice,
+    LoadEntrypoint,
     call_entrypoint,
     caught,
     configure_logging,
@@ -37,6 +39,8 @@ from diloco_orchestrator.store.open_store import LASTING, open_store
 STACKS = signal.SIGUSR2  # makes a rank print the stacks of all its threads
 ALIVE_S = 1.0  # between two signs of life
 _PARENT_DIED = 1  # PR_SET_PDEATHSIG
+
+Adopt = Callable[[Mapping[str, str], LeavingNotice, Background], Attempt]
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,11 @@ class Events:
             os._exit(1)  # nobody reads any more: the process above has died
 
 
-def main() -> int:
-    """Train as the rank that the command line names, report the ending to the parent, and return the exit code."""
+def main(load: LoadEntrypoint = load_entrypoint) -> int:
+    """Train as the rank that the command line names, report the ending to the parent, and return the exit code.
+
+    `load`: returns the user's training function named "module:function".
+    """
     parser = argparse.ArgumentParser(prog="python -m diloco_orchestrator.replica.process.rank")
     parser.add_argument("--store", required=True)
     parser.add_argument("--replica-id", type=int, required=True)
@@ -90,53 +97,66 @@ def main() -> int:
     parser.add_argument("--place", required=True)
     Launched.add_options(parser)
     options = parser.parse_args()
-    place, environ, clock = RankPlace.of(options.place), process_environment(), SystemClock()
+    place = RankPlace.of(options.place)
+
+    def adopt(environ: Mapping[str, str], notice: LeavingNotice, background: Background) -> Attempt:
+        clock = SystemClock()
+        opened = open_store(
+            options.store,
+            json.loads(environ.get(ENV_STORAGE_OPTIONS) or "{}"),
+            clock=clock,
+            retry=LASTING,
+            is_leaving=notice,
+        )
+        return adopted_attempt(
+            of_run(opened, environ),
+            options.replica_id,
+            options.attempt,
+            place.leg,
+            place.claim_sha256,
+            clock,
+            Stamp(random_token(), clock.wall_time),
+            notice,
+            background,
+            Launched.of_options(options),
+        )
+
+    return train_as_rank(place, options.replica_id, options.attempt, adopt, load)
+
+
+def train_as_rank(place: RankPlace, replica_id: int, number: int, adopt: Adopt, load: LoadEntrypoint) -> int:
+    """Train as the rank at `place` of attempt `number`, report the ending to the parent, and return the exit code.
+
+    `adopt`: returns the attempt, which the parent has begun. `load`: as for `main`.
+    """
+    environ = process_environment()
     _die_with(place.parent)
     faulthandler.register(STACKS, all_threads=True)
-    events, notice = Events(place.events), LeavingNotice(clock)
+    events, notice = Events(place.events), LeavingNotice(SystemClock())
     if place.rank == 0:
         notice.install()
-    configure_logging(options.replica_id, options.attempt)
-    ending = caught(lambda: _train(options, place, environ, clock, events, notice))
+    configure_logging(replica_id, number)
+    ending = caught(lambda: _train(place, environ, events, notice, adopt, load))
     assert ending is not None, "training has an ending"
     events.ended(ending)
     return ending.code
 
 
 def _train(
-    options: argparse.Namespace,
     place: RankPlace,
     environ: Mapping[str, str],
-    clock: Clock,
     events: Events,
     notice: LeavingNotice,
+    adopt: Adopt,
+    load: LoadEntrypoint,
 ) -> Ending:
     background = ThreadBackground()
-    opened = open_store(
-        options.store,
-        json.loads(environ.get(ENV_STORAGE_OPTIONS) or "{}"),
-        clock=clock,
-        retry=LASTING,
-        is_leaving=notice,
-    )
-    store = of_run(opened, environ)
-    attempt: Attempt = adopted_attempt(
-        store,
-        options.replica_id,
-        options.attempt,
-        place.leg,
-        place.claim_sha256,
-        clock,
-        Stamp(random_token(), clock.wall_time),
-        notice,
-        background,
-        Launched.of_options(options),
-    )
+    attempt = adopt(environ, notice, background)
+    load_training_libraries(environ)
     beats = background.every(ALIVE_S, lambda: events.alive(attempt.pulse))
     try:
-        load_training_libraries(environ)
-        ranks = joined(place, store=store, background=background)
-        return call_entrypoint(replace(attempt, owners=ranks.owners), load_entrypoint, notice.interrupt_if, ranks)
+        ranks = joined(place, store=attempt.store, background=background)
+        return call_entrypoint(replace(attempt, owners=ranks.owners), load, notice.interrupt_if, ranks)
     finally:
         notice.interrupt_if(lambda: False)
         beats.stop()
@@ -145,6 +165,9 @@ def _train(
 
 def joined(place: RankPlace, **own: object) -> Any:
     """Join torch's default process group, that of the replica's ranks, and return this process's `Ranks`.
+
+    Waits without limit until every rank has come, since the parent process ends all when one does not; from then on no
+    collective takes longer than `place.timeout_s`.
 
     `own`: objects of which every rank has its own, by name. Raises `ConfigError` if this machine has GPUs, but fewer
     than ranks.
@@ -165,9 +188,12 @@ def joined(place: RankPlace, **own: object) -> Any:
         torch.cuda.set_device(place.rank)
     else:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else accelerate takes each rank for the only process
+    meeting = dist.FileStore(place.meeting, place.ranks)  # type: ignore[attr-defined]
+    meeting.set(f"rank {place.rank}", "")
+    meeting.wait([f"rank {rank}" for rank in range(place.ranks)], timedelta(days=365))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if has_gpus else "gloo",
-        init_method=f"file://{place.meeting}",
+        store=meeting,
         rank=place.rank,
         world_size=place.ranks,
         timeout=timedelta(seconds=place.timeout_s),

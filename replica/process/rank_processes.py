@@ -47,6 +47,8 @@ class RankState:
     number: int
     ending: Ending | None = None  # as it reported itself
     died: int | None = None  # exit code, negative for a signal, once the process has ended
+    heard_at: float = 0.0  # s of the clock: its start, then its newest sign of life
+    is_ready: bool = False  # whether it has sent one, which it does once it has imported torch
 
     @property
     def has_failed(self) -> bool:
@@ -55,14 +57,21 @@ class RankState:
             return self.ending.code not in (EXIT_DONE, EXIT_PREEMPTED)
         return self.died is not None
 
+    def is_silent(self, now: float, hung_after_s: float, startup_timeout_s: float) -> bool:
+        """Whether a living rank has sent no sign of life for longer than it may.
+
+        It may be silent for `hung_after_s` once it was ready, and before for `startup_timeout_s` too, as a replica
+        until its first heartbeat.
+        """
+        most_s = hung_after_s if self.is_ready else max(hung_after_s, startup_timeout_s)
+        return self.died is None and now - self.heard_at > most_s
+
 
 @dataclass(kw_only=True)
 class _Rank(RankState):
     """One rank's child process and what its parent has read from it."""
 
     process: subprocess.Popen[bytes]
-    heard_at: float  # last sign of life
-    is_ready: bool = False  # whether it has sent one
     rest: dict[str, bytes] = field(default_factory=dict)  # of an incomplete line, by stream
 
 
@@ -73,6 +82,7 @@ class RankProcesses:
         ranks: their number.
         arguments: of this process: store, replica, attempt and digests, which every rank gets too.
         should_leave: whether this process was asked to leave; rank 0 is then asked, and signals the others.
+        program: the module that each rank runs.
     """
 
     def __init__(
@@ -83,14 +93,17 @@ class RankProcesses:
         environ: Mapping[str, str],
         clock: Clock,
         should_leave: Callable[[], bool],
+        program: str = "diloco_orchestrator.replica.process.rank",
     ) -> None:
         self._attempt = attempt
         self._arguments = arguments
         self._environ = environ
         self._clock = clock
         self._should_leave = should_leave
+        self._program = program
         self._count = ranks
         self._timeout_s = attempt.config.retry.hung_after_s
+        self._startup_s = attempt.config.timing.startup_timeout_s
         self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
         self._was_asked = False
@@ -118,9 +131,8 @@ class RankProcesses:
         attempt = self._attempt
         leg, claim = attempt.begin.leg, attempt.claim_sha256
         place = RankPlace(number, self._count, leg, claim, write_end, str(meeting), os.getpid(), self._timeout_s)
-        module = "diloco_orchestrator.replica.process.rank"
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *self._arguments, "--place", place.to_text()],
+            [sys.executable, "-P", "-m", self._program, *self._arguments, "--place", place.to_text()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -146,18 +158,18 @@ class RankProcesses:
                 if not self._ranks[0].is_ready:
                     return Ending(EXIT_PREEMPTED, "preempted")
                 self._ranks[0].process.send_signal(signal.SIGTERM)
-            silent = [rank for rank in self._ranks if rank.died is None and self._silence_s(rank) > self._timeout_s]
+            silent = [rank for rank in self._ranks if self._is_silent(rank)]
             if silent or any(rank.has_failed for rank in self._ranks):
                 return self._failed(silent)
-            if self._ranks[0].ending is not None and self._silence_s(self._ranks[0]) > self._timeout_s:
+            if self._ranks[0].ending is not None and self._clock.now() - self._ranks[0].heard_at > self._timeout_s:
                 log.warning("rank 0 has ended and others have not, %.0f s later: they are ended", self._timeout_s)
                 break
         first = self._ranks[0].ending
         assert first is not None, "rank 0 has not failed, so it has reported its ending"
         return first
 
-    def _silence_s(self, rank: _Rank) -> float:
-        return self._clock.now() - rank.heard_at
+    def _is_silent(self, rank: _Rank) -> bool:
+        return rank.is_silent(self._clock.now(), self._timeout_s, self._startup_s)
 
     def _look(self, seconds: float) -> None:
         """Read output and events of the ranks, waiting up to `seconds` for some; record which ranks have ended."""
@@ -239,7 +251,7 @@ def ending_of(ranks: Sequence[RankState], silent: Sequence[RankState], timeout_s
 
     A process that died or fell silent comes before an error, an error that a relaunch would repeat before another, and
     any error before those of collectives, which end when another rank is gone. `silent`: ranks without a sign of life
-    for `timeout_s`, which is also the time-out of collectives.
+    for `timeout_s`, which is also the time-out of collectives, or not ready within the start-up time-out.
     """
     count = len(ranks)
     for rank in ranks:
@@ -247,9 +259,14 @@ def ending_of(ranks: Sequence[RankState], silent: Sequence[RankState], timeout_s
             return Ending(EXIT_ERROR, f"rank {rank.number} of {count} {_death_words(rank.died)}")
     for rank in silent:
         words = f"gave no sign of life for {timeout_s:.0f} s: it is stopped, or hangs outside of Python"
+        if not rank.is_ready:
+            words = "was not ready within timing.startup_timeout_s: it still imports torch, or waits for the bucket"
         return Ending(EXIT_ERROR, f"rank {rank.number} of {count} {words}")
     rank = min((rank for rank in ranks if rank.has_failed), key=lambda each: (_order(each.ending), each.number))
     assert rank.ending is not None, "those without were the first"
+    first = ranks[0].ending
+    if _is_of_a_collective(rank.ending) and first is not None and not ranks[0].has_failed:
+        return first  # it has left or ended, and others only lost their connection to it
     late = [str(each.number) for each in ranks if each.ending is None]
     if _is_of_a_collective(rank.ending) and late:
         who = f"rank{'s' if len(late) > 1 else ''} {', '.join(late)} of {count}"
@@ -260,11 +277,11 @@ def ending_of(ranks: Sequence[RankState], silent: Sequence[RankState], timeout_s
 
 def _environment(environ: Mapping[str, str], number: int, count: int) -> dict[str, str]:
     """The environment of rank `number` of `count`: torch's variables, its share of the threads, and the import path."""
-    threads = {"OMP_NUM_THREADS": str(max(1, int(given) // count))} if (given := environ.get("OMP_NUM_THREADS")) else {}
+    threads = int(environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)  # as in the attempt's claim: bits depend on it
     return {
         "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on this machine, whose own name may not resolve
         **{name: value for name, value in environ.items() if name != ENV_LEAVE_AFTER},  # which is watched here
-        **threads,
+        "OMP_NUM_THREADS": str(max(1, threads // count)),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "PYTHONUNBUFFERED": "1",
         "RANK": str(number),

@@ -1,8 +1,9 @@
-"""`Checks`: in a round by scatter-reduce, what replicas report of each other's payload shards and averages.
+"""`Checks`: what replicas report of each other's payload shards and averages, and of strangers' contributions.
 
-Each shard of a contribution is read by two replicas other than its author, its *dealers*; a contribution counts once
-both have found all of its shards good. `allreduce.dealing` assigns the shards, `protocol.void_commits` applies the same
-rule to commits.
+In a round by scatter-reduce each shard of a contribution is read by two replicas other than its author, its *dealers*;
+a contribution counts once both have found all of its shards good. `allreduce.dealing` assigns the shards,
+`protocol.void_commits` applies the same rule to commits. A stranger's contribution is averaged only if most other
+replicas have scored it (`guard.strangers`).
 """
 
 import logging
@@ -13,8 +14,9 @@ from itertools import count, islice
 
 from diloco_orchestrator.clock import in_parallel
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.guard.strangers import StrangersWork
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.check_records import Checked, CheckNamed, ReadShards, barred_after
+from diloco_orchestrator.protocol.check_records import Checked, CheckNamed, ReadShards, WorkScore, barred_after
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON
 from diloco_orchestrator.protocol.records import Answer, Contribution
@@ -27,12 +29,14 @@ from diloco_orchestrator.replica.rounds.received import (
     everything,
 )
 from diloco_orchestrator.replica.rounds.tip import HeldTip
+from diloco_orchestrator.replica.rounds.work_scores import WorkScores
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.reader import read_record
 
 log = logging.getLogger(__name__)
 
-_PATIENCE_S = 5.0  # from when the round could end until this replica reads what its dealers have not reported
+_PATIENCE_S = 5.0  # from when the round could end until nobody waits for what replicas have not reported
+_SCORING_TIMES = 3.0  # of what scoring took here, for which others' scores are waited for
 _TRIES = 8  # records that are written until one is there as it was written
 
 Shard = tuple[str, int]  # sha256 of a manifest, index of a payload shard
@@ -41,7 +45,8 @@ Shard = tuple[str, int]  # sha256 of a manifest, index of a payload shard
 class Checks:
     """Findings about payload shards and averages in the open round, by this replica and others. Not thread-safe."""
 
-    def __init__(self, attempt: Attempt, tip: HeldTip) -> None:
+    def __init__(self, attempt: Attempt, tip: HeldTip, work: WorkScores) -> None:
+        self._work = work
         self.averages = FalseAverages(attempt, tip)
         self._attempt = attempt
         self._tip = tip
@@ -54,6 +59,9 @@ class Checks:
         self._heard: dict[Shard, dict[int, bool]] = defaultdict(dict)  # by replica: whether it found the shard good
         self._reported = set[Shard]()  # by this replica
         self._own: dict[Shard, bool] = {}  # own shards that were read back
+        self._scorers: dict[tuple[int, str], set[int]] = defaultdict(set)  # by author and payload: who has scored it
+        self._work.clear()
+        self._unreported: tuple[WorkScore, ...] = ()  # scores of strangers' contributions
         self._ready_since: float | None = None
         self.averages.clear()
 
@@ -67,8 +75,11 @@ class Checks:
         ]
 
     def named(self) -> tuple[CheckNamed, ...] | None:
-        """Records of findings on which a commit of the open round relies, by replicas; None without scatter-reduce."""
-        if self._tip.dealing is None:
+        """Records of findings on which a commit of the open round relies, in replica order.
+
+        None in a round by gather in which no contribution is scored.
+        """
+        if self._tip.dealing is None and not self._work.is_due:
             return None
         found = (each for each in self._keys.values() if each is not None)
         return tuple(sorted(found, key=lambda each: (each.replica_id, each.number)))
@@ -81,15 +92,23 @@ class Checks:
         named = [self.by_sha256[each.sha256] for each in self.named() or ()]
         return barred_after(self._tip.barred, roster, named) or None
 
+    def of_strangers(self) -> StrangersWork | None:
+        """The reports on strangers' contributions that the commit names; None in a run that scores none of them."""
+        if not self._tip.scores_strangers:
+            return None
+        named = [self.by_sha256[each.sha256] for each in self.named() or ()]
+        return StrangersWork(self._attempt.config.invited, named)
+
     # -- telling and hearing -------------------------------------------------------------------------------------
 
     def exchange(self, received: ReceivedResponses) -> None:
         """Report what this replica has found since its last record, then read new records of others.
 
         One PUT if there is something to report; one LIST, and one GET for each new record. Where others accuse replicas
-        of a false average, its shard is averaged from the payloads, and the result reported.
+        of a false average, its shard is averaged from the payloads, and the result reported. Contributions of strangers
+        that were received since are scored first. Strangers take part in scatter-reduce only.
         """
-        if self._tip.dealing is None:
+        if self._tip.dealing is None and (not self._work.is_due or self._attempt.is_invited):
             return
         self._report(received)
         new = []
@@ -105,7 +124,7 @@ class Checks:
     def _report(self, received: ReceivedResponses) -> None:
         attempt, found, reported = self._attempt, list[ReadShards](), set[Shard]()
         for sha256, manifest in sorted(received.by_digest().items(), key=lambda each: each[1].replica_id):
-            if manifest.replica_id == attempt.replica_id:
+            if manifest.replica_id == attempt.replica_id or self._tip.dealing is None:
                 continue
             told = {each.index: received.why_not(each) for each in everything([manifest])}
             read = {
@@ -117,7 +136,8 @@ class Checks:
                 found.append(ReadShards(manifest_sha256=sha256, good=good, bad=bad))
                 reported |= {(sha256, index) for index in read}
         averages = self.averages.to_report()
-        if not (found or averages):
+        self._unreported += self._score(received) if self._work.is_due else ()
+        if not (found or averages or self._unreported):
             return
         numbers = (n for n in count(1) if keys.checked(self._round, attempt.replica_id, n) not in self._keys)
         for number in islice(numbers, _TRIES):
@@ -131,6 +151,7 @@ class Checks:
                 claim_sha256=attempt.claim_sha256,
                 read=tuple(found),
                 averages=averages or None,
+                scored=self._unreported or None,
             )
             created = attempt.writer.create(record)
             # Read back: a commit names the bytes that others read. Where it is no record of this process's, an earlier
@@ -139,8 +160,15 @@ class Checks:
             if created is not None and created.sha256 in self.by_sha256:
                 self._reported |= reported
                 self.averages.reported(averages)
+                self._unreported = ()
                 return
         log.warning("round %d: %d check records of this replica do not count", self._round, _TRIES)
+
+    def _score(self, received: ReceivedResponses) -> tuple[WorkScore, ...]:
+        """This replica's scores of the strangers' contributions that it has received and not scored yet."""
+        good = [answer.replica_id for answer in received.answers() if answer.kind == "delta"]
+        manifests = {each.replica_id: each for each in received.manifests(good)}
+        return self._work.of(manifests, received.shard)
 
     def _hear(self, key: str, replica_id: int, number: int) -> None:
         """Read the record of findings at `key`. An invalid one, or by another attempt than it names, does not count."""
@@ -162,6 +190,8 @@ class Checks:
         self._keys[key] = CheckNamed(replica_id=record.replica_id, number=record.number, sha256=sha256)
         self.by_sha256[sha256] = record
         self.averages.hear(record)
+        for score in record.scored or ():
+            self._scorers[score.replica_id, score.payload].add(record.replica_id)
         for found in record.read:
             for indices, good in ((found.good, True), (found.bad, False)):
                 for index in indices:  # of two reports of one replica the bad one counts
@@ -182,12 +212,11 @@ class Checks:
             answers: all responses received, judged by their base digests.
             ready: whether the round could end but for missing reports.
         """
+        if self._work.is_due and not self._attempt.is_invited:
+            answers = self._with_scores(answers, ready)
         if self._tip.dealing is None:
             return tuple(answers)
-        manifests, now = received.by_digest(), self._attempt.clock.now()
-        if self._ready_since is None and ready:
-            self._ready_since = now
-        late = self._ready_since is not None and now >= self._ready_since + _PATIENCE_S
+        manifests, late = received.by_digest(), self._is_late(ready, _PATIENCE_S)
         contributions = [each for each in answers if each.kind == "delta"]
         others = [each for each in contributions if each.replica_id != self._attempt.replica_id]
         shards = [
@@ -215,6 +244,33 @@ class Checks:
             elif status == "good" or (alone and each.replica_id == self._attempt.replica_id):
                 found.append(each)
         return tuple(found)
+
+    def _is_late(self, ready: bool, patience_s: float) -> bool:
+        """Whether the round could have ended `patience_s` seconds ago but for reports. `ready`: it could end now."""
+        now = self._attempt.clock.now()
+        if self._ready_since is None and ready:
+            self._ready_since = now
+        return self._ready_since is not None and now >= self._ready_since + patience_s
+
+    def _with_scores(self, answers: Sequence[Answer], ready: bool) -> list[Answer]:
+        """`answers` without strangers' contributions of which scores are expected still.
+
+        Scores are expected of who has contributed and is no stranger, until some seconds after the round could end.
+        Where there is no such replica, strangers' contributions become "unverifiable".
+        """
+        invited = self._attempt.config.invited
+        own = {each.replica_id for each in answers if each.kind == "delta" and each.replica_id not in invited}
+        late = self._is_late(ready, max(_PATIENCE_S, _SCORING_TIMES * self._work.longest_s))
+        found = []
+        for each in answers:
+            if each.kind != "delta" or each.replica_id not in invited:
+                found.append(each)
+            elif not own:
+                why = "no contribution but strangers' is there, and these are not averaged alone"
+                found.append(each.model_copy(update={"kind": "unverifiable", "reason": why}))
+            elif late or own <= self._scorers[each.replica_id, each.payload]:
+                found.append(each)
+        return found
 
     @property
     def waits(self) -> bool:

@@ -32,6 +32,7 @@ from diloco_orchestrator.replica.rounds.received import ExpectedContribution, Re
 from diloco_orchestrator.replica.rounds.reupload import WANTS_EVERY_S, ReuploadRequests
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.replica.rounds.tip import HeldTip
+from diloco_orchestrator.replica.rounds.work_scores import WorkScores
 from diloco_orchestrator.run_log.append import append_commit
 from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
@@ -57,7 +58,8 @@ class RoundCloser:
         self._requests = requests
         self._timing = timing
         self._contributor = contributor
-        self._checks = Checks(attempt, tip)
+        self.work = WorkScores(attempt, tip)
+        self._checks = Checks(attempt, tip, self.work)
         self._repair = BaseRepair(attempt, tip, claims, self._checks.averages, contributor)
         self._received = ReceivedResponses(
             *(attempt.store, attempt.background, requests.payloads, attempt.authors, self._checks.dealt),
@@ -273,7 +275,8 @@ class RoundCloser:
             self._requests.check_own(named[0])
         scored = self._received.manifests(a.replica_id for a in answers if a.kind != "wrong_base")
         known = opened.guard, attempt.config.guard, opened.round, self._tip.heldout, opened.roster
-        folded = fold_round(*known, scored, named, is_rebuildable(attempt.config, opened.outer_step))
+        rebuildable = is_rebuildable(attempt.config, opened.outer_step)
+        folded = fold_round(*known, scored, named, rebuildable, self._checks.of_strangers())
         fired = folded.verdict.reason if folded and folded.verdict.fire else ""
         halt = self._halt.reason if self._halt else ""
         conclusion = rounds.conclude(decision, position, outer_steps=attempt.outer_steps, fired=fired, halt=halt)
@@ -375,7 +378,8 @@ class RoundCloser:
 
         Asked before it contributes: reads what others report in the open round, in one LIST request without any report.
         """
-        self._checks.exchange(self._received)
+        if self._tip.dealing is not None:
+            self._checks.exchange(self._received)
         return self._repair.if_disproved()
 
     def _open_next_round(self, commit: Commit, average: Mapping[str, torch.Tensor]) -> ClosedRound:

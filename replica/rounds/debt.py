@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -328,6 +329,13 @@ class StoredPayload:
         self._shards.close()
 
 
+@runtime_checkable
+class _Closes(Protocol):
+    """A vector that frees what it reads from by `close`."""
+
+    def close(self) -> None: ...
+
+
 class WithDebt:
     """A pseudo-gradient plus its author's unaveraged work and residual, added range by range when it is read.
 
@@ -361,9 +369,9 @@ class WithDebt:
         return values
 
     def close(self) -> None:
-        """Free the bytes of the unaveraged payload that is added."""
-        for vector, _ in self._debt:
-            if isinstance(vector, StoredPayload):
+        """Free the local values of the pseudo-gradient, and the bytes of the unaveraged payload that is added."""
+        for vector in (self._pseudo_gradient, *(added for added, _ in self._debt)):
+            if isinstance(vector, _Closes):
                 vector.close()
 
 

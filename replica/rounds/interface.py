@@ -122,6 +122,14 @@ class RunRounds(Rounds, Protocol):
         """Whether rounds may end without this replica and average fewer inner steps of it. Fixed for the whole run."""
         ...
 
+    def score_strangers_by(self, measure: Callable[[Base], Sequence[float]]) -> None:
+        """Have `close` score strangers' contributions, in the thread that calls it, before they are averaged.
+
+        `measure`: scores of a base on the held-out items that the open round deals to this replica; higher is better.
+        It must leave the model as it was.
+        """
+        ...
+
     def publish_scores(self, fields: ContributionFields) -> None:
         """Contribute scores to the final evaluation round, which takes no pseudo-gradient; at most once."""
         ...
@@ -138,8 +146,11 @@ class RunRounds(Rounds, Protocol):
         """
         ...
 
-    def is_behind(self, steps: int) -> bool:
-        """Whether this replica, after `steps` inner steps, should contribute them now (`RoundTiming.is_behind`)."""
+    def is_behind(self, steps: int, steps_s: float) -> bool:
+        """Whether to contribute the round's `steps` inner steps now, which took `steps_s` seconds.
+
+        `RoundTiming.is_behind` has the rule.
+        """
         ...
 
     def announce(self) -> None:

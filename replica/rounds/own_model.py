@@ -47,6 +47,7 @@ class OwnModel:
     files: ModelFiles  # what a snapshot has beside them
     heldout: HeldoutSet | None = None  # None: it scores nothing
     in_ranks: OwnValues | None = None  # values of parameters in several ranks or sharded; None: they are whole here
+    scores_strangers: bool = False  # whether it scores the contributions of strangers
 
     @property
     def values(self) -> OwnValues:

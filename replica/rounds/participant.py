@@ -11,7 +11,7 @@ round changes between two inner steps of training: only `close` makes the next r
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -24,6 +24,7 @@ from diloco_orchestrator.outer.golden_arithmetic import check_arithmetic
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.rounds.allocator import returning_freed_memory
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.close_round import RoundCloser
 from diloco_orchestrator.replica.rounds.contribute import Contributor
@@ -125,6 +126,7 @@ class Participant:
         attempt.pulse.round = self.open.round
 
     @classmethod
+    @returning_freed_memory()
     def join(
         cls,
         attempt: Attempt,
@@ -185,7 +187,8 @@ class Participant:
     def _contribute(self, form: Callable[[], Vector], fields: ContributionFields) -> None:
         if self._closer.trained_in_vain():
             self._contributor.abstain(fields, "it trained from a base that held an average which no payload gives")
-        else:
+            return
+        with returning_freed_memory():
             self._contributor.contribute_delta(form(), fields)
 
     def close_beside_training(self, then: Callable[[], None] = lambda: None, *, keep_average: bool = False) -> None:
@@ -232,10 +235,14 @@ class Participant:
 
     def _close(self, then: Callable[[], None] = lambda: None, keep_average: bool = False) -> ClosedRound:
         self._snapshots.wait()  # a snapshot is written of the base that closing steps in place
-        closed = self._closer.close(keep_average=keep_average)
+        with returning_freed_memory():
+            closed = self._closer.close(keep_average=keep_average)
         self._segments.write_if_due()
         then()
         return closed
+
+    def score_strangers_by(self, measure: Callable[[Base], Sequence[float]]) -> None:
+        self._closer.work.measure = measure
 
     def publish_scores(self, fields: ContributionFields) -> None:
         self._contributor.contribute_scores(fields)
@@ -246,14 +253,15 @@ class Participant:
         asks = not self.open.stopped and (not if_due or self._timing.poll_due())
         return asks and self._closer.committed()
 
-    def is_behind(self, steps: int) -> bool:
-        return self._timing.is_behind(steps)
+    def is_behind(self, steps: int, steps_s: float) -> bool:
+        return self._timing.is_behind(steps, steps_s)
 
     def announce(self) -> None:
         self._contributor.announce()
 
     def reopen(self, round_: int) -> None:
-        self._claims.rebuild(until=round_ - 1)
+        with returning_freed_memory():
+            self._claims.rebuild(until=round_ - 1)
         self._attempt.pulse.round = self.open.round
         self._timing.open_round()
         self._contributor.recover()
@@ -261,11 +269,13 @@ class Participant:
     # -- snapshots and the end -----------------------------------------------------------------------------------
 
     def write_snapshot_if_due(self) -> bool:
-        healed = self._snapshots.write_if_due()
-        if healed:
-            self._contributor.recover_carry()
+        with returning_freed_memory():
+            healed = self._snapshots.write_if_due()
+            if healed:
+                self._contributor.recover_carry()
         return healed
 
+    @returning_freed_memory()
     def finish_leg(self) -> bool:
         last = self._tip.value.last
         assert last is not None

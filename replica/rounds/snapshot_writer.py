@@ -14,6 +14,7 @@ from diloco_orchestrator.errors import DilocoError, ObjectMissing, PayloadCorrup
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.records import Commit
 from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.rounds.allocator import returning_freed_memory
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.tip import HeldTip
 from diloco_orchestrator.run_log.segments import TAIL_ROUNDS, write_segments
@@ -133,6 +134,7 @@ class SnapshotWriter:
         """Whether a complete snapshot of round `made_in` declares a base with `digest`, confirmed or not."""
         return digest in ConfirmedSnapshots(self._attempt.log).said_digests(made_in)
 
+    @returning_freed_memory()
     def _write_beside_training(self, tip: Tip, digest: str | None) -> None:
         """Write a snapshot of the base in `tip`; an invalid record is logged, not raised.
 

@@ -165,8 +165,11 @@ class RoundTiming:
             return True
         return self.train_s > _POLL_FROM * deadline.deadline_s
 
-    def is_behind(self, steps: int) -> bool:
+    def is_behind(self, steps: int, steps_s: float) -> bool:
         """Whether this replica, after `steps` inner steps of the round, should publish a partial contribution now.
+
+        `steps_s`: seconds that these steps took. Scoring before them, which may take most of a round, says nothing of
+        the speed of those to come.
 
         True if at its speed the whole round would miss the deadline, and its next step would end after the median. A
         partial contribution that is averaged is worth more than a whole one that is late every time.
@@ -177,12 +180,14 @@ class RoundTiming:
         deadline, elapsed, whole = self.deadline(), self.train_s, self._attempt.config.round_steps
         if not self.elastic or not 0 < steps < whole:
             return False
-        step_s = elapsed / steps
+        step_s = steps_s / steps
         if self._equal_time:
             if (round_s := self._times.fastest_s) is None:
                 return self._another_has_contributed()
             return elapsed + step_s > round_s * (1 + 0.5 / whole)
-        return deadline is not None and step_s * whole > deadline.deadline_s and elapsed + step_s > deadline.median_s
+        if deadline is None or elapsed + step_s <= deadline.median_s:
+            return False
+        return elapsed + step_s * (whole - steps) > deadline.deadline_s
 
     def _another_has_contributed(self) -> bool:
         """Whether the open round has a manifest. Lists at most once a second, later less often; False in between."""

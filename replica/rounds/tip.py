@@ -54,6 +54,7 @@ class HeldTip:
         self._attempt = attempt
         self._adapters = start.record.adapters if start else ()
         self._scatters = scatters(attempt.config, start.record) if start else False
+        self.scores_strangers = bool(start and start.record.scores_strangers)  # before their work is averaged
         self.borrowed = False  # whether the base holds averages that others made, since it was rebuilt
         self.value = tip
         self.open = self._opened(version=0)  # the open round

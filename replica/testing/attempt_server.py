@@ -3,7 +3,7 @@
 The libraries and the user's module are imported once. Then every line of JSON on standard input is one `Job` for a
 fork, and every line on standard output reports the end of a job. A fork starts from the state after the imports, so
 jobs do not affect each other. On a machine with a GPU each fork imports the user's module itself, because a CUDA
-context does not survive a fork.
+context does not survive a fork. The ranks of a replica of several are new processes, each with imports of its own.
 """
 
 import json
@@ -12,42 +12,38 @@ import selectors
 import signal
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
-from diloco_orchestrator.config import make_config
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import load_entrypoint
-from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import Run
-from diloco_orchestrator.protocol.version import VERSION
-from diloco_orchestrator.replica.attempt.attempt import Attempt, claim_attempt
+from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.process.rank_processes import RankProcesses
 from diloco_orchestrator.replica.process.run_attempt import (
+    Ending,
     load_training_libraries,
     process_environment,
     run_attempt,
 )
-from diloco_orchestrator.run_log.append import create_run
-from diloco_orchestrator.store.memory import MemoryStore
 
 OUTPUT = "output.txt"  # of a job's process, in its folder
+WATCH = "DILOCO_CHECK_WATCH"  # environment variable of a job's ranks: the fields of `watched.Watch`, as JSON
+WATCHED_RANK = "diloco_orchestrator.replica.testing.watched_rank"
 
 
 @dataclass(frozen=True)
 class Job:
-    """One process to run: an attempt of a replica in the run at `url`, or training without a run."""
+    """One process to run: an attempt of a replica in the run at `url`."""
 
     number: int
     url: str
     replica_id: int
     attempt: int
     watch: dict[str, Any]  # the fields of `watched.Watch`
-    config: dict[str, Any]  # of the run
-    run_sha256: str = ""  # of run.json; empty without a run
+    run_sha256: str  # of run.json
 
 
 @dataclass
@@ -128,7 +124,7 @@ def _in_fork(job: Job) -> None:
         nothing = os.open(os.devnull, os.O_RDONLY)
         for old, new in ((nothing, 0), (output, 1), (output, 2)):
             os.dup2(old, new)
-        code = _train_plainly(job) if job.watch["plain"] else _take_part(job)
+        code = _take_part(job)
     except BaseException:  # a fork ends here whatever happens
         traceback.print_exc()
     finally:
@@ -138,65 +134,31 @@ def _in_fork(job: Job) -> None:
 
 
 def _take_part(job: Job) -> int:
-    """Run an attempt of the job's run, as a replica's process does. Returns the exit code."""
-    from diloco_orchestrator.replica.testing.watched import Watch, WatchedContext
+    """Run an attempt of the job's run, as a replica's process does, with its ranks. Returns the exit code."""
+    from diloco_orchestrator.replica.testing.watched import Watch, watched
 
-    def load(entrypoint: str) -> Callable[[Any], None]:
-        function = load_entrypoint(entrypoint)
+    clock, launched = SystemClock(), Launched(job.run_sha256)
+    environ = {**process_environment(), WATCH: json.dumps(job.watch)}
+    arguments = ["--store", job.url, "--replica-id", str(job.replica_id), "--attempt", str(job.attempt)]
+    arguments += launched.arguments()
 
-        def watched(ctx: Any) -> None:
-            context = WatchedContext(ctx._attempt, Watch(**job.watch))
-            try:
-                function(context)
-            finally:
-                ctx.session = context.session
-                context.end()
-
-        return watched
+    def train_in_ranks(attempt: Attempt, ranks: int) -> Ending:
+        return RankProcesses(attempt, ranks, arguments, environ, clock, lambda: False, WATCHED_RANK).run()
 
     ending = run_attempt(
         job.url,
         job.replica_id,
         job.attempt,
-        Launched(job.run_sha256),
-        clock=SystemClock(),
+        launched,
+        clock=clock,
         background=ThreadBackground(),
-        environ=process_environment(),
+        environ=environ,
         should_leave=lambda: False,
         load_libraries=lambda: None,
-        load_entrypoint=load,
+        load_entrypoint=watched(Watch(**job.watch)),
+        train_in_ranks=train_in_ranks,
     )
     return ending.code
-
-
-def _train_plainly(job: Job) -> int:
-    """Train as the only replica would, but without a run. Returns the exit code."""
-    from diloco_orchestrator.replica.testing.watched import PlainContext, Watch
-    from diloco_orchestrator.replica.training import rng
-
-    context = PlainContext(_attempt_in_memory(job), Watch(**job.watch))
-    rng.seed_all(context.seed)
-    try:
-        load_entrypoint(job.config["entrypoint"])(context)
-        return 0
-    except BaseException:  # the training function runs here
-        context.watcher.notes.error = traceback.format_exc()
-        return 1
-    finally:
-        context.end()
-
-
-def _attempt_in_memory(job: Job) -> Attempt:
-    clock = SystemClock()
-    stamp = Stamp("check", clock.wall_time)
-    store = MemoryStore()
-    create_run(
-        store,
-        Run(**stamp(), run_id="check", config=make_config(job.config), package_version=VERSION),
-        "check",
-        stamp,
-    )
-    return claim_attempt(store, job.replica_id, None, clock, stamp)
 
 
 def main() -> None:

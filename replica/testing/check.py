@@ -28,6 +28,7 @@ def check_replica(
     args: Mapping[str, Any] | None = None,
     heldout_items: Sequence[Any] = (),
     replicas: int = 2,
+    ranks: int = 1,
     rounds: int = 3,
     sync_every: int = 4,
     seed: int = 0,
@@ -39,6 +40,7 @@ def check_replica(
         train: the training function or "package.module:function", as for `launch`; importable by other processes.
         args, heldout_items, seed: as for `launch`. Choose `args` such that the model is small.
         replicas: of the run that shows equal models.
+        ranks: processes that train the model of a replica together, in every run (`ranks_per_replica`).
         rounds, sync_every: of every run; at least 2 rounds and 2 steps.
         limit_s: seconds after which a process is killed and counts as failed.
 
@@ -56,13 +58,14 @@ def check_replica(
         "sync_every": sync_every,
         "seed": seed,
         "quorum": "all",
+        "ranks_per_replica": ranks,
         "guard": "off",  # numbers of so few steps say nothing; they are recorded all the same
         "timing": {"poll_s": 0.01, "round_timeout_s": limit_s, "startup_timeout_s": limit_s},
     }
     lone = make_config({**common, "replicas": 1, "outer": _OUTER_OFF})
     fleet = make_config({**common, "replicas": replicas})
     check_importable(entrypoint)
-    most = max(replicas, min(_MOST_JOBS, os.cpu_count() or 1))
+    most = max(replicas, min(_MOST_JOBS, (os.cpu_count() or 1) // ranks))
     with (
         tempfile.TemporaryDirectory(prefix="diloco-check-") as folder,
         Jobs(Path(folder), entrypoint, most, limit_s) as jobs,

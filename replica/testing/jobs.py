@@ -41,8 +41,8 @@ class Seen:
     error: str = ""  # the last line of its traceback
     digests: Sequence[str | None] = ()  # of each commit's base; the final evaluation round's is the last base
     rounds: Sequence[Contribution] = ()  # this replica's manifests of the rounds that took training
-    model: Tensors | None = None  # trainable parameters at the end
-    base: Tensors | None = None  # the last base
+    model: Tensors | None = None  # trainable parameters once the training function has returned
+    base: Tensors | None = None  # trainable parameters when the run had ended: the last base
     next: Tensors | None = None  # trainable parameters one step after the first round; plain only
     moved: Tensors | None = None  # by how much each parameter was moved before that step; disturbed only
 
@@ -124,8 +124,7 @@ class Jobs:
         folder = self._folder / wanted.name
         folder.mkdir()
         watch = Watch(**{"folder": str(folder), **wanted.watch})
-        if not watch.plain:
-            self._intend(wanted)
+        self._intend(wanted)
         self._count += 1
         job = Job(
             number=self._count,
@@ -133,8 +132,7 @@ class Jobs:
             replica_id=wanted.replica_id,
             attempt=wanted.attempt,
             watch=asdict(watch),
-            config=wanted.config.model_dump(mode="json"),
-            run_sha256=self._runs.get(wanted.run, ""),
+            run_sha256=self._runs[wanted.run],
         )
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(asdict(job)) + "\n")
@@ -174,18 +172,18 @@ class Jobs:
 
     def _seen(self, wanted: Wanted, status: int, late: bool) -> Seen:
         folder, code = self._folder / wanted.name, os.waitstatus_to_exitcode(status)
-        notes = Notes.read(folder) or Notes()
+        notes = Notes.read(folder)
         seen = Seen(
             notes=notes,
             code=None if code == -signal.SIGKILL else code,
             late=late,
-            error=_last_line(notes.error or ("" if code == 0 else _output(folder))),
+            error=_last_line("" if code == 0 else _output(folder)),
             model=read_tensors(folder, "model"),
             base=read_tensors(folder, "base"),
             next=read_tensors(folder, "next"),
             moved=read_tensors(folder, "moved"),
         )
-        return seen if wanted.watch.get("plain") else self._with_log(seen, wanted)
+        return self._with_log(seen, wanted)
 
     def _with_log(self, seen: Seen, wanted: Wanted) -> Seen:
         """`seen`, the result of a process, with the commits and manifests that its run's bucket has now."""

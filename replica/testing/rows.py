@@ -308,7 +308,7 @@ def planted(checked: Checked) -> Finding:
             "loop over replica.batches, or call replica.checked(batch) or declare(items) before each step.",
         )
     seen = checked.seen["planted"]
-    if seen.reason.startswith("held-out item"):
+    if "held-out item" in seen.reason:
         return passed(name, "a training item that counts as held out ended the run")
     return failed(
         name,

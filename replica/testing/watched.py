@@ -8,7 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,16 +19,23 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.digests import BulkHasher
+from diloco_orchestrator.protocol.process import load_entrypoint
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.context import ReplicaContext, ReplicaSession
+from diloco_orchestrator.replica.process.run_attempt import LoadEntrypoint
 from diloco_orchestrator.replica.training import rng
+from diloco_orchestrator.replica.training.attached_model import AttachedModel
+from diloco_orchestrator.replica.training.exchange import local_part
+from diloco_orchestrator.replica.training.follower import served
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers, NeverStepped
+from diloco_orchestrator.replica.training.island import Island
 from diloco_orchestrator.replica.training.position import DataCursor
+from diloco_orchestrator.replica.training.ranks import END, Ranks
 from diloco_orchestrator.replica.training.session import TrainingSession
 from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
+from diloco_orchestrator.snapshots.model_tensors import plain_name
 
 PATIENCE = 256  # batches without a step of the attached optimizer: more micro-batches than anybody accumulates
-_COMPILED = "_orig_mod."  # in the names of a model that torch has compiled
 
 Tensors = dict[str, torch.Tensor]
 
@@ -37,10 +44,10 @@ Tensors = dict[str, torch.Tensor]
 class Watch:
     """Settings of a watched process: the folder for observations, and how the training function is disturbed."""
 
-    folder: str  # for notes and tensors
+    folder: str  # for notes and tensors, in a folder of each rank
     plain: bool = False  # without a run
     scored: bool = True  # whether its held-out set is scored
-    killed_after: int | None = None  # inner steps, after which the process gets SIGKILL
+    killed_after: int | None = None  # inner steps, after which the process gets SIGKILL, and the one above its ranks
     planted: str | None = None  # hash of a training item that counts as held out, as hex digits
     disturbed: bool = False  # plain only: parameters are moved after the first round, and training ends a step later
 
@@ -63,53 +70,77 @@ class Notes:
     state_lost: list[str] = field(default_factory=list)  # parts that are others after the state was saved and loaded
     last_item: str | None = None  # hash of the last training item that was compared, as hex digits
     hooked: bool = False  # it gave a function to `on_round`
-    error: str | None = None  # traceback; plain only
 
     @classmethod
-    def read(cls, folder: Path) -> "Notes | None":
-        """The observations in a folder; None if the process ended before writing them."""
-        path = folder / "notes.json"
-        return cls(**json.loads(path.read_text())) if path.exists() else None
+    def read(cls, folder: Path) -> "Notes":
+        """The observations in a folder of the ranks of one replica; none of a rank that ended before writing them.
+
+        Each rank has observed its own part of the model: a parameter that moved in any of them has moved, and a digest
+        is those of all ranks. Everything else is rank 0's.
+        """
+        found = [cls(**json.loads(path.read_text())) for path in sorted(folder.glob("*/notes.json"))]
+        if not found:
+            return cls()
+        first = found[0]
+        first.unmoved = [name for name in first.unmoved if all(name in each.unmoved for each in found)]
+        first.frozen_moved = sorted({name for each in found for name in each.frozen_moved})
+        first.at_round = [" ".join(models) for models in zip(*(each.at_round for each in found), strict=False)]
+        return first
 
 
 def read_tensors(folder: Path, name: str) -> Tensors | None:
-    path = folder / f"{name}.safetensors"
-    return load_file(path) if path.exists() else None
+    """Tensors that ranks of one replica kept under `name`: where there are several, each rank's part by itself."""
+    found = {path.parent.name: load_file(path) for path in sorted(folder.glob(f"*/{name}.safetensors"))}
+    if len(found) == 1:
+        return found["0"]
+    parts = {f"{each} (rank {rank})": part for rank, of in found.items() for each, part in of.items()}
+    return parts or None
 
 
 class Watcher:
     """Counts inner steps of a training function, and observes its model."""
 
-    def __init__(self, watch: Watch, round_steps: int) -> None:
-        self.watch = watch
+    def __init__(self, watch: Watch, round_steps: int, ranks: Ranks) -> None:
+        folder = Path(watch.folder) / str(ranks.rank)
+        folder.mkdir()
+        self.watch = replace(watch, folder=str(folder))
+        self._has_others = ranks.ranks > 1
         self.notes = Notes()
         self.before_step: Callable[[], None] = lambda: None  # called before every step of an optimizer
         self._round_steps = round_steps
         self._idle = 0  # batches since the last step
-        self._optimizers: InnerOptimizers | None = None
-        self._model: torch.nn.Module | None = None
+        self._attached: AttachedModel | None = None
         self._first: Tensors = {}
         self._frozen: dict[str, str] = {}
 
     def attach(self, model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any]) -> None:
         """Begin to watch a model that has the base's parameters. An inner step is one step of every optimizer."""
-        self._model = model
+        self._attached = AttachedModel(model)
         self.notes.attached = True
         self.notes.scores = options.get("heldout") is not None
         self.notes.metric = options.get("in_loop", "loss")
         self._first = self.parameters()
-        self._frozen = {name: digest_of({name: value}) for name, value in _named(model, trainable=False)}
+        self._frozen = {name: digest_of({name: value}) for name, value in self._named(trainable=False)}
         self.notes.trainable, self.notes.frozen = len(self._first), len(self._frozen)
-        self._optimizers = InnerOptimizers(optimizer)
-        self._optimizers.watch(self._before_step, self._after_step)
+        optimizers = InnerOptimizers(optimizer)
+        optimizers.watch(self._before_step, self._after_step)
         # An optimizer that is not attached may step the model before.
-        attached = self._optimizers.all
+        attached = optimizers.all
         register_optimizer_step_pre_hook(lambda other, *_: None if other in attached else self._before_other())
 
     def parameters(self) -> Tensors:
-        """Copies of the trainable parameters that the model has now, on the CPU."""
-        assert self._model is not None
-        return {name: value.detach().to("cpu", copy=True) for name, value in _named(self._model, trainable=True)}
+        """Copies of this rank's parts of the trainable parameters that the model has now, on the CPU."""
+        return {name: value.to("cpu", copy=True) for name, value in self._named(trainable=True)}
+
+    def _named(self, *, trainable: bool) -> list[tuple[str, torch.Tensor]]:
+        """This rank's parts of the parameters with or without `requires_grad`, in name order, without a compiler's
+        wrapper.
+        """
+        assert self._attached is not None
+        self._attached.reshard()
+        named = self._attached.module.named_parameters()
+        found = {plain_name(n): local_part(p) for n, p in named if p.requires_grad is trainable}
+        return sorted(found.items())
 
     def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write tensors into the folder of observations, under `name`."""
@@ -121,13 +152,12 @@ class Watcher:
         if self._idle > PATIENCE:
             raise NeverStepped(f"{PATIENCE} batches and not one step of the attached optimizer.")
 
-    def note_state(self) -> None:
+    def note_state(self, optimizers: InnerOptimizers) -> None:
         """Save and load the optimizers' state, as for a restarted attempt, and record lost parts. At the end only."""
-        assert self._optimizers is not None
-        saved = b"".join(pack(self._optimizers.state_dict()))
-        self._optimizers.load_state_dict(unpack([saved], "the optimizer's state"))
+        saved = b"".join(pack(optimizers.state_dict()))
+        optimizers.load_state_dict(unpack([saved], "the optimizer's state"))
         before = dict(_leaves(unpack([saved], "the optimizer's state")))
-        after = dict(_leaves(self._optimizers.state_dict()))
+        after = dict(_leaves(optimizers.state_dict()))
         self.notes.state_tensors = sum(isinstance(each, torch.Tensor) for each in before.values())
         self.notes.state_lost = [name for name in before | after if not _is_same(before.get(name), after.get(name))]
 
@@ -136,10 +166,10 @@ class Watcher:
 
     def write(self) -> None:
         """Write the notes, and the model after training."""
-        if self._model is not None:
+        if self._attached is not None:
             last = self.parameters()
             self.notes.unmoved = [n for n, v in self._first.items() if n in last and torch.equal(v, last[n])]
-            now = {name: digest_of({name: value}) for name, value in _named(self._model, trainable=False)}
+            now = {name: digest_of({name: value}) for name, value in self._named(trainable=False)}
             self.notes.frozen_moved = [name for name, digest in self._frozen.items() if now.get(name) != digest]
             self.keep("model", last)
         Path(self._path("notes.json")).write_text(json.dumps(asdict(self.notes)))
@@ -163,6 +193,8 @@ class Watcher:
     def _after_step(self) -> None:
         self.notes.steps, self._idle = self.notes.steps + 1, 0
         if self.notes.steps == self.watch.killed_after:
+            if self._has_others:
+                os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -186,12 +218,6 @@ def _is_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _named(model: torch.nn.Module, *, trainable: bool) -> list[tuple[str, torch.Tensor]]:
-    """The model's parameters with or without `requires_grad`, in name order, without a compiler's prefix."""
-    found = {n.replace(_COMPILED, ""): p for n, p in model.named_parameters() if p.requires_grad is trainable}
-    return sorted(found.items())
-
-
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
     """The digest of the tensors' bytes, in order."""
     hasher = BulkHasher()
@@ -201,15 +227,34 @@ def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
     return str(hasher.digest())
 
 
+def watched(watch: Watch) -> LoadEntrypoint:
+    """A loader of training functions, each of which is called with a context of this module, that watches it."""
+
+    def load(entrypoint: str) -> Callable[[Any], None]:
+        function = load_entrypoint(entrypoint)
+
+        def call(ctx: ReplicaContext) -> None:
+            context = (PlainContext if watch.plain else WatchedContext)(ctx._attempt, watch, ctx._ranks)
+            try:
+                function(context)
+            finally:
+                ctx.session = context.session
+                context.end()
+
+        return call
+
+    return load
+
+
 # -- in a run ---------------------------------------------------------------------------------------------------------
 
 
 class WatchedContext(ReplicaContext):
     """The context of a real attempt in a check, changed only as the settings `watch` say."""
 
-    def __init__(self, attempt: Attempt, watch: Watch) -> None:
-        super().__init__(attempt)
-        self.watcher = Watcher(watch, attempt.config.round_steps)
+    def __init__(self, attempt: Attempt, watch: Watch, ranks: Ranks) -> None:
+        super().__init__(attempt, ranks)
+        self.watcher = Watcher(watch, attempt.config.round_steps, ranks)
 
     def attach(self, model: torch.nn.Module, optimizer: Any, **options: Any) -> ReplicaSession:
         watch = self.watcher.watch
@@ -219,23 +264,34 @@ class WatchedContext(ReplicaContext):
         self.watcher.notes.compares = items is not None
         if items is not None and watch.planted is not None:
             items.forbid(bytes.fromhex(watch.planted), "planted")
-        # On the object, because the session's class is made by `attach`.
+        # On the objects, which `attach` makes.
         for name, told in (("batches", self._batches), ("step", self._step), ("on_round", self._on_round)):
             setattr(session, name, told(getattr(session, name)))
+        training, name = session._training, "detach"
+        setattr(training, name, self._detach(session, training.detach))
         self.watcher.attach(model, optimizer, options)
         return session
 
     def end(self) -> None:
         """Write all observations; called in every case, also after an error."""
         if self.session is not None:
-            if self.session.stopped:
-                self.watcher.note_state()
+            training = self.session._training
+            if self.session.stopped and isinstance(training, TrainingSession):
+                self.watcher.note_state(training._optimizers)  # rank 0 calls all ranks for it
+                self._ranks.signal(END)
+            elif self.session.stopped:
+                served(training._island)
             if (items := self.session._evidence.items) is not None and items.last is not None:
                 self.watcher.notes.last_item = items.last.hex()
-            training = self.session._training
-            assert isinstance(training, TrainingSession), "a conformance run has one rank"
-            self.watcher.keep("base", dict(training._rounds.base.parameters))
         self.watcher.write()
+
+    def _detach(self, session: ReplicaSession, detach: Callable[[], None]) -> Callable[[], None]:
+        def kept() -> None:
+            if session.stopped:
+                self.watcher.keep("base", self.watcher.parameters())
+            detach()
+
+        return kept
 
     def _batches(self, batches: Callable[[Iterable[Any]], Iterator[Any]]) -> Callable[[Iterable[Any]], Iterator[Any]]:
         def counted(data: Iterable[Any]) -> Iterator[Any]:
@@ -266,17 +322,19 @@ class WatchedContext(ReplicaContext):
 
 
 class PlainContext(ReplicaContext):
-    """A context in which nothing is synchronised, scored or compared: training without a run."""
+    """A context in which nothing is synchronised between replicas, scored or compared: training without a run."""
 
-    def __init__(self, attempt: Attempt, watch: Watch) -> None:
-        super().__init__(attempt)
-        self.watcher = Watcher(watch, attempt.config.round_steps)
+    def __init__(self, attempt: Attempt, watch: Watch, ranks: Ranks) -> None:
+        super().__init__(attempt, ranks)
+        self.watcher = Watcher(watch, attempt.config.round_steps, ranks)
 
     def attach(self, model: torch.nn.Module, optimizer: Any, **options: Any) -> ReplicaSession:
         if self.session is not None:
             raise ConfigError("attach was called twice: one replica trains one model.")
         self.watcher.attach(model, optimizer, options)
-        self.session = PlainSession(self.watcher, self._attempt, model)
+        attached, replica = AttachedModel(model), f"{self.seed}/replica {self.replica_id}"
+        island = Island(self._ranks, attached, InnerOptimizers(optimizer), {}, replica=replica)
+        self.session = PlainSession(self.watcher, self._attempt, attached, island)
         return self.session
 
     def end(self) -> None:
@@ -288,27 +346,30 @@ class PlainSession(ReplicaSession):
 
     After each round's steps the parameters are rounded as an outer step of rate 1 rounds them, `b - (b - p)` in fp32
     with b the parameters at the last such place, so that one replica and plain training can be compared bit by bit.
+    `island`: gives the ranks of a replica of several the buffers and random numbers that they have in a run.
     """
 
     is_unheard = False  # no notice comes to training without a run
 
-    def __init__(self, watcher: Watcher, attempt: Attempt, model: torch.nn.Module) -> None:
+    def __init__(self, watcher: Watcher, attempt: Attempt, attached: AttachedModel, island: Island) -> None:
         config = attempt.config
         self._watcher = watcher
+        self._island = island
         self._seed = config.seed + 1 + attempt.replica_id  # as in `TrainingPosition`
         self._round_steps = config.round_steps
         self._steps = attempt.outer_steps * config.round_steps
         if watcher.watch.disturbed:
             self._steps = min(self._steps, self._round_steps + 1)
         # Parameters that are replaced later are not synchronised in a run either.
-        self._held = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._base = {name: p.detach().float().clone() for name, p in self._held.items()}
+        self._held = attached.parameters
+        self._base = {name: local_part(p).float().clone() for name, p in self._held.items()}
         self._settled = 0  # steps that were processed
         self._before = watcher.parameters()  # the last step's
         watcher.before_step = self._settle
 
     def __enter__(self) -> Self:
         rng.seed_all(self._seed)
+        self._island.opened(0)
         return self
 
     def __exit__(
@@ -333,8 +394,10 @@ class PlainSession(ReplicaSession):
         return False
 
     def batches(self, data: Iterable[Any]) -> Iterator[Any]:
-        cursor = DataCursor(data)
+        island = self._island
+        cursor = DataCursor(data, lambda epoch: island.seed(f"{island.replica}/epoch {epoch}"))
         rng.seed_all(self._seed)
+        island.reseed()
         while not self.stopped:
             self._watcher.batch()
             yield cursor.next()
@@ -374,9 +437,11 @@ class PlainSession(ReplicaSession):
             self._before = self._watcher.parameters()
         if count % self._round_steps == 0:
             for name, parameter in self._held.items():
-                base = self._base[name] - (self._base[name] - parameter.float())
+                local = local_part(parameter)
+                base = self._base[name] - (self._base[name] - local.float())
                 self._base[name] = base
-                parameter.copy_(base)
+                local.copy_(base)
+            self._island.opened(count)
             if count == self._round_steps and self._watcher.watch.disturbed:
                 self._disturb()
 
@@ -384,8 +449,10 @@ class PlainSession(ReplicaSession):
         """Move every parameter by ten times the largest change that the last step made in its tensor."""
         moved = {}
         for name, parameter in self._held.items():
-            before = self._before.get(name.replace(_COMPILED, ""))
-            last = 0.0 if before is None else float((parameter.detach().cpu() - before).float().abs().max())
-            parameter.add_(10 * last)
-            moved[name.replace(_COMPILED, "")] = torch.tensor(10 * last)
+            before = self._before.get(name)
+            local, last = local_part(parameter), 0.0
+            if before is not None and before.numel():
+                last = float((local.cpu() - before).float().abs().max())
+            local.add_(10 * last)
+            moved[name] = torch.tensor(10 * last)
         self._watcher.keep("moved", moved)

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from diloco_orchestrator.allreduce.vectors import Vector, has_nonzero
 from diloco_orchestrator.errors import ModelMismatch
 from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.replica.rounds.allocator import returning_freed_memory
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields, Rounds
 from diloco_orchestrator.replica.training.fragments import FragmentView, SyncSchedule
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
@@ -84,6 +85,7 @@ class DiLoCoLoop:
         if has_nonzero(pseudo_gradient, base.owners, fragment, base.shard_numel):
             self._publish(lambda: pseudo_gradient, in_background=False)
 
+    @returning_freed_memory()
     def synchronise(self) -> ClosedRound:
         """Close the open round after any number of inner steps (partial if few), and continue from the new base."""
         whole = self.inner_step == self.schedule.round_steps

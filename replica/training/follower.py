@@ -4,9 +4,11 @@ It counts no round and writes no record. It has the part of `TrainingSession` th
 `replica.context.ReplicaSession`.
 """
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from diloco_orchestrator.replica.rounds.allocator import returning_freed_memory
 from diloco_orchestrator.replica.training.consumed_items import ConsumedItems
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.replica.training.island import Island, RankMetrics
@@ -37,7 +39,8 @@ def served(island: Island) -> Signal:
     while (signal := island.ranks.next_signal()).kind == CALL:
         assert signal.call is not None, "it is a call"
         name, args, number = signal.call
-        island.ranks.kept(number, getattr(island, name)(*args))
+        with returning_freed_memory():
+            island.ranks.kept(number, getattr(island, name)(*args))
         del args, signal  # what they hold may have been dropped by rank 0
     return signal
 
@@ -60,6 +63,7 @@ class Follower:
         self._stepped = 0  # inner steps since then
         self._cursor: DataCursor | None = None
         self._goes_on_at = (0, 0)  # epoch and batch of the data
+        self._rewind: Callable[[], object] = lambda: None  # sets data with a state of its own to its first batch
         self._watched = optimizers.watch(self._before_step, self._count_step)
         island.take_metrics, island.show_round, island.seek = self._take_metrics, self.hooks.call, self._seek
 
@@ -89,6 +93,9 @@ class Follower:
     def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
         """Batches of this rank's data, from where rank 0 is in its own, until training has ended."""
         self._cursor = DataCursor(data, self._begin_epoch)
+        if hasattr(data, "state_dict") and hasattr(data, "load_state_dict"):
+            first = copy.deepcopy(data.state_dict())
+            self._rewind = lambda: data.load_state_dict(copy.deepcopy(first))
         self._seek(*self._goes_on_at)
         while self._going:
             yield self._cursor.next()
@@ -112,6 +119,7 @@ class Follower:
         """Go to batch number `batches` of an epoch of this rank's data. The epoch is drawn anew, as it was at first."""
         self._goes_on_at = epoch, batches
         if self._cursor is not None and (epoch or batches):
+            self._rewind()
             self._cursor.seek({"epoch": epoch, "batches": batches})
         self._island.reseed()
 

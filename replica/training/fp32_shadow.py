@@ -72,6 +72,10 @@ class PseudoGradient:
             at, index = last, index + 1
         return out
 
+    def close(self) -> None:
+        """Free the local values that were copied, or received from other ranks. Nothing can be read any more."""
+        self._local, self._starts, self._flat = [], [], None
+
     def _subtract(self, piece: Piece, first: int, last: int, out: torch.Tensor) -> None:
         """Write elements [first, last) of `base - local` to `out`. `piece`: a part of a parameter that contains
         them.

@@ -53,6 +53,11 @@ class GuardEvidence:
         if self._vault is not None and not self._vault.is_of(shown.open):
             self._vault.score(shown)
 
+    def values(self, shown: ShownBase) -> list[float]:
+        """Scores of the base in `shown` on each held-out item dealt to this replica; it needs a held-out set."""
+        assert self._scorer is not None
+        return self._scorer.values(shown.model, shown.attempt.replica_id, shown.open.roster)
+
     def _is_scored(self, opened: OpenRound) -> bool:
         return self._scorer is None or self._scorer.has_scored(opened.version, opened.roster)
 

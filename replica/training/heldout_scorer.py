@@ -106,6 +106,16 @@ class HeldOutScorer:
         with undisturbed(model):
             return tuple(self._score_share(model, score.share) for score in self.scores)
 
+    def values(self, model: torch.nn.Module, replica_id: int, roster: tuple[int, ...]) -> list[float]:
+        """Scores of `model` on each held-out item that `roster` assigns to this replica. Higher is better.
+
+        Leaves everything unchanged, and raises, as `score` does.
+        """
+        dealt = deal(len(self._shares), roster).get(replica_id, [])
+        with undisturbed(model):
+            values = [values_of(self._heldout, model, self._shares[share], f"share {share}") for share in dealt]
+        return [self._sign * value for each in values for value in each]
+
     def _score_share(self, model: torch.nn.Module, share: int) -> Score:
         items = self._shares[share]
         before = [content_hash(item) for item in items] if share in self._untouched else None

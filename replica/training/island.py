@@ -452,10 +452,13 @@ class IslandValues:
         return found
 
     def are_those_of(self, base: Base) -> bool:
-        return not any(
-            has_nonzero(self._island.make("local", names, base, False), base.owners, fragment, base.shard_numel)
-            for fragment, names in enumerate(base.fragments)
-        )
+        for fragment, names in enumerate(base.fragments):
+            change: PseudoGradient = self._island.make("local", names, base, False)
+            differs = has_nonzero(change, base.owners, fragment, base.shard_numel)
+            base.owners.each(PseudoGradient.close, change)  # others would keep theirs until rank 0's next call
+            if differs:
+                return False
+        return True
 
 
 # -- optimizer states, as trees of dicts ------------------------------------------------------------------------------

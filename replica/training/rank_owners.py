@@ -49,7 +49,10 @@ class RankOwners(Owners):
         self._keys: dict[int, _Key] = {id(each): key for key, each in self._objects.items()}
         self._changed = threading.Condition()
         self._numbers = count(1)
-        self._dropped: deque[int] = deque()  # numbers of deleted objects, which the others do not know yet
+        # Numbers of deleted objects, each with the calls of training threads before it: in rank 0 those that the others
+        # do not know yet; in the others those that a call may still name.
+        self._dropped: deque[tuple[int, int]] = deque()
+        self._calls = 0  # of the others' training threads: sent by rank 0, or loaded here
         self._gone: set[int] = set()  # numbers that were dropped here before their object was made
         self._server = threading.Thread(target=self._serve, name="shards", daemon=True)
         if rank:
@@ -65,7 +68,7 @@ class RankOwners(Owners):
         try:
             made = self._call(number, task, args)[0]
         except BaseException:  # whatever ended it: some ranks may have made theirs
-            self._dropped.append(number)
+            self._dropped.append((number, self._calls))
             raise
         self.keep(number, made)
         return made
@@ -105,7 +108,7 @@ class RankOwners(Owners):
 
     def _forget(self, address: int, number: int) -> None:
         del self._keys[address]
-        self._dropped.append(number)
+        self._dropped.append((number, self._calls))
 
     def close(self) -> None:
         """End the thread in which each other rank runs the functions that rank 0 sends. Called in every rank, after the
@@ -137,14 +140,21 @@ class RankOwners(Owners):
     def _do(self, body: bytes) -> None:
         dropped, number, task, args = self.loads(body)
         with self._changed:
-            for each in dropped:
-                if self._objects.pop(each, None) is None:
-                    self._gone.add(each)
+            self._dropped.extend(dropped)
+            self._drop()
         found, error = _answer(task, args)
         if number is not None and error is None:
             self.keep(number, found)
             found = None
         self._reply(found, error)
+
+    def _drop(self) -> None:
+        """Delete the objects that rank 0 has deleted, except those that a call not yet loaded here may name."""
+        for number, calls in [self._dropped.popleft() for _ in range(len(self._dropped))]:
+            if calls > self._calls:
+                self._dropped.append((number, calls))
+            elif self._objects.pop(number, None) is None:
+                self._gone.add(number)
 
     def send(self, data: torch.Tensor, to: int) -> None:
         dist.send(data, to, self._group)
@@ -173,6 +183,19 @@ class RankOwners(Owners):
         unpickler = pickle.Unpickler(io.BytesIO(data))
         unpickler.persistent_load = own  # type: ignore[method-assign]
         return unpickler.load()
+
+    def dumps_call(self, value: Any) -> bytes:
+        """Pickle, in rank 0, a call for the training threads of the other ranks, which may come to it much later."""
+        self._calls += 1
+        return self.dumps(value)
+
+    def loads_call(self, data: bytes) -> Any:
+        """Unpickle, in another rank's training thread, a result of `dumps_call`: of every one, in order."""
+        value = self.loads(data)
+        with self._changed:
+            self._calls += 1
+            self._drop()
+        return value
 
     def _send(self, body: bytes) -> None:
         dist.broadcast(torch.tensor([len(body)]), 0, self._group)

@@ -135,7 +135,7 @@ class Ranks:
         the result.
         """
         if self._owners is not None:
-            body = bytearray(self._owners.dumps((name, tuple(args), number)))
+            body = bytearray(self._owners.dumps_call((name, tuple(args), number)))
             self.signal(CALL, len(body))
             dist.broadcast(torch.frombuffer(body, dtype=torch.uint8), 0, self._calls)
 
@@ -149,7 +149,7 @@ class Ranks:
         assert self._owners is not None, "a single rank gets no signals"
         body = torch.empty(first, dtype=torch.uint8)
         dist.broadcast(body, 0, self._calls)
-        return Signal(kind, first, second, self._owners.loads(body.numpy().tobytes()))
+        return Signal(kind, first, second, self._owners.loads_call(body.numpy().tobytes()))
 
     def kept(self, number: int | None, made: T) -> T:
         """Store `made` in this rank under `number`, so that it stands for each rank's own object; with None nothing
@@ -281,12 +281,17 @@ class Exchange:
             pairs = by_pair.get((me, target), []), by_pair.get((source, me), [])
             cut = (messages(each, self._sizes, _MOST_BYTES) for each in pairs)
             for outgoing, incoming in zip_longest(*cut, fillvalue=()):
-                sent, received = self._room(outgoing), self._room(incoming)
-                for move, part in self._parts(outgoing, sent):
-                    part.copy_(values(move))
+                sent, received = self._filled(outgoing, values), self._room(incoming)
                 self._ranks.swap(sent, target, received, source)
                 del sent
                 yield from self._parts(incoming, received)
+                del received
+
+    def _filled(self, message: Sequence[Move], values: Callable[[Move], torch.Tensor]) -> torch.Tensor:
+        data = self._room(message)
+        for move, part in self._parts(message, data):
+            part.copy_(values(move))
+        return data
 
     def _room(self, message: Sequence[Move]) -> torch.Tensor:
         size = sum((move.stop - move.start) * self._sizes[move.name] for move in message)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from diloco_orchestrator.errors import Preempted
+from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.records import Contribution, Progress
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields, RunRounds
@@ -62,9 +63,12 @@ class TrainingSession:
         self._hooks = optimizers.watch(self._before_step, self._count_step)
         self._watch = StepWatch(optimizers)
         self._unprocessed = 0  # inner steps that the loop has not counted yet
+        self._training_since = attempt.clock.now()  # of the open round, once its base is scored
         seed = attempt.config.seed + 1 + attempt.replica_id
         self._position = TrainingPosition(self.metrics, seed, partial(dealt_in, stateful))
         self.hooks = RoundHooks(attempt, rounds, SIGN[in_loop])
+        if evidence.set is not None:
+            rounds.score_strangers_by(self._values_of)
         self._going = False  # between `begin` and the end
         self._has_contributed = False  # this attempt, to any round
 
@@ -197,6 +201,7 @@ class TrainingSession:
                 break
             self._rounds.publish_scores(self._fields())
             self._rounds.close()
+        self._training_since = self._attempt.clock.now()
         self.hooks.tell()
         if self._has_others:
             self._island.call("opened", self.metrics.total_inner_steps)
@@ -209,6 +214,15 @@ class TrainingSession:
         with self._loop.showing_base(), self._rounds.buffers.showing_base():
             self._evidence.measure(ShownBase(self._model, self._attempt, opened, self._loop.holding))
 
+    def _values_of(self, base: Base) -> list[float]:
+        """Held-out scores of a base on the items that the open round deals to this replica."""
+        self._attempt.pulse.phase = "scoring"
+        with self._rounds.buffers.showing_base(), self._loop.holding(base):
+            shown = ShownBase(self._model, self._attempt, self._rounds.open, self._loop.holding)
+            values = self._evidence.values(shown)
+        self._attempt.pulse.phase = "waiting"
+        return values
+
     def _end_round_early(self) -> None:
         """Between inner steps: apply rounds committed without this replica; if late, publish the steps taken so far."""
         if self._loop.published:
@@ -219,7 +233,7 @@ class TrainingSession:
             log.info("round %d went on without us, after %d inner steps; we are cut", round_, trained)
             self._rounds.announce()
             self._open_round()
-        elif self._rounds.is_behind(trained):
+        elif self._rounds.is_behind(trained, self._attempt.clock.now() - self._training_since):
             log.info("round %d: too slow for a whole round, contributing %d inner steps", round_, trained)
             self._synchronise()
             self._open_round()

@@ -1,4 +1,4 @@
-"""The benchmark of attackers at a tiny size: it runs, and its table has a row for each attack with what commits say."""
+"""The benchmarks of attackers at a tiny size: they run, with a row for each attack and what came of it."""
 
 import os
 import subprocess
@@ -20,3 +20,14 @@ def test_every_attack_has_a_row_with_what_the_commits_say():
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
     assert "clipped 4 of 4" in next(row for row in rows if row.startswith("| scaled x50"))
     assert "abstention 4 of 4" in next(row for row in rows if row.startswith("| abstaining"))
+
+
+@pytest.mark.slow
+def test_hostile_strangers_have_a_row_with_what_was_left_out():
+    command = [sys.executable, str(ROOT / "benchmarks/strangers.py"), "--seeds", "1", "--rounds", "2"]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])}
+    only = ["--only", "sign flip x10"]
+    done = subprocess.run([*command, *only], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert next(row for row in rows if "sign flip x10" in row[1])[4].strip() == "100 %"

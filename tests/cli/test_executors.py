@@ -95,6 +95,18 @@ def test_options_that_parts_of_a_mixed_fleet_share_are_told_apart(project: Path)
     assert "--modal-gpu" in error_of(*fleet, "--gpu", "A100", cwd=project)
 
 
+def test_a_plan_has_price_and_memory_of_replicas_of_unequal_size(project: Path):
+    fleet = ["plan", "my_train:train", "--store", "bucket", "--replicas", "3", "--ranks", "4,1,4"]
+    shown = diloco_here(*fleet, "--executor", "modal", "--gpu", "H100", "--parameters", "4B", cwd=project).stdout
+    four, one = re.findall(r"ranks: +(.*) an hour each; beside the training (.*) GiB of host memory in each", shown)
+    assert four[0].startswith("4 in replicas 0 and 2, ") and one[0].startswith("1 in replica 1, ")
+    of_four, of_one = (float(each[0].rpartition("$")[2]) for each in (four, one))
+    assert 3 * of_one < of_four < 4 * of_one  # four GPUs, and one machine around them
+    assert float(one[1]) == pytest.approx(4 * float(four[1]), rel=0.02)
+    together = re.search(r"machines: +\$([0-9.]+) an hour together", shown)
+    assert together and float(together[1]) == pytest.approx(2 * of_four + of_one)
+
+
 def test_a_limit_in_dollars_needs_prices(project: Path):
     where = ["plan", "my_train:train", "--store", "bucket", "--max-cost-usd", "5"]
     assert "--hourly-usd" in error_of(*where, "--executor", "kubernetes", cwd=project)

@@ -59,6 +59,7 @@ MISTAKES = {  # by what was done: the command, and a part of the answer that say
     ),
     "another scheme": (("run", RUN[1], "--store", "s4://b/x"), "did you mean 's3'?"),
     "half a scheme": (("run", RUN[1], "--store", "s3:/b/x"), "write s3://"),
+    "a scheme without its colon": (("run", RUN[1], "--store", "gcs//b/x"), "write gcs://"),
     "no bucket": (("run", RUN[1], "--store", "s3://"), "Write s3://bucket/folder"),
     "a web address": (
         ("run", RUN[1], "--store", "https://b.s3.amazonaws.com/x"),

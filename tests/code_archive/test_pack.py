@@ -20,7 +20,7 @@ def project(tmp_path: Path) -> Path:
         "my_pkg/__init__.py": "",
         "my_pkg/train.py": "def train(ctx): ...",
         "my_pkg/data/words.txt": "one two",
-        "other.py": "x = 1",
+        "other.py": "def train(ctx): pass",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -52,7 +52,7 @@ def test_a_package_goes_there_itself(project: Path):
 def test_without_code_the_package_of_the_entrypoint_is_found(project: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(project))
     assert "my_pkg/train.py" in names(pack(None, ENTRYPOINT))
-    assert names(pack(None, "other:x")) == ["other.py"]
+    assert names(pack(None, "other:train")) == ["other.py"]
 
 
 def test_our_own_package_travels_too(project: Path):

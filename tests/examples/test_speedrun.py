@@ -67,7 +67,7 @@ def test_a_short_run_learns_and_two_clouds_are_planned(tmp_path: Path):
 
     said = speedrun(str(tmp_path / "run"), "--rounds", "1", **os.environ)
     first, last = said.split("held-out bits per byte: ")[1].split(" (completed)")[0].split(" -> ")
-    assert float(last) < float(first) - 1
+    assert float(last) < float(first) - 0.3
     keys = {"AWS_ACCESS_KEY_ID": "known", "AWS_SECRET_ACCESS_KEY": "never-printed"}
     plan = speedrun("s3://bucket/a", "--scale", "gpu", "--text", "s3://bucket/text", "--plan", **os.environ, **keys)
     assert "4 replicas by modal:2+hf-jobs:2" in plan and "never-printed" not in plan

@@ -81,17 +81,6 @@ def test_any_function_runs_n_times_and_its_results_come_back(executor):
     assert {r.value["threads"] for r in results} == {str(threads)} == {handles[0].native["OMP_NUM_THREADS"]}
 
 
-@pytest.mark.parametrize(("users", "childs"), [(None, "1048576"), ("65536", "65536")])
-def test_a_child_gives_large_memory_back_unless_the_user_has_set_the_allocator(executor, monkeypatch, users, childs):
-    name = "MALLOC_MMAP_THRESHOLD_"
-    monkeypatch.delenv(name, raising=False)
-    if users is not None:
-        monkeypatch.setenv(name, users)
-    handles = executor.launch_replicas(n_replicas=1, entrypoint="entrypoints:variable", entrypoint_args={"name": name})
-    (result,) = executor.collect(handles)
-    assert result.value == childs
-
-
 @pytest.mark.parametrize("users", [None, "700"])
 def test_children_share_half_of_the_machines_memory_unless_the_user_has_set_it(executor, monkeypatch, users):
     name = "DILOCO_MEMORY_MIB"

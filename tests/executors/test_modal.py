@@ -90,6 +90,7 @@ def server() -> Iterator[LoopbackModal]:
         yield server
 
 
+@pytest.mark.slow
 class TestModalSandboxesWithGpu(ExecutorContract):
     """A launch that waits for a machine blocks here, so none is pending; a test below looks at it."""
 

@@ -29,7 +29,7 @@ def noisy(levels: list[float], sd: float, seed: int) -> list[float]:
     return [rng.gauss(level, sd) for level in levels]
 
 
-@pytest.mark.parametrize("tau", [1.5, pytest.param(4.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tau", [1.5, 4.0])
 @pytest.mark.parametrize("height", [0.05, 0.3])
 def test_a_bump_that_heals_does_not_halt_and_one_that_stays_does(tau, height):
     """Loss, noise of .005: the bump is 10 and 60 standard deviations high."""

@@ -12,6 +12,7 @@ from iam_server import Question, allows
 from join_scene import Scene
 from record_examples import EXAMPLES
 from signed_fleet import Fleet
+from signed_s3 import running_signed_s3
 
 from diloco_orchestrator.cli.invite_command import invite
 from diloco_orchestrator.cli.join_command import join, of_link, only_code_of
@@ -217,6 +218,19 @@ def test_a_damaged_or_foreign_link_is_refused_and_not_shown(changed: Callable[[L
     done = CliRunner().invoke(join, [text, "--hours", "0.0001"], standalone_mode=False)
     assert isinstance(done.exception, ConfigError) and said in str(done.exception)
     assert len(text) < 20 or text not in str(done.exception)
+
+
+@pytest.mark.parametrize("seconds", [-HOUR, HOUR])
+def test_a_machine_whose_clock_is_an_hour_off_is_asked_whether_it_is_right(scene: Invited, seconds: float):
+    """By a server that refuses such requests as S3 does, which a link that works is sent to."""
+    with running_signed_s3() as server, server.ahead_by(seconds):
+        options = {**server.options(), "token": "T0KEN"}
+        credentials = Credentials(key=options["key"], secret=options["secret"], token=options["token"])
+        changes = {"url": "s3://bucket/run", "endpoint_url": server.url, "credentials": credentials}
+        text = scene.link().model_copy(update=changes).text()
+        done = CliRunner().invoke(join, [text, "--hours", "0.01"], standalone_mode=False)
+    assert isinstance(done.exception, ConfigError) and "is this machine's clock right?" in str(done.exception)
+    assert "clock is too far off" in str(done.exception)
 
 
 def test_a_link_is_a_secret_of_one_line_that_mail_may_break(scene: Invited):

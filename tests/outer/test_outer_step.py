@@ -214,7 +214,7 @@ def digests_in_a_process(program: str, threads: int, **environ: str) -> list[str
     return done.stdout.split()
 
 
-@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+@pytest.mark.parametrize("capability", ["default", "avx2", pytest.param("avx512", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("threads", [*(pytest.param(few, marks=pytest.mark.slow) for few in (1, 2)), 4])
 def test_five_rounds_denormals_ties_and_huge_values_have_these_bits_on_every_cpu(capability, threads):
     """With fused multiply-add, which avx2 has and default has not, torch.optim.SGD gives two different digests."""

@@ -221,6 +221,28 @@ def test_a_schedule_that_follows_the_training_metric_is_the_same_with_and_withou
     assert report["evaluation"].outcome == "passed"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("train", "args"), [("island_fsdp:train", {}), ("island_workloads:train", {"model": "ddp", "hidden": 31})]
+)
+def test_functions_of_several_ranks_are_sound(train: str, args: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    report = check_replica(train, args=args, ranks=2)
+    report.raise_if_unsound()
+    passed = {found.name for found in report.findings if found.outcome == "passed"}
+    assert passed == {*NAMES} - {"planted", "frozen"}, str(report)
+
+
+@pytest.mark.slow
+def test_what_one_rank_of_several_does_fails_its_row(tmp_path: Path):
+    fault = {"what": "raise", "replica": 0, "rank": 1, "step": 5, "once": str(tmp_path / "once")}
+    args = {"model": "ddp", "hidden": 31, "fault": fault}
+    report = check_replica("island_workloads:train", args=args, ranks=2)
+    assert report.failed == ["completes"] and "planted" in report["completes"].detail, str(report)
+    report = check_replica("island_workloads:train", args={"model": "ddp", "hidden": 31, "noise": 1}, ranks=2)
+    assert report.failed == ["resumed"], str(report)
+
+
 def test_every_example_that_trains_is_tried():
     paths = [path.relative_to(ROOT / "examples") for path in (ROOT / "examples").rglob("*.py")]
     trained = {".".join(p.with_suffix("").parts) for p in paths if "def train(" in (ROOT / "examples" / p).read_text()}

@@ -1,4 +1,4 @@
-"""The rank that is named when several ranks of a replica have failed: the one whose failure explains the others'."""
+"""Ranks that failed: how long one may be silent, and which of several is named, whose failure explains the others'."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ _LOST = Ending(1, "RuntimeError", "Traceback\nRuntimeError: [gloo] Connection cl
 _WAITED = Ending(1, "RuntimeError", "Traceback\nRuntimeError: [gloo] Timed out waiting 10000ms for send")
 _RAISED = Ending(1, "ValueError", "Traceback\nValueError: planted")
 _REFUSED = Ending(78, "permanent", "Traceback\nConfigError: another model")
+_LEFT = Ending(75, "preempted")
 _DONE = Ending(0, "the run ended")
 
 
@@ -22,17 +23,19 @@ _DONE = Ending(0, "the run ended")
         ([(_LOST, 1), (None, 3)], [], "rank 1 of 2 ended with exit code 3, without a word"),
         ([(_LOST, 1), (_RAISED, None)], [], "rank 1 of 2: ValueError"),
         ([(_LOST, 1), (_RAISED, 1), (_REFUSED, None)], [], "rank 2 of 3: permanent"),
-        ([(_WAITED, 1), (None, None)], [1], "rank 1 of 2 gave no sign of life for 10 s"),
+        ([(_WAITED, 1), (None, None, 7.0)], [1], "rank 1 of 2 gave no sign of life for 10 s"),  # heard at 7 s
+        ([(None, None, 7.0), (None, None)], [1], "rank 1 of 2 was not ready within timing.startup_timeout_s"),
         ([(_WAITED, 1), (None, None)], [], "rank 1 of 2 did not come to a collective in which rank 0 waited for 10 s"),
         ([(_WAITED, 1), (_WAITED, None), (None, None), (None, None)], [], "ranks 2, 3 of 4 did not come"),
         ([(_DONE, 0), (_RAISED, 1)], [], "rank 1 of 2: ValueError"),
+        ([(_LEFT, 75), (_LOST, 1)], [], "preempted"),
         ([(_LOST, 1), (_LOST, 1)], [], "rank 0 of 2: RuntimeError"),
     ],
 )
 def test_the_rank_is_named_whose_failure_explains_the_others(
     ranks: list[tuple[Any, Any]], silent: list[int], reason: str
 ):
-    states = [RankState(number, ending, died) for number, (ending, died) in enumerate(ranks)]
+    states = [RankState(number, *rest, is_ready=len(rest) == 3) for number, rest in enumerate(ranks)]
     found = ending_of(states, [states[each] for each in silent], 10.0)
     assert found.reason.startswith(reason)
 
@@ -40,3 +43,14 @@ def test_the_rank_is_named_whose_failure_explains_the_others(
 def test_a_refusal_stays_permanent_and_keeps_its_traceback():
     found = ending_of([RankState(0), RankState(1, _REFUSED, 78)], [], 10.0)
     assert (found.code, found.error) == (78, _REFUSED.error)
+
+
+@pytest.mark.parametrize(
+    ("is_ready", "startup_timeout_s", "most_s"), [(True, 300.0, 10.0), (False, 300.0, 300.0), (False, 5.0, 10.0)]
+)
+def test_a_rank_that_still_imports_may_be_silent_for_the_startup_timeout(is_ready, startup_timeout_s, most_s):
+    rank = RankState(1, heard_at=100.0, is_ready=is_ready)
+    assert not rank.is_silent(100.0 + most_s, 10.0, startup_timeout_s)
+    assert rank.is_silent(100.1 + most_s, 10.0, startup_timeout_s)
+    rank.died = -9
+    assert not rank.is_silent(1000.0, 10.0, startup_timeout_s)

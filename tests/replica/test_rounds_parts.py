@@ -327,16 +327,18 @@ def test_with_quorum_all_nobody_polls():
 
 
 @pytest.mark.parametrize(
-    ("elapsed_s", "steps", "behind"),
+    ("scoring_s", "steps_s", "steps", "behind"),
     [
-        (100.0, 20, False),  # 150 s for the whole round, just the deadline
-        (100.0, 19, True),  # 158 s for the whole round, and the next step ends after the median
-        (90.0, 17, False),  # 159 s, but the next step ends before the median
-        (100.0, 0, False),  # nothing to publish
-        (100.0, 30, False),  # whole
+        (0.0, 100.0, 20, False),  # 150 s for the whole round, just the deadline
+        (0.0, 100.0, 19, True),  # 158 s for the whole round, and the next step ends after the median
+        (0.0, 90.0, 17, False),  # 159 s, but the next step ends before the median
+        (0.0, 100.0, 0, False),  # nothing to publish
+        (0.0, 100.0, 30, False),  # whole
+        (97.0, 3.0, 2, False),  # 142 s: most of it was scoring, which no later step repeats
+        (97.0, 4.0, 2, True),  # 157 s
     ],
 )
-def test_a_replica_is_behind_if_it_would_miss_the_deadline_with_a_whole_round(elapsed_s, steps, behind):
+def test_a_replica_is_behind_if_it_would_miss_the_deadline_with_a_whole_round(scoring_s, steps_s, steps, behind):
     (zero, *_), clock = fleet_of(sync_every=30)
-    clock.advance(elapsed_s)
-    assert zero._timing.is_behind(steps) is behind
+    clock.advance(scoring_s + steps_s)
+    assert zero._timing.is_behind(steps, steps_s) is behind

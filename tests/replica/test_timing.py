@@ -6,7 +6,7 @@ constant gradient.
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -36,6 +36,7 @@ class Timing:
     killed_at: float | None = None
     back_after_s: float | None = 30.0  # None: never
     stopped_at: float | None = None  # SIGSTOP, for 45 s
+    scoring_s: float = 0.0  # of the base, before the first inner step of a round
 
 
 @dataclass
@@ -59,7 +60,13 @@ class World:
             model.weight.fill_(1.0), model.bias.fill_(1.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         attempt = claim_attempt(self.fleet.store, replica_id, None, clock, stamp, leave)
-        with ReplicaContext(attempt).attach(model, optimizer) as session:
+
+        def score(_: torch.nn.Module, items: Sequence[int]) -> list[float]:
+            clock.sleep(timing.scoring_s)
+            return [1.0 + 0.01 * item for item in items]
+
+        scored = {"heldout": score, "heldout_items": list(range(8))} if timing.scoring_s else {}
+        with ReplicaContext(attempt).attach(model, optimizer, **scored) as session:
             self.sessions.append(session)
             for _ in session.batches(_Endless()):
                 clock.sleep(STEP_S * timing.pace * (1 + timing.jitter * chance.uniform(-1, 1)))
@@ -120,6 +127,12 @@ def check_every_step_counts_once(world: World) -> None:
                 # Never counted: then no later contribution of its author was averaged, so the run ended first.
                 later = [r for r in named(commits, manifest.replica_id) if r > manifest.round]
                 assert not later, f"the {own[0].steps} steps of replica {manifest.replica_id} are lost"
+
+
+def test_scoring_that_takes_most_of_a_round_cuts_nobody_short():
+    world = run([Timing(scoring_s=30.0), Timing(scoring_s=31.0)], rounds=6)
+    trained = {origin.steps for c in training_rounds(world) for a in c.answers for origin in a.origins}
+    assert trained == {STEPS}
 
 
 SLOW = [

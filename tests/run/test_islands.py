@@ -15,7 +15,9 @@ from island_workloads import WIDTH
 from real_runs import FAST, digests, reader_of, wait_for
 
 from diloco_orchestrator import LocalProcessExecutor, Run, RunResult, launch
+from diloco_orchestrator import audit as audit_run
 from diloco_orchestrator.errors import RunFailed
+from diloco_orchestrator.inspection.audit.findings import Outcome
 from diloco_orchestrator.inspection.verify import verify
 
 pytestmark = pytest.mark.slow
@@ -89,6 +91,20 @@ def test_the_run_of_islands_verifies(islands):
     assert report.agrees, report
 
 
+def test_what_islands_have_trained_is_trained_again_by_as_many_ranks(islands):
+    done = audit_run(str(islands[1]), draw=6, seed=1)
+    assert [(each.outcome, each.words) for each in done.findings] == [(Outcome.EQUAL, "")] * 6
+
+
+def test_a_rank_that_lies_is_found_by_an_audit(start, monkeypatch):
+    monkeypatch.setenv("ISLAND_LIE", "1")  # of rank 1 in round 2
+    run, bucket = start(args={"model": "ddp"}, replicas=1, ranks_per_replica=2, rounds=2)
+    run.wait()
+    monkeypatch.delenv("ISLAND_LIE")
+    found = {each.range_.round: each.outcome for each in audit_run(str(bucket), draw=2, seed=1).findings}
+    assert found == {1: Outcome.EQUAL, 2: Outcome.DIFFERS}
+
+
 @pytest.mark.parametrize(("model", "ranks"), [("tp", [2, 1]), ("tp_fsdp", [4, 1])])
 def test_tensor_parallel_islands_train_what_single_processes_do(start, model, ranks):
     """Ranks that share a batch score the same items, and their tokens count once."""
@@ -147,8 +163,11 @@ def test_islands_train_what_single_processes_do_however_shards_are_averaged(star
 
 
 def test_each_rank_holds_and_moves_its_part_of_the_base(start, tmp_path, monkeypatch):
-    """Of 16 shards each of four ranks has four: base and momenta, and the bytes up and down."""
-    hidden, c = 16 * 2**18 // (2 * WIDTH + 1), 16 * 2**20
+    """Of 64 shards each of four ranks has 16: base and momenta, and the bytes up and down.
+
+    A rank's part is 16 MiB, beside which the blocks of 512 KiB of arithmetic, some in each thread, are few.
+    """
+    hidden, c = 64 * 2**18 // (2 * WIDTH + 1), 64 * 2**20
     measured = tmp_path / "measured"
     measured.mkdir()
     with running_fast_s3() as server:
@@ -199,6 +218,17 @@ def test_an_island_that_loses_a_rank_is_named_relaunched_and_ends_with_the_same_
         assert re.search(reason, ended.reason), ended.reason
         assert log in (bucket / "replicas/1/attempts/1/log.txt").read_text()
     assert not _processes_of(bucket)
+
+
+def test_a_rank_that_imports_for_longer_than_a_hung_one_may_be_silent_is_waited_for(start, tmp_path, monkeypatch):
+    """Rank 1 needs 15 s more than rank 0 before it has imported torch, and a hung rank is ended after 10 s."""
+    slow = "import os, time\nif os.environ.get('RANK') == '1' and 'LOCAL_RANK' in os.environ: time.sleep(15)\n"
+    (tmp_path / "sitecustomize.py").write_text(slow)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    retry = {"backoff_s": 0.0, "hung_after_s": 10.0, "max_errors": 0}
+    run, bucket = start(args={"model": "ddp", "hidden": 31}, replicas=1, rounds=1, ranks_per_replica=2, retry=retry)
+    run.wait()
+    assert reader_of(bucket).attempts.exit(0, 1).code == 0
 
 
 def test_a_bit_that_is_wrong_in_the_shard_of_a_rank_is_corrected(start, tmp_path):
@@ -256,6 +286,8 @@ def test_a_preempted_island_publishes_its_part_and_goes_on(start):
     ("entrypoint", "words"),
     [
         ("train_with_other_models", "rank 1 of this replica brings another model than rank 0: parameter 'bias'"),
+        ("train_a_stage_of_a_pipeline", "stages of a pipeline cannot be attached"),
+        ("train_with_ties_in_two_groups", "belong into one group: fully_shard([model.embedding, model.head])"),
         ("train_attached_in_rank_0", "not every rank of this replica reached ctx.attach"),
         ("train_without_ddp", "has other values in rank 1 than in rank 0"),
         ("train_that_ends_early_in_rank_1", "rank 1 of 2: ended early"),

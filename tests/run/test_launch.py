@@ -185,7 +185,7 @@ def test_ctrl_c_halts_after_the_open_round_and_leaves_nothing_running(executor, 
     started.send_signal(signal.SIGINT)
     _, errors = started.communicate()
     assert started.returncode == -signal.SIGINT and "halting after the open round" in errors
-    assert f"halted; to go on: diloco resume {tmp_path / 'bucket'}" in errors
+    assert errors.splitlines()[-1] == f"KeyboardInterrupt: halted; to go on: diloco resume {tmp_path / 'bucket'}"
     reader = reader_of(tmp_path / "bucket")
     status = reader.status()
     assert (status.state, status.reason) == ("halted", "halt requested: Ctrl-C")

@@ -7,18 +7,17 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from audited_simulation import rerun_of
 from simulation import Simulation
 from simulation_gradients import LEARNING_RATE, Model, gradient
 from simulation_plan import NextLeg, Plan, calm, scaled_plan_of
 
-from diloco_orchestrator.clock import NoBackground
 from diloco_orchestrator.protocol.deal import Dealt, OpenDeal
 from diloco_orchestrator.protocol.legs import leg_of_base
 from diloco_orchestrator.protocol.records import Answer, Begin, Commit, Origin
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
 from replica.context import ReplicaContext
-from replica.process.rerun_range import rerun
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +148,7 @@ def test_an_audit_trains_a_round_on_the_batches_that_the_log_dealt(tmp_path):
     for replica_id in range(3):
         manifest = reader.of(4, replica_id)
         assert manifest is not None and manifest.kind == "delta"
-        again = rerun(simulation.bucket, manifest, NoBackground(), lambda _: simulation._train, tmp_path)
+        again = rerun_of(simulation, manifest, tmp_path)
         assert again.distance == 0.0 and again.differing == (), again
 
 

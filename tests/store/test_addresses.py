@@ -24,9 +24,9 @@ def test_a_path_that_stores_read_in_different_ways_is_refused(scheme, path):
         open_store(f"{scheme}://b/{path}")
 
 
-@pytest.mark.parametrize("scheme", ["ftp", "hdfs", "http", "https", "reference"])
+@pytest.mark.parametrize("scheme", ["ftp", "hdfs", "http", "https", "reference", "zip", "fsspec+tar"])
 def test_what_has_no_create_is_refused_in_one_sentence(scheme):
-    with pytest.raises(ConfigError, match=f"^{scheme}:// can hold no run: .* Use s3://"):
+    with pytest.raises(ConfigError, match=f"^{scheme.removeprefix('fsspec+')}:// can hold no run: .* Use s3://"):
         open_store(f"{scheme}://host/x")
 
 
@@ -55,14 +55,21 @@ def test_an_azure_account_that_nobody_has_named_is_told_with_what_to_set(monkeyp
         open_store("az://c/x")
 
 
-def test_a_slash_that_is_missing_makes_no_folder():
+@pytest.mark.parametrize("url", ["s3:/x", "S3:/x", "s3:x", "s3//x", "simplecache::s3://b/x"])
+def test_a_slash_that_is_missing_makes_no_folder(url: str):
     for call in (open_store, absolute_url):
-        with pytest.raises(ConfigError, match=r"write s3://…, or ./s3:/x for the folder"):
-            call("s3:/x")
+        with pytest.raises(ConfigError, match=f"write s3://…, or ./{url} for the folder"):
+            call(url)
+
+
+@pytest.mark.parametrize("scheme", ["file", "fsspec+file"])
+def test_a_folder_is_not_taken_for_a_machine_and_left_out(scheme: str):
+    with pytest.raises(ConfigError, match=r"names the machine .runs.. Write the path, runs/first"):
+        open_store(f"{scheme}://runs/first")
 
 
 @pytest.mark.parametrize(
-    "url", ["runs/first", "/tmp/a#b", "s3://b", "s3://b/", "s3://b/a b~*", "az://c/x", "memory://x#1"]
+    "url", ["runs/first", "/tmp/a#b", "s3://b", "s3://b/", "s3://b/a b~*", "az://c/x", "memory://x#1", "./s3:/x"]
 )
 def test_other_addresses_are_taken(url):
     check_address(url)
@@ -78,6 +85,8 @@ def test_an_option_that_is_not_of_the_store_is_refused(scheme, option):
 def test_the_container_of_an_account_is_no_password():
     store = open_store("abfss://c@account.dfs.core.windows.net/x", {"skip_signature": True})
     assert store.url == "abfss://c@account.dfs.core.windows.net/x"
+    with pytest.raises(ConfigError, match="unknown store scheme 'wasbs'"):
+        open_store("wasbs://c@account.blob.core.windows.net/x")
     with pytest.raises(ConfigError, match="user name or password"):
         open_store("abfss://c:secret@account.dfs.core.windows.net/x", {"skip_signature": True})
 

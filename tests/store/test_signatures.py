@@ -59,3 +59,17 @@ def test_a_server_that_signs_a_query_as_it_was_sent_is_told_from_a_wrong_secret(
 def test_a_wrong_secret_is_refused_there(signed: SignedS3, scheme: str):
     with pytest.raises(StoreDenied, match="The secret key is wrong for this access key"):
         open_store(f"{scheme}s3://bucket/x", {**signed.options(), "secret": "another"}).put("key", b"x")
+
+
+@pytest.mark.parametrize("seconds", [-3600.0, 3600.0])
+@pytest.mark.parametrize("scheme", ["", "fsspec+"])
+def test_a_clock_that_is_an_hour_off_is_named(signed: SignedS3, scheme: str, seconds: float):
+    with signed.ahead_by(seconds):
+        store = open_store(f"{scheme}s3://bucket/clock", signed.options())
+        for call in (lambda: store.put("key", b"y"), lambda: list(store.list(""))):
+            with pytest.raises(StoreDenied, match="This machine's clock is too far off for signed requests: set it"):
+                call()
+        with pytest.raises(StoreDenied, match="clock is"):  # by fsspec+s3 a HEAD, whose answer has no reason
+            store.get("key")
+    store.put("key", b"x")
+    assert store.get("key") == b"x"

@@ -146,13 +146,6 @@ def launching(tmp_path, **changes) -> LaunchRequests:
     return LaunchRequests(run, Launched("0" * 64), changes.pop("url", str(tmp_path)), **changes)
 
 
-def test_the_users_own_setting_of_the_allocator_wins(tmp_path):
-    where = {"url": "s3://bucket/run", "storage_options": {"key": "k", "secret": "s"}}
-    sending = launching(tmp_path, **where, env={"MALLOC_MMAP_THRESHOLD_": "65536"})
-    env = sending.request(0, 1, shares_machine=False).env
-    assert env["MALLOC_MMAP_THRESHOLD_"] == "65536"
-
-
 def test_a_replica_elsewhere_is_sent_the_address_of_its_code_as_a_secret(tmp_path):
     secrets, options = {"WANDB": "w" * 20}, {"key": "k", "secret": "s", "endpoint_url": "http://127.0.0.1:9"}
     sending = launching(tmp_path, url="s3://bucket/run", secrets=secrets, storage_options=options)
@@ -162,7 +155,6 @@ def test_a_replica_elsewhere_is_sent_the_address_of_its_code_as_a_secret(tmp_pat
     assert "X-Amz-Expires=43200" in address  # seconds: 12 hours
     assert json.loads(request.secrets["DILOCO_STORAGE_OPTIONS"]) == options
     assert set(request.secrets) == {"WANDB", "DILOCO_STORAGE_OPTIONS", "DILOCO_CODE_URL"}
-    assert request.env["MALLOC_MMAP_THRESHOLD_"] == "1048576"
     assert request.env["PLAIN"] == "1" and request.env["DILOCO_SECRET_NAMES"] == "WANDB"
     assert not set(request.secrets) & set(request.env)
     where = ["--store", "s3://bucket/run", "--replica-id", "1", "--attempt", "2"]

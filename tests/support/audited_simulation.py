@@ -13,11 +13,13 @@ from tiny_workloads import batch_of
 
 from diloco_orchestrator.clock import NoBackground
 from diloco_orchestrator.inspection.audit.findings import Outcome, TrainingRange, bound_of, judged, ranges_of
+from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
 from replica.context import ReplicaContext
-from replica.process.rerun_range import rerun
+from replica.process.rerun_range import Repetition, rerun
 from replica.process.rerun_result import RerunResult
+from replica.process.run_attempt import train
 
 # Of the process, in which the replicas of a simulation take turns: it is the author's own only in real processes.
 SHARED = frozenset(("random state",))
@@ -59,13 +61,20 @@ def played(plan: Plan) -> TrainedSimulation:
     return simulation
 
 
+def rerun_of(simulation: Simulation, manifest: Contribution, folder: Path) -> RerunResult:
+    """What training again, in this process, finds about the training from which a manifest came."""
+    store = simulation.bucket
+    repetition = Repetition.of(store, manifest, NoBackground())
+    return rerun(store, manifest, repetition, lambda attempt: train(attempt, lambda _: simulation._train), folder)
+
+
 def audited(simulation: TrainedSimulation, folder: Path) -> dict[TrainingRange, tuple[Outcome, str, RerunResult]]:
     """Outcome of every range that can be drawn, and what its re-run found."""
     store, found = simulation.bucket, {}
     run_log, reader = RunLog(store), ContributionReader(store)
     for range_ in ranges_of(run_log.commits()):
         manifest = reader.exact(range_.round, range_.replica_id, range_.manifest_sha256)
-        again = rerun(store, manifest, NoBackground(), lambda _: simulation._train, folder)
+        again = rerun_of(simulation, manifest, folder)
         kept = tuple(name for name in again.differing if name not in SHARED)
         again = RerunResult(**{**vars(again), "differing": kept})
         whole = run_log.configs.of(manifest.leg).round_steps

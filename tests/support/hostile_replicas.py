@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.codecs.table import encode
+from diloco_orchestrator.guard.shares import deal
+from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.record_format import MOST_COUNTED
@@ -33,6 +36,7 @@ from diloco_orchestrator.protocol.records import (
 )
 from diloco_orchestrator.protocol.weights import limit_of, norms_after
 from diloco_orchestrator.replica.rounds.interface import ContributionFields
+from diloco_orchestrator.replica.rounds.participant import Participant
 
 INPUTS, HIDDEN, CLASSES = 8, 16, 4
 STEPS, BATCH, LR = 20, 64, 1.0  # the learning rate falls to a tenth
@@ -151,18 +155,26 @@ class HostileFleet(Fleet):
         attack: Attack,
         task: Task | None = None,
         deciders: int = 2,
+        share: int = SHARE,
         **settings: Any,
     ) -> None:
-        """`deciders`: replicas, the first ones, that are real participants. More than one must decide alike."""
+        """`deciders`: replicas, the first ones, that are real participants. More than one must decide alike.
+
+        `share`: held-out items of each share. With `scores_strangers`, a setting of `Fleet`, the participants score the
+        contributions of strangers (`invited`).
+        """
         waits = {"poll_s": 0.5, "round_timeout_s": 60.0, "startup_timeout_s": 60.0}
         given = {"quorum": None, "timing": waits, "sync_every": STEPS, "snapshot_every": 1000, **settings}
         super().__init__(replicas=replicas, rounds=rounds, **given)
-        self.heldout = HeldoutSet(metric="loss", shares=(SHARE,) * replicas, digest="0" * 64)
+        self.heldout = HeldoutSet(metric="loss", shares=(share,) * replicas, digest="0" * 64)
         self.task = task or Task(seed)
+        self._share = share
         self._attack, self._honest = attack, replicas - attackers
         self._clock = ManualClock()
         joined = [self.join(i, model=Classifier(seed), clock=self._clock) for i in range(replicas)]
         self.deciders = joined[:deciders]
+        for participant in self.deciders:
+            participant.score_strangers_by(partial(self._scores_of, participant))
         self._claims = [participant._attempt.claim_sha256 for participant in joined]
         self._memory: dict[int, dict[str, Any]] = {}
         self._seed = seed
@@ -221,18 +233,26 @@ class HostileFleet(Fleet):
             elif not final_evaluation:
                 memory = self._memory.setdefault(i, {"draw": torch.Generator().manual_seed(self._seed)})
                 self._attack(Writer(self, i, round_, flat[i], honest, flat[: self._honest], memory))
+        for participant in self.deciders[1:] if self.scores_strangers else ():
+            participant._closer._observe(waited=False)  # scores and reports, as all do before the first one commits
         for participant in self.deciders:
             participant.close()
         assert {participant.digest for participant in self.deciders} == {first.digest}
 
+    def _scores_of(self, participant: Participant, base: Base) -> list[float]:
+        """A base's score on each item that the open round deals to a participant; higher is better."""
+        dealt = deal(self.replicas, participant.open.roster)[participant._attempt.replica_id]
+        losses = self.task.losses(base.parameters)
+        return [-loss for share in dealt for loss in losses[share * self._share % HELDOUT :][: self._share].tolist()]
+
     def _fields(self, replica_id: int, losses: torch.Tensor, in_loop: float) -> ContributionFields:
         """What an honest replica says: its share's scores, and its own training loss."""
-        share = losses[replica_id * SHARE % HELDOUT :][:SHARE]
+        share = losses[replica_id * self._share % HELDOUT :][: self._share]
         return ContributionFields(
             steps=STEPS,
             tokens=STEPS * BATCH,
             in_loop=Metric(sum=-in_loop * STEPS, count=STEPS),
-            scores=(Score(share=replica_id, sum=-float(share.sum()), count=SHARE),),
+            scores=(Score(share=replica_id, sum=-float(share.sum()), count=self._share),),
             progress=report().progress,
         )
 

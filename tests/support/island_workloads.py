@@ -62,7 +62,7 @@ HELDOUT = [[(3 * i + k * 3 + i // 29) % VOCABULARY for k in range(LENGTH + 1)] f
 def train(ctx: Any) -> None:
     """Trains `args["model"]`: plain (gradients averaged by the loop), ddp, fsdp, tp or tp_fsdp, which is both.
 
-    Faults by `args["fault"]`.
+    Faults by `args["fault"]`; `args["noise"]`: the rank whose losses get random weights.
     """
     model: torch.nn.Module = TinyModel(ctx.args.get("hidden", HIDDEN))
     kind = ctx.args.get("model", "ddp")
@@ -77,6 +77,7 @@ def train(ctx: Any) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     meter = StorageMeter(ctx, model) if ctx.args.get("measured") else None
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+    unsaved = torch.Generator().manual_seed(ctx.seed)
     guard = {"heldout": heldout, "heldout_items": HELDOUT} if ctx.args.get("heldout", True) else {}
     with ctx.attach(model, optimizer, stateful={"schedule": schedule}, **guard) as replica:
         for step in replica.batches(range(1000)):
@@ -85,6 +86,10 @@ def train(ctx: Any) -> None:
             _fault(ctx, replica.step_count)
             rows = global_batch(ctx.seed, ctx.replica_id, step)[part::parts]
             loss = losses(model, rows).mean()
+            if ctx.args.get("noise") == ctx.rank:  # of a generator that nobody saves
+                loss = loss * (1 + torch.rand((), generator=unsaved))
+            if os.environ.get("ISLAND_LIE") == str(ctx.rank) and replica.round == 2:
+                loss = 2 * loss
             loss.backward()
             if kind == "plain" and ctx.ranks > 1:
                 for parameter in model.parameters():
@@ -227,6 +232,20 @@ def _flip_a_bit() -> int:
 def train_with_other_models(ctx: Any) -> None:
     model = torch.nn.Linear(3, 4 + ctx.rank)
     ctx.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def train_a_stage_of_a_pipeline(ctx: Any) -> None:
+    stage = torch.nn.ModuleDict({f"block {ctx.rank}": torch.nn.Linear(3, 3)})
+    ctx.attach(stage, torch.optim.SGD(stage.parameters(), lr=0.1))
+
+
+def train_with_ties_in_two_groups(ctx: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = TinyModel(31)
+    for part in (model.embedding, model.head, model):
+        fully_shard(part)
+    losses(model, global_batch(ctx.seed, ctx.replica_id, 0))
 
 
 def train_attached_in_rank_0(ctx: Any) -> None:

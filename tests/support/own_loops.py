@@ -98,7 +98,7 @@ def optimizers_of(kind: str, model: torch.nn.Module) -> list[torch.optim.Optimiz
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {"spectral": Spectral, "state space": StateSpace, "gan": Gan}
 KINDS = (
     *("lion", "mixed", "lookahead", "adafactor", "muon", "lbfgs"),
-    *("spectral", "state space", "gan", "compiled", "stream", "unequal"),
+    *("spectral", "state space", "gan", "compiled", "stream", "weighted", "unequal"),
 )
 
 
@@ -106,7 +106,8 @@ def train(ctx: ReplicaContext) -> None:
     """The loop of `args["kind"]`.
 
     "adafactor": a bf16 model, batches from two workers, two of them to a step. "unequal": the batches of replica 1 have
-    half the rows of those of replica 0. "stream": one that is shuffled where it is read, by a worker.
+    half the rows of those of replica 0. "stream": one that is shuffled where it is read, by a worker. "weighted": some
+    batches are drawn more often than others.
 
     With `args["folder"]` replica 1 kills itself once, inside round 2.
     """
@@ -119,6 +120,9 @@ def train(ctx: ReplicaContext) -> None:
     if kind == "adafactor":
         model, micro = model.bfloat16(), 2
         data = torch.utils.data.DataLoader(Batches(ctx.replica_id), batch_size=None, shuffle=True, num_workers=2)
+    if kind == "weighted":
+        drawn = torch.utils.data.WeightedRandomSampler(range(1, 8), 7)
+        data = torch.utils.data.DataLoader(data, batch_size=None, sampler=drawn)
     if kind == "stream":
         data = torch.utils.data.DataLoader(Stream(ctx.replica_id), batch_size=None, num_workers=1)
     optimizers = optimizers_of(kind, model)

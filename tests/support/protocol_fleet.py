@@ -80,7 +80,10 @@ class HurriedClock:
 
 
 class Fleet:
-    """A founded run and ways to take part in it. `scored`: whether it has a held-out set."""
+    """A founded run and ways to take part in it.
+
+    `scored`: whether it has a held-out set. `scores_strangers`: whether contributions of strangers are scored.
+    """
 
     def __init__(
         self,
@@ -91,8 +94,10 @@ class Fleet:
         object_limit: int = OBJECT_LIMIT,
         scored: bool = False,
         code_sha256: str | None = None,
+        scores_strangers: bool = False,
         **settings: Any,
     ) -> None:
+        self.scores_strangers = scores_strangers
         self.engine = store or MemoryStore()
         self._clock = clock or SystemClock()
         self.store = RetryingStore(self.engine, self._clock, random.Random(0))
@@ -134,7 +139,10 @@ class Fleet:
             self.store.create(keys.intent(replica_id, number), intent.to_bytes())
         claimed = claim_attempt(self.store, replica_id, attempt, clock, stamp, should_leave, background)
         claimed = replace(claimed, object_limit=self.object_limit)
-        own = OwnModel(parameters, fragments or [tuple(parameters)], ModelFiles.of(model), self.heldout)
+        own = OwnModel(
+            *(parameters, fragments or [tuple(parameters)], ModelFiles.of(model), self.heldout),
+            scores_strangers=self.scores_strangers,
+        )
         return Participant.join(claimed, own)
 
     def claim_key(self, replica_id: int, attempt: int = 1) -> str:

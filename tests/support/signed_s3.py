@@ -2,14 +2,17 @@
 
 A client that escapes a character of a key in another way than S3 is refused, and so is a body with another digest than
 the signed one. A bucket named `public` is read by everybody; of `requester-pays` only who offers to pay reads.
+A request that was signed more than 15 minutes from the server's time is refused, as by S3.
 """
 
 import hashlib
 import io
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from botocore.auth import S3SigV4Auth
@@ -21,6 +24,7 @@ from s3_server import _signature
 KEY, SECRET = "AKIASIGNED", "a/secret+with=signs"
 _CREDENTIALS = Credentials(KEY, SECRET)
 _SCOPE = "/us-east-1/s3/aws4_request"
+_MOST_SKEW_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,15 @@ class SignedS3:
 
     url: str
     server: Server
+
+    @contextmanager
+    def ahead_by(self, seconds: float) -> Iterator[None]:
+        """The server's clock is so many seconds ahead of this machine's: this machine's is behind."""
+        self.server.ahead_s = seconds
+        try:
+            yield
+        finally:
+            self.server.ahead_s = 0.0
 
     def options(self) -> dict[str, str]:
         return {"key": KEY, "secret": SECRET, "endpoint_url": self.url}
@@ -84,6 +97,9 @@ class _Guarded(_Handler):
             reads = bucket == "public" and self.command in ("GET", "HEAD")
             return "" if reads else "AccessDenied"
         told = dict(part.strip().split("=", 1) for part in authorization.removeprefix("AWS4-HMAC-SHA256").split(","))
+        signed_at = datetime.strptime(self.headers["x-amz-date"], "%Y%m%dT%H%M%S%z")
+        if abs(signed_at.timestamp() - time.time() - getattr(self.server, "ahead_s", 0.0)) > _MOST_SKEW_S:
+            return "RequestTimeTooSkewed"
         digest = self.headers["x-amz-content-sha256"]
         if digest not in ("UNSIGNED-PAYLOAD", hashlib.sha256(body).hexdigest()):
             return "XAmzContentSHA256Mismatch"

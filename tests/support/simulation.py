@@ -25,7 +25,8 @@ from simulation_forgeries import forge
 from simulation_gradients import LEARNING_RATE, Model, gradient, pattern
 from simulation_joins import JoinedMachines, join_executor
 from simulation_machines import flip_bit, machines_of
-from simulation_plan import Plan, flips_of, forged_plan_of, plan_of, scaled_plan_of, wide_plan_of
+from simulation_plan import Plan, flips_of, forged_plan_of, islands_of, plan_of, scaled_plan_of, wide_plan_of
+from simulation_ranks import trained_in_ranks
 from simulation_residuals import WIDEST
 from simulation_store import Bucket, InvariantBroken, Network
 from virtual_time import Killed, Process, VirtualBackground, VirtualClock, VirtualTime
@@ -104,6 +105,8 @@ class Simulation:
         self.config = self._config()
         self.replicas: dict[tuple[int, int], Process] = {}
         self.coordinator: Process | None = None
+        self.ranks: dict[tuple[int, int], list[Process]] = {}  # of attempts of several, by replica and attempt
+        self.ranks_hit = 0  # ranks that were killed or stopped while they lived
         self.exit_codes: dict[tuple[int, int], int] = {}
         self.sessions: dict[tuple[int, int], TrainingSession] = {}
         self.last_digests: dict[int, str] = {}  # by replica: of the base that its training ended with
@@ -160,6 +163,12 @@ class Simulation:
         self._plan_kills(self.plan.kills)
         for when, replica_id, seconds in self.plan.stops:
             self.time.at(when, lambda i=replica_id, s=seconds: self._stop(i, s))
+        for when, replica_id, rank in self.plan.rank_kills:
+            self.time.at(when, lambda i=replica_id, r=rank: [self.time.kill(each) for each in self._rank(i, r)])
+        for when, replica_id, rank, seconds in self.plan.rank_stops:
+            self.time.at(
+                when, lambda i=replica_id, r=rank, s=seconds: [self.time.stop(each, s) for each in self._rank(i, r)]
+            )
         for when, replica_id in self.plan.notices:
             self.time.at(when, lambda i=replica_id: self.noticed.update(self._newest(i)))
         for when, replica_id in self.plan.lies:
@@ -265,6 +274,13 @@ class Simulation:
         for pair in self._newest(replica_id):
             self.time.stop(self.replicas[pair], seconds)
 
+    def _rank(self, replica_id: int, rank: int) -> list[Process]:
+        """The process of a rank of a replica's newest attempt, if there is one that lives."""
+        found = [self.ranks[pair][rank] for pair in self._newest(replica_id) if pair in self.ranks]
+        living = [each for each in found if not each.dead and not each.ended]
+        self.ranks_hit += len(living)
+        return living
+
     def _flip(self, replica_id: int, where: str) -> None:
         """One mantissa bit in a replica's memory: of its base now, or when it next computes something.
 
@@ -357,11 +373,15 @@ class Simulation:
             return
         name = f"heartbeat {replica_id}.{number}"
         heartbeat = self.time.spawn(name, lambda c: self._send_heartbeats(c, attempt), owner=clock.process)
-        ending = train(attempt, lambda _: self._train)
+        if (ranks := attempt.config.ranks_of(replica_id)) > 1:
+            ending = trained_in_ranks(self, attempt, clock, ranks)
+        else:
+            ending = train(attempt, lambda _: self._train)
         heartbeat.killed = True
         if clock.process.killed:
             raise Killed(clock.process.name)
-        if ending.error and "\ndiloco_orchestrator." not in ending.error:
+        by_another = ending.error and "[gloo]" in ending.error and self.ranks_hit  # an error because a rank has died
+        if ending.error and not by_another and "\ndiloco_orchestrator." not in ending.error:
             raise InvariantBroken(f"I10: an attempt ended with an error that has no type:\n{ending.error[-1500:]}")
         write_exit_record(attempt, ending, "", {})
         self.exit_codes[replica_id, number] = ending.code
@@ -388,7 +408,8 @@ class Simulation:
             model, optimizer, heldout=self._score, heldout_items=list(range(max(8, plan.most_replicas)))
         ) as replica:
             session = replica._training
-            self.sessions[replica_id, ctx._attempt.number] = session
+            if isinstance(session, TrainingSession):  # not of another rank, which follows this one
+                self.sessions[replica_id, ctx._attempt.number] = session
             for batch in replica.batches(Batches()):
                 clock.sleep(self.step_s(replica_id))
                 value = gradient(replica_id, batch)
@@ -403,7 +424,7 @@ class Simulation:
                     self.trained[replica_id, ctx._attempt.number, batch] = trained.numpy()
                 falling = plan.collapse and session.round > 2
                 replica.observe(loss=1.0 - (0.7 if falling else 0.001) * session.round, tokens=tokens)
-        if session.stopped:
+        if session.stopped and isinstance(session, TrainingSession):
             self.last_digests[replica_id] = session._rounds._claims.hash()
 
     def step_s(self, replica_id: int) -> float:
@@ -485,6 +506,11 @@ def undisturbed_digests(plan: Plan) -> list[str | None]:
 def simulate(seed: int, replicas: int | None = None, rounds: int | None = None, **settings: Any) -> Simulation:
     """Play the run of a seed. Raises `InvariantBroken` with a line that reproduces it."""
     return played(plan_of(seed, replicas, rounds, **settings), f"make simulate SEED={seed}")
+
+
+def simulate_islands(seed: int) -> Simulation:
+    """Play the run of a seed whose replicas have several ranks. Raises `InvariantBroken`, likewise."""
+    return played(islands_of(seed), f"simulation.simulate_islands({seed})")
 
 
 def simulate_flips(seed: int) -> Simulation:

@@ -61,6 +61,10 @@ class Plan:
     # -- processes and their vendor
     kills: tuple[tuple[float, int], ...] = ()  # SIGKILL: (when, which)
     stops: tuple[tuple[float, int, float], ...] = ()  # SIGSTOP: (when, which, for how long)
+    rank_kills: tuple[
+        tuple[float, int, int], ...
+    ] = ()  # SIGKILL of one rank of a replica of several: (when, which, rank)
+    rank_stops: tuple[tuple[float, int, int, float], ...] = ()  # SIGSTOP of one: (when, which, rank, for how long)
     notices: tuple[tuple[float, int], ...] = ()  # SIGTERM
     coordinators: tuple[float, ...] = ()  # when one more attaches, beside those that run
     vendor_down: Spans = ()  # every call to the vendor fails
@@ -139,10 +143,11 @@ class Plan:
         return not other or (2 * other < self.replicas and other < needed)
 
     def undisturbed(self) -> "Plan":
-        """The same run when nothing goes wrong."""
+        """The same run when nothing goes wrong, with one rank in each replica."""
         leg = self.next_leg and replace(self.next_leg, kills=())
         run = {"width": self.width, "buffer": self.buffer, "tokens": self.tokens, "next_leg": leg}
-        return Plan(0, self.replicas, self.rounds, self.settings, (STEP_S,) * self.most_replicas, **run)  # type: ignore[arg-type]
+        settings = {**self.settings, "ranks_per_replica": 1}
+        return Plan(0, self.replicas, self.rounds, settings, (STEP_S,) * self.most_replicas, **run)  # type: ignore[arg-type]
 
 
 def plan_of(seed: int, replicas: int | None = None, rounds: int | None = None, **settings: Any) -> Plan:
@@ -292,6 +297,22 @@ def calm(**changes: Any) -> Plan:
     """Three replicas and four rounds without misfortunes, but for `changes`; `settings` are added."""
     settings = {"fragments": 1, "fragment_sync_delay": 0, "late": "carry", "snapshot_every": 2, "retention": {}}
     return replace(CALM, **{**changes, "settings": {**settings, **CALM.settings, **changes.get("settings", {})}})
+
+
+def islands_of(seed: int) -> Plan:
+    """A run of replicas of two and three ranks, or one, of which any may be killed or stopped, drawn from the seed."""
+    draw = random.Random(f"islands {seed}")
+    replicas = draw.choice([1, 2, 2, 3])
+    ranks = [draw.choice([1, 2, 2, 3]) for _ in range(replicas)]
+    plan = plan_of(seed, replicas, draw.choice([3, 4]), ranks_per_replica=ranks, weights="uniform")
+    length = 4.5 * STEP_S * plan.settings["sync_every"] * plan.rounds
+
+    def which() -> tuple[float, int, int]:
+        replica_id = draw.randrange(replicas)
+        return round(draw.uniform(0.5, length), 2), replica_id, draw.randrange(ranks[replica_id])
+
+    stops = [(*which(), round(draw.uniform(5.0, 90.0), 1)) for _ in range(draw.randint(0, 1))]
+    return replace(plan, rank_kills=tuple(which() for _ in range(draw.randint(1, 3))), rank_stops=tuple(stops))
 
 
 def flips_of(seed: int) -> Plan:

@@ -27,11 +27,15 @@ def _locked() -> threading.Lock:
 
 @dataclass
 class Process:
-    """One thread of a process. `owner`: the process whose thread it is, where it is not its first."""
+    """One thread of a process. `owner`: the process whose thread it is, where it is not its first.
+
+    `parent`: another process, with which it is killed.
+    """
 
     name: str
     call: Callable[["VirtualClock"], None]
     owner: "Process | None" = None
+    parent: "Process | None" = None
     thread_name: str = ""
     pauses: bool = True  # whether `call` may sleep or join; else it needs no thread of its own
     worker: "_Worker | None" = None  # None before its start
@@ -48,6 +52,8 @@ class Process:
     @property
     def dead(self) -> bool:
         """Whether this thread must end: its process was killed, or has ended without waiting for it."""
+        if self.root.parent is not None and self.root.parent.killed:
+            self.root.killed = True
         return self.root.killed or (self.owner is not None and self.owner.ended)
 
 
@@ -100,9 +106,10 @@ class VirtualTime:
         call: Callable[["VirtualClock"], None],
         at: float | None = None,
         owner: Process | None = None,
+        parent: Process | None = None,
     ) -> Process:
         """Start a process at a time, by default now. `call` gets its clock. Threads are named as their starter."""
-        process = Process(name, call, owner, threading.current_thread().name if owner else name)
+        process = Process(name, call, owner, parent, threading.current_thread().name if owner else name)
         self._wake(process, self.now if at is None else at)
         return process
 

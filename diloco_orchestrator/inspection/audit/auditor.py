@@ -123,9 +123,6 @@ class Auditor:
         if manifest.kind != "delta":
             words = f"its manifest is an {manifest.kind} now: it was replaced"
             return RangeFinding(range_, Outcome.DIFFERS, words)
-        if manifest.ranks is not None:
-            words = f"{manifest.ranks} ranks trained it, and an audit trains in one process"
-            return RangeFinding(range_, Outcome.NOT_AUDITABLE, words)
         whole = self._log.configs.of(manifest.leg).round_steps
         bound, partial, after_cut = bound_of(whole), manifest.own_steps < whole, self._follows_a_cut(manifest)
         found, again = self._rerun(range_, manifest), None

@@ -14,6 +14,7 @@ from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.arithmetic import denormals_kept
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.check_records import Checked
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.keys import SegmentKey
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Shard, Start
@@ -160,6 +161,16 @@ class BaseDeriver:
         equal(key, "origins", manifest.origins, answer.origins, "the commit that names it")
         self._done.checked["manifests"] += 1
         return manifest
+
+    def checks(self, commit: Commit) -> list[Checked]:
+        """The check records that a commit names. Raises `Differs` for one that is missing or has other bytes."""
+        found = []
+        for named in commit.checks or ():
+            key = keys.checked(commit.round, named.replica_id, named.number)
+            data = fetch(self._store, key, f"the commit of round {commit.round} names it")
+            equal(key, "its digest", sha256_hex(data), named.sha256, "the commit that names it")
+            found.append(parse(Checked, key, data))
+        return found
 
     def _check_author(self, manifest: Contribution) -> None:
         """Raise `Differs` unless the claim of the manifest's attempt has the digest that the manifest names.

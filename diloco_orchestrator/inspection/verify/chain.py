@@ -335,6 +335,7 @@ class _Verifier:
             outer_steps=begin.from_outer_step + begin.outer_steps,
             halt=self._halt(commit),
             void=void,
+            checks=self._bases.checks(commit) if self._start.scores_strangers else None,
         )
         if commit_entry.contradicts:
             raise Differs(key, f"is void: {commit_entry.contradicts}")

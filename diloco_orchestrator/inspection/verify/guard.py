@@ -8,6 +8,7 @@ from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.guard.round_fold import fields_of, fold_of_commit
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal
 from diloco_orchestrator.protocol import rounds
+from diloco_orchestrator.protocol.check_records import Checked
 from diloco_orchestrator.protocol.records import Commit, Contribution, HeldoutSet
 from diloco_orchestrator.protocol.round_metrics import round_metrics_of
 from diloco_orchestrator.protocol.rounds import Action, Decision, Policy, Position
@@ -28,6 +29,7 @@ def check_conclusion(
     outer_steps: int,
     halt: str,
     void: str = "",
+    checks: Sequence[Checked] | None = None,
 ) -> None:
     """Raise `Differs` unless a commit is what the rules of a round derive from its manifests.
 
@@ -42,6 +44,7 @@ def check_conclusion(
         outer_steps: outer steps of the run up to the end of this leg (start or resume to stop).
         halt: the reason of the halt request that the commit obeys; empty if it obeys none.
         void: reason why the commit averages nobody although it names contributions; empty if it is not void.
+        checks: the check records that it names; None in a run that does not score strangers' contributions.
     """
     if commit.by_coordinator:
         _check_stop_by_coordinator(key, commit, position, guard)
@@ -54,7 +57,7 @@ def check_conclusion(
     named = [a.replica_id for a in commit.answers if rounds.contributes(a)]
     named = named if len(named) >= policy.quorum else []
     readable = {replica_id: manifest for replica_id, manifest in manifests.items() if manifest is not None}
-    folded = fold_of_commit(commit, guard, readable, heldout, roster, config, position.outer_step)
+    folded = fold_of_commit(commit, guard, readable, heldout, roster, config, position.outer_step, checks)
     for name, value in fields_of(folded, guard).items():
         equal(key, name, getattr(commit, name), value, "the scores of its manifests")
     expected = rounds.conclude(
@@ -72,7 +75,7 @@ def check_conclusion(
     left = list(rounds.averaged(named if expected.applied else [], commit.quarantined))
     clipped = shares_in(commit, config).clipped
     equal(key, "clipped", commit.clipped, clipped, "the norms, tokens and payloads of its answers")
-    equal(key, "who is averaged", averaged, left, "the answers, the quorum and the per-replica guard")
+    equal(key, "who is averaged", averaged, left, "the answers, the quorum and the guard")
     figures = round_metrics_of([readable[a.replica_id] for a in commit.answers if a.replica_id in readable], averaged)
     equal(key, "figures", commit.figures, figures, "the manifests that it names")
 

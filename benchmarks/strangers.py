@@ -1,0 +1,157 @@
+"""What three hostile strangers do to a run whose other replicas score their work, and which honest ones it costs.
+
+    PYTHONPATH=tests/support python benchmarks/strangers.py --docs      # about two hours of one core of one core
+
+Real participants score the contributions of strangers on held-out items (`guard.strangers`) and decide each round, with
+the default aggregate of runs with strangers. The hostile ones follow a script (tests/support/hostile_replicas.py). The
+loss at a run's end is over items that nobody has scored, compared with the same run of launched replicas alone.
+"""
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from statistics import mean
+from typing import Any
+
+import torch
+from attackers import SETTINGS, quiet
+from hostile_replicas import ATTACKS, SHARE, HostileFleet, Task
+from measuring import ROOT, markdown, publish
+from other_data import KINDS, OtherData
+
+DOCUMENT = ROOT / "docs" / "inside" / "attacks.md"
+ROUNDS, HOSTILE, FRESH = 60, 3, 8192
+ITEMS = (8, 32, SHARE, 2048)  # of each launched replica, where nobody attacks
+# (launched replicas, strangers): in both fleets three of the strangers are hostile.
+FLEETS = {"5 launched, 3 strangers": (5, 3), "3 launched, 8 strangers": (3, 8)}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of one run, and how many contributions were left out of its rounds."""
+
+    loss: float  # of the model it ended with, on items that nobody has scored
+    stop: str
+    hostile: int  # contributions of hostile strangers that were left out for their scores
+    honest: int  # likewise of honest ones
+    of_honest: int  # contributions of honest strangers, left out or not
+
+
+def played(
+    fleet: str, name: str | None, rounds: int, scored: bool, seed: int, kind: str | None = None, share: int = SHARE
+) -> Outcome:
+    """Play one run. `name`: of the attack; None: nobody attacks. `kind`: how replicas' data differ, if at all.
+
+    `share`: held-out items on which each launched replica scores.
+    """
+    launched, strangers = FLEETS[fleet]
+    total, attackers = launched + strangers, HOSTILE if name else 0
+    settings: dict[str, Any] = {"invited": list(range(launched, total)), **SETTINGS.get(name or "", {})}
+    if not scored:
+        settings["aggregate"] = "agreeing_mean"
+    task = Task(seed) if kind is None else OtherData(seed, kind)
+    attack = (lambda writer: None) if name is None else ATTACKS[name]
+    deciders = launched if scored else 1
+    settings |= {"scores_strangers": scored, "guard": "off"}
+    run = HostileFleet(total, rounds, seed, attackers, attack, task, deciders, share, **settings)
+    commits = run.play()
+    out = [each.replica_id for commit in commits for each in commit.quarantined]
+    first = total - attackers
+    answers = [a.replica_id for commit in commits for a in commit.answers if a.kind == "delta"]
+    return Outcome(
+        loss=fresh_loss(task, seed, run),
+        stop=commits[-1].stop,
+        hostile=sum(each >= first for each in out),
+        honest=sum(launched <= each < first for each in out),
+        of_honest=sum(launched <= each < first for each in answers),
+    )
+
+
+def fresh_loss(task: Task, seed: int, run: HostileFleet) -> float:
+    """Mean loss of the model that a run ended with, on items that are neither held out nor trained on."""
+    task._draw = torch.Generator().manual_seed(100_000 + seed)
+    items, labels = task.batch((FRESH,))
+    task.heldout = items, labels
+    return float(task.losses(run.deciders[0].base.parameters).mean())
+
+
+def excess(outcomes: Sequence[Outcome], clean: Sequence[Outcome]) -> str:
+    value = mean(each.loss / beside.loss - 1.0 for each, beside in zip(outcomes, clean, strict=True))
+    halted = sum(each.stop != "completed" for each in outcomes)
+    words = f"{100 * value:+.1f} %" if abs(value) < 10 else f"x{value + 1:.3g}"
+    return f"{words}, {halted} of {len(outcomes)} ended early" if halted else words
+
+
+def rate(found: Sequence[Outcome]) -> str:
+    total = sum(each.of_honest for each in found)
+    return f"{sum(each.honest for each in found)} of {total}" if total else ""
+
+
+def of_attacks(names: Sequence[str], seeds: range, rounds: int, pool: Executor) -> str:
+    def play(fleet: str, name: str | None, scored: bool) -> list[Outcome]:
+        return list(pool.map(partial(played, fleet, name, rounds, scored), seeds))
+
+    clean = {fleet: play(fleet, None, scored=False) for fleet in FLEETS}
+    few, many = FLEETS
+    columns = ["attack", f"not scored: {few}", f"scored: {few}", "hostile left out", f"scored: {many}"]
+    columns += ["hostile left out", "honest strangers left out"]
+    rows = []
+    for name in [None, *names]:
+        before = play(few, name, scored=False) if name else clean[few]
+        found = {fleet: play(fleet, name, scored=True) for fleet in FLEETS}
+        sent = HOSTILE * rounds * len(seeds)
+        left = {fleet: f"{100 * sum(e.hostile for e in found[fleet]) / sent:.0f} %" if name else "" for fleet in FLEETS}
+        cells = [excess(before, clean[few]), excess(found[few], clean[few]), left[few]]
+        cells += [excess(found[many], clean[many]), left[many], rate(found[many])]
+        rows.append([name or "(nobody)", *cells])
+        print(rows[-1], file=sys.stderr, flush=True)
+    return markdown(columns, rows)
+
+
+def of_honest(seeds: range, rounds: int, pool: Executor) -> str:
+    """Honest strangers alone, also where data differ: how many of their contributions are left out."""
+    cases: list[tuple[str, dict[str, Any]]] = [
+        (f"nobody's data differ, {n} items a scorer", {"share": n}) for n in ITEMS
+    ]
+    cases += [(kind, {"kind": kind}) for kind in KINDS[1:]]
+    rows = []
+    for name, how in cases:
+        found = list(pool.map(partial(played, next(iter(FLEETS)), None, rounds, True, **how), seeds))
+        total = sum(each.of_honest for each in found)
+        rows.append([name, rate(found), f"{1000 * sum(each.honest for each in found) / total:.1f}"])
+        print(rows[-1], file=sys.stderr, flush=True)
+    return markdown(["honest replicas; three of eight are strangers, the last one too", "left out", "of 1,000"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=list(ATTACKS), help="an attack; by default all")
+    parser.add_argument("--honest", action="store_true", help="play honest strangers alone, also with other data")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/inside/attacks.md")
+    given = parser.parse_args()
+    seeds = range(given.seeds)
+    with ProcessPoolExecutor(given.processes, initializer=quiet) as pool:
+        if given.honest:
+            table, where = of_honest(seeds, given.rounds, pool), "honest_strangers"
+        else:
+            table, where = of_attacks(given.only or list(ATTACKS), seeds, given.rounds, pool), "strangers"
+    command = shlex.join(["python", "benchmarks/strangers.py", *sys.argv[1:]])
+    text = (
+        f"Taken {time.strftime('%Y-%m-%d')}; {given.rounds} rounds, mean over {given.seeds} seeds.\n\n"
+        f"```\nPYTHONPATH=tests/support .venv/bin/{command}\n```\n\n{table}"
+    )
+    print(text)
+    if given.docs:
+        publish(where, text, None, DOCUMENT)
+
+
+if __name__ == "__main__":
+    main()

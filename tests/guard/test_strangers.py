@@ -1,0 +1,126 @@
+"""Which contributions of strangers are left out, from the records of those who scored them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from record_examples import B3, PAYLOAD, SHA, STAMP
+
+from diloco_orchestrator.config import make_config
+from diloco_orchestrator.guard.strangers import StrangersWork, fold_strangers, harm_of, why_never_scored
+from diloco_orchestrator.protocol.check_records import Checked, WorkScore
+from diloco_orchestrator.protocol.records import Contribution, HeldoutSet
+
+HELDOUT = HeldoutSet(metric="loss", shares=(10,) * 4, digest="0" * 64)
+DEALT = {0: [0], 1: [1], 2: [2], 3: [3]}
+OTHER = "b3:" + "8" * 64
+
+
+def score(harm: float | None, count: int = 10, payload: str = PAYLOAD.digest, who: int = 3) -> WorkScore:
+    """A score of `harm` standard errors, against the base and against the scorer's own contribution alike."""
+    squares = 9.0 * count * (count - 1) / 10  # a standard error of the mean of 3 for ten items
+    change = None if harm is None else -harm * count * (squares / (count - 1) / count) ** 0.5
+    both = {"change": change, "squares": None if harm is None else squares}
+    return WorkScore(
+        replica_id=who, payload=payload, count=count, **both, beside=change, beside_squares=both["squares"]
+    )
+
+
+def said(by: int, *scores: WorkScore) -> Checked:
+    who = {"round": 3, "leg": 1, "replica_id": by, "attempt": 1, "number": 1, "claim_sha256": SHA}
+    return Checked(**STAMP, **who, read=(), scored=scores or None)  # type: ignore[arg-type]
+
+
+def work_of(replica_id: int, **fields: Any) -> Contribution:
+    who = {"round": 3, "leg": 1, "replica_id": replica_id, "attempt": 1, "kind": "delta", "base_digest": B3}
+    return Contribution(**STAMP, **who, snapshot_round=0, rebuilt_after=1, **{"payload": PAYLOAD, **fields})  # type: ignore[arg-type]
+
+
+def folded(checks: Sequence[Checked], state: Any = None, dealt: Any = None) -> tuple[dict[str, Any], list[str]]:
+    """The state after a round in which replica 3, a stranger's, contributed, and why it is left out."""
+    named = [work_of(0), work_of(3)]
+    after, out = fold_strangers(state, StrangersWork([3], checks), HELDOUT, dealt or DEALT, named)
+    assert {each.replica_id for each in out} <= {3}
+    return after, [each.reason for each in out]
+
+
+def test_the_median_of_the_scores_adds_up_over_rounds_and_never_falls_below_zero():
+    state: Any = None
+    sums, left_out = [], []
+    for harm in (-2.0, 1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0):
+        state, out = folded([said(0, score(harm)), said(1, score(3.0)), said(2, score(harm - 0.1))], state)
+        sums.append(state["sums"].get("3", 0.0))
+        left_out.append(bool(out))
+    # Beside the scorer's own a contribution may be .2 worse, against the base it should be .5 better.
+    assert sums == pytest.approx([0.0, 0.8, 1.6, 2.4, 3.2, 2.0, 0.8, 0.0])
+    assert left_out == [False, False, False, False, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "third",
+    [
+        pytest.param(said(2), id="none"),
+        pytest.param(said(2, score(-1.0, count=9)), id="over other items than were dealt"),
+        pytest.param(said(2, score(-1.0, payload=OTHER)), id="of another payload"),
+        pytest.param(said(2, score(-1.0, who=1)), id="of another replica"),
+        pytest.param(said(3, score(-1.0)), id="by the stranger itself"),
+        pytest.param(said(0, score(-1.0)), id="by who has scored it already"),
+        pytest.param(said(7, score(-1.0)), id="by who is not on the roster"),
+    ],
+)
+def test_a_score_that_does_not_count_leaves_a_contribution_unscored(third):
+    state, out = folded([said(0, score(-1.0)), third])
+    assert out == ["1 of 3 replicas have scored its work, and more than half are needed"] and state["sums"] == {}
+    assert folded([said(0, score(-1.0)), said(2, score(-1.0))])[1] == []
+
+
+def test_who_scores_the_shares_of_others_too_scores_all_of_their_items():
+    dealt = {0: [0, 1], 2: [2], 3: [3]}
+    assert folded([said(0, score(-1.0)), said(2, score(-1.0))], dealt=dealt)[1]
+    assert not folded([said(0, score(-1.0, count=20)), said(2, score(-1.0))], dealt=dealt)[1]
+
+
+@pytest.mark.parametrize(
+    ("base", "own", "harm"),
+    [
+        pytest.param(2.0, 1.0, 0.8, id="the lesser of both"),
+        pytest.param(-1.0, 1.0, -0.5, id="it is worse than others, and helps"),
+        pytest.param(9.0, 9.0, 3.0, id="the most"),
+        pytest.param(-9.0, 9.0, -3.0, id="the least"),
+        pytest.param(1.0, None, 1.5, id="its scorer has no contribution"),
+        pytest.param(None, None, 3.0, id="it is not finite"),
+    ],
+)
+def test_harm_is_in_standard_errors(base, own, harm):
+    found = score(base).model_copy(update={"beside": score(own).change, "beside_squares": score(own).squares})
+    assert harm_of(found) == pytest.approx(harm)
+
+
+def test_equal_changes_of_all_items_are_certain():
+    flat = WorkScore(replica_id=3, payload=OTHER, count=2, change=1.0, squares=0.0, beside=0.0, beside_squares=0.0)
+    assert harm_of(flat) == -3.0 and harm_of(flat.model_copy(update={"change": -1.0})) == pytest.approx(-0.2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, ""),
+        ({"invited": []}, "no strangers"),
+        ({"fragment_sync_delay": 2}, "while contributions come in"),
+        ({"adapters": "exact", "aggregate": "mean"}, "no step of the model"),
+        ({"ranks_per_replica": [2, 1, 1, 1]}, "no whole base"),
+    ],
+)
+def test_runs_that_score_no_strangers_say_why(settings, words):
+    config = make_config({"entrypoint": "m:f", "replicas": 4, "invited": [3], "weights": "uniform", **settings})
+    assert words in why_never_scored(config) and bool(words) == bool(why_never_scored(config))
+
+
+def test_no_more_items_than_256_make_a_change_surer():
+    few = WorkScore(
+        replica_id=3, payload=OTHER, count=256, change=-256.0, squares=255.0, beside=None, beside_squares=None
+    )
+    many = few.model_copy(update={"count": 1024, "change": -1024.0, "squares": 1023.0})
+    little = few.model_copy(update={"change": -16.0})
+    assert harm_of(few) == harm_of(many) == 3.0 and harm_of(little) == pytest.approx(1.5)
+    assert harm_of(many.model_copy(update={"change": -64.0})) == pytest.approx(1.5)

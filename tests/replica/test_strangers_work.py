@@ -1,0 +1,227 @@
+"""Contributions of strangers are scored by the other replicas before they are averaged, over a bucket in memory."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from protocol_fleet import FAST, Fleet, HurriedClock, answer, close, report, together
+from sessions import constant_steps, context_of
+
+from diloco_orchestrator.clock import SystemClock
+from diloco_orchestrator.guard.round_fold import fields_of, fold_of_commit
+from diloco_orchestrator.inspection.status import NewRows
+from diloco_orchestrator.inspection.verify.chain import verify_run
+from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Commit, Contribution, Quarantine
+from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.rebuild import rebuild
+from replica.rounds.participant import Participant
+
+GOOD, HARMFUL = 1.0, -1.0  # pseudo-gradients: towards the optimum of all held-out items, and away from it
+LAUNCHED, STRANGERS = (0, 1, 2), (3, 4)
+
+
+def scores(replica_id: int) -> Callable[[Base], Sequence[float]]:
+    """Scores of the ten items of a replica's share: minus the distance of all parameters from about -9."""
+
+    def measure(base: Base) -> list[float]:
+        values = base.parameters["bias"]
+        return [-(float((values + 9.0 + 0.1 * replica_id + 0.05 * item).abs().sum()) ** 1.1) for item in range(10)]
+
+    return measure
+
+
+def fleet_of(hurried: bool = False, **settings: Any) -> tuple[Fleet, list[Participant]]:
+    timing = {**FAST, "poll_s": 0.2 if hurried else 0.01}
+    given = {"replicas": 5, "invited": list(STRANGERS), "quorum": None, "timing": timing, **settings}
+    clock = HurriedClock() if hurried else SystemClock()
+    fleet = Fleet(scored=True, scores_strangers=True, clock=clock, aggregate="mean", **given)
+    participants = fleet.join_all()
+    for i in LAUNCHED:
+        participants[i].score_strangers_by(scores(i))
+    return fleet, participants
+
+
+def played(participants: Sequence[Participant], values: Sequence[float]) -> Commit:
+    """The round's commit, after these have contributed these pseudo-gradients."""
+    for each, value in zip(participants, values, strict=True):
+        answer(each, value, report(share=each._attempt.replica_id, score=1.0))
+    return together([lambda each=each: close(each) for each in participants])[0].commit  # type: ignore[misc]
+
+
+def left_out(commit: Commit) -> dict[int, str]:
+    averaged = {each.replica_id for each in commit.answers if each.averaged}
+    found = {each.replica_id: each.reason for each in commit.quarantined}
+    assert commit.applied and averaged == {each.replica_id for each in commit.answers} - found.keys()
+    return found
+
+
+def assert_right(fleet: Fleet, participants: Sequence[Participant]) -> None:
+    """All hold the base that the bucket gives, and `verify` agrees."""
+    log = RunLog(fleet.store)
+    assert {each.digest for each in participants} == {rebuild(log, log.begins()[0]).digest}
+    assert verify_run(fleet.store).disagreement is None
+
+
+@pytest.mark.parametrize("quorum", [None, "all"])
+@pytest.mark.parametrize("path", ["gather", "scatter_reduce"])
+def test_who_lowers_the_held_out_scores_is_left_out_from_its_first_contribution_on(quorum, path):
+    fleet, participants = fleet_of(quorum=quorum, path=path)
+    commits = [played(participants, [GOOD, GOOD, GOOD, GOOD, HARMFUL]) for _ in range(2)]
+    for commit in commits:
+        assert list(left_out(commit)) == [4] and "lowers held-out scores by 3.00 sigmas" in left_out(commit)[4]
+        assert "replica 4 is left out: its work lowers" in commit.reason
+    row = next(NewRows(RunLog(fleet.store)).read())
+    assert row.judgements[4].startswith("left out: its work lowers") and row.without == [4]
+    assert_right(fleet, participants)
+
+
+def test_who_was_harmful_is_averaged_again_once_its_work_has_made_up_for_it():
+    fleet, participants = fleet_of(rounds=8)
+    out = [4 in left_out(played(participants, [GOOD, GOOD, GOOD, GOOD, last])) for last in [HARMFUL] + [GOOD] * 3]
+    assert out[0] and not out[-1]
+    assert_right(fleet, participants)
+
+
+@pytest.mark.parametrize("value", [1.5, HARMFUL])
+def test_one_scorer_that_lies_moves_nothing(value):
+    """Replica 2 says of everything the opposite of what it measures."""
+    fleet, participants = fleet_of()
+    true = scores(2)
+    participants[2].score_strangers_by(lambda base: [-100.0 * each for each in true(base)])
+    assert list(left_out(played(participants, [GOOD, GOOD, GOOD, GOOD, value]))) == [4] * (value == HARMFUL)
+    assert_right(fleet, participants)
+
+
+def test_what_half_of_the_others_have_scored_is_not_averaged():
+    """It waits for the others' scores for some seconds, and the round goes on."""
+    fleet, participants = fleet_of(hurried=True)
+    for i in (1, 2):
+        participants[i]._closer.work.measure = None
+    out = left_out(played(participants, [GOOD] * 5))
+    assert list(out) == [3, 4] and out[3].startswith("1 of 3 replicas have scored its work")
+    assert_right(fleet, participants)
+
+
+def test_scores_that_are_not_finite_are_harm():
+    _, participants = fleet_of()
+    for i in LAUNCHED:
+        true = scores(i)
+        participants[i].score_strangers_by(lambda base, true=true: [e if e > -99 else float("nan") for e in true(base)])
+    assert list(left_out(played(participants, [GOOD, GOOD, GOOD, GOOD, -1e4]))) == [4]
+
+
+def test_strangers_alone_are_not_averaged():
+    """The launched replicas abstain, and a quorum of one would do."""
+    fleet, participants = fleet_of(quorum=1)
+    for i in LAUNCHED:
+        participants[i]._contributor.abstain(report(share=i, score=1.0), "not today")
+    for i in STRANGERS:
+        answer(participants[i], GOOD)
+    commit = together([lambda each=each: close(each) for each in participants])[0].commit  # type: ignore[misc]
+    assert not commit.applied and commit.empty_rounds == 1
+    assert {each.kind for each in commit.answers if each.replica_id in STRANGERS} == {"unverifiable"}
+    assert_right(fleet, participants)
+
+
+@pytest.mark.parametrize("lie", ["averages the harmful one", "leaves out the good one", "names no scores"])
+def test_a_commit_that_does_not_follow_from_the_scores_is_void(lie):
+    fleet, participants = fleet_of()
+    for i, value in enumerate([GOOD, GOOD, GOOD, GOOD, HARMFUL]):
+        answer(participants[i], value, report(share=i, score=1.0))
+    for i in (1, 2):
+        participants[i]._closer._observe(waited=False)  # scores and reports
+    honest = close(participants[0]).commit
+    why = {"averages the harmful one": (), "leaves out the good one": (3, 4), "names no scores": (4,)}[lie]
+    quarantined = tuple(Quarantine(replica_id=each, reason=honest.quarantines(4)) for each in why)
+    answers = tuple(
+        each.model_copy(update={"averaged": each.replica_id not in why, "weight": honest.answers[0].weight})
+        for each in honest.answers
+    )
+    changes: dict[str, Any] = {"quarantined": quarantined, "answers": answers}
+    changes |= {"checks": ()} if lie == "names no scores" else {}
+    fleet.engine.put(keys.commit(1), honest.model_copy(update=changes).to_bytes())
+    for each in participants[1:]:
+        each.close()
+        last = each._tip.value.last
+        assert last is not None and last.void and last.commit.empty_rounds == 1, lie
+    assert verify_run(fleet.store).disagreement is not None
+
+
+def test_a_commit_that_applies_a_round_of_harmful_strangers_alone_is_void():
+    """Everything else in it follows from the records that it names."""
+    fleet, participants = fleet_of(quorum=2)
+    for i, value in ((0, GOOD), (3, HARMFUL), (4, HARMFUL)):
+        answer(participants[i], value, report(share=i, score=1.0))
+    for i in (1, 2):
+        participants[i]._contributor.abstain(report(share=i, score=1.0), "not today")
+        participants[i]._closer._observe(waited=False)  # scores and reports
+    honest = close(participants[0]).commit
+    answers = tuple(each for each in honest.answers if each.replica_id in STRANGERS)
+    key = "its manifest"
+    read = {i: Contribution.from_bytes(fleet.store.get(keys.contribution(1, i)), key) for i in STRANGERS}
+    named = [ContributionReader(fleet.store).checked(honest, each) for each in honest.checks or ()]
+    forged = honest.model_copy(update={"answers": answers})
+    folded = fold_of_commit(forged, None, read, fleet.heldout, range(5), fleet.config, 0, named)
+    forged = forged.model_copy(update=fields_of(folded, None))
+    assert [each.replica_id for each in forged.quarantined] == list(STRANGERS)
+    fleet.engine.put(keys.commit(1), forged.to_bytes())
+    participants[1].close()
+    last = participants[1]._tip.value.last
+    assert last is not None and last.void == "it applies a round of which it averages nobody"
+
+
+def test_a_stranger_that_was_left_out_drops_that_work():
+    _, participants = fleet_of()
+    commit = played(participants, [GOOD, GOOD, GOOD, GOOD, HARMFUL])
+    said = answer(participants[4], GOOD)
+    assert commit.quarantines(4) and [each.round for each in said.dropped] == [1] and len(said.origins) == 1
+
+
+class Noisy(torch.nn.Module):
+    """A model with a buffer that counts forward passes, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+        self.register_buffer("passes", torch.zeros(1))
+
+    def forward(self, item: int) -> torch.Tensor:
+        if self.training:
+            self.passes += 1
+        return torch.nn.functional.dropout(self.weight + item, training=self.training).sum() + 0.0 * torch.rand(())
+
+
+def heldout(model: torch.nn.Module, items: Sequence[int]) -> list[float]:
+    return [float(model(item)) for item in items]
+
+
+def trained(invited: list[int], gradients: Sequence[float]) -> tuple[list[Commit], list[float]]:
+    """Whole sessions of one round. Returns its commits and what each model counted."""
+    fleet = Fleet(replicas=3, rounds=1, sync_every=2, invited=invited, aggregate="mean", guard="off")
+    models = [Noisy() for _ in gradients]
+
+    def part(i: int) -> None:
+        def gradient(batch: int) -> float:
+            models[i](1)
+            return gradients[i] + 0.01 * (7 * i + batch)
+
+        given = {"heldout": heldout, "heldout_items": list(range(30)), "in_loop": "reward"}
+        constant_steps(context_of(fleet, i, SystemClock()), models[i], gradient, lr=0.1, **given)
+
+    together([lambda i=i: part(i) for i in range(len(gradients))])  # type: ignore[misc]
+    assert verify_run(fleet.store).disagreement is None
+    return fleet.commits(), [float(each.passes) for each in models]
+
+
+def test_sessions_score_strangers_and_train_as_without():
+    """Bases and buffers are those of a run without strangers, where all of them are averaged."""
+    commits, passes = trained([2], [-1.0, -1.0, -1.0])
+    without, usual = trained([], [-1.0, -1.0, -1.0])
+    assert commits[0].checks and not commits[0].quarantined and without[0].checks is None
+    assert commits[1].base_digest == without[1].base_digest and passes == usual
+    harmed, _ = trained([2], [-1.0, -1.0, 2.0])
+    assert [each.replica_id for each in harmed[0].quarantined] == [2]
