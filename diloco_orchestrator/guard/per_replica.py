@@ -22,6 +22,9 @@ _LEARN = 0.01  # weight of a new round in the usual gain: a fall must not become
 _SPREAD = 0.04  # weight of a new round in the spread
 _TRUSTED = 2.0  # sigmas of a round that may move the usual gain
 _TRUSTED_EARLY = 10.0  # the same while it is learnt
+_RECENT = 12  # rounds whose spread says whether the noise has shrunk since the rounds before
+_SHRUNK = 1.3  # times the median spread of those, at most, counts as spread: the median of so few may be too low
+_FEWEST_KNOWN = 2.0  # rounds as exact as the present one that the usual gain counts as learnt from, at least
 _NEW = 2.0  # spreads of the levels seen so far, with sigma added, from which on another one is new
 _RIDGE = 0.25  # of the noise's variance: levels that differ by less say little of what differences depend on
 _SIGMA = 1.4826  # standard deviation of normal numbers over their median absolute deviation
@@ -77,7 +80,7 @@ def fold_local(
     fallen to half of it; at most a quarter of the judged replicas at once. `state`: JSON, of the round before; None at
     the start.
     """
-    run = _Run(state or {})
+    run = _Run({"recent": []} if state is None else state)
     finite = [each for each in gains if math.isfinite(each.gain)]
     why = {g.replica_id: "its local parameters have no finite held-out score" for g in gains if g not in finite}
     order = sorted(why)
@@ -108,6 +111,7 @@ class _Usual:
     variance: float = 0.0  # of the level
     covariance: float = 0.0  # of level and difference
     distance: float = 0.0  # mean distance of the difference from the line
+    known: float = 0.0  # rounds learnt, those of larger noise as so many fewer; not kept in a state of the first form
 
     def at(self, level: float, sigma: float) -> float:
         """The usual difference of the replica's gain in a round where the fleet's median gain is `level`.
@@ -121,9 +125,12 @@ class _Usual:
         """Whether no round before had a median gain like `level`, as for 15 rounds after a new learning rate."""
         return abs(level - self.level) > _NEW * (math.sqrt(self.variance) + sigma)
 
-    def sigma(self, fleet: float) -> float:
-        """Standard deviation of the replica's difference: `fleet`, that of all replicas, or its own if it is larger."""
-        return max(fleet, _MEAN_ABS * self.distance if self.count >= WARM_UP else 0.0)
+    def sigma(self, fleet: float, shrunk: float) -> float:
+        """Standard deviation of the replica's difference: `fleet`, that of all replicas, or its own if it is larger.
+
+        `shrunk`: the fleet's recent spread over its long-run one, by which the replica's own is multiplied.
+        """
+        return max(fleet, _MEAN_ABS * shrunk * self.distance if self.count >= WARM_UP else 0.0)
 
     def learn(self, level: float, usual: float, off: float, suspect: bool) -> None:
         """Add a round to the replica's usual difference. `level`: the fleet's median gain.
@@ -131,38 +138,51 @@ class _Usual:
         `usual`: the difference expected at this level; `off`: how much the observed one was above it. `suspect`:
         whether the replica falls short at present, so that `off` says nothing of its noise.
         """
-        weight = max(1 / (self.count + 1), _LEARN)
+        weight = max(1 / ((self.count if suspect else self.known) + 1), _LEARN)
         apart, moved = level - self.level, usual + off - self.difference
         self.variance = (1 - weight) * (self.variance + weight * apart * apart)
         self.covariance = (1 - weight) * (self.covariance + weight * apart * moved)
         if not suspect:
-            self.distance += max(weight, _SPREAD) * (abs(off) - self.distance)
+            self.distance += max(1 / (self.count + 1), _SPREAD) * (abs(off) - self.distance)
         self.level, self.difference = self.level + weight * apart, self.difference + weight * moved
         self.count += 1
+        self.known += 1
 
 
 class _Run:
-    """The state of the per-replica guard while a round is added. Replica ids are text."""
+    """The state of the per-replica guard while a round is added. Replica ids are text.
+
+    A state without `recent` is of the first form, in which the noise was taken to be the same in all rounds. It keeps
+    its form and its bytes, since commits of runs that began with it are derived again.
+    """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        self.usual = {name: _Usual(*each) for name, each in state.get("usual", {}).items()}
+        first_form = "recent" not in state
+        self.usual = {
+            name: _Usual(*each, *each[: int(first_form)]) for name, each in state.get("usual", {}).items()
+        }
         self.sums: dict[str, float] = dict(state.get("sums", {}))
         self.out: set[str] = set(state.get("out", ()))
         self._spread: float | None = state.get("spread")  # median absolute deviation of one replica from its usual gain
         self._rounds: int = state.get("rounds", 0)
+        self._recent: list[float] | None = state.get("recent")  # the same of each of the last rounds
+        self._least: float | None = state.get("least")  # smallest spread so far
 
     def to_json(self) -> dict[str, Any]:
+        first_form = self._recent is None
         return {
-            "usual": {name: list(astuple(each)) for name, each in self.usual.items()},
+            "usual": {n: list(astuple(each))[: -1 if first_form else None] for n, each in self.usual.items()},
             "sums": {name: value for name, value in self.sums.items() if value},
             "out": sorted(self.out),
             "spread": self._spread,
             "rounds": self._rounds,
+            **({} if first_form else {"recent": self._recent, "least": self._least}),
         }
 
     def add(self, gains: Sequence[LocalGain]) -> dict[int, float]:
         """Add the finite gains of a round. Returns by how many sigmas each replica fell short of its usual gain."""
-        fleet, limit = _SIGMA * (self._spread or 0.0), threshold(len(gains))
+        shrunk, limit = self._shrunk(), threshold(len(gains))
+        fleet = _SIGMA * shrunk * (self._spread or 0.0)
         names = [str(each.replica_id) for each in gains]
         level = median([each.gain for each in gains])
         known = [self.usual.setdefault(name, _Usual()) for name in names]
@@ -170,7 +190,7 @@ class _Run:
         middle = median([each.gain - usually for each, usually in zip(gains, expected, strict=True)])
         fallen, deviations = {}, []
         for name, each, usual, usually in zip(names, gains, known, expected, strict=True):
-            off, sigma = each.gain - middle - usually, usual.sigma(fleet)
+            off, sigma = each.gain - middle - usually, usual.sigma(fleet, shrunk)
             fallen[each.replica_id] = -off / sigma if sigma else 0.0
             if usual.count:
                 deviations.append(abs(off))
@@ -193,13 +213,30 @@ class _Run:
         elif 2 * total <= limit:
             self.out.discard(name)
 
-    def _widen(self, deviations: Sequence[float]) -> None:
-        """Add `deviations`, distances of this round's gains from the replicas' usual gains, to their running median.
+    def _shrunk(self) -> float:
+        """The spread of recent rounds over the running one, at most 1."""
+        if not self._recent or len(self._recent) < _RECENT or not self._spread:
+            return 1.0
+        return min(_SHRUNK * median(self._recent) / self._spread, 1.0)
 
-        The median of few numbers is biased, which is corrected.
+    def _widen(self, deviations: Sequence[float]) -> None:
+        """Add `deviations`, distances of this round's gains from the replicas' usual gains, to their running mean.
+
+        Their median counts, which is biased for few numbers; that is corrected. Rounds of larger noise than the
+        smallest so far count as fewer in the usual gains.
         """
         count = len(deviations)
         deviation = _FEW.get(count, count / (count - 0.8)) * median(deviations)
         self._rounds += 1
         weight = max(1 / self._rounds, _SPREAD)
         self._spread = deviation if self._spread is None else (1 - weight) * self._spread + weight * deviation
+        if self._recent is None:
+            return
+        self._recent = [*self._recent, deviation][-_RECENT:]
+        spread = self._shrunk() * self._spread
+        if self._least is not None and 0 < spread < self._least:
+            part = spread / self._least
+            for usual in self.usual.values():
+                usual.known = max(part * part * usual.known, min(_FEWEST_KNOWN, usual.known))
+        if len(self._recent) == _RECENT:
+            self._least = spread if self._least is None else min(spread, self._least)
