@@ -22,7 +22,7 @@ _LEARN = 0.01  # weight of a new round in the usual gain: a fall must not become
 _SPREAD = 0.04  # weight of a new round in the spread
 _TRUSTED = 2.0  # sigmas of a round that may move the usual gain
 _TRUSTED_EARLY = 10.0  # the same while it is learnt
-_RECENT = 12  # rounds whose spread says whether the noise has shrunk since the rounds before
+_RECENT = 8  # rounds whose spread says whether the noise has shrunk since the rounds before
 _SHRUNK = 1.3  # times the median spread of those, at most, counts as spread: the median of so few may be too low
 _FEWEST_KNOWN = 2.0  # rounds as exact as the present one that the usual gain counts as learnt from, at least
 _NEW = 2.0  # spreads of the levels seen so far, with sigma added, from which on another one is new
@@ -68,6 +68,14 @@ def threshold(replicas: int) -> float:
     return 9.0 + 0.28 * (replicas - 1).bit_length()
 
 
+def is_first_form(state: object) -> bool:
+    """Whether the guard's state `state` is of its first form, in which the noise was the same in all rounds.
+
+    Such states keep their form and their bytes, since commits of runs that began with it are derived again.
+    """
+    return isinstance(state, Mapping) and "recent" not in state
+
+
 def fold_local(
     state: Mapping[str, Any] | None, gains: Sequence[LocalGain]
 ) -> tuple[dict[str, Any], tuple[Quarantine, ...]]:
@@ -78,7 +86,7 @@ def fold_local(
     gains, so that replicas with harder data or larger steps are not suspected. Its statistic sums up the sigmas by
     which it falls short. It is quarantined from the round in which the statistic passes the threshold until it has
     fallen to half of it; at most a quarter of the judged replicas at once. `state`: JSON, of the round before; None at
-    the start.
+    the start, or empty at the start of a run whose states have the first form.
     """
     run = _Run({"recent": []} if state is None else state)
     finite = [each for each in gains if math.isfinite(each.gain)]
@@ -150,22 +158,18 @@ class _Usual:
 
 
 class _Run:
-    """The state of the per-replica guard while a round is added. Replica ids are text.
-
-    A state without `recent` is of the first form, in which the noise was taken to be the same in all rounds. It keeps
-    its form and its bytes, since commits of runs that began with it are derived again.
-    """
+    """The state of the per-replica guard while a round is added. Replica ids are text."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        first_form = "recent" not in state
+        first_form = is_first_form(state)
         self.usual = {
-            name: _Usual(*each, *each[: int(first_form)]) for name, each in state.get("usual", {}).items()
+            name: _Usual(*each, *(each[:1] if first_form else ())) for name, each in state.get("usual", {}).items()
         }
         self.sums: dict[str, float] = dict(state.get("sums", {}))
         self.out: set[str] = set(state.get("out", ()))
         self._spread: float | None = state.get("spread")  # median absolute deviation of one replica from its usual gain
         self._rounds: int = state.get("rounds", 0)
-        self._recent: list[float] | None = state.get("recent")  # the same of each of the last rounds
+        self._recent: list[float] | None = state.get("recent")  # of each of the last rounds; None in the first form
         self._least: float | None = state.get("least")  # smallest spread so far
 
     def to_json(self) -> dict[str, Any]:

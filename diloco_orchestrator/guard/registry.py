@@ -10,6 +10,7 @@ from typing import Any
 
 from diloco_orchestrator.errors import ConfigError, RecordTooNew, unknown_name
 from diloco_orchestrator.guard.heldout import HeldOutRule
+from diloco_orchestrator.guard.per_replica import is_first_form
 from diloco_orchestrator.guard.rule import GuardRule, OffRule
 from diloco_orchestrator.guard.sequential import SequentialGuard
 from diloco_orchestrator.guard.sequential_v1 import SequentialV1
@@ -56,10 +57,13 @@ def first_state(written: Mapping[str, Any] | None, setting: str) -> dict[str, An
     """The guard's state before its first round in a run that another version of this package began; else None.
 
     `written`: the state after that round, in its commit. If it names an earlier version of the rule that `setting`
-    names, the result names that version, so that it judges the run from the start.
+    names, or the per-replica guard's state in it has that guard's first form, the result says so, so that the same
+    arithmetic judges the run from the start.
     """
-    name = (written or {}).get("rule")
-    return {"rule": name} if name in [kind.name for kind in _EARLIER.get(setting, ())] else None
+    state = written or {}
+    earlier = state.get("rule") in [kind.name for kind in _EARLIER.get(setting, ())]
+    local = {"local": {}} if is_first_form(state.get("local")) else {}
+    return {**({"rule": state["rule"]} if "rule" in state else {}), **local} if earlier or local else None
 
 
 @cache  # the search of installed packages takes long beside a fold

@@ -117,14 +117,12 @@ def manifest(rng: random.Random, replica: int, t: int, shape: str, trouble: floa
 
 def folds_of(rng: random.Random, settings: dict[str, Any], shape: str, trouble: float, vaulted: bool) -> list[Any]:
     """What the fold says in each round of one run, the state through JSON as in a commit."""
-    earlier = settings["rule"] in (
-        "sequential-v1",
-        "sequential-v2",
-    )  # of runs that began when it was the rule "sequential"
+    earlier = settings["rule"] in ("sequential-v1", "sequential-v2")  # of runs that began when it was "sequential"
     config = GuardConfig(**{**settings, "rule": "sequential"} if earlier else settings)
     vault = VaultSet(shares=(ITEMS,) * 4, digest="1" * 64) if vaulted else None
     heldout = HeldoutSet(metric="reward", shares=(ITEMS,) * 4, digest="0" * 64, vault=vault)
-    state: dict[str, Any] | None = {"rule": settings["rule"]} if earlier else None
+    first_local = {"local": {}} if settings.get("per_replica") else {}  # as these runs began too
+    state: dict[str, Any] | None = {"rule": settings["rule"], **first_local} if earlier else None
     found: list[Any] = []
     for t in range(1, 61):
         roster = [i for i in range(4) if rng.random() > trouble] or [0]
