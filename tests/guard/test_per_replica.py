@@ -8,6 +8,7 @@ import pytest
 from protocol_fleet import Fleet, play, report
 
 from diloco_orchestrator.guard.per_replica import WARM_UP, LocalGain, fold_local, local_gain, threshold
+from diloco_orchestrator.guard.registry import first_state
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution, Quarantine, Score
@@ -86,6 +87,42 @@ def test_a_replica_whose_gains_differ_by_a_factor_is_not_left_out_as_all_gains_s
         state, quarantined = fold_local(state, gains)
         shrunk += [each.replica_id for each in quarantined] == [0]
     assert shrunk >= 5  # it is judged still
+
+
+def shrinking(replicas: int, seed: int, rounds: int, fault: float = 0.0, first_form: bool = False) -> list[list[int]]:
+    """Who is left out, where gains and their noise shrink a hundredfold within 30 rounds; replica 0 loses `fault` of
+    the standard deviations of round 26's noise from that round on."""
+    draw, state, found = random.Random(f"shrinking {seed}"), {} if first_form else None, []
+    for t in range(1, rounds + 1):
+        size = math.exp(-t / 6) + 0.01
+        lost = fault * 0.1 * (math.exp(-26 / 6) + 0.01) if t >= 26 else 0.0
+        gains = [LocalGain(i, size * (0.8 + draw.gauss(0, 0.1)) - lost * (i == 0)) for i in range(replicas)]
+        state, quarantined = fold_local(state, gains)
+        found.append([each.replica_id for each in quarantined])
+    return found
+
+
+@pytest.mark.parametrize("replicas", [4, 8])
+def test_a_replica_that_goes_wrong_after_gains_have_shrunk_is_left_out(replicas):
+    for seed in range(4):
+        found = shrinking(replicas, seed, 60, fault=20.0)
+        first = next(t for t, ids in enumerate(found, 1) if ids)
+        assert 26 < first <= 32 and all(ids == [0] for ids in found[first - 1 :])
+        assert shrinking(replicas, seed, 60) == [[]] * 60
+
+
+def test_runs_that_began_when_the_noise_was_the_same_in_all_rounds_go_on_so():
+    """Then the noise of the first rounds hid such a fault for dozens of rounds."""
+    assert shrinking(4, 0, 40, fault=20.0, first_form=True) == [[]] * 40
+    state, _ = fold_local({}, [LocalGain(i, 0.1 * i) for i in range(4)])
+    assert sorted(state) == ["out", "rounds", "spread", "sums", "usual"] and len(state["usual"]["0"]) == 6
+    assert first_state({"rule": "sequential-v9", "local": state}, "sequential") == {
+        "rule": "sequential-v9",
+        "local": {},
+    }
+    assert first_state({"local": state}, "heldout") == {"local": {}}
+    now, _ = fold_local(None, [LocalGain(i, 0.1 * i) for i in range(4)])
+    assert first_state({"rule": "off-v1", "local": now}, "off") is None
 
 
 def test_no_more_than_a_quarter_is_left_out_and_the_worst_first():
@@ -175,6 +212,20 @@ def test_what_was_left_out_is_never_carried_into_a_later_average(quarantined):
     assert [origin.round for origin in after.dropped] == [SINCE]
     again = quarantined.join(BAD, attempt=2)
     assert again.digest == quarantined.join(0, attempt=2).digest
+
+
+def test_verify_judges_a_run_that_began_with_the_first_form_by_that():
+    """The commits of an earlier version have no spread of recent rounds, and are derived again without it."""
+    fleet = Fleet(replicas=4, rounds=2, quorum=None, scored=True, guard={"per_replica": True})
+    bad_round(fleet, fleet.join_all(), 1, 0.01)
+    assert verify_run(fleet.store).agrees
+    said = [Contribution.from_bytes(fleet.store.get(key), key) for key in (keys.contribution(1, i) for i in range(4))]
+    gains = [local_gain(each.replica_id, each.scores, each.local_scores) for each in said]
+    (commit,) = fleet.commits()
+    assert commit.guard is not None and "recent" in commit.guard["local"]
+    first_form = {**commit.guard, "local": fold_local({}, [each for each in gains if each])[0]}
+    fleet.engine.put(keys.commit(1), commit.model_copy(update={"guard": first_form}).to_bytes())
+    assert verify_run(fleet.store).agrees
 
 
 def test_verify_derives_who_is_left_out(quarantined):
