@@ -8,12 +8,13 @@
 Llama 7 B, is frozen in bf16, and trains adapters of rank 16. Both have random weights, drawn on the device. Each is one
 replica of a run in a folder in memory. In one process the same loop goes on four times: plain before `ctx.attach`, two
 rounds as a replica, and plain again after the run's end; the device is synchronised at the end of each step. Printed
-are the median step of each, the ratio of the replica's to the plain ones (the bar is 1.03), what a synchronisation
-took, and the most memory of device and host. Exit code 1 above the bar.
+are the median step of each with the clock of the GPU's multiprocessors, the ratio of the replica's to the plain ones
+(the bar is 1.03), what a synchronisation took, and the most memory of device and host. Exit code 1 above the bar.
 """
 
 import argparse
 import json
+import math
 import resource
 import shutil
 import sys
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the packag
 
 BAR = 1.03
 GIB = 2**30
-_WARM_UP = 5  # steps, before the first that are timed
+_WARM_UP_S = 20.0  # of steps before the first that are timed: a GPU's clock falls while it warms up
 _SHAPES = {  # vocabulary, hidden size, layers, intermediate size, heads, heads of keys, rows and tokens of a batch
     "full": (32_000, 2048, 16, 8192, 32, 8, 8, 1024),
     "lora": (32_000, 4096, 32, 11008, 32, 32, 2, 1024),
@@ -70,6 +71,10 @@ def train(ctx: Any) -> None:
             seconds.append(finish() - began)
         return seconds
 
+    def clock() -> float:
+        """The clock of the GPU's multiprocessors, in MHz, behind the last step."""
+        return float(torch.cuda.clock_rate()) if is_gpu else math.nan
+
     def peak() -> float:
         """The most memory of the device since the last call, in GiB; of this process on the CPU."""
         if not is_gpu:
@@ -79,19 +84,20 @@ def train(ctx: Any) -> None:
         return most
 
     count = ctx.args["steps"]
-    steps(_WARM_UP)
+    while finish() - began < found["built_s"] + ctx.args["warm_up_s"]:
+        steps(1)
     peak()
-    found["before"], found["peak_gib_plain"] = steps(count), peak()
+    found["before"], found["clock before"], found["peak_gib_plain"] = steps(count), clock(), peak()
     began = finish()
     with ctx.attach(model, optimizer) as replica:
         found["attach_s"] = finish() - began
         for name in ("first round", "second round"):
             *inner, last = steps(count + 1, replica)  # the last one ends the round
-            found[name] = inner
+            found[name], found[f"clock {name}"] = inner, clock()
             found[f"{name}'s end_s"] = last - median(inner)
             found[f"peak_gib {name}"] = peak()
     assert replica.stopped, "the run has two rounds"
-    found["after"] = steps(count)
+    found["after"], found["clock after"] = steps(count), clock()
     found["host_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     found["device"] = torch.cuda.get_device_name() if is_gpu else "cpu"
     found["torch"] = torch.__version__
@@ -153,6 +159,7 @@ def measure(name: str, given: argparse.Namespace) -> float:
     try:
         output, began = folder / "found.json", time.perf_counter()
         args = {"model": name, "shape": "tiny" if given.tiny else name, "steps": given.steps, "output": str(output)}
+        args["warm_up_s"] = 0.1 if given.tiny else _WARM_UP_S
         run = launch(
             "gpu_islands:train",
             store=str(folder / "run"),
@@ -181,7 +188,10 @@ def measure(name: str, given: argparse.Namespace) -> float:
     ]
     where = f"{found['device']}, torch {found['torch']}"
     print(f"{name}: {found['parameters']:,} parameters, {found['trained']:,} trained; {where}")
-    print("  ms a step, median:", ", ".join(f"{each} {1000 * s:.1f}" for each, s in {**plain, **ours}.items()))
+    print(
+        "  ms a step, median:",
+        ", ".join(f"{each} {1000 * s:.1f} ({found[f'clock {each}']:.0f} MHz)" for each, s in {**plain, **ours}.items()),
+    )
     print(f"  as a replica / plain: {both[0] / both[1]:.4f} (bar {BAR}), of {given.steps} steps each")
     ends = {each: found[f"{each}'s end_s"] for each in ours}
     print(

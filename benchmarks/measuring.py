@@ -270,9 +270,16 @@ def heading(session: Mapping[str, Any]) -> str:
     )
 
 
-def publish(name: str, text: str, picture: str | None, document: Path = PERFORMANCE, pictures: Path = PICTURES) -> None:
-    """Replace the block of this benchmark in the document, and its picture if it has one."""
-    begin, end = f"<!-- {name}: written by benchmarks/{name}.py -->", f"<!-- end of {name} -->"
+def publish(
+    name: str,
+    text: str,
+    picture: str | None,
+    document: Path = PERFORMANCE,
+    pictures: Path = PICTURES,
+    by: str | None = None,
+) -> None:
+    """Replace the block `name` in the document, and its picture if it has one. `by`: the benchmark, if not `name`."""
+    begin, end = f"<!-- {name}: written by benchmarks/{by or name}.py -->", f"<!-- end of {name} -->"
     before = document.read_text()
     if begin not in before or end not in before:
         raise SystemExit(f"{document} has no lines {begin!r} and {end!r}: there is no place for this table.")

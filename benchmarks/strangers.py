@@ -1,6 +1,8 @@
 """What three hostile strangers do to a run whose other replicas score their work, and which honest ones it costs.
 
-    PYTHONPATH=tests/support python benchmarks/strangers.py --docs      # about two hours of one core of one core
+    PYTHONPATH=tests/support python benchmarks/strangers.py --docs              # about two hours of one core
+    PYTHONPATH=tests/support python benchmarks/strangers.py --honest --docs
+    PYTHONPATH=tests/support python benchmarks/strangers.py --dealt --docs      # who trains on what it is dealt
 
 Real participants score the contributions of strangers on held-out items (`guard.strangers`) and decide each round, with
 the default aggregate of runs with strangers. The hostile ones follow a script (tests/support/hostile_replicas.py). The
@@ -15,18 +17,20 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import torch
 from attackers import SETTINGS, quiet
-from hostile_replicas import ATTACKS, SHARE, HostileFleet, Task
+from hostile_replicas import ATTACKS, SHARE, HostileFleet, Task, Writer
 from measuring import ROOT, markdown, publish
 from other_data import KINDS, OtherData
 
 DOCUMENT = ROOT / "docs" / "inside" / "attacks.md"
 ROUNDS, HOSTILE, FRESH = 60, 3, 8192
 ITEMS = (8, 32, SHARE, 2048)  # of each launched replica, where nobody attacks
+DEALT = (16, 64, 256)  # items dealt to a stranger on which each launched replica scores its work
+UNTRAINED, COPY = "it trains on other items than it is dealt", "it sends another's work with a little noise"
 # (launched replicas, strangers): in both fleets three of the strangers are hostile.
 FLEETS = {"5 launched, 3 strangers": (5, 3), "3 launched, 8 strangers": (3, 8)}
 
@@ -40,14 +44,25 @@ class Outcome:
     hostile: int  # contributions of hostile strangers that were left out for their scores
     honest: int  # likewise of honest ones
     of_honest: int  # contributions of honest strangers, left out or not
+    untrained: dict[
+        int, int
+    ]  # stranger -> the first round that left it out because its share of the data does not show
 
 
 def played(
-    fleet: str, name: str | None, rounds: int, scored: bool, seed: int, kind: str | None = None, share: int = SHARE
+    fleet: str,
+    name: str | None,
+    rounds: int,
+    scored: bool,
+    seed: int,
+    kind: str | None = None,
+    share: int = SHARE,
+    dealt: int = 0,
 ) -> Outcome:
     """Play one run. `name`: of the attack; None: nobody attacks. `kind`: how replicas' data differ, if at all.
 
-    `share`: held-out items on which each launched replica scores.
+    `share`: held-out items on which each launched replica scores. `dealt`: items of the data dealt to a stranger, and
+    as many others, on which each scores its work; 0: none.
     """
     launched, strangers = FLEETS[fleet]
     total, attackers = launched + strangers, HOSTILE if name else 0
@@ -55,10 +70,12 @@ def played(
     if not scored:
         settings["aggregate"] = "agreeing_mean"
     task = Task(seed) if kind is None else OtherData(seed, kind)
-    attack = (lambda writer: None) if name is None else ATTACKS[name]
+    attack = {None: lambda writer: None, UNTRAINED: lambda w: w.send(w.delta), COPY: _copied}.get(name) or ATTACKS[name]
     deciders = launched if scored else 1
     settings |= {"scores_strangers": scored, "guard": "off"}
-    run = HostileFleet(total, rounds, seed, attackers, attack, task, deciders, share, **settings)
+    run = HostileFleet(
+        total, rounds, seed, attackers, attack, task, deciders, share, dealt, name == UNTRAINED, **settings
+    )
     commits = run.play()
     out = [each.replica_id for commit in commits for each in commit.quarantined]
     first = total - attackers
@@ -69,7 +86,18 @@ def played(
         hostile=sum(each >= first for each in out),
         honest=sum(launched <= each < first for each in out),
         of_honest=sum(launched <= each < first for each in answers),
+        untrained={
+            each.replica_id: commit.round
+            for commit in reversed(commits)
+            for each in commit.quarantined
+            if "the data dealt to it" in each.reason
+        },
     )
+
+
+def _copied(writer: Writer) -> None:
+    noise = torch.randn(writer.delta.shape, generator=writer.memory["draw"])
+    writer.send(writer.others[0] + 0.1 * noise * (writer.delta.norm() / noise.norm()))
 
 
 def fresh_loss(task: Task, seed: int, run: HostileFleet) -> float:
@@ -128,19 +156,41 @@ def of_honest(seeds: range, rounds: int, pool: Executor) -> str:
     return markdown(["honest replicas; three of eight are strangers, the last one too", "left out", "of 1,000"], rows)
 
 
+def of_dealt(seeds: range, rounds: int, pool: Executor) -> str:
+    """Strangers that train on what they are dealt, and such that do not: how many are left out for it, and when."""
+    fleet, rows = next(iter(FLEETS)), []
+    for name in (None, UNTRAINED, COPY, "random noise of the usual norm", "replay of its first payload"):
+        cells = []
+        for items in DEALT:
+            found = list(pool.map(partial(played, fleet, name, rounds, True, dealt=items), seeds))
+            first = sorted(round_ for each in found for round_ in each.untrained.values())
+            cells.append(f"{len(first)} of {HOSTILE * len(seeds)}")
+            if first:
+                cells[-1] += f", after {median(first):.0f} rounds, the last after {first[-1]}"
+        rows.append([name or "it trains on what it is dealt", *cells])
+        print(rows[-1], file=sys.stderr, flush=True)
+    return markdown(["what a stranger does", *(f"left out by {n} items a scorer" for n in DEALT)], rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=list(ATTACKS), help="an attack; by default all")
     parser.add_argument("--honest", action="store_true", help="play honest strangers alone, also with other data")
+    parser.add_argument(
+        "--dealt", action="store_true", help="play strangers that train on other data than they are dealt"
+    )
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--docs", action="store_true", help="write the table into docs/inside/attacks.md")
     given = parser.parse_args()
-    seeds = range(given.seeds)
+    seeds = range(given.first_seed, given.first_seed + given.seeds)
     with ProcessPoolExecutor(given.processes, initializer=quiet) as pool:
         if given.honest:
             table, where = of_honest(seeds, given.rounds, pool), "honest_strangers"
+        elif given.dealt:
+            table, where = of_dealt(seeds, given.rounds, pool), "dealt_strangers"
         else:
             table, where = of_attacks(given.only or list(ATTACKS), seeds, given.rounds, pool), "strangers"
     command = shlex.join(["python", "benchmarks/strangers.py", *sys.argv[1:]])
@@ -150,7 +200,7 @@ def main() -> None:
     )
     print(text)
     if given.docs:
-        publish(where, text, None, DOCUMENT)
+        publish(where, text, None, DOCUMENT, by="strangers")
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ class HFJobsExecutor(RemoteExecutor):
         secrets: Mapping[str, str] | None = None,
         env: Mapping[str, str] | None = None,
         volumes: Sequence[str] = (),
-        hourly_usd: float | None = None,
+        hourly_usd: float | str | None = None,
         endpoint: str | None = None,
         clock: ExecutorClock | None = None,
     ) -> None:

@@ -104,7 +104,7 @@ class KubernetesExecutor(RemoteExecutor):
         pod_template: str | Path | Mapping[str, Any] | None = None,
         kubeconfig: str | None = None,
         context: str | None = None,
-        hourly_usd: float | None = None,
+        hourly_usd: float | str | None = None,
         clock: ExecutorClock | None = None,
     ) -> None:
         given = {**locals(), "pod_template": read_template(pod_template)}  # another process may not have the file

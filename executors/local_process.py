@@ -65,7 +65,7 @@ class LocalProcessExecutor(RemoteExecutor):
         directory: str | os.PathLike[str] | None = None,
         *,
         grace_s: float = 10.0,
-        hourly_usd: float | None = None,
+        hourly_usd: float | str | None = None,
         clock: ExecutorClock | None = None,
     ) -> None:
         self.options = plain_options({**locals(), "directory": str(directory) if directory else None})

@@ -103,7 +103,7 @@ class ModalExecutor(RemoteExecutor):
         secrets: Sequence[str] = (),
         environment: str | None = None,
         oidc: bool = False,
-        hourly_usd: float | None = None,
+        hourly_usd: float | str | None = None,
         clock: ExecutorClock | None = None,
         client: "Client | None" = None,
     ) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 
+ANY_RANKS = 0  # in place of a number of ranks: whatever it is
+
 
 @dataclass(frozen=True)
 class Price:
@@ -198,8 +200,24 @@ def modal_price(gpus: Sequence[str], cpu: float | None, memory_mib: int | None, 
     return Price(round(usd, 4), f"{MODAL.source}, preemptible, {counted}", slowest or None)
 
 
-def checked_usd(hourly_usd: float | None) -> float | None:
-    """The user's `hourly_usd`. Raises ValueError unless it is None or a number of dollars, at least 0."""
-    if hourly_usd is not None and not (isinstance(hourly_usd, int | float) and 0 <= hourly_usd < math.inf):
-        raise ValueError(f"hourly_usd={hourly_usd!r} is no number of US dollars an hour, 0 or more.")
-    return hourly_usd
+def usd_by_ranks(hourly_usd: float | str | None) -> Mapping[int, float] | None:
+    """The user's `hourly_usd` by the number of a replica's ranks, or under `ANY_RANKS`; None if none was given.
+
+    Text is a number, or one for each number of ranks as in "8:24,1:3.5". Raises ValueError for anything else, and for a
+    price below 0.
+    """
+    if hourly_usd is None:
+        return None
+    text = str(hourly_usd)
+    parts = [each.partition(":") for each in text.split(",")]
+    try:
+        found = {int(ranks): float(usd) for ranks, _, usd in parts} if ":" in text else {ANY_RANKS: float(text)}
+    except ValueError:
+        found = {}
+    ranks_are_said = len(found) == len(parts) and (":" not in text or min(found) > 0)
+    if not ranks_are_said or not all(0 <= usd < math.inf for usd in found.values()):
+        raise ValueError(
+            f"hourly_usd={hourly_usd!r} is no number of US dollars an hour, 0 or more, nor one for each number of "
+            'ranks as in "8:24,1:3.5".'
+        )
+    return found

@@ -126,7 +126,7 @@ class RayExecutor(RemoteExecutor):
         resources: Sequence[str] = (),
         runtime_env: Mapping[str, Any] | None = None,
         python: str = "python",
-        hourly_usd: float | None = None,
+        hourly_usd: float | str | None = None,
         clock: ExecutorClock | None = None,
     ) -> None:
         self.options, self.withheld = plain_options(locals()), withheld(locals())

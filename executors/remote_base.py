@@ -37,7 +37,7 @@ from diloco_orchestrator.executors.contract import (
     Unavailable,
 )
 from diloco_orchestrator.executors.names import check_entrypoint, hint
-from diloco_orchestrator.executors.prices import Price, checked_usd
+from diloco_orchestrator.executors.prices import ANY_RANKS, Price, usd_by_ranks
 from diloco_orchestrator.executors.process_bootstrap import ENV_ARGS, ENV_CODE, ENV_ENTRYPOINT
 from diloco_orchestrator.executors.process_contract import (
     ENV_LEAVE_AFTER,
@@ -66,15 +66,16 @@ class RemoteExecutor:
     environment is the request's `env` and `secrets` over the variables of its image.
 
     Args:
-        hourly_usd: What one replica's machine costs in US dollars an hour, which wins over every list.
+        hourly_usd: What one replica's machine costs in US dollars an hour, which wins over every list; as text such as
+            "8:24,1:3.5" by the number of the replica's ranks.
         clock: Time, for tests.
     """
 
     name: str
     shares_machine = False
 
-    def __init__(self, *, hourly_usd: float | None = None, clock: ExecutorClock | None = None) -> None:
-        self._given_usd = checked_usd(hourly_usd)
+    def __init__(self, *, hourly_usd: float | str | None = None, clock: ExecutorClock | None = None) -> None:
+        self._given_usd = usd_by_ranks(hourly_usd)
         self._clock = clock or SystemExecutorClock()
         self._cancelled: set[str] = set()  # native ids, because a cancelled attempt that is gone looks like a lost one
 
@@ -136,7 +137,10 @@ class RemoteExecutor:
 
     def price(self, request: LaunchRequest) -> Price | None:
         """The price of the request's machine: `hourly_usd` if the user gave it, else that of the provider's list."""
-        return self._listed_price(request) if self._given_usd is None else Price(self._given_usd, "given as hourly_usd")
+        if self._given_usd is None:
+            return self._listed_price(request)
+        usd = self._given_usd.get(request.ranks, self._given_usd.get(ANY_RANKS))
+        return None if usd is None else Price(usd, "given as hourly_usd")
 
     def hourly_usd(self, request: LaunchRequest) -> float | None:
         found = self.price(request)

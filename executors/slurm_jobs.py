@@ -90,7 +90,7 @@ class SlurmExecutor(RemoteExecutor):
         directory: str | os.PathLike[str] | None = None,
         notice_s: int = 60,
         conf: str | None = None,
-        hourly_usd: float | None = None,
+        hourly_usd: float | str | None = None,
         clock: ExecutorClock | None = None,
     ) -> None:
         given = {**locals(), "directory": os.fspath(directory) if directory else None}

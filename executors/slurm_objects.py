@@ -126,7 +126,11 @@ def check_extra(options: Sequence[str]) -> None:
             raise ValueError(f"sbatch={option!r}: the executor has an argument for it, {_BY_OPTION[match[1]]}=….")
         # sbatch takes any beginning of a name that fits one option only.
         if clash := next((name for name in sorted([*_OURS, *_BY_OPTION]) if name.startswith(match[1])), None):
-            raise ValueError(f"sbatch={option!r}: the executor sets --{clash} itself. Leave the option out.")
+            nodes = "All ranks of a replica are on one node: docs/recipes/islands.md has the job for several. "
+            raise ValueError(
+                f"sbatch={option!r}: the executor sets --{clash} itself. {nodes * (clash in ('nodes', 'ntasks'))}"
+                "Leave the option out."
+            )
 
 
 # -- the request ------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def first_state(written: Mapping[str, Any] | None, setting: str) -> dict[str, An
     """
     state = written or {}
     earlier = state.get("rule") in [kind.name for kind in _EARLIER.get(setting, ())]
-    local = {"local": {}} if is_first_form(state.get("local")) else {}
+    local: dict[str, Any] = {"local": {}} if is_first_form(state.get("local")) else {}
     return {**({"rule": state["rule"]} if "rule" in state else {}), **local} if earlier or local else None
 
 

@@ -1,7 +1,8 @@
 """Which contributions of strangers (`RunConfig.invited`) a round leaves out, by the scores that other replicas report.
 
 Pure: equal records give equal results for every reader. A contribution is scored by its effect on held-out items, as in
-Templar's Gauntlet (arXiv 2505.21684): a small step along it alone should not lower their scores.
+Templar's Gauntlet (arXiv 2505.21684): a small step along it alone should not lower their scores. Where the log deals
+the data, it is also scored by its effect on the items dealt to its author, beside that on items dealt to others.
 """
 
 import math
@@ -11,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.protocol.check_records import Checked, WorkScore
+from diloco_orchestrator.protocol.check_records import Checked, DealtScore, WorkScore
 from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Quarantine
 
 # benchmarks/strangers.py tries these numbers on honest strangers and on scripted attackers.
@@ -20,6 +21,13 @@ _LARGEST = 3.0  # sigmas of one round that count; above the limit, so that a fir
 _EXPECTED = 0.5  # sigmas by which a contribution should raise scores
 _ITEMS = 256  # that count: with more, honest contributions differ by their training and not by the items' chance
 _WORSE = 0.2  # sigmas by which it may raise them less than the scorer's own
+# Evidence, added up over rounds, that a stranger does not train on what it is dealt, from which it is left out: the
+# log of how much likelier its scores are then. Wald's bound: one of a thousand that do train ever gets there.
+DEALT_LIMIT = math.log(1000.0)
+_MOST_EVIDENCE = 3.0  # of one round, so that three rounds or more decide
+_AGAIN = 0.08  # cosine by which a stranger's contributions may resemble each other more than a launched replica's do
+_PER_COSINE = 10.0  # evidence of a round for each unit of a cosine above that
+_AGAIN_LIMIT = 6.0  # evidence, added up over rounds, from which a stranger repeats itself
 
 
 @dataclass(frozen=True)
@@ -55,15 +63,17 @@ def fold_strangers(
 
     A stranger's harm in a round is the median over the replicas that scored its contribution (see `harm_of`). It is
     added up over rounds, never below zero. From a sum above `LIMIT` until it has fallen to half of that, the stranger
-    is left out; so is a contribution that half of the other replicas or fewer have scored.
+    is left out; so is a contribution that half of the other replicas or fewer have scored. Likewise with the evidence
+    that it does not train on the data dealt to it (see `evidence_of`), and that it repeats itself (`repetition_of`).
 
     Args:
         state: JSON, after the round before; None at the start.
         dealt: replica id -> the held-out shares assigned to it in the round.
         named: manifests of the contributions, in replica order.
     """
-    sums: dict[str, float] = dict((state or {}).get("sums", {}))
-    out = set((state or {}).get("out", ()))
+    sums, evidence = ({**(state or {}).get(name, {})} for name in ("sums", "dealt"))
+    again, repeats = dict((state or {}).get("again", {})), set((state or {}).get("repeats", ()))
+    out, untrained = (set((state or {}).get(name, ())) for name in ("out", "untrained"))
     scorers = [replica_id for replica_id in dealt if replica_id not in work.invited]
     left_out = []
     for manifest in named:
@@ -75,18 +85,71 @@ def fold_strangers(
             left_out.append(Quarantine(replica_id=manifest.replica_id, reason=why))
             continue
         harm = median(map(harm_of, scores))
-        sums[name] = min(max(sums.get(name, 0.0) + harm, 0.0), 2 * LIMIT)
-        if sums[name] > LIMIT:
-            out.add(name)
-        elif 2 * sums[name] <= LIMIT:
-            out.discard(name)
-        if name in out:
+        _add(sums, name, harm, LIMIT, out)
+        dealt_scores = _about(manifest, work, scorers)
+        if 2 * len(dealt_scores) > len(scorers):
+            _add(evidence, name, evidence_of(dealt_scores), DEALT_LIMIT, untrained)
+        said_again = [each for each in scores if each.again is not None and each.again_own is not None]
+        if 2 * len(said_again) > len(scorers):
+            _add(again, name, repetition_of(said_again), _AGAIN_LIMIT, repeats)
+        if name in repeats:
+            why = (
+                f"its work repeats what it sent before: evidence of {again.get(name, 0.0):.2f} added up over rounds, "
+                f"{_AGAIN_LIMIT} allowed, by the measures of {len(said_again)} replicas in this one"
+            )
+            left_out.append(Quarantine(replica_id=manifest.replica_id, reason=why))
+        elif name in untrained:
+            why = (
+                f"its work does not show the data dealt to it: evidence of {evidence.get(name, 0.0):.2f} added up over "
+                f"rounds, {DEALT_LIMIT:.2f} allowed, by the scores of {len(dealt_scores)} replicas in this one"
+            )
+            left_out.append(Quarantine(replica_id=manifest.replica_id, reason=why))
+        elif name in out:
             why = (
                 f"its work lowers held-out scores by {harm:.2f} sigmas, as {len(scores)} replicas measured; "
                 f"{sums[name]:.2f} added up over rounds, {LIMIT} allowed"
             )
             left_out.append(Quarantine(replica_id=manifest.replica_id, reason=why))
-    return {"sums": {name: value for name, value in sums.items() if value}, "out": sorted(out)}, tuple(left_out)
+    after: dict[str, Any] = {"sums": {name: value for name, value in sums.items() if value}, "out": sorted(out)}
+    if evidence:  # absent in runs whose data nobody deals
+        after |= {"dealt": {name: value for name, value in evidence.items() if value}, "untrained": sorted(untrained)}
+    if again:  # absent in runs that began before contributions were compared with earlier ones
+        after |= {"again": {name: value for name, value in again.items() if value}, "repeats": sorted(repeats)}
+    return after, tuple(left_out)
+
+
+def repetition_of(scores: Sequence[WorkScore]) -> float:
+    """The evidence of one round that a stranger repeats itself: from -3 to 3.
+
+    By how much its contribution is more like its last one than the scorers' own are like theirs, beyond what is usual:
+    ten for each unit of the cosine. A constant direction in all of somebody's work shows so, and a payload sent again;
+    noise of training is new in each round, and what all replicas still have to learn is in the scorers' own as well.
+    """
+    excess = median(
+        each.again - each.again_own for each in scores if each.again is not None and each.again_own is not None
+    )
+    return max(min(_PER_COSINE * (excess - _AGAIN), _MOST_EVIDENCE), -_MOST_EVIDENCE)
+
+
+def _add(sums: dict[str, float], name: str, value: float, limit: float, out: set[str]) -> None:
+    """Add `value` to the sum `name`, from 0 to twice `limit`. `out`: names above it, until half of it is left."""
+    sums[name] = min(max(sums.get(name, 0.0) + value, 0.0), 2 * limit)
+    if sums[name] > limit:
+        out.add(name)
+    elif 2 * sums[name] <= limit:
+        out.discard(name)
+
+
+def evidence_of(scores: Sequence[DealtScore]) -> float:
+    """The evidence of one round that a contribution was not trained on the data dealt to its author: from -3 to 3.
+
+    The log of the likelihood ratio of the median gap between standard normal distributions around 0 and around the
+    usual gap, the median of the scorers' own. So nothing is decided where own data leave no trace in anybody's work,
+    and who shows more than half of the usual trace is taken to have trained.
+    """
+    usual = min(max(median(each.usual for each in scores), 0.0), _LARGEST)
+    found = usual * (usual / 2 - median(each.gap for each in scores))
+    return max(min(found, _MOST_EVIDENCE), -_MOST_EVIDENCE)
 
 
 def harm_of(score: WorkScore) -> float:
@@ -122,4 +185,15 @@ def _scores_of(
             for score in checked.scored or ():
                 if (score.replica_id, score.payload, score.count) == (manifest.replica_id, digest, items):
                     found.setdefault(checked.replica_id, score)
+    return list(found.values())
+
+
+def _about(manifest: Contribution, work: StrangersWork, scorers: Collection[int]) -> list[DealtScore]:
+    """One score of a contribution on the data dealt to its author by each of `scorers`."""
+    assert manifest.payload is not None
+    name, found = (manifest.replica_id, manifest.payload.digest), dict[int, DealtScore]()
+    for checked in work.checks:
+        for score in checked.dealt or () if checked.replica_id in scorers else ():
+            if (score.replica_id, score.payload) == name:
+                found.setdefault(checked.replica_id, score)
     return list(found.values())

@@ -86,7 +86,7 @@ class JoinExecutor(RemoteExecutor):
         *,
         machines: Sequence[str] = (),
         lost_after_s: float = 120.0,
-        hourly_usd: float | None = None,
+        hourly_usd: float | str | None = None,
         clock: ExecutorClock | None = None,
     ) -> None:
         self.options = plain_options(locals())

@@ -253,7 +253,7 @@ class LaunchPlan:
             if self.rank_bytes:
                 held, most = (f"{size / 2**30:.1f}" for size in self.rank_bytes[index])
                 memory = f"beside the training {held} GiB of host memory in each rank, {most} GiB while a round ends"
-            gpus = "with a GPU for each where the request asks for GPUs"
+            gpus = "on one machine, with a GPU for each where the request asks for GPUs"
             lines.append(f"ranks:     {count} in {replicas(ids)}, {gpus}{price}; {memory}")
         return lines
 

@@ -56,6 +56,22 @@ class WorkScore(Part):
     # The same minus the change by a step along the scorer's own contribution; None: not finite, or it has none.
     beside: float | None
     beside_squares: float | None = Field(ge=0)
+    # Cosine of the contribution to the author's last one that the scorer has read, and that of the scorer's own to its
+    # own last one; None: there is none, or one is zero.
+    again: float | None = Field(default=None, ge=-1.0, le=1.0)
+    again_own: float | None = Field(default=None, ge=-1.0, le=1.0)
+
+
+class DealtScore(Part):
+    """Trace of dealt data: by how much more a contribution raises scores of items dealt to its author than of others.
+
+    Both numbers are differences of mean changes of scores, by steps along a whole contribution, in standard errors.
+    """
+
+    replica_id: int = Field(ge=0)  # whose contribution it is
+    payload: BulkDigest  # `Payload.digest` of its manifest
+    gap: float
+    usual: float  # the same of the scorer's own contribution, on items dealt to the scorer
 
 
 class Checked(Record):
@@ -66,7 +82,7 @@ class Checked(Record):
     """
 
     record: ClassVar[str] = "checked"
-    later_fields: ClassVar[frozenset[str]] = frozenset({"averages", "scored"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"averages", "scored", "dealt"})
     round: int = Field(ge=1)
     leg: int = Field(ge=1)
     replica_id: int = Field(ge=0)
@@ -76,6 +92,7 @@ class Checked(Record):
     read: tuple[ReadShards, ...]
     averages: tuple[AverageCheck, ...] | None = None  # None: it has none to report
     scored: tuple[WorkScore, ...] | None = None  # contributions of strangers; None: it has none to report
+    dealt: tuple[DealtScore, ...] | None = None  # of the same, where the log deals the data; None: none measured
 
 
 class CheckNamed(Part):

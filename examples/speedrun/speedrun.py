@@ -48,11 +48,11 @@ class Scale:
 
 SCALES = {
     "cpu": Scale(
-        width=192, layers=4, context=256, vocabulary=4096, batch=8, matrix_lr=0.02, other_lr=3e-3,
-        replicas=2, rounds=100, sync_every=40,
+        width=192, layers=4, context=256, vocabulary=4096, batch=8, matrix_lr=6e-3, other_lr=4e-3,
+        replicas=2, rounds=80, sync_every=40,
     ),
     "gpu": Scale(
-        width=768, layers=12, context=1024, vocabulary=32768, batch=64, matrix_lr=0.02, other_lr=2e-3,
+        width=768, layers=12, context=1024, vocabulary=32768, batch=64, matrix_lr=6e-3, other_lr=2e-3,
         replicas=4, rounds=100, sync_every=50,
     ),
 }  # fmt: skip
@@ -67,7 +67,7 @@ def train(ctx: Any) -> None:
     model = build_model(scale).to(ctx.device)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    muon = torch.optim.Muon(matrices, lr=scale.matrix_lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(matrices, lr=scale.matrix_lr, weight_decay=0.2, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(others, lr=scale.other_lr, betas=(0.9, 0.95), weight_decay=0.01)
     batches = Windows(encode(tokenizer, training), scale, ctx.seed + ctx.replica_id)
     nats_per_byte = Scorer(tokenizer, scale.context)
@@ -242,7 +242,7 @@ def main() -> None:
         "rounds": given.rounds or scale.rounds,
         "sync_every": scale.sync_every,
         "seed": given.seed,
-        "outer": {"lr": 0.8},  # with Muon inside: arXiv 2505.23725
+        "outer": {"lr": 0.7, "momentum": 0.5},  # README.md has what .8 and .9 came to
         "codec": "int4",
         "args": {"scale": given.scale} | ({"text": given.text} if given.text else {}),
     }

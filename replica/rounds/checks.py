@@ -139,6 +139,7 @@ class Checks:
         self._unreported += self._score(received) if self._work.is_due else ()
         if not (found or averages or self._unreported):
             return
+        dealt = self._work.dealt
         numbers = (n for n in count(1) if keys.checked(self._round, attempt.replica_id, n) not in self._keys)
         for number in islice(numbers, _TRIES):
             record = Checked(
@@ -152,6 +153,7 @@ class Checks:
                 read=tuple(found),
                 averages=averages or None,
                 scored=self._unreported or None,
+                dealt=dealt or None,
             )
             created = attempt.writer.create(record)
             # Read back: a commit names the bytes that others read. Where it is no record of this process's, an earlier
@@ -160,7 +162,7 @@ class Checks:
             if created is not None and created.sha256 in self.by_sha256:
                 self._reported |= reported
                 self.averages.reported(averages)
-                self._unreported = ()
+                self._unreported = self._work.dealt = ()
                 return
         log.warning("round %d: %d check records of this replica do not count", self._round, _TRIES)
 

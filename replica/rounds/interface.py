@@ -122,11 +122,19 @@ class RunRounds(Rounds, Protocol):
         """Whether rounds may end without this replica and average fewer inner steps of it. Fixed for the whole run."""
         ...
 
-    def score_strangers_by(self, measure: Callable[[Base], Sequence[float]]) -> None:
+    def score_strangers_by(
+        self,
+        measure: Callable[[Base], Sequence[float]],
+        dealt: Callable[[Base, Contribution], tuple[Sequence[float], Sequence[float]]] | None = None,
+    ) -> None:
         """Have `close` score strangers' contributions, in the thread that calls it, before they are averaged.
 
-        `measure`: scores of a base on the held-out items that the open round deals to this replica; higher is better.
-        It must leave the model as it was.
+        Scores are higher for better models, and both functions must leave the model as it was.
+
+        Args:
+            measure: scores of a base on the held-out items that the open round deals to this replica.
+            dealt: scores of a base on training items that the open round deals to a contribution's author, and on as
+                many that it deals to others, the same ones at each call; None: it deals none, or they cannot be scored.
         """
         ...
 

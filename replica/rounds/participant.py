@@ -11,7 +11,7 @@ round changes between two inner steps of training: only `close` makes the next r
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -36,6 +36,7 @@ from diloco_orchestrator.replica.rounds.reupload import ReuploadRequests
 from diloco_orchestrator.replica.rounds.snapshot_writer import SegmentWriter, SnapshotWriter
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.replica.rounds.tip import HeldTip, OpenRound
+from diloco_orchestrator.replica.rounds.work_scores import DealtMeasure, Measure
 from diloco_orchestrator.snapshots.layout import ModelFiles
 
 
@@ -241,8 +242,8 @@ class Participant:
         then()
         return closed
 
-    def score_strangers_by(self, measure: Callable[[Base], Sequence[float]]) -> None:
-        self._closer.work.measure = measure
+    def score_strangers_by(self, measure: Measure, dealt: DealtMeasure | None = None) -> None:
+        self._closer.work.measure, self._closer.work.measure_dealt = measure, dealt
 
     def publish_scores(self, fields: ContributionFields) -> None:
         self._contributor.contribute_scores(fields)

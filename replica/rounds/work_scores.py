@@ -7,12 +7,14 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import PayloadCorrupt
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.arithmetic import denormals_kept
 from diloco_orchestrator.outer.base import Base
-from diloco_orchestrator.protocol.check_records import WorkScore
+from diloco_orchestrator.protocol.check_records import DealtScore, WorkScore
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.tip import HeldTip
@@ -20,11 +22,16 @@ from diloco_orchestrator.replica.rounds.tip import HeldTip
 log = logging.getLogger(__name__)
 
 Measure = Callable[[Base], Sequence[float]]  # a base -> its scores on the items dealt to this replica; higher is better
+# A base and a contribution -> its scores on training items dealt to the author, and on as many dealt to others.
+DealtMeasure = Callable[[Base, Contribution], tuple[Sequence[float], Sequence[float]]]
 
 # A step along one contribution alone, a fifth of it, so that scores change about linearly; Templar's validators take
 # .2 as well (`eval_lr_factor`).
 _STEP = OuterConfig(lr=0.2, momentum=0.0, nesterov=False)
+_WHOLE = OuterConfig(lr=1.0, momentum=0.0, nesterov=False)  # to the model that the author has trained
 _FEWEST = 2  # items, so that the change of their scores has a variance
+_SAMPLE = 2**16  # elements by which contributions are compared with earlier ones; cosines are off by .004 then
+_MOST_SIGMAS = 100.0  # of a difference of which every item is certain
 
 
 class WorkScores:
@@ -32,6 +39,11 @@ class WorkScores:
 
     def __init__(self, attempt: Attempt, tip: HeldTip) -> None:
         self.measure: Measure | None = None  # None: this process has no model to score
+        self.measure_dealt: DealtMeasure | None = None  # None: no data is dealt, or no item of it can be scored
+        self.dealt: tuple[DealtScore, ...] = ()  # found since the last report
+        self._offset: int | None = None  # of the sample, drawn so that nobody can spare its elements
+        # By fragment and replica: round, and a sample, of its newest contributions that were read here.
+        self._sampled: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}
         self.longest_s = 0.0  # that the scores of one look took in the open round
         self._attempt = attempt
         self._tip = tip
@@ -39,9 +51,10 @@ class WorkScores:
 
     def clear(self) -> None:
         """Forget the scores of the round that has ended."""
-        self.longest_s = 0.0
+        self.longest_s, self.dealt = 0.0, ()
+        self._own_gap: tuple[str, float | None] = ("", None)  # payload of this replica's contribution, its gap
         self._scored = set[tuple[int, str]]()  # replica id, digest of its payload
-        self._known: dict[tuple[int, str], list[float]] = {}  # by version of the base, and payload or ""
+        self._known: dict[tuple[int, str], tuple[list[float], torch.Tensor | None]] = {}  # by base, and payload or ""
 
     @property
     def is_due(self) -> bool:
@@ -67,6 +80,7 @@ class WorkScores:
                 base, there = self._values(None, read), self._values(manifests[replica_id], read)
                 own = manifests.get(attempt.replica_id)
                 beside = self._values(own, read) if own is not None and own.payload is not None else None
+                self._score_dealt(manifests[replica_id], own, read)
             except PayloadCorrupt as error:
                 log.warning("round %d: replica %d is not scored: %s", self._tip.open.round, replica_id, error)
                 continue
@@ -74,6 +88,7 @@ class WorkScores:
                 return ()
             change, squares = _summed([new - old for new, old in zip(there, base, strict=True)])
             more = _summed([new - old for new, old in zip(there, beside, strict=True)]) if beside else (None, None)
+            again = self._again(replica_id), self._again(attempt.replica_id)
             found.append(
                 WorkScore(
                     replica_id=replica_id,
@@ -83,6 +98,8 @@ class WorkScores:
                     squares=squares,
                     beside=more[0],
                     beside_squares=more[1],
+                    again=again[0],
+                    again_own=again[1],
                 )
             )
         self.longest_s = max(self.longest_s, attempt.clock.now() - began)
@@ -94,13 +111,73 @@ class WorkScores:
         name = self._tip.open.version, payload.digest if payload else ""
         if name not in self._known:
             assert self.measure is not None
-            base = self._tip.base
-            if manifest is not None:
-                base = base.copy()
-                with denormals_kept():
-                    outer_step.average_and_step(base, self._tip.open.fragment, [(manifest, 1)], read, _STEP)
-            self._known[name] = list(self.measure(base))
-        return self._known[name]
+            base = self._tip.base if manifest is None else self._stepped(manifest, read, _STEP)
+            self._known[name] = list(self.measure(base)), None if manifest is None else self._sample(base)
+        values, sample = self._known[name]
+        if manifest is not None and sample is not None:
+            kept = self._sampled.get((self._tip.open.fragment, manifest.replica_id), [])
+            if not kept or kept[-1][0] != self._tip.open.round:
+                newest = (self._tip.open.round, sample)
+                self._sampled[self._tip.open.fragment, manifest.replica_id] = [*kept[-1:], newest]
+        return values
+
+    def _stepped(self, manifest: Contribution, read: outer_step.ReadShard, outer: OuterConfig) -> Base:
+        base = self._tip.base.copy()
+        with denormals_kept():
+            outer_step.average_and_step(base, self._tip.open.fragment, [(manifest, 1)], read, outer)
+        return base
+
+    def _sample(self, stepped: Base) -> torch.Tensor:
+        """A sample of the contribution along which `stepped` is a step away from the open round's base."""
+        if self._offset is None:
+            self._offset = int(self._attempt.stamp.unforeseen(), 16)
+        base = self._tip.base
+        names = base.fragments[self._tip.open.fragment]
+        stride = max(1, sum(base.parameters[name].numel() for name in names) // _SAMPLE)
+        pairs = [(base.parameters[name].flatten(), stepped.parameters[name].flatten()) for name in names]
+        return torch.cat([(old - new)[self._offset % stride :: stride].float() for old, new in pairs])
+
+    def _again(self, replica_id: int) -> float | None:
+        """Cosine of a replica's contribution to the open round to its last one to this fragment; None without both."""
+        known = self._sampled.get((self._tip.open.fragment, replica_id), [])
+        if len(known) < 2 or known[1][0] != self._tip.open.round:
+            return None
+        first, second = known[0][1].double(), known[1][1].double()
+        norms = float(torch.linalg.vector_norm(first) * torch.linalg.vector_norm(second))
+        return max(min(float(first @ second) / norms, 1.0), -1.0) if math.isfinite(norms) and norms else None
+
+    def _score_dealt(self, manifest: Contribution, own: Contribution | None, read: outer_step.ReadShard) -> None:
+        """Add to `dealt` the score of a stranger's contribution on the data dealt to it, beside this replica's own."""
+        if self.measure_dealt is None or own is None or own.payload is None or manifest.payload is None:
+            return
+        if self._own_gap[0] != own.payload.digest:
+            self._own_gap = own.payload.digest, self._gap(own, read)
+        usual = self._own_gap[1]
+        gap = None if usual is None else self._gap(manifest, read)
+        if gap is not None and usual is not None:
+            author, payload = manifest.replica_id, manifest.payload.digest
+            self.dealt += (DealtScore(replica_id=author, payload=payload, gap=gap, usual=usual),)
+
+    def _gap(self, manifest: Contribution, read: outer_step.ReadShard) -> float | None:
+        """By how many standard errors a contribution raises scores of its author's items more than of others'.
+
+        None without two finite scores of each.
+        """
+        if self.measure_dealt is None or not manifest.own_steps:
+            return None
+        before = self.measure_dealt(self._tip.base, manifest)
+        after = self.measure_dealt(self._stepped(manifest, read, _WHOLE), manifest)
+        changes = [[new - old for new, old in zip(*each, strict=True)] for each in zip(after, before, strict=True)]
+        sums = [(len(each), *_summed(each)) for each in changes]
+        means, errors = [], []
+        for count, total, squares in sums:
+            if count < _FEWEST or total is None or squares is None:
+                return None
+            means.append(total / count)
+            errors.append(squares / (count - 1) / count)
+        gap, error = means[0] - means[1], math.sqrt(math.fsum(errors))
+        sigmas = gap / error if error else math.copysign(_MOST_SIGMAS, gap) if gap else 0.0
+        return max(min(sigmas, _MOST_SIGMAS), -_MOST_SIGMAS)
 
 
 def _summed(changes: Sequence[float]) -> tuple[float | None, float | None]:

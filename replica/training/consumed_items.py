@@ -42,7 +42,7 @@ class ConsumedItems:
     def __init__(self, manifest: HeldoutManifest, items_of: ItemsOf | None, scored: Sequence[Any] = ()) -> None:
         self._manifest = manifest
         self._forbidden = manifest.forbidden()
-        self._items_of = items_of or self._declared_by_form
+        self.items_of = items_of or self._declared_by_form  # the items of a batch
         self._proven = False
         self.last: ItemHash | None = None  # the hash of the last item that was compared
         self._count = 0  # since the last contribution
@@ -52,7 +52,7 @@ class ConsumedItems:
 
     def checked(self, batch: Batch) -> Batch:
         """The batch, if none of its items is held out. Raises `HeldoutItemInTraining` otherwise."""
-        items = list(self._items_of(batch))
+        items = list(self.items_of(batch))
         if not self._proven:
             self._prove(items)
         self.add(items)

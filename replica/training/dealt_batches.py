@@ -4,10 +4,13 @@
 has to be saved.
 """
 
+import random
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.deal import OpenDeal, dealt_by
+from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 
 DEAL = "deal"  # in `Progress.cursor`: what all replicas must have in common
@@ -43,6 +46,31 @@ class DealtBatches:
         """
         self._check(round_, inner_step, steps)
         return self._data[self._of(round_).of(self._attempt.replica_id).index(inner_step)]
+
+    def items_beside(
+        self, contribution: Contribution, roster: Sequence[int], items_of: Callable[[Any], Iterable[Any]], most: int
+    ) -> tuple[list[Any], list[Any]]:
+        """Items of batches that the open round deals to a contribution's author, and as many that it deals to others.
+
+        At most `most` of each, drawn by the digest of the payload and this replica's id: nobody knows them before the
+        payload is there. The author's are those of steps that it says it took. `roster`: who was dealt the round.
+        """
+        assert contribution.payload is not None
+        deal, author = self._of(contribution.round), contribution.replica_id
+        steps = self._attempt.config.round_steps
+        own = [deal.of(author).index(step) for step in range(min(contribution.own_steps, steps))]
+        others = {deal.of(each).index(step) for each in roster if each != author for step in range(steps)} - set(own)
+        draw = random.Random(f"{contribution.payload.digest} {self._attempt.replica_id}")
+        found = []
+        for batches in (own, sorted(others)):
+            items = list[Any]()
+            for index in draw.sample(batches, len(batches)):
+                if len(items) >= most:
+                    break
+                items += items_of(self._data[index])
+            found.append(draw.sample(items, min(most, len(items))))
+        count = min(map(len, found))
+        return found[0][:count], found[1][:count]
 
     def position(self) -> dict[str, Any]:
         """The manifest's entry about the data, as JSON: the number of batches of the data set."""

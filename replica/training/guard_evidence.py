@@ -3,7 +3,9 @@
 Scores and drift are measured on the base when a round opens; training items are compared as they are consumed.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -57,6 +59,16 @@ class GuardEvidence:
         """Scores of the base in `shown` on each held-out item dealt to this replica; it needs a held-out set."""
         assert self._scorer is not None
         return self._scorer.values(shown.model, shown.attempt.replica_id, shown.open.roster)
+
+    def values_of(self, model: torch.nn.Module, items: Sequence[Any]) -> list[float]:
+        """Scores of `model` on any items, in the form of the held-out ones; it needs a held-out set."""
+        assert self._scorer is not None
+        return self._scorer.values_of(model, items)
+
+    @property
+    def items_dealt(self) -> int:
+        """The number of held-out items that this replica scored last."""
+        return sum(score.count for score in self._scorer.scores) if self._scorer else 0
 
     def _is_scored(self, opened: OpenRound) -> bool:
         return self._scorer is None or self._scorer.has_scored(opened.version, opened.roster)

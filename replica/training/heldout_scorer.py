@@ -116,6 +116,11 @@ class HeldOutScorer:
             values = [values_of(self._heldout, model, self._shares[share], f"share {share}") for share in dealt]
         return [self._sign * value for each in values for value in each]
 
+    def values_of(self, model: torch.nn.Module, items: Sequence[Any]) -> list[float]:
+        """Scores of `model` on items that are not held out. Higher is better; all else is as with `values`."""
+        with undisturbed(model):
+            return [self._sign * value for value in values_of(self._heldout, model, items, "training data")]
+
     def _score_share(self, model: torch.nn.Module, share: int) -> Score:
         items = self._shares[share]
         before = [content_hash(item) for item in items] if share in self._untouched else None

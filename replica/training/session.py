@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
 
+_MOST_ITEMS = 256  # training items of each kind on which a stranger's contribution is scored
+
 
 class TrainingSession:
     """The training of one attempt. `rounds`: the run's rounds, joined with the model `parts`.
@@ -137,6 +139,8 @@ class TrainingSession:
         """Batches until the run stops or this process is preempted; `step` is called between two batches."""
         if self._attempt.config.deal == "open":
             dealt = self._position.take_dealt(DealtBatches(self._attempt, data))
+            if self._evidence.set is not None and self._evidence.items is not None:
+                self._rounds.score_strangers_by(self._values_of, partial(self._dealt_values_of, dealt))
             while self._going:
                 yield dealt.take(self.round, self._loop.inner_step, self.metrics.total_inner_steps)
                 self.step()
@@ -222,6 +226,20 @@ class TrainingSession:
             values = self._evidence.values(shown)
         self._attempt.pulse.phase = "waiting"
         return values
+
+    def _dealt_values_of(
+        self, dealt: DealtBatches, base: Base, contribution: Contribution
+    ) -> tuple[list[float], list[float]]:
+        """Scores of a base on training items that the open round deals to a contribution's author and to others."""
+        assert self._evidence.items is not None
+        most = min(self._evidence.items_dealt, _MOST_ITEMS)
+        how = self._rounds.open.roster, self._evidence.items.items_of, most
+        own, others = dealt.items_beside(contribution, *how)
+        self._attempt.pulse.phase = "scoring"
+        with self._rounds.buffers.showing_base(), self._loop.holding(base):
+            values = self._evidence.values_of(self._model, [*own, *others])
+        self._attempt.pulse.phase = "waiting"
+        return values[: len(own)], values[len(own) :]
 
     def _end_round_early(self) -> None:
         """Between inner steps: apply rounds committed without this replica; if late, publish the steps taken so far."""

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import date
 from unittest import mock
 
@@ -18,6 +19,7 @@ from executors import (
 )
 from executors.contract import LaunchRequest, hourly_usd, price_of
 from executors.prices import EC2, EC2_GPUS, HF_JOBS, MODAL, Price, PriceTable, modal_price
+from executors.registry import make_executor
 
 REQUEST = LaunchRequest("run", 0, 1, ["python"])
 A_YEAR = 365
@@ -65,6 +67,19 @@ def test_only_what_the_provider_says_itself_is_shown_as_confirmed():
 )
 def test_what_the_user_says_wins_everywhere(executor):
     assert hourly_usd(executor, REQUEST) == 1.25
+
+
+def test_a_price_by_ranks_is_that_of_replicas_with_as_many():
+    executor = make_executor("slurm", {"hourly_usd": "8:24,1:3.5"})
+    prices = [hourly_usd(executor, replace(REQUEST, ranks=ranks)) for ranks in (8, 4, 1)]
+    assert prices == [24.0, None, 3.5]
+    assert hourly_usd(KubernetesExecutor(hourly_usd="2"), replace(REQUEST, ranks=8)) == 2.0
+
+
+@pytest.mark.parametrize("said", ["", "8:", "8:24,", "0:3", "8:24,8:25", "8:24,3", "1:nan", "-1", "one"])
+def test_a_text_that_is_no_price_is_refused(said: str):
+    with pytest.raises(ValueError, match=r'no number of US dollars an hour.*as in "8:24,1:3.5"'):
+        KubernetesExecutor(hourly_usd=said)
 
 
 def test_a_price_that_is_none_is_refused():

@@ -1,5 +1,8 @@
 """The executor contract on a genuine Slurm, and what only the genuine one shows."""
 
+import re
+import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,6 +10,9 @@ from typing import Any
 import pytest
 from genuine_slurm import GenuineSlurm, running_slurm
 
+from diloco_orchestrator.inspection.verify import verify
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Contribution
 from executors.contract import ExecutorDenied, ReplicaHandle, ReplicaState
 from executors.remote_base import attempt_name, run_label
 from executors.slurm_jobs import SlurmExecutor
@@ -151,6 +157,37 @@ def test_a_node_that_dies_without_a_word_is_a_preemption(tmp_path: Path):
         status = executor.poll(handle)
         assert (status.native_state, status.reason) == ("NODE_FAIL", "lost")
         slurm.start_node(node)
+
+
+def test_the_job_of_the_page_trains_a_replica_over_several_nodes(tmp_path: Path):
+    """docs/recipes/islands.md. Both nodes are on loopback, where their names are no hosts' and have no GPUs."""
+    text = (Path(__file__).parents[2] / "docs/recipes/islands.md").read_text()
+    program, job = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)[-1] for kind in ("python", "bash"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = f"127.0.0.1:{probe.getsockname()[1]}"
+    here = {
+        " --gres=gpu:8": f" --output={tmp_path}/output-%j",
+        "torchrun": f"{sys.executable} -m torch.distributed.run --local-addr 127.0.0.1",
+        "--nproc-per-node 8": "--nproc-per-node 1",
+        "$head:29500": meeting,
+        "s3://bucket/run": str(tmp_path / "run"),
+        '"$1" 2': '"$1" 1',
+    }
+    for its, ours in here.items():
+        assert job.count(its) == 1, its
+        job = job.replace(its, ours)
+    (tmp_path / "own_ranks.py").write_text(program)
+    (tmp_path / "island.sh").write_text(job)
+    with running_slurm(tmp_path / "slurm", nodes=2, cpus=1) as slurm:
+        environ = "ALL,GLOO_SOCKET_IFNAME=lo,OMP_NUM_THREADS=1"
+        where = [f"--chdir={tmp_path}", f"--export={environ}", str(tmp_path / "island.sh")]
+        slurm.call("sbatch", "--requeue", "--wait", *where, "0", check=False)
+    output = "".join(path.read_text() for path in tmp_path.glob("output-*"))
+    assert (tmp_path / "run" / "run.json").exists(), output
+    manifest = (tmp_path / "run" / keys.contribution(5, 0)).read_bytes()
+    assert Contribution.from_bytes(manifest, "round 5").ranks == 2, output
+    assert verify(str(tmp_path / "run")).agrees
 
 
 def test_names_of_jobs_are_what_slurm_lists(rig: SlurmRig, slurm: GenuineSlurm):

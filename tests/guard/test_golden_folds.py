@@ -12,6 +12,8 @@ from dataclasses import asdict
 from typing import Any
 
 from diloco_orchestrator.config import GuardConfig
+from diloco_orchestrator.guard.per_replica import LocalGain, fold_local
+from diloco_orchestrator.guard.registry import rule_of
 from diloco_orchestrator.guard.round_fold import fold_round, vault_base
 from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Metric, Score, VaultScore, VaultSet
 
@@ -115,14 +117,20 @@ def manifest(rng: random.Random, replica: int, t: int, shape: str, trouble: floa
     )
 
 
-def folds_of(rng: random.Random, settings: dict[str, Any], shape: str, trouble: float, vaulted: bool) -> list[Any]:
-    """What the fold says in each round of one run, the state through JSON as in a commit."""
+def folds_of(
+    rng: random.Random, settings: dict[str, Any], shape: str, trouble: float, vaulted: bool, first_form: bool
+) -> list[Any]:
+    """What the fold says in each round of one run, the state through JSON as in a commit.
+
+    `first_form`: whether the run began with the first form of the per-replica guard.
+    """
     earlier = settings["rule"] in ("sequential-v1", "sequential-v2")  # of runs that began when it was "sequential"
     config = GuardConfig(**{**settings, "rule": "sequential"} if earlier else settings)
     vault = VaultSet(shares=(ITEMS,) * 4, digest="1" * 64) if vaulted else None
     heldout = HeldoutSet(metric="reward", shares=(ITEMS,) * 4, digest="0" * 64, vault=vault)
-    first_local = {"local": {}} if settings.get("per_replica") else {}  # as these runs began too
-    state: dict[str, Any] | None = {"rule": settings["rule"], **first_local} if earlier else None
+    local = {"local": {}} if settings["per_replica"] and (earlier or first_form) else {}
+    name = settings["rule"] if earlier else rule_of(config.rule).name
+    state: dict[str, Any] | None = {"rule": name, **local} if earlier or local else None
     found: list[Any] = []
     for t in range(1, 61):
         roster = [i for i in range(4) if rng.random() > trouble] or [0]
@@ -138,14 +146,17 @@ def folds_of(rng: random.Random, settings: dict[str, Any], shape: str, trouble: 
     return found
 
 
-def digest_of(seed: int, every: int = 1, rules: Sequence[dict[str, Any]] = RULES) -> tuple[str, set[str]]:
+def digest_of(
+    seed: int, every: int = 1, rules: Sequence[dict[str, Any]] = RULES, first_form: bool = False
+) -> tuple[str, set[str]]:
     """The digest of a run of every n-th pair of a rule and a shape, and the words of their verdicts."""
     digest, words = hashlib.sha256(), set()
     pairs = [(settings, shape) for settings in rules for shape in SHAPES]
     for number, (settings, shape) in [*enumerate(pairs)][::every]:
         more = {"per_replica": number % 3 == 1, **({"max_extra": {"hacks": 0.2}} if number % 4 == 2 else {})}
         rng = random.Random(1000 * seed + number)
-        for row in folds_of(rng, {**settings, **more}, shape, (0.0, 0.03, 0.15)[number % 3], (number + seed) % 2 == 0):
+        trouble, vaulted = (0.0, 0.03, 0.15)[number % 3], (number + seed) % 2 == 0
+        for row in folds_of(rng, {**settings, **more}, shape, trouble, vaulted, first_form):
             digest.update(json.dumps(row, sort_keys=True).encode())
             words |= {f"{row[2]['action']}: {row[2]['reason']}", f"warning: {row[2]['warning']}"}
     return digest.hexdigest(), words
@@ -160,4 +171,17 @@ def test_the_rule_that_was_the_default_before_has_the_bytes_that_it_had_then():
 
 
 def test_the_default_rule_has_the_bytes_that_it_had_when_it_became_the_default():
-    assert digest_of(0, every=5, rules=NOW)[0] == "df1271e8c355146c61b70dde990f5fa1f1232f5ee42a9e14ebcb66a9ca70fa11"
+    digest = digest_of(0, every=5, rules=NOW, first_form=True)[0]
+    assert digest == "df1271e8c355146c61b70dde990f5fa1f1232f5ee42a9e14ebcb66a9ca70fa11"
+
+
+def test_the_per_replica_guard_has_the_bytes_that_it_had_when_its_present_form_began():
+    digest, state = hashlib.sha256(), None
+    for t in range(1, 61):
+        gains = [
+            LocalGain(i, (t * 37 + i * 101 + t * t * i) % 64 / 64 / t - (0.5 if i == 3 and t > 40 else 0.0))
+            for i in range(5)
+        ]
+        state, quarantined = fold_local(state, gains)
+        digest.update(json.dumps([state, [each.model_dump() for each in quarantined]], sort_keys=True).encode())
+    assert digest.hexdigest() == "9c0a50bcd7486c7ad6525bd9a3a491fc87e2cb96e62d21816125238d00694e04"

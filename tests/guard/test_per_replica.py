@@ -105,7 +105,7 @@ def shrinking(replicas: int, seed: int, rounds: int, fault: float = 0.0, first_f
 @pytest.mark.parametrize("replicas", [4, 8])
 def test_a_replica_that_goes_wrong_after_gains_have_shrunk_is_left_out(replicas):
     for seed in range(4):
-        found = shrinking(replicas, seed, 60, fault=20.0)
+        found = shrinking(replicas, seed, 60, fault=10.0)
         first = next(t for t, ids in enumerate(found, 1) if ids)
         assert 26 < first <= 32 and all(ids == [0] for ids in found[first - 1 :])
         assert shrinking(replicas, seed, 60) == [[]] * 60

@@ -7,8 +7,15 @@ import pytest
 from record_examples import B3, PAYLOAD, SHA, STAMP
 
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.guard.strangers import StrangersWork, fold_strangers, harm_of, why_never_scored
-from diloco_orchestrator.protocol.check_records import Checked, WorkScore
+from diloco_orchestrator.guard.strangers import (
+    StrangersWork,
+    evidence_of,
+    fold_strangers,
+    harm_of,
+    repetition_of,
+    why_never_scored,
+)
+from diloco_orchestrator.protocol.check_records import Checked, DealtScore, WorkScore
 from diloco_orchestrator.protocol.records import Contribution, HeldoutSet
 
 HELDOUT = HeldoutSet(metric="loss", shares=(10,) * 4, digest="0" * 64)
@@ -124,3 +131,71 @@ def test_no_more_items_than_256_make_a_change_surer():
     little = few.model_copy(update={"change": -16.0})
     assert harm_of(few) == harm_of(many) == 3.0 and harm_of(little) == pytest.approx(1.5)
     assert harm_of(many.model_copy(update={"change": -64.0})) == pytest.approx(1.5)
+
+
+def dealt(by: int, gap: float, usual: float = 2.0, payload: str = PAYLOAD.digest, who: int = 3) -> Checked:
+    """What a replica says of replica 3's work: harmless, with this gap between data dealt to its author and others'."""
+    said_so = DealtScore(replica_id=who, payload=payload, gap=gap, usual=usual)
+    return said(by, score(-1.0)).model_copy(update={"dealt": (said_so,)})
+
+
+def test_who_shows_no_trace_of_the_data_dealt_to_it_is_left_out_until_it_does():
+    state: Any = None
+    found = []
+    for gap in (0.0, 0.1, -0.1, 0.0, 2.0, 2.0, 2.0):
+        # The third scorer lies, or its own work shows nothing.
+        state, out = folded([dealt(0, gap), dealt(1, gap, 2.2), dealt(2, 9.0, 0.0)], state)
+        found.append((round(state.get("dealt", {}).get("3", 0.0), 1), bool(out)))
+    assert found == [(2.0, False), (3.8, False), (6.0, False), (8.0, True), (6.0, True), (4.0, True), (2.0, False)]
+
+
+@pytest.mark.parametrize(
+    ("gap", "usual", "evidence"),
+    [
+        pytest.param(0.0, 0.1, 0.005, id="own data leave hardly a trace, so nothing is decided"),
+        pytest.param(0.0, -1.0, 0.0, id="nor where it is the wrong way round"),
+        pytest.param(1.0, 2.0, 0.0, id="half of the usual trace"),
+        pytest.param(2.0, 2.0, -2.0, id="the usual trace"),
+        pytest.param(-9.0, 2.0, 3.0, id="the most"),
+        pytest.param(0.0, 99.0, 3.0, id="the most, where data leave a plain trace"),
+    ],
+)
+def test_evidence_grows_with_the_trace_that_data_usually_leave(gap, usual, evidence):
+    of_one = DealtScore(replica_id=3, payload=OTHER, gap=gap, usual=usual)
+    assert evidence_of([of_one]) == pytest.approx(evidence)
+
+
+@pytest.mark.parametrize(
+    "third",
+    [said(2, score(-1.0)), dealt(2, 0.0, payload=OTHER), dealt(2, 0.0, who=1), dealt(3, 0.0), dealt(7, 0.0)],
+)
+def test_without_most_scorers_nothing_is_said_of_the_data(third):
+    checks = [dealt(0, 0.0), said(1, score(-1.0)), third]
+    assert set(folded(checks)[0]) == {"sums", "out"}
+    assert folded([dealt(0, 0.0), dealt(1, 0.0), third])[0]["dealt"] == {"3": 2.0}
+
+
+def alike(by: int, again: float | None, own: float | None = 0.2) -> Checked:
+    """What a replica says of replica 3's work: harmless, and so much like its last one, beside the scorer's own."""
+    return said(by, score(-1.0).model_copy(update={"again": again, "again_own": own}))
+
+
+def test_who_repeats_itself_more_than_launched_replicas_is_left_out_until_it_does_not():
+    state: Any = None
+    found = []
+    for again in (None, 0.6, 0.6, 0.6, 0.6, 0.2, 0.2, 0.2):
+        state, out = folded([alike(0, again), alike(1, again), alike(2, -1.0)], state)  # the third scorer lies
+        found.append((round(state.get("again", {}).get("3", 0.0), 2), bool(out)))
+    assert found == [
+        *((0.0, False), (3.0, False), (6.0, False), (9.0, True)),
+        *((12.0, True), (11.2, True), (10.4, True), (9.6, True)),
+    ]
+    assert set(folded([alike(0, 0.9), alike(1, 0.9, None)])[0]) == {"sums", "out"}  # two of three do not compare it
+
+
+@pytest.mark.parametrize(
+    ("again", "own", "evidence"), [(0.9, 0.9, -0.8), (0.5, 0.2, 2.2), (1.0, -1.0, 3.0), (-1.0, 1.0, -3.0)]
+)
+def test_repetition_is_beside_what_all_have_still_to_learn(again, own, evidence):
+    of_one = score(0.0).model_copy(update={"again": again, "again_own": own})
+    assert repetition_of([of_one]) == pytest.approx(evidence)

@@ -14,6 +14,7 @@ from real_runs import FAST
 from diloco_orchestrator import RunReader, launch
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.join.executor import JoinExecutor
+from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_store import identity_of_user, of_run
 from diloco_orchestrator.store.open_store import open_store
 
@@ -68,6 +69,11 @@ def test_a_machine_without_an_account_takes_part_by_a_link(server: IamServer, tm
     commits = reader.commits()
     averaged = [{answer.replica_id for answer in each.answers if answer.averaged} for each in commits if each.applied]
     assert averaged == 4 * [{0, 1, 2}]
+    read = ContributionReader(of_run(open_store(URL)))
+    for commit in commits[:4]:  # both launched replicas have scored the stranger's work before it was averaged
+        checks = [read.checked(commit, each) for each in commit.checks or ()]
+        scored = {(each.replica_id, score.replica_id) for each in checks for score in each.scored or ()}
+        assert scored == {(0, 2), (1, 2)}
     assert not any(str(each.by).startswith("replica 2") for each in commits)
     assert verify_run(of_run(open_store(URL))).agrees
     calls = server.calls("diloco-replica-2")

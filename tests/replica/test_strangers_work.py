@@ -225,3 +225,54 @@ def test_sessions_score_strangers_and_train_as_without():
     assert commits[1].base_digest == without[1].base_digest and passes == usual
     harmed, _ = trained([2], [-1.0, -1.0, 2.0])
     assert [each.replica_id for each in harmed[0].quarantined] == [2]
+
+
+class Remembering(torch.nn.Module):
+    """A model that scores a training item by the parameter of its number, and a held-out one by all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(64))
+
+    def score(self, item: str) -> float:
+        number = int(item)
+        return float(self.weight[number] if number < len(self.weight) else self.weight.mean() * number)
+
+
+@pytest.mark.parametrize("trains_on", ["its share", "other items"])
+def test_sessions_tell_who_did_not_train_on_the_data_dealt_to_it(trains_on):
+    """The harm that its work does to held-out items is nobody's: each raises as many parameters by as much."""
+    fleet = Fleet(replicas=4, rounds=5, sync_every=2, invited=[3], deal="open", aggregate="mean", guard="off")
+    batches = [[str(4 * i + j) for j in range(4)] for i in range(16)]
+    given = {"heldout": lambda model, items: [model.score(each) for each in items], "in_loop": "reward"}
+    given |= {"heldout_items": [str(100 + i) for i in range(32)], "items_of": list}
+
+    def part(i: int) -> None:
+        model = Remembering()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with context_of(fleet, i, SystemClock()).attach(model, optimizer, **given) as session:
+            for step, batch in enumerate(session.batches(batches)):
+                gradient = torch.zeros(64)
+                for number in map(int, batch):
+                    gradient[(number + (32 if i == 3 and trains_on != "its share" else 0)) % 64] = -1.0 - 0.01 * number
+                model.weight.grad = gradient
+                optimizer.step()
+                session.observe(reward=float(step))
+
+    together([lambda i=i: part(i) for i in range(4)])  # type: ignore[misc]
+    out = [[each.replica_id for each in commit.quarantined] for commit in fleet.commits()]
+    assert out == ([[]] * 6 if trains_on == "its share" else [[], [], [3], [3], [3], []])
+    if trains_on != "its share":
+        assert "does not show the data dealt to it" in fleet.commits()[2].quarantined[0].reason
+    assert verify_run(fleet.store).disagreement is None
+
+
+def test_contributions_are_compared_with_the_last_ones_of_their_authors():
+    fleet, participants = fleet_of(rounds=3)
+    for values in ([1.0, 1.0, 1.0, 1.0, 2.0], [1.0, -1.0, 1.0, 1.0, -3.0]):
+        commit = played(participants, values)
+    found = {}
+    for named in commit.checks or ():
+        for each in ContributionReader(fleet.store).checked(commit, named).scored or ():
+            found[named.replica_id, each.replica_id] = (round(each.again or 0, 6), round(each.again_own or 0, 6))
+    assert found == {(i, s): (like, -1.0 if i == 1 else 1.0) for i in LAUNCHED for s, like in ((3, 1.0), (4, -1.0))}

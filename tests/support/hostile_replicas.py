@@ -77,6 +77,25 @@ class Task:
         noisy = torch.rand(size, generator=self._draw) < 0.1
         return items, torch.where(noisy, torch.randint(CLASSES, size, generator=self._draw), labels)
 
+    def deal_other_items(self, replica_id: int) -> None:
+        """Have a replica be dealt other items in the last round than those it was trained on."""
+        items, labels = self.read
+        items[replica_id], labels[replica_id] = self.batch((items.shape[1],))
+
+    def losses_of_read(
+        self, model: Mapping[str, torch.Tensor], replica_id: int, count: int, draw: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cross entropy of `count` items dealt to a replica in the last round, and of as many dealt to others."""
+        items, labels = self.read
+        others = torch.tensor([i for i in range(len(items)) if i != replica_id])
+        found = []
+        for rows in (torch.tensor([replica_id]), others):
+            which = rows[torch.randint(len(rows), (count,), generator=draw)]
+            where = torch.randint(items.shape[1], (count,), generator=draw)
+            scores = logits(model, items[which, where])
+            found.append(torch.nn.functional.cross_entropy(scores, labels[which, where], reduction="none"))
+        return found[0], found[1]
+
     def losses(self, model: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The cross entropy of each held-out item."""
         items, labels = self.heldout
@@ -87,9 +106,10 @@ class Task:
         local = {
             name: base[name].detach().expand(replicas, *_SHAPES[name]).clone().requires_grad_() for name in _SHAPES
         }
-        losses = torch.zeros(replicas)
+        losses, read = torch.zeros(replicas), []
         for _ in range(STEPS):
             items, labels = self.batch((replicas, BATCH))
+            read.append((items, labels))
             scores = logits(local, items).flatten(0, 1)
             each = torch.nn.functional.cross_entropy(scores, labels.flatten(), reduction="none").view(replicas, BATCH)
             gradients = torch.autograd.grad(each.mean(dim=1).sum(), list(local.values()))
@@ -97,6 +117,7 @@ class Task:
                 for value, gradient in zip(local.values(), gradients, strict=True):
                     value -= lr * gradient
             losses += each.mean(dim=1).detach() / STEPS
+        self.read = tuple(torch.cat(each, dim=1) for each in zip(*read, strict=True))
         deltas = [{name: base[name] - local[name][i].detach() for name in _SHAPES} for i in range(replicas)]
         return deltas, losses.tolist()
 
@@ -156,25 +177,29 @@ class HostileFleet(Fleet):
         task: Task | None = None,
         deciders: int = 2,
         share: int = SHARE,
+        dealt: int = 0,
+        untrained: bool = False,
         **settings: Any,
     ) -> None:
         """`deciders`: replicas, the first ones, that are real participants. More than one must decide alike.
 
         `share`: held-out items of each share. With `scores_strangers`, a setting of `Fleet`, the participants score the
-        contributions of strangers (`invited`).
+        contributions of strangers (`invited`): with `dealt` also on so many items of the data dealt to their authors.
+        `untrained`: attackers train on other data than they are dealt.
         """
         waits = {"poll_s": 0.5, "round_timeout_s": 60.0, "startup_timeout_s": 60.0}
         given = {"quorum": None, "timing": waits, "sync_every": STEPS, "snapshot_every": 1000, **settings}
         super().__init__(replicas=replicas, rounds=rounds, **given)
         self.heldout = HeldoutSet(metric="loss", shares=(share,) * replicas, digest="0" * 64)
         self.task = task or Task(seed)
-        self._share = share
+        self._share, self._dealt, self._untrained = share, dealt, untrained
         self._attack, self._honest = attack, replicas - attackers
         self._clock = ManualClock()
         joined = [self.join(i, model=Classifier(seed), clock=self._clock) for i in range(replicas)]
         self.deciders = joined[:deciders]
         for participant in self.deciders:
-            participant.score_strangers_by(partial(self._scores_of, participant))
+            on_dealt = partial(self._dealt_scores_of, participant) if dealt else None
+            participant.score_strangers_by(partial(self._scores_of, participant), on_dealt)
         self._claims = [participant._attempt.claim_sha256 for participant in joined]
         self._memory: dict[int, dict[str, Any]] = {}
         self._seed = seed
@@ -214,6 +239,8 @@ class HostileFleet(Fleet):
         round_, final_evaluation = first.open.round, first.open.final_evaluation
         done = first.open.outer_step / self.config.rounds
         deltas, losses = self.task.trained(parameters, self.replicas, LR * (1.0 - 0.9 * done))
+        for i in range(self._honest, self.replicas) if self._untrained else ():
+            self.task.deal_other_items(i)
         flat = [torch.cat([delta[name].reshape(-1) for name in _SHAPES]) for delta in deltas]
         self._clock.advance(10.0)
         said = [self._fields(i, scores, losses[i]) for i in range(self.replicas)]
@@ -244,6 +271,17 @@ class HostileFleet(Fleet):
         dealt = deal(self.replicas, participant.open.roster)[participant._attempt.replica_id]
         losses = self.task.losses(base.parameters)
         return [-loss for share in dealt for loss in losses[share * self._share % HELDOUT :][: self._share].tolist()]
+
+    def _dealt_scores_of(
+        self, participant: Participant, base: Base, contribution: Contribution
+    ) -> tuple[list[float], list[float]]:
+        """A base's scores on items dealt to a contribution's author in the open round, and on others' items."""
+        assert contribution.payload is not None
+        seed = int(contribution.payload.digest[-8:], 16) + participant._attempt.replica_id
+        draw = torch.Generator().manual_seed(seed)
+        found = self.task.losses_of_read(base.parameters, contribution.replica_id, self._dealt, draw)
+        own, others = ((-each).tolist() for each in found)
+        return own, others
 
     def _fields(self, replica_id: int, losses: torch.Tensor, in_loop: float) -> ContributionFields:
         """What an honest replica says: its share's scores, and its own training loss."""
