@@ -360,6 +360,7 @@ OTHER = [
     Leak("Japanese man pages, 1 of 20 characters changed", partial(unspaced_man_pages, "ja"), one_of_20_characters),
     Leak("Chinese messages of vim, one character changed", partial(messages, "zh_CN.UTF-8"), one_character),
     Leak("Korean messages of vim, one character changed", partial(messages, "ko"), one_character),
+    Leak("Chinese messages of vim (Taiwan), one character changed", partial(messages, "zh_TW.UTF-8"), one_character),
     Leak("/usr/share/doc, Cyrillic letters that look alike", _docs, lookalikes),
     Leak("/usr/share/doc, words cut at line ends", _docs, hyphenated),
     Leak("/usr/share/doc, 1 in 10 letters misread", _docs, misread),
