@@ -22,7 +22,8 @@ _EXPECTED = 0.5  # sigmas by which a contribution should raise scores
 _ITEMS = 256  # that count: with more, honest contributions differ by their training and not by the items' chance
 _WORSE = 0.2  # sigmas by which it may raise them less than the scorer's own
 # Evidence, added up over rounds, that a stranger does not train on what it is dealt, from which it is left out: the
-# log of how much likelier its scores are then. Wald's bound: one of a thousand that do train ever gets there.
+# log of how much likelier its scores are then. Where scores are as assumed, a sum that starts anew at zero takes a
+# thousand rounds in the mean to get there for a stranger that does train (Lorden 1971).
 DEALT_LIMIT = math.log(1000.0)
 _MOST_EVIDENCE = 3.0  # of one round, so that three rounds or more decide
 _AGAIN = 0.08  # cosine by which a stranger's contributions may resemble each other more than a launched replica's do

@@ -159,9 +159,9 @@ class WorkScores:
             self.dealt += (DealtScore(replica_id=author, payload=payload, gap=gap, usual=usual),)
 
     def _gap(self, manifest: Contribution, read: outer_step.ReadShard) -> float | None:
-        """By how many standard errors a contribution raises scores of its author's items more than of others'.
+        """The standard errors by which a contribution raises the scores of its author's items more than of others'.
 
-        None without two finite scores of each.
+        Returns None where fewer than two scores of either are finite.
         """
         if self.measure_dealt is None or not manifest.own_steps:
             return None

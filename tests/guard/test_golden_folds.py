@@ -184,4 +184,4 @@ def test_the_per_replica_guard_has_the_bytes_that_it_had_when_its_present_form_b
         ]
         state, quarantined = fold_local(state, gains)
         digest.update(json.dumps([state, [each.model_dump() for each in quarantined]], sort_keys=True).encode())
-    assert digest.hexdigest() == "9c0a50bcd7486c7ad6525bd9a3a491fc87e2cb96e62d21816125238d00694e04"
+    assert digest.hexdigest() == "642565872b5766f9b915e137dd166be7194ed37ad27c6678d96f435517f3a6cf"

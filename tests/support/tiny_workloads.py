@@ -72,16 +72,6 @@ def train(ctx: ReplicaContext) -> None:
             time.sleep(pause_s)
 
 
-def train_or_climb(ctx: ReplicaContext) -> None:
-    """A healthy run, but on machines with `CLIMB` in their environment, where inner steps climb the loss."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, maximize="CLIMB" in os.environ)
-    given = {"heldout": heldout, "heldout_items": list(range(88))}  # eight for each of eleven replicas
-    with ctx.attach(model, optimizer, **given) as replica:
-        for batch in replica.batches(data_of(ctx)):
-            replica.observe(loss=inner_step(model, optimizer, batch))
-
-
 def train_dealt(ctx: ReplicaContext) -> None:
     """One data set for all replicas. A file in `args["folder"]` has round, step and batch of each inner step."""
     model, pause_s = mlp(), float(ctx.args.get("pause_s", 0))  # type: ignore[arg-type]
