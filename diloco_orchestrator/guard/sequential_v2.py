@@ -2,8 +2,8 @@
 
 Frozen: its states and verdicts keep their bytes (golden digests), since commits of those runs are derived again by it.
 It differs from `SequentialGuard` in two channels: the autocorrelation of the noise comes from what is left of scores
-without their line, also where a climb bends; and steps down are compared up to 20 rounds after them, in any round of
-the run, with one threshold.
+without their line, also where a climb bends, and counts as .55 until then; and steps down are compared up to 20 rounds
+after them, in any round of the run, with one threshold.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,15 @@ from diloco_orchestrator.guard.sequential import SequentialGuard
 
 _SINCE = (5, 8, 12, 20)  # rounds since a step
 _LIMIT = 1.2  # log-likelihood ratio that halts, in nats, over the setting `threshold`
+_PRIOR = (12.0, 0.55)  # windows that the first guess of the autocorrelation counts as, and that guess
 _LOST = 4.8  # times 1 / values: what a line takes from the correlation of what is left
 
 
 @dataclass
 class LineNoise(Noise):
     """`Noise` whose autocorrelation comes from what is left of the last 24 values without their straight line."""
+
+    windows: list[float] = field(default_factory=lambda: [_PRIOR[0] * _PRIOR[1], _PRIOR[0]])
 
     def _learn_correlation(self, values: Sequence[float]) -> None:
         count, left = len(values), clipped(_without_line(values))

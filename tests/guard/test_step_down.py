@@ -92,7 +92,7 @@ def test_noise_that_was_larger_before_is_no_step_down():
 
 @pytest.mark.parametrize(("height", "tau", "most"), [(30.0, 12.0, 0.35), (300.0, 40.0, 0.35), (0.0, 1.0, 0.35)])
 def test_the_bend_of_a_climb_is_no_autocorrelation(height, tau, most):
-    """White noise on climbs of up to seven standard deviations a round; 40 rounds after a first guess of .58."""
+    """White noise on climbs of up to seven standard deviations a round; 40 rounds after a first guess of .65."""
     found = []
     for seed in range(12):
         rng, noise = random.Random(f"bend {seed}"), Noise()

@@ -34,13 +34,13 @@ _TRIMMED, _TRIM = 6, 2.15
 _MEAN_ABS = 0.79788  # of a standard normal number
 _OUTLIER = 3 * 1.4826  # times the median size, of what is left of one value without its line
 _PAST = 0.99  # weight of the past in the autocorrelation: it is learnt from some 100 rounds
-_PRIOR = (12.0, 0.55)  # windows that the first guess of it counts as: unknown noise is taken for correlated noise
+_PRIOR = (12.0, 0.6)  # windows that the first guess of it counts as: unknown noise is taken for correlated noise
 _LOST = 4.8  # times 1 / values: what a line takes from the correlation of what is left
 # A climb that bends: by how much each of a cubic's two further terms lowers the sum of squares, in variances of what is
 # left by it, and the rise along the line, in standard deviations of that. A plateau of AR(1) .7 noise goes so far now
 # and then, and hardly while it falls. `_OF_CUBIC`: factor and shift that make the correlation of what a cubic leaves of
 # noise, plus `_LOST_CUBIC` / values, that of what a line leaves.
-_CUBIC_FROM, _CURVED, _CLIMBS = 12, 4.0, 4.0
+_CUBIC_FROM, _CURVED, _CLIMBS = 12, 4.0, 6.0
 _LOST_CUBIC, _OF_CUBIC = 4.0, (1.25, 0.12)
 _STRETCH = (1.35, -0.16)  # the same, found by simulation: .13 / .35 / .5 / .64 for AR(1) 0 / .3 / .5 / .7
 _RHO_MAX = 0.8
