@@ -388,19 +388,25 @@ def cost(replicas: int = 32, rounds: int = 90) -> float:
 
 
 def measure(given: argparse.Namespace, results: Results) -> None:
-    if not given.groups:
-        results.add(group="check", runs=check(given.seed, given.quick))
-        results.add(group="cost", ms=cost())
     every = batches(given.seed, given.runs, given.groups)
     if given.processes == 1:
+        _compare(given, results)
         for numbers in every:
             for sample in measure_cells(numbers, given.seed, given.runs):
                 results.add(**sample)
         return
     with ProcessPoolExecutor(given.processes) as pool:
-        for samples in pool.map(measure_cells, every, [given.seed] * len(every), [given.runs] * len(every)):
+        found = pool.map(measure_cells, every, [given.seed] * len(every), [given.runs] * len(every))
+        _compare(given, results)  # meanwhile
+        for samples in found:
             for sample in samples:
                 results.add(**sample)
+
+
+def _compare(given: argparse.Namespace, results: Results) -> None:
+    if not given.groups:
+        results.add(group="check", runs=check(given.seed, given.quick))
+        results.add(group="cost", ms=cost())
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
