@@ -66,8 +66,8 @@ class SlurmExecutor(RemoteExecutor):
         python: Interpreter of the replicas; that of the launching process if None.
         directory: Folder of attempts, on a file system that compute nodes share; ~/.diloco-slurm if None.
         notice_s: Seconds before its time limit at which a replica gets SIGTERM, on which it publishes and leaves.
-        ranks_per_machine: Ranks of a replica on one node at the most: one of 16 ranks gets two nodes with 8 on each. One
-            node for all by default.
+        ranks_per_machine: Ranks of a replica on one node at the most: one of 16 ranks gets two nodes of 8. One node for
+            all by default.
         conf: Path of slurm.conf; SLURM_CONF, or the usual place, if None.
         hourly_usd: What one replica's machine costs in US dollars an hour, for max_cost_usd and `status`.
         clock: Time, for tests.

@@ -48,19 +48,8 @@ _MEETING = (
 # Options of sbatch that the executor sets, or that would break an attempt's one job.
 _OURS = (
     *("array", "chdir", "cluster", "clusters", "comment", "dependency", "error", "export", "export-file"),
-    *(
-        "get-user-env",
-        "input",
-        "job-name",
-        "no-requeue",
-        "nodes",
-        "ntasks",
-        "ntasks-per-node",
-        "open-mode",
-        "output",
-        "parsable",
-    ),
-    *("requeue", "signal", "test-only", "wait", "wrap"),
+    *("get-user-env", "input", "job-name", "no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode"),
+    *("output", "parsable", "requeue", "signal", "test-only", "wait", "wrap"),
 )
 _BY_OPTION = {  # options of sbatch with an argument of the executor
     "partition": "partition",
