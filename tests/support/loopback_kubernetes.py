@@ -44,6 +44,7 @@ class LoopbackKubernetes:
         self.failing = 0  # the HTTP status with which everything is answered; 0: nothing fails
         self.retry_after: str | None = None  # header beside it
         self.holding = False
+        self.most_pods = 1000  # that its nodes have room for
         self.no_capacity = False
         self.slow_s = 0.0
         self.halves = False  # of every answer the first half is sent, and no more: a connection that is half open
@@ -346,7 +347,7 @@ class LoopbackKubernetes:
 
     def _start_pod(self, pod: _Object) -> None:
         container, status, namespace = pod["spec"]["containers"][0], pod["status"], pod["metadata"]["namespace"]
-        if self.holding:
+        if self.holding or len(self._machines) >= self.most_pods:
             words = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
             status["conditions"] = [
                 {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": words}
