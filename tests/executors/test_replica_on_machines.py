@@ -61,7 +61,7 @@ def test_a_replica_that_fits_one_pod_is_a_job_as_ever(cluster: LoopbackKubernete
     assert "completionMode" not in usual["job"]["spec"]
 
 
-def test_the_pods_know_each_other_and_end_as_one_attempt(cluster: LoopbackKubernetes, tmp_path: Path):
+def test_the_pods_know_each_other(cluster: LoopbackKubernetes, tmp_path: Path):
     executor = executor_of(cluster, tmp_path)
     handle = executor.launch(of_four_ranks())
     wait_until(lambda: executor.poll(handle).state is ReplicaState.RUNNING, "both run")
@@ -70,6 +70,13 @@ def test_the_pods_know_each_other_and_end_as_one_attempt(cluster: LoopbackKubern
     ip = next(each for each in cluster.objects("pods") if each["spec"]["hostname"] == f"{NAME}-0")["status"]["podIP"]
     assert said == f"2 0 {ip}:29500 32"
     assert executor.find("contract-run") == [handle] and handle.native["pods"] == 2
+
+
+@pytest.mark.slow  # a deadline of Kubernetes is a second or more
+def test_a_cancel_reaches_every_pod_and_keeps_it(cluster: LoopbackKubernetes, tmp_path: Path):
+    executor = executor_of(cluster, tmp_path)
+    handle = executor.launch(of_four_ranks())
+    wait_until(lambda: executor.poll(handle).state is ReplicaState.RUNNING, "both run")
     executor.cancel(handle)
     assert ended_state(executor, handle) is ReplicaState.CANCELLED
     assert all(each["status"]["phase"] == "Failed" for each in cluster.objects("pods"))  # both were told, and kept
