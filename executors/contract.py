@@ -417,6 +417,11 @@ def part_of(executor: ServerlessExecutor, request: LaunchRequest) -> ServerlessE
     return executor.part(request) if isinstance(executor, Composite) else executor
 
 
+def machines_of(executor: ServerlessExecutor, request: LaunchRequest) -> int:
+    """The number of machines that the executor starts for this attempt, each with as many of its ranks."""
+    return request.machines(getattr(part_of(executor, request), "ranks_per_machine", None))
+
+
 def launched_by(executor: ServerlessExecutor, handle: ReplicaHandle) -> bool:
     """Whether `executor`, or a part of it, launched the attempt with this handle, so that it can be polled."""
     return executor.has(handle) if isinstance(executor, Composite) else executor.name == handle.executor

@@ -121,6 +121,7 @@ class KubernetesExecutor(RemoteExecutor):
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", namespace):
             raise ValueError(f"namespace={namespace!r} is no name of a namespace. Use letters, digits and hyphens.")
         self._namespace = namespace
+        self.ranks_per_machine = ranks_per_machine
         self._pod = PodOptions(
             image or container_of(given["pod_template"]).get("image") or _IMAGE,
             gpu,

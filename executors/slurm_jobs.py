@@ -101,6 +101,7 @@ class SlurmExecutor(RemoteExecutor):
         super().__init__(hourly_usd=hourly_usd, clock=clock)
         self._places = {"partition": partition, "account": account, "qos": qos, "constraint": constraint}
         self._machine = Machine(gpu, cpu, memory, time_limit, ranks_per_machine)
+        self.ranks_per_machine = ranks_per_machine
         self._extra, self._setup = words_of(sbatch), words_of(setup)
         check_extra(self._extra)
         self._python = python or sys.executable
