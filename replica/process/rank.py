@@ -220,7 +220,8 @@ def joined(place: RankPlace, **own: object) -> Any:
         world_size=place.ranks,
         timeout=timedelta(seconds=place.timeout_s),
     )
-    return Ranks.joined(place.local_rank, place.timeout_s, **own)
+    host = place.meeting if place.port else "127.0.0.1"
+    return Ranks.joined(place.local_rank, host, place.timeout_s, **own)
 
 
 def _die_with(parent: int) -> None:
