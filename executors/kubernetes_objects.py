@@ -5,12 +5,12 @@
 
 import math
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco_orchestrator.executors.answers import odd_reply
+from diloco_orchestrator.executors.clock import new_secret
 from diloco_orchestrator.executors.contract import (
     BY_EXIT_CODE,
     Identity,
@@ -251,7 +251,7 @@ def with_meeting_key(request: LaunchRequest, options: PodOptions) -> LaunchReque
     """The request with a new secret by which the pods of a replica know each other, if it has several."""
     if request.machines(options.ranks_per_machine) == 1:
         return request
-    return replace(request, secrets={**request.secrets, ENV_MEETING_KEY: secrets.token_hex(16)})
+    return replace(request, secrets={**request.secrets, ENV_MEETING_KEY: new_secret()})
 
 
 def _literal(text: str) -> str:

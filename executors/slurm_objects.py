@@ -38,8 +38,8 @@ SACCT_FIELDS = "JobIDRaw,State,ExitCode,JobName"
 _VISIBLE_S = 30  # seconds that a file may take to appear on another node of a network file system (NFS caches)
 
 _LAST_S = 120  # seconds for which the machines of a replica live on after the first of them has ended
-# Of each machine of a replica on several nodes, in the language of the shell. The batch script, and srun, run on the
-# first node, which is machine 0. Jobs on one node have different ports, below those that the kernel gives away.
+# The first words on each machine of a replica on several nodes, in the language of the shell. The batch script, and
+# srun, run on the first node, which is machine 0. Jobs on one node have different ports, below those of the kernel.
 _MEETING = (
     f"export {ENV_MACHINE}=$SLURM_PROCID "
     f'{ENV_MEETING}=$SLURM_LAUNCH_NODE_IPADDR:$((20000 + SLURM_JOB_ID % 10000)); exec "$@"'

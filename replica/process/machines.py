@@ -1,7 +1,7 @@
 """Machines of one replica: the process above the ranks on machine 0, and those of the others, connected to it.
 
 On every machine the executor starts the same command. Machine 0 waits until the others have connected, claims the
-attempt, tells each which ranks to start, and judges them (`rank_processes`). The others claim and write nothing: they
+attempt, sends each the ranks to start, and judges them (`rank_processes`). The others claim and write nothing: they
 start their ranks, pass on what those print, report and how they die, and end them when machine 0 says so or is gone.
 """
 
@@ -226,7 +226,7 @@ def _connected(place: MachinePlace) -> Link | None:
 
 
 def start_message(places: Sequence[RankPlace]) -> dict[str, Any]:
-    """What makes another machine start the ranks at `places`."""
+    """The message that makes another machine start the ranks at `places`."""
     return {"start": [asdict(place) for place in places]}
 
 

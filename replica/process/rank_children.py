@@ -26,7 +26,7 @@ from diloco_orchestrator.replica.process.rank import RankPlace
 
 RANK = "diloco_orchestrator.replica.process.rank"
 LOOK_S = 0.2  # between two polls of the ranks
-# Of the process above, which watches the time, and is the one that machines talk to.
+# Variables that only the process above reads, which watches the time and talks to the other machines.
 _NOT_OF_RANKS = {ENV_LEAVE_AFTER, ENV_MACHINE, ENV_MACHINES, ENV_MEETING, ENV_MEETING_KEY}
 
 Message = Mapping[str, Any]  # {"rank": number} with "output": a line, "event": an object, or "died": an exit code
