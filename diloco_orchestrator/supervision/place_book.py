@@ -54,6 +54,8 @@ class _Seen:
     words: str = ""
     wastes: bool = False  # whether the newest refusal cost time
     start_s: float = placing.START_S
+    without_s: float = 0.0  # altogether, until a launch succeeded again
+    returns: int = 0  # how often one did
 
     def refuse(self, words: str, launched_at: float, now: float) -> None:
         """Record that an attempt launched at `launched_at` got no machine at the place, or one that never responded."""
@@ -70,6 +72,9 @@ class _Seen:
     def give(self, launched_at: float, now: float) -> None:
         """Record that an attempt launched at `launched_at` trains at this place (executor)."""
         self.start_s = now - launched_at
+        if self.since is not None and self.trained_at < launched_at:  # nobody trained there any more
+            self.without_s += max(0.0, launched_at - max(self.since, self.trained_at))
+            self.returns += 1
         if launched_at >= self.at:
             self.times, self.since, self.words, self.wastes = 0, None, "", False
 
@@ -172,8 +177,6 @@ class PlaceBook:
         """
         for view in views:
             state, who = view.state, view.who
-            if isinstance(state, Alive) and state.beat is not None and view.place in self._seen:
-                self._seen[view.place].trained_at = now
             if isinstance(state, Alive) and state.beat is None:
                 if not isinstance(state, Cancelling):
                     self._without_beat.setdefault(who, (view.place, state.since))
@@ -187,6 +190,8 @@ class PlaceBook:
                 self._refused(who, state.reason, now)
             else:
                 self._without_beat.pop(who, None)
+            if isinstance(state, Alive) and state.beat is not None and view.place in self._seen:
+                self._seen[view.place].trained_at = now
         self._by_place &= {view.who for view in views}
         others = {name for name, seen in self._seen.items() if seen.since is None and not self._places.offers(name)}
         return [view.replica_id for view in views if view.who in self._by_place and others - {view.place}]
@@ -247,6 +252,8 @@ def place_views(
                 refusal=answered.words,
                 wastes=answered.wastes,
                 start_s=answered.start_s,
+                without_s=answered.without_s,
+                returns=answered.returns,
             )
         )
     return found

@@ -37,6 +37,8 @@ class PlaceView:
     refusal: str = ""  # the provider's words
     wastes: bool = False  # the newest refusal was that of a machine that cost time and never trained
     start_s: float = START_S  # from a launch there until the replica trains
+    without_s: float = 0.0  # how long it has refused altogether before it had machines again
+    returns: int = 0  # how often it had machines again
 
     @property
     def usd_per_token(self) -> float:
@@ -353,7 +355,7 @@ def _may_have_machines(view: PlacesView, now: float, to: PlaceView, seat: SeatVi
     training = [each for each in view.counted if each.trains and each.place in view.by_name]
     costs = [(view.usd_per_token(each) - to.usd_per_token) * view.by_name[each.place].tokens_per_s for each in training]
     saved_usd = math.fsum(max(0.0, each) for each in costs)
-    return saved_usd > 0 and now - to.refused_at >= math.sqrt(2 * vain_usd * without_s / saved_usd)
+    return saved_usd > 0 and now - to.refused_at >= math.sqrt(2 * vain_usd * (to.without_s + without_s) / (to.returns + 1) / saved_usd)
 
 
 def _may_move(view: PlacesView) -> bool:
