@@ -69,9 +69,9 @@ class _Seen:
         self.since = now if self.since is None else self.since
         self.at, self.words = now, words
 
-    def give(self, launched_at: float, now: float) -> None:
-        """Record that an attempt launched at `launched_at` trains at this place (executor)."""
-        self.start_s = now - launched_at
+    def give(self, launched_at: float, start_s: float) -> None:
+        """Record that an attempt launched at `launched_at` trains at this place, `start_s` after it got a machine."""
+        self.start_s = start_s
         if self.since is not None and self.trained_at < launched_at:  # nobody trained there any more
             self.without_s += max(0.0, launched_at - max(self.since, self.trained_at))
             self.returns += 1
@@ -104,6 +104,7 @@ class PlaceBook:
         self._prices_at = -math.inf
         self._speeds = PlaceSpeeds(place_of)
         self._without_beat: dict[Who, tuple[str, float]] = {}  # place and launch of attempts that have not trained yet
+        self._queued_at: dict[Who, float] = {}  # when those were last seen without a machine
         self._overpaid: dict[Who, float] = {}  # dollars, of attempts that train
         self._overpaid_at = math.inf
         self._by_place: set[Who] = set()  # attempts that ended without having trained
@@ -180,10 +181,12 @@ class PlaceBook:
             if isinstance(state, Alive) and state.beat is None:
                 if not isinstance(state, Cancelling):
                     self._without_beat.setdefault(who, (view.place, state.since))
+                if _has_no_machine(state):
+                    self._queued_at[who] = now
             elif isinstance(state, Alive) and who in self._without_beat:
                 place, launched_at = self._without_beat.pop(who)
                 if place in self._seen:
-                    self._seen[place].give(launched_at, now)
+                    self._seen[place].give(launched_at, now - self._queued_at.get(who, launched_at))
             elif isinstance(state, Ended) and state.outcome in _REFUSALS:
                 if who in self._without_beat:
                     self._by_place.add(who)
@@ -193,6 +196,7 @@ class PlaceBook:
             if isinstance(state, Alive) and state.beat is not None and view.place in self._seen:
                 self._seen[view.place].trained_at = now
         self._by_place &= {view.who for view in views}
+        self._queued_at = {who: at for who, at in self._queued_at.items() if who in self._without_beat}
         others = {name for name, seen in self._seen.items() if seen.since is None and not self._places.offers(name)}
         return [view.replica_id for view in views if view.who in self._by_place and others - {view.place}]
 
@@ -203,7 +207,7 @@ class PlaceBook:
             self._seen[place].refuse(why, launched_at, now)
 
     def _overpay(self, places: Sequence[placing.PlaceView], views: Sequence[ReplicaView], now: float) -> None:
-        """Add what each training attempt has cost since the last call beyond its tokens' price at the cheapest place."""
+        """Add what each training attempt has cost since the last call beyond its tokens' price at the cheapest."""
         since_s, self._overpaid_at = max(0.0, now - self._overpaid_at), now
         training = [each for each in views if isinstance(each.state, Alive) and each.state.beat is not None]
         self._overpaid = {
@@ -278,7 +282,6 @@ def _seat_of(
     state = view.state
     if not isinstance(state, Alive):
         return placing.SeatView(view.replica_id, free=view.replica_id in launches)
-    waits = isinstance(state, Launching | Postponed | Reserved) or (isinstance(state, Running) and state.pending)
     patience_s = _REFUSED_S if isinstance(state, Postponed) else _PATIENCE_S
     said = state.refusal.error if isinstance(state, Postponed) else getattr(state, "waits_for", "")
     return placing.SeatView(
@@ -286,8 +289,13 @@ def _seat_of(
         view.place,
         trains=state.beat is not None,
         leaving=isinstance(state, Cancelling) or view.replica_id in cancelled,
-        waits=waits and state.beat is None,
+        waits=_has_no_machine(state) and state.beat is None,
         gives_up_at=(state.refusal.since if isinstance(state, Postponed) else state.since) + patience_s,
         refusal=said,
         overpaid_usd=overpaid_usd,
     )
+
+
+def _has_no_machine(state: Alive) -> bool:
+    """Whether an attempt waits for a machine, by its provider's last report."""
+    return isinstance(state, Launching | Postponed | Reserved) or (isinstance(state, Running) and state.pending)

@@ -261,11 +261,13 @@ def _overpaying(view: PlacesView, now: float, training: Sequence[SeatView]) -> D
     """Decision to end the attempt that has cost the most beyond what its tokens cost elsewhere, if that would have paid
     for a start there; else to wait.
 
-    Never more at once than train there already: the place may have no further machines.
+    Not more at once than train there already, which may be all of its machines, unless the attempt is too dear to be
+    kept in any case.
     """
+    worth = _worth(view, now, LESS * LESS * _mean(view))
     for seat in sorted(training, key=lambda each: (-each.overpaid_usd, -each.replica_id)):
         to = _cheaper(view, now, seat)
-        if to is None or seat.overpaid_usd <= to.start_usd:
+        if to is None or seat.overpaid_usd <= to.start_usd or LESS * to.usd_per_token > worth:
             continue
         there = sum(each.trains and each.place == to.name for each in view.seats)
         starting = sum(each.leaving or (bool(each.place) and not each.trains) for each in view.seats)
@@ -333,7 +335,7 @@ def _hoped_cost(view: PlacesView, place: PlaceView) -> float:
 
 
 def _pays(view: PlacesView, now: float, seat: SeatView, to: PlaceView) -> bool:
-    """Whether a replica should move to `to`: it has overpaid a start there, or a token is hoped to cost a fifth less."""
+    """Whether a replica should move to `to`: it has overpaid a start there, or a token may cost a fifth less."""
     if to.accepts(now) and view.is_comparable(seat):
         return to.usd_per_token < view.usd_per_token(seat) and seat.overpaid_usd > to.start_usd
     return _hoped_cost(view, to) <= LESS * view.usd_per_token(seat)
@@ -342,10 +344,10 @@ def _pays(view: PlacesView, now: float, seat: SeatView, to: PlaceView) -> bool:
 def _may_have_machines(view: PlacesView, now: float, to: PlaceView, seat: SeatView) -> bool:
     """Whether `seat` is worth ending for the sake of a place that has refused: it can only be asked by a launch there.
 
-    In vain that costs K dollars, a start of another machine where the replica is. If the place has had machines again
-    for a time T, each second of it has cost g dollars too much. Tries every d seconds cost K / d + h g d / 2 a second
-    where machines come back with the rate h: the least is at d = sqrt(2 K / (h g)). After t seconds without machines h
-    is taken as 1 / t, which holds whatever the time scale is.
+    In vain that costs K dollars, the start of another machine where the replica is. While the place has machines again
+    and nobody knows, the run pays g dollars a second too much. A try every d seconds costs K / d + g d / (2 m) a second
+    where it has machines again after m seconds in the mean: least at d = sqrt(2 K m / g). m: the mean of its times
+    without machines, the present one included.
     """
     if to.refused_since is None:
         return True
@@ -355,7 +357,8 @@ def _may_have_machines(view: PlacesView, now: float, to: PlaceView, seat: SeatVi
     training = [each for each in view.counted if each.trains and each.place in view.by_name]
     costs = [(view.usd_per_token(each) - to.usd_per_token) * view.by_name[each.place].tokens_per_s for each in training]
     saved_usd = math.fsum(max(0.0, each) for each in costs)
-    return saved_usd > 0 and now - to.refused_at >= math.sqrt(2 * vain_usd * (to.without_s + without_s) / (to.returns + 1) / saved_usd)
+    mean_s = (to.without_s + without_s) / (to.returns + 1)
+    return saved_usd > 0 and now - to.refused_at >= math.sqrt(2 * vain_usd * mean_s / saved_usd)
 
 
 def _may_move(view: PlacesView) -> bool:
