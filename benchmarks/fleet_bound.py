@@ -4,8 +4,8 @@ A linear programme in steps of five minutes, the time that a machine takes to st
 step, of which b have started in it; they are paid for and make no tokens yet. Machines may be fractions; a step has the
 lowest price and the most machines of its minutes; leaving costs nothing. All of that makes it cheaper than it can be.
 At least `least` machines run as far as each minute of the step has them within `usd_per_hour`, and never more than
-`most` and `usd_per_hour` allow. A policy can be better only by running fewer than `least`, as for a moment when it moves
-its dearest machine, or by an end between those that are looked at.
+`most` and `usd_per_hour` allow. A policy can be better only by running fewer than `least`, as for a moment when it
+moves its dearest machine, or by an end between those that are looked at.
 """
 
 import math

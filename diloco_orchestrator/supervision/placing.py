@@ -264,7 +264,7 @@ def _overpaying(view: PlacesView, now: float, training: Sequence[SeatView]) -> D
     Not more at once than train there already, which may be all of its machines, unless the attempt is too dear to be
     kept in any case.
     """
-    worth = _worth(view, now, LESS * LESS * _mean(view))
+    worth = _worth_opening(view, now)
     for seat in sorted(training, key=lambda each: (-each.overpaid_usd, -each.replica_id)):
         to = _cheaper(view, now, seat)
         if to is None or seat.overpaid_usd <= to.start_usd or LESS * to.usd_per_token > worth:
@@ -380,7 +380,7 @@ def _missing(view: PlacesView, now: float, limits: Limits) -> Decision:
     if view.heading in {each.name for each in usable}:
         usable = [view.by_name[view.heading]]
     elif not missing:
-        worth = _worth(view, now, LESS * LESS * _mean(view))
+        worth = _worth_opening(view, now)
         usable = [each for each in usable if LESS * each.usd_per_token <= worth]
     # What the others of `least` will cost at the least is kept for them.
     kept_usd = max(0, missing - 1) * min(map(_hourly_usd, priced), default=0.0)
@@ -441,6 +441,11 @@ def _worth(view: PlacesView, now: float, mean: float) -> float:
         if not each.offers and there:
             here = min(here, each.usd_per_token)
     return max(expected, min(here, mean))
+
+
+def _worth_opening(view: PlacesView, now: float) -> float:
+    """US dollars per token of which a place beyond `least` replicas may cost `1 / LESS` times as much."""
+    return _worth(view, now, LESS * LESS * _mean(view))
 
 
 def _mean(view: PlacesView, without: SeatView | None = None) -> float:
