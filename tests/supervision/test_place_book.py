@@ -216,9 +216,8 @@ def test_a_halt_moves_and_opens_nothing():
 def test_a_start_is_timed_from_when_the_provider_gives_a_machine_without_the_time_in_its_queue():
     town = Town()
     coordinator = town.coordinator()
-    town.steps(coordinator, 1)
     town.cheap.states = {who: ReplicaStatus(ReplicaState.PENDING, native_state="queued") for who in [(0, 1), (1, 1)]}
-    town.run(coordinator, 300)
+    town.run(coordinator, 120)
     town.cheap.states = {}
     town.run(coordinator, 20)
     assert coordinator._book is not None
