@@ -127,6 +127,8 @@ class World:
     market: Market
     goal: float
     max_cost_usd: float | None = None
+    boot_s: float = BOOT_S
+    leave_s: float = LEAVE_S
     tick: int = 0
     views: dict[int, ReplicaView] = field(default_factory=dict)
     machines: dict[int, Machine] = field(default_factory=dict)  # by replica id
@@ -153,10 +155,12 @@ class World:
             if self.tick and self.tick % round(ROUND_S / TICK_S) == 0:
                 book.read(self._commit())
                 if self.halting:
-                    self.found.usd += sum(each.site.usd[self.tick] for each in self.machines.values()) * LEAVE_S / 3600
+                    self.found.usd += (
+                        sum(each.site.usd[self.tick] for each in self.machines.values()) * self.leave_s / 3600
+                    )
                     break
             if self.max_cost_usd is not None and self.found.usd >= self.max_cost_usd:  # every machine is ended at once
-                self.found.usd += sum(each.site.usd[self.tick] for each in self.machines.values()) * LEAVE_S / 3600
+                self.found.usd += sum(each.site.usd[self.tick] for each in self.machines.values()) * self.leave_s / 3600
                 break
             self._step(book, config, policy)
             if self.found.tokens >= self.goal:
@@ -182,12 +186,14 @@ class World:
         for replica_id, machine in list(self.machines.items()):
             if self.now >= machine.leaves_at:
                 self._apply(replica_id, VendorSaid(ReplicaStatus(ReplicaState.CANCELLED)), policy)
-            elif machine.leaves_at == math.inf and self.now >= machine.since + BOOT_S:
+            elif machine.leaves_at == math.inf and self.now >= machine.since + self.boot_s:
                 self._apply(replica_id, BeatSeen(self.tick), policy)
                 tokens += machine.site.tokens_per_s * TICK_S
                 self.worked[replica_id] = self.worked.get(replica_id, 0.0) + TICK_S
         rate = sum(each.site.usd[self.tick] for each in self.machines.values())
-        idle = [each for each in self.machines.values() if each.leaves_at < math.inf or self.now < each.since + BOOT_S]
+        idle = [
+            each for each in self.machines.values() if each.leaves_at < math.inf or self.now < each.since + self.boot_s
+        ]
         self.found.idle_usd += sum(each.site.usd[self.tick] for each in idle) * TICK_S / 3600
         self.found.add(tokens, rate, self.market)
 
@@ -223,7 +229,7 @@ class World:
                     self.found.moves += "moves from" in why
                     self._apply(replica_id, CancelAsked(why), policy)
                     if replica_id in self.machines and isinstance(self.views[replica_id].state, Cancelling):
-                        self.machines[replica_id].leaves_at = self.now + LEAVE_S
+                        self.machines[replica_id].leaves_at = self.now + self.leave_s
                 case _:
                     raise SystemExit(f"{action}: a market ended a run")
 
@@ -364,6 +370,7 @@ def play(name: str, seed: int, days: float, bound: bool = False) -> Sample:
         "reached": ours.reached,
         "of_clairvoyant": ours.tokens_per_usd / ideal.tokens_per_usd,
         "of_foreseeing": ours.tokens_per_usd / foreseen.tokens_per_usd,
+        "without_starts": World(market, goal, boot_s=0.0, leave_s=0.0).run().tokens_per_usd / ideal.tokens_per_usd,
         "of_bound": _fewest_usd(market, ours.tokens, ours.hours) / ours.usd if bound else math.nan,
         "of_fixed": ours.tokens_per_usd / fixed.tokens_per_usd if fixed.reached else math.nan,
         "of_cheapest": ours.tokens_per_usd / cheapest.tokens_per_usd if cheapest.tokens else math.nan,
@@ -409,7 +416,10 @@ def table(samples: Sequence[Sample]) -> str:
             [
                 name if name in TUNED else f"*{name}*",
                 f"{mean(ratio):.2f} ({min(ratio):.2f})",
-                *(f"{_mean(of, key):.2f}" for key in ("of_bound", "of_foreseeing", "of_fixed", "of_cheapest")),
+                *(
+                    f"{_mean(of, key):.2f}"
+                    for key in ("without_starts", "of_bound", "of_foreseeing", "of_fixed", "of_cheapest")
+                ),
                 f"{_mean(of, 'hours'):.0f}, {_mean(of, 'hours_clairvoyant'):.0f}, {_mean(of, 'hours_fixed'):.0f}",
                 f"{max(each['moves_an_hour'] for each in of):.2f}",
                 f"{max(each['highest'] for each in of):.2f}, {max(each['above_s'] for each in of) / 60:.0f} min",
@@ -420,6 +430,7 @@ def table(samples: Sequence[Sample]) -> str:
     columns = [
         "market",
         "of the clairvoyant (worst)",
+        "the same if starts cost nothing",
         "of the bound",
         "of the foreseeing",
         "of the best fixed fleet",
