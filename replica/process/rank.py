@@ -198,7 +198,7 @@ def joined(place: RankPlace, **own: object) -> Any:
         world_size=place.ranks,
         timeout=timedelta(seconds=place.timeout_s),
     )
-    return Ranks.joined(place.rank, place.timeout_s, **own)
+    return Ranks.joined(place.rank, "127.0.0.1", place.timeout_s, **own)
 
 
 def _die_with(parent: int) -> None:
