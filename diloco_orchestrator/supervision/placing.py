@@ -277,7 +277,7 @@ def _overpaying(view: PlacesView, now: float, training: Sequence[SeatView]) -> D
 
 
 def _cheaper(view: PlacesView, now: float, seat: SeatView) -> PlaceView | None:
-    """The cheapest place that has machines, as far as is known, if a token costs less there than where `seat` is."""
+    """The cheapest place that has machines, as far as is known, if a token costs less there than for this attempt."""
     others = [each for each in view.places if each.accepts(now) and each.name != seat.place]
     to = min(others, key=_cost, default=None)
     return to if to is not None and to.usd_per_token < view.usd_per_token(seat) else None
@@ -342,7 +342,7 @@ def _pays(view: PlacesView, now: float, seat: SeatView, to: PlaceView) -> bool:
 
 
 def _may_have_machines(view: PlacesView, now: float, to: PlaceView, seat: SeatView) -> bool:
-    """Whether `seat` is worth ending for the sake of a place that has refused: it can only be asked by a launch there.
+    """Whether to end an attempt for the sake of a place that has refused: it can only be asked by a launch there.
 
     In vain that costs K dollars, the start of another machine where the replica is. While the place has machines again
     and nobody knows, the run pays g dollars a second too much. A try every d seconds costs K / d + g d / (2 m) a second
