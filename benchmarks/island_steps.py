@@ -4,7 +4,7 @@ python benchmarks/island_steps.py [steps]
 
 One run of one replica. Steps alternate, two and two, between the loop as a replica, with one signal of rank 0 per step,
 and the same loop without it. Prints the median milliseconds of a step of either, the CPU milliseconds of both ranks,
-and the ratios.
+and the median ratio of two neighbouring steps, with its standard error: the machine's speed may change meanwhile.
 """
 
 import json
@@ -55,15 +55,16 @@ def main() -> None:
     executor = LocalProcessExecutor(folder / "executor")
     launch("island_steps:train", store=str(folder / "run"), executor=executor, args=args, **settings).wait()
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-    wall, cpu = {}, {}
-    for name in ("with us", "without"):
-        wall[name] = 1000 * statistics.median(wall_s for wall_s, _ in ranks[0][name])
-        cpu[name] = 1000 * statistics.median(
-            one + other for (_, one), (_, other) in zip(*(r[name] for r in ranks), strict=True)
-        )
-    for what, found in (("ms", wall), ("CPU ms of both ranks", cpu)):
-        shown = {name: round(each, 3) for name, each in found.items()}
-        print(f"{shown} {what} a step, ratio {found['with us'] / found['without']:.3f}")
+    walls = {name: [1000 * wall_s for wall_s, _ in ranks[0][name]] for name in ranks[0]}
+    cpus = {
+        name: [1000 * (one + two) for (_, one), (_, two) in zip(*(rank[name] for rank in ranks), strict=True)]
+        for name in ranks[0]
+    }
+    for what, found in (("ms", walls), ("CPU ms of both ranks", cpus)):
+        shown = {name: round(statistics.median(each), 3) for name, each in found.items()}
+        ratios = [ours / plain for ours, plain in zip(found["with us"], found["without"], strict=True)]
+        error = 1.25 * 1.48 * statistics.median(abs(each - statistics.median(ratios)) for each in ratios)
+        print(f"{shown} {what} a step, ratio {statistics.median(ratios):.3f} +- {error / len(ratios) ** 0.5:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What three hostile strangers do to a run whose other replicas score their work, and which honest ones it costs.
 
-    PYTHONPATH=tests/support python benchmarks/strangers.py --docs              # about two hours of one core
+    PYTHONPATH=tests/support python benchmarks/strangers.py --docs              # about 25 minutes of one core
     PYTHONPATH=tests/support python benchmarks/strangers.py --honest --docs
     PYTHONPATH=tests/support python benchmarks/strangers.py --dealt --docs      # who trains on what it is dealt
 
@@ -14,7 +14,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean, median
@@ -43,6 +43,8 @@ class Outcome:
     stop: str
     hostile: int  # contributions of hostile strangers that were left out for their scores
     honest: int  # likewise of honest ones
+    last: int  # of these, of the run's last replica
+    repeating: int  # of these, because the stranger's work repeats what it sent before
     of_honest: int  # contributions of honest strangers, left out or not
     untrained: dict[
         int, int
@@ -77,14 +79,18 @@ def played(
         total, rounds, seed, attackers, attack, task, deciders, share, dealt, name == UNTRAINED, **settings
     )
     commits = run.play()
-    out = [each.replica_id for commit in commits for each in commit.quarantined]
     first = total - attackers
+    left_out = [each for commit in commits for each in commit.quarantined]
+    out = [each.replica_id for each in left_out]
+    honest = [each for each in left_out if launched <= each.replica_id < first]
     answers = [a.replica_id for commit in commits for a in commit.answers if a.kind == "delta"]
     return Outcome(
         loss=fresh_loss(task, seed, run),
         stop=commits[-1].stop,
         hostile=sum(each >= first for each in out),
-        honest=sum(launched <= each < first for each in out),
+        honest=len(honest),
+        last=sum(each.replica_id == total - 1 for each in honest),
+        repeating=sum("repeats" in each.reason for each in honest),
         of_honest=sum(launched <= each < first for each in answers),
         untrained={
             each.replica_id: commit.round
@@ -108,6 +114,18 @@ def fresh_loss(task: Task, seed: int, run: HostileFleet) -> float:
     return float(task.losses(run.deciders[0].base.parameters).mean())
 
 
+def begun(pool: Executor, seeds: range, *which: Any, **how: Any) -> list[Future[Outcome]]:
+    """A run for each seed, in the pool's processes. `which`, `how`: the other arguments of `played`.
+
+    All runs of a table begin before the first is waited for, so that no process waits for the end of a row.
+    """
+    return [pool.submit(partial(played, *which, seed=seed, **how)) for seed in seeds]
+
+
+def ended(runs: Sequence[Future[Outcome]]) -> list[Outcome]:
+    return [each.result() for each in runs]
+
+
 def excess(outcomes: Sequence[Outcome], clean: Sequence[Outcome]) -> str:
     value = mean(each.loss / beside.loss - 1.0 for each, beside in zip(outcomes, clean, strict=True))
     halted = sum(each.stop != "completed" for each in outcomes)
@@ -121,21 +139,22 @@ def rate(found: Sequence[Outcome]) -> str:
 
 
 def of_attacks(names: Sequence[str], seeds: range, rounds: int, pool: Executor) -> str:
-    def play(fleet: str, name: str | None, scored: bool) -> list[Outcome]:
-        return list(pool.map(partial(played, fleet, name, rounds, scored), seeds))
-
-    clean = {fleet: play(fleet, None, scored=False) for fleet in FLEETS}
     few, many = FLEETS
+    clean = {fleet: begun(pool, seeds, fleet, None, rounds, False) for fleet in FLEETS}
+    before = {name: begun(pool, seeds, few, name, rounds, False) for name in names}
+    scored = {
+        name: {fleet: begun(pool, seeds, fleet, name, rounds, True) for fleet in FLEETS} for name in (None, *names)
+    }
     columns = ["attack", f"not scored: {few}", f"scored: {few}", "hostile left out", f"scored: {many}"]
     columns += ["hostile left out", "honest strangers left out"]
-    rows = []
-    for name in [None, *names]:
-        before = play(few, name, scored=False) if name else clean[few]
-        found = {fleet: play(fleet, name, scored=True) for fleet in FLEETS}
+    rows, beside = [], {fleet: ended(clean[fleet]) for fleet in FLEETS}
+    for name, of_fleets in scored.items():
+        found = {fleet: ended(runs) for fleet, runs in of_fleets.items()}
         sent = HOSTILE * rounds * len(seeds)
         left = {fleet: f"{100 * sum(e.hostile for e in found[fleet]) / sent:.0f} %" if name else "" for fleet in FLEETS}
-        cells = [excess(before, clean[few]), excess(found[few], clean[few]), left[few]]
-        cells += [excess(found[many], clean[many]), left[many], rate(found[many])]
+        cells = [excess(ended(before[name]) if name else beside[few], beside[few])]
+        cells += [excess(found[few], beside[few]), left[few]]
+        cells += [excess(found[many], beside[many]), left[many], rate(found[many])]
         rows.append([name or "(nobody)", *cells])
         print(rows[-1], file=sys.stderr, flush=True)
     return markdown(columns, rows)
@@ -147,23 +166,27 @@ def of_honest(seeds: range, rounds: int, pool: Executor) -> str:
         (f"nobody's data differ, {n} items a scorer", {"share": n}) for n in ITEMS
     ]
     cases += [(kind, {"kind": kind}) for kind in KINDS[1:]]
+    runs = {name: begun(pool, seeds, next(iter(FLEETS)), None, rounds, True, **how) for name, how in cases}
     rows = []
-    for name, how in cases:
-        found = list(pool.map(partial(played, next(iter(FLEETS)), None, rounds, True, **how), seeds))
-        total = sum(each.of_honest for each in found)
-        rows.append([name, rate(found), f"{1000 * sum(each.honest for each in found) / total:.1f}"])
+    for name in runs:
+        found = ended(runs[name])
+        last, repeating = sum(each.last for each in found), sum(each.repeating for each in found)
+        rows.append([name, rate(found), str(repeating), f"{last} of {rounds * len(seeds)}"])
         print(rows[-1], file=sys.stderr, flush=True)
-    return markdown(["honest replicas; three of eight are strangers, the last one too", "left out", "of 1,000"], rows)
+    columns = ["honest replicas; three of eight are strangers", "strangers' contributions left out"]
+    columns += ["of these, for repetition", "the last one's left out"]
+    return markdown(columns, rows)
 
 
 def of_dealt(seeds: range, rounds: int, pool: Executor) -> str:
     """Strangers that train on what they are dealt, and such that do not: how many are left out for it, and when."""
     fleet, rows = next(iter(FLEETS)), []
-    for name in (None, UNTRAINED, COPY, "random noise of the usual norm", "replay of its first payload"):
+    names = (None, UNTRAINED, COPY, "random noise of the usual norm", "replay of its first payload")
+    runs = {name: [begun(pool, seeds, fleet, name, rounds, True, dealt=items) for items in DEALT] for name in names}
+    for name, of_items in runs.items():
         cells = []
-        for items in DEALT:
-            found = list(pool.map(partial(played, fleet, name, rounds, True, dealt=items), seeds))
-            first = sorted(round_ for each in found for round_ in each.untrained.values())
+        for each in of_items:
+            first = sorted(round_ for found in ended(each) for round_ in found.untrained.values())
             cells.append(f"{len(first)} of {HOSTILE * len(seeds)}")
             if first:
                 cells[-1] += f", after {median(first):.0f} rounds, the last after {first[-1]}"

@@ -162,25 +162,16 @@ class ReplicaContext:
             raise ConfigError("attach was called twice: one replica trains one model.")
         if in_loop not in SIGN:
             raise ConfigError(unknown_name("in_loop", in_loop, SIGN))
-        items = self.heldout_items if heldout_items is None else heldout_items
-        manifest = heldout_manifest
-        if isinstance(manifest, str | Path):
-            manifest = HeldoutManifest.read(manifest)
-        every = [*items, *(vault_items or ())]
-        if manifest is not None:
-            manifest.check_holds(every)
         if vault_items is not None and heldout is None:
             raise ConfigError(
                 "vault_items were given without a heldout function: they confirm its alarms. Pass heldout and "
                 "heldout_items too, or leave them out."
             )
-        if items_of is not None and manifest is None and not items:
-            raise ConfigError(
-                "items_of was given with no held-out item to compare with: pass heldout_items or heldout_manifest."
-            )
-        compared = None
-        if manifest is not None or items_of is not None:
-            compared = ConsumedItems(manifest or HeldoutManifest.of(every), items_of, items)
+        items = self.heldout_items if heldout_items is None else heldout_items
+        manifest = heldout_manifest
+        if isinstance(manifest, str | Path):
+            manifest = HeldoutManifest.read(manifest)
+        compared = _compared(items, vault_items or (), manifest, items_of)
         attached, saved = AttachedModel(model), check_stateful(stateful or {})
         shares = self.ranks > 1 or any(map(is_sharded, attached.parameters.values()))
         optimizers = RankedOptimizers(optimizer) if shares and not self.rank else InnerOptimizers(optimizer)
@@ -202,18 +193,8 @@ class ReplicaContext:
             )
         scorer = vault = None
         if heldout is not None:
-            guard, root = self._attempt.config.guard, manifest.root if manifest else None
-            rule = rule_of(guard.rule)
-            heldout = island.scored_by_all(heldout)
-            scorer = HeldOutScorer(heldout, items, self.replicas, in_loop, root, guard.per_replica)
-            rule.check_set(guard, len(items))
-            if vault_items is not None:
-                vault = VaultScorer(heldout, vault_items, self.replicas, in_loop, items)
-                if not rule.asks_vault and self.replica_id == 0:
-                    log.warning("vault_items are never scored: the guard rule %s does not ask for them", guard.rule)
-            # `launch` says so of the items that it was given.
-            if self.replica_id == 0 and not self.heldout_items and (few := self._attempt.config.too_few_to_fold):
-                log.warning("%s", few)
+            root = manifest.root if manifest else None
+            scorer, vault = self._scorers(island.scored_by_all(heldout), items, vault_items, in_loop, root)
         elif self.replica_id == 0 and self._attempt.config.guard.rule != "off":
             log.warning('no heldout function was given: the kill-switch is off (launch with guard="off" to mean it)')
         scores_strangers = scorer is not None and self._scores_strangers(len(items))
@@ -232,6 +213,31 @@ class ReplicaContext:
         self.session = ReplicaSession(self._attempt, training, evidence)
         return self.session
 
+    def _scorers(
+        self,
+        heldout: HeldoutFn,
+        items: Sequence[Any],
+        vault_items: Sequence[Any] | None,
+        in_loop: Literal["loss", "reward"],
+        root: str | None,
+    ) -> tuple[HeldOutScorer, VaultScorer | None]:
+        """Scorers of this replica's shares of the held-out set, and of the vault if there are `vault_items`.
+
+        `root`: digest of the held-out manifest. Raises `ConfigError` if the set is too small for the guard.
+        """
+        config = self._attempt.config
+        rule = rule_of(config.guard.rule)
+        scorer = HeldOutScorer(heldout, items, self.replicas, in_loop, root, config.guard.per_replica)
+        rule.check_set(config.guard, len(items))
+        # `launch` says so of the items that it was given.
+        if self.replica_id == 0 and not self.heldout_items and (few := config.too_few_to_fold):
+            log.warning("%s", few)
+        if vault_items is None:
+            return scorer, None
+        if not rule.asks_vault and self.replica_id == 0:
+            log.warning("vault_items are never scored: the guard rule %s does not ask for them", config.guard.rule)
+        return scorer, VaultScorer(heldout, vault_items, self.replicas, in_loop, items)
+
     def _scores_strangers(self, items: int) -> bool:
         """Whether contributions of strangers are scored in this run. `items`: number of held-out items."""
         config, why = self._attempt.config, why_never_scored(self._attempt.config)
@@ -240,6 +246,25 @@ class ReplicaContext:
         if why and config.invited and self.replica_id == 0:
             log.warning("strangers' contributions are averaged without being scored: %s", why)
         return not why
+
+
+def _compared(
+    items: Sequence[Any], vault_items: Sequence[Any], manifest: HeldoutManifest | None, items_of: ItemsOf | None
+) -> ConsumedItems | None:
+    """Comparison of training items with the held-out ones; None if neither `manifest` nor `items_of` is given.
+
+    Raises `ConfigError` if `manifest` lacks a held-out item, or `items_of` is given without any.
+    """
+    every = [*items, *vault_items]
+    if manifest is not None:
+        manifest.check_holds(every)
+    if manifest is None and items_of is None:
+        return None
+    if manifest is None and not items:
+        raise ConfigError(
+            "items_of was given with no held-out item to compare with: pass heldout_items or heldout_manifest."
+        )
+    return ConsumedItems(manifest or HeldoutManifest.of(every), items_of, items)
 
 
 class ReplicaSession:

@@ -15,33 +15,46 @@ _replica = click.option("--replica", type=click.IntRange(min=0), required=True, 
 @_replica
 @click.option("--expires", default="24h", show_default=True, metavar="TIME", help="After which it ends: 90m, 24h, 7d.")
 @click.option("--role", metavar="ARN", help="Assume this role for its credentials.  [default: a federation token]")
+@click.option(
+    "--credentials-last", "last", metavar="TIME",
+    help="How long temporary credentials are valid, 15m at least: the machine has to join while the first ones are; "
+    "whoever supervises the run renews them.  [default: as the link, at most 12h of a role and 36h of a user]",
+)  # fmt: skip
 @click.option("--own-credentials", is_flag=True, help="Mint none: the machine that joins has its own, or needs none.")
 @json_option
-def invite(url: str, replica: int, expires: str, role: str | None, own_credentials: bool, as_json: bool) -> None:
+def invite(
+    url: str, replica: int, expires: str, role: str | None, last: str | None, own_credentials: bool, as_json: bool
+) -> None:
     """Print a link to replica N of the run in URL, for a machine without an account: `diloco join LINK`.
 
     The run was launched with `--invited`, and names N there. The link is a secret: send it to one person. It runs only
     code whose digest it names, with temporary credentials that read the run and create objects of replica N alone.
+    They are renewed in the bucket, for the machine alone, while somebody supervises the run (`launch`, `attach`).
     """
     from diloco_orchestrator.clock import SystemClock, random_token
     from diloco_orchestrator.errors import ConfigError
+    from diloco_orchestrator.join.grants import create_grant
     from diloco_orchestrator.join.invitations import check_may_invite, create_invitation
     from diloco_orchestrator.join.link import Link
-    from diloco_orchestrator.join.temporary_credentials import mint
+    from diloco_orchestrator.join.temporary_credentials import LONGEST_S, mint
     from diloco_orchestrator.protocol.record_format import Stamp
     from diloco_orchestrator.protocol.signatures import to_text
     from diloco_orchestrator.store.open_store import options_elsewhere
 
-    lasts_s = _seconds_of(expires)
+    lasts_s = _seconds_of("--expires", expires)
+    lent_s = min(lasts_s, LONGEST_S["role" if role else "user"])
+    lent_s = lent_s if last is None else min(lent_s, _seconds_of("--credentials-last", last))
     log = reader_of(url).log
     check_may_invite(log, replica)
     run = log.run
     if run.signed_by is None or run.code_sha256 is None:
         raise ConfigError(f"{log.store.url} has no code that another machine could run.")
-    credentials = None if own_credentials else mint(log.store.url, replica, lasts_s, role)
+    credentials = None if own_credentials else mint(log.store.url, replica, lent_s, role)
     where = options_elsewhere(log.store.url, {})
     stamp = Stamp(random_token(), SystemClock().wall_time)
     user, invitation = create_invitation(log, replica, lasts_s, stamp)
+    if credentials is not None:
+        create_grant(log.store, invitation, 1, credentials, lent_s, role, stamp)
     link = Link(
         url=log.store.url,
         endpoint_url=where.get("endpoint_url", ""),
@@ -79,9 +92,9 @@ def revoke(url: str, replica: int, as_json: bool) -> None:
     say(as_json, {"revoked": found}, words)
 
 
-def _seconds_of(text: str) -> float:
+def _seconds_of(option: str, text: str) -> float:
     """The seconds that a text such as 90m, 24h or 7d means. Raises `click.UsageError` for another text."""
     found = re.fullmatch(r"([1-9][0-9]{0,5})([mhd])", text.strip())
     if found is None:
-        raise click.UsageError(f"--expires {text}: write a number and m, h or d, such as 90m, 24h or 7d.")
+        raise click.UsageError(f"{option} {text}: write a number and m, h or d, such as 90m, 24h or 7d.")
     return int(found[1]) * _SECONDS[found[2]]

@@ -6,6 +6,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import click
@@ -63,6 +65,7 @@ def join(
     """
     from diloco_orchestrator.clock import SystemClock, random_token
     from diloco_orchestrator.errors import ConfigError, StoreDenied
+    from diloco_orchestrator.join.grants import LentCredentials
     from diloco_orchestrator.join.link import BEGINNING, Link
     from diloco_orchestrator.join.machine import Identity, JoinSettings, Machine
     from diloco_orchestrator.protocol.record_format import Stamp
@@ -79,25 +82,30 @@ def join(
         url = sys.stdin.read().strip()
     link = Link.parse(url) if url.startswith(BEGINNING) else None
     settings = JoinSettings(replica, once, hours, gpus, ranks, every_s, signed_by)
+    lent = None
     if link is None:
         store = open_store(absolute_url(url), clock=clock, retry=patience)
-        environ: Mapping[str, str] = os.environ
         why_not = _runs_all if trust_bucket or signed_by else only_own_offers(store)
     else:
         if trust_bucket or signed_by or replica is not None:
             raise click.UsageError("a link names the replica and the key: leave out the other options about them.")
+        if link.credentials is not None:
+            command = click.get_current_context()
+            folder = command.with_resource(TemporaryDirectory(prefix="diloco-link-"))
+            lent = LentCredentials(link, link.credentials, Path(folder), clock)
+            command.with_resource(lent.in_this_process())
         store = open_store(link.url, link.storage_options(), clock=clock, retry=patience)
-        settings, environ = of_link(link, settings, os.environ)
-        why_not = only_code_of(link, store)
+        settings, why_not = of_link(link, settings), only_code_of(link, store)
     machine = Machine(
         store,
         settings,
         Identity(token, platform.node(), os.getpid()),
-        environ=environ,
+        environ=os.environ,
         clock=clock,
         stamp=Stamp(token, clock.wall_time),
         say=lambda words: echo(words, err=True),
         why_not=why_not,
+        lent=lent,
     )
     interrupted = []
 
@@ -113,9 +121,10 @@ def join(
     except StoreDenied as error:
         if link is None:
             raise
+        until = "" if lent is None else f", which end at {lent.ends}"
         raise ConfigError(
-            f"{link.url} no longer accepts this link's credentials, which end at {link.ends}; is this machine's clock "
-            f"right? Otherwise ask for another link. ({error})"
+            f"{link.url} does not accept this link's credentials{until}; is this machine's clock right? Otherwise ask "
+            f"for another link. ({error})"
         ) from None
     return EXIT_INTERRUPTED if interrupted[:1] == ["SIGINT"] else code
 
@@ -212,22 +221,15 @@ def only_code_of(link: "Link", store: "Store") -> Callable[["Offer"], str]:
     return why_not
 
 
-def of_link(
-    link: "Link", settings: "JoinSettings", environ: Mapping[str, str]
-) -> tuple["JoinSettings", Mapping[str, str]]:
-    """Settings and environment of a machine with a link, with credentials of no account of this user."""
-    from diloco_orchestrator.join.link import OF_ACCOUNTS
+def of_link(link: "Link", settings: "JoinSettings") -> "JoinSettings":
+    """Settings of a machine with a link: `settings`, and what the link names."""
     from diloco_orchestrator.protocol.signatures import KEY_BYTES, from_text
     from diloco_orchestrator.run_log.run_store import Identity as UserIdentity
 
-    of_link = replace(
+    return replace(
         settings,
         replica=link.replica_id,
         signed_by=link.signed_by,
         run_sha256=link.run_sha256,
         user=UserIdentity(from_text(link.seed, KEY_BYTES)),
     )
-    if link.credentials is None:
-        return of_link, environ
-    others = {name: value for name, value in environ.items() if name not in OF_ACCOUNTS}
-    return of_link, {**others, **link.environ()}

@@ -18,6 +18,7 @@ from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.errors import StoreError, StoreFull, StoreUnavailable
 from diloco_orchestrator.executors.contract import BY_EXIT_CODE, ReplicaState, ReplicaStatus
 from diloco_orchestrator.executors.process_contract import EXIT_DONE
+from diloco_orchestrator.join.grants import LentCredentials
 from diloco_orchestrator.join.offers import name_of
 from diloco_orchestrator.join.output import OutputPieces
 from diloco_orchestrator.protocol import keys
@@ -143,6 +144,7 @@ class TakenAttempt:
         every_s: pause between two requests to the bucket, seconds.
         leaving: why the machine leaves; returns "" while it stays.
         start: starts the process.
+        lent: credentials of the machine's that are renewed; None: it has its own.
     """
 
     def __init__(
@@ -159,6 +161,7 @@ class TakenAttempt:
         every_s: float,
         leaving: Callable[[], str],
         start: Start,
+        lent: LentCredentials | None = None,
     ) -> None:
         self._store = store
         self._writer = Writer(store, Role.MACHINE)
@@ -175,7 +178,8 @@ class TakenAttempt:
         self._leaving = leaving
         self._start = start
         self._file = folder / "output.log"
-        self._output = OutputPieces(store, self._name, self._file, lambda text: redact(text, self._env))
+        self._lent = lent
+        self._output = OutputPieces(store, self._name, self._file, lambda text: redact(text, self._secrets()))
         self._counter = 0
         self._process: AttemptProcess | None = None
         self._is_asked = False
@@ -216,6 +220,8 @@ class TakenAttempt:
         while (code := self._process.exit_code(self._every_s)) is None:
             try:
                 asked = self._asked_for(self._clock.now() - began, asked)
+                if self._lent is not None:
+                    self._lent.look(self._store)
                 if self._is_offered:
                     self._renew()
                     self._output.write()
@@ -241,6 +247,10 @@ class TakenAttempt:
         self._patiently(lambda: self._output.write(to_end=True))
         record = JoinEnd(**self._stamp(), state=end.state, reason=end.reason, code=end.exit_code, message=end.message)
         return self._patiently(lambda: self._writer.create(record, self._key(keys.JOIN_END))) is not None
+
+    def _secrets(self) -> Mapping[str, str]:
+        """Variables whose values must not be in the output, if their names say that these are secret."""
+        return self._env if self._lent is None else {**self._env, **self._lent.secrets}
 
     def _key(self, record: str) -> str:
         return keys.join_record(self._name, self._offer_sha256, record)

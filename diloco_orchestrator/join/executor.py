@@ -29,9 +29,12 @@ from diloco_orchestrator.executors.contract import (
     in_order,
 )
 from diloco_orchestrator.executors.remote_base import RemoteExecutor, attempt_name, run_label
+from diloco_orchestrator.join.grants import renew_grants
 from diloco_orchestrator.join.invitations import invitations_to
+from diloco_orchestrator.join.link import Credentials
 from diloco_orchestrator.join.offers import by_attempt, name_of, offers_in, records_about
 from diloco_orchestrator.join.output import lines_of
+from diloco_orchestrator.join.temporary_credentials import mint
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import JoinCancel, JoinEnd, Lease, Offer, Taken
 from diloco_orchestrator.protocol.digests import sha256_hex
@@ -41,7 +44,7 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.redaction import secret_settings
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.reader import read, read_optional, read_record
-from diloco_orchestrator.run_log.run_store import ENV_ATTEMPT_KEY, PublicIdentity, of_run
+from diloco_orchestrator.run_log.run_store import ENV_ATTEMPT_KEY, PublicIdentity, is_signed, of_run
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import absolute_url, open_store
@@ -53,6 +56,7 @@ _RETRY = RetryPolicy(total_s=2.0)  # `poll` must not wait; whoever calls repeats
 # Seconds without a sign of life after which the exit record of an attempt is looked for. A machine that is still there
 # records the end itself, as soon as its process has ended.
 _LEFT_S = 10.0
+_RENEW_S = 10.0  # between two polls for temporary credentials that are due, which live for 15 minutes or more
 _FOLLOW_S = 2.0  # pause before output is asked for again
 # Secrets of every launch that a machine does not need: it opens the bucket with credentials of its own, and so fetches
 # the code. An attempt's keys are sealed in its offer.
@@ -106,6 +110,8 @@ class JoinExecutor(RemoteExecutor):
         self._opened: dict[str, Store] = {}
         self._leases: dict[str, tuple[int, float]] = {}  # by attempt: newest counter, and when it was seen to change
         self._ended: dict[str, ReplicaStatus] = {}
+        self._renew_at = 0.0
+        self._not_renewed = ""  # why, as it was said
 
     def use_store(self, url: str, storage_options: Mapping[str, Any]) -> None:
         """Use the run's folder at `url` for offers. A run calls this itself; without a run, the user does.
@@ -219,13 +225,34 @@ class JoinExecutor(RemoteExecutor):
             with _as_executor_errors():
                 stores = [self._store(handle) for handle in handles]
                 listed = {url: _listed(store) for url, store in {store.url: store for store in stores}.items()}
-                return [
+                found = [
                     self._status(store, handle, listed[store.url])
                     for store, handle in zip(stores, handles, strict=True)
                 ]
+                for store in {store.url: store for store in stores}.values():
+                    self._renew_grants(store)
+                return found
         except Unavailable:
             self._leases.clear()
             raise
+
+    def _renew_grants(self, store: Store) -> None:
+        """Renew the temporary credentials of invited machines that are due. A refusal is logged, and tried again."""
+        now = self._clock.now()
+        if now < self._renew_at or not is_signed(store):
+            return
+
+        def minted(replica_id: int, lasts_s: float, role: str | None) -> Credentials:
+            return mint(store.url, replica_id, lasts_s, role, self._storage_options)
+
+        self._renew_at, why = now + _RENEW_S, ""
+        try:
+            renew_grants(store, minted, self._stamp)
+        except ConfigError as error:
+            why = str(error)
+        if why and why != self._not_renewed:
+            log.warning("temporary credentials of invited machines are not renewed, and end: %s", why)
+        self._not_renewed = why
 
     def _status(self, store: Store, handle: ReplicaHandle, listed: Mapping[str, set[keys.JoinKey]]) -> ReplicaStatus:
         name, offer = handle.native_id, _offer_in(handle)

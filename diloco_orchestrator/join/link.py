@@ -5,7 +5,6 @@ It is a secret: who has it can run that replica until the invitation is revoked 
 
 import base64
 import binascii
-from datetime import UTC, datetime
 from typing import Self
 
 from pydantic import Field, ValidationError
@@ -25,6 +24,7 @@ class Credentials(Part):
     key: str = Field(repr=False)
     secret: str = Field(repr=False)
     token: str = Field(repr=False)
+    not_after: float = 0.0  # seconds since 1970, at which the store ends them; 0: not known, in older links
 
 
 class Link(Part):
@@ -65,33 +65,21 @@ class Link(Part):
             ) from None
         return link
 
-    @property
-    def ends(self) -> str:
-        """The time at which the link expires, for people."""
-        return f"{datetime.fromtimestamp(self.not_after, UTC):%Y-%m-%d %H:%M} UTC"
-
     def storage_options(self) -> dict[str, str]:
-        """The storage options with which a machine opens the run's folder."""
-        options = {} if self.credentials is None else self.credentials.model_dump()
+        """The storage options, without credentials, with which a machine opens the run's folder."""
         where = {"endpoint_url": self.endpoint_url, "region_name": self.region_name}
-        return {**options, **{name: value for name, value in where.items() if value}}
+        return {name: value for name, value in where.items() if value}
 
     def environ(self) -> dict[str, str]:
-        """The variables by which a replica opens the run's folder as the machine does."""
-        named = {
-            "AWS_ENDPOINT_URL": self.endpoint_url,
-            "AWS_REGION": self.region_name,
-            **({} if self.credentials is None else _variables(self.credentials)),
-        }
+        """The variables by which a replica finds the store of the run's folder."""
+        named = {"AWS_ENDPOINT_URL": self.endpoint_url, "AWS_REGION": self.region_name}
         return {name: value for name, value in named.items() if value}
 
 
-def _variables(credentials: Credentials) -> dict[str, str]:
-    return {
-        "AWS_ACCESS_KEY_ID": credentials.key,
-        "AWS_SECRET_ACCESS_KEY": credentials.secret,
-        "AWS_SESSION_TOKEN": credentials.token,
+# Variables by which AWS SDKs find credentials of this machine's user before they read a profile.
+OF_ACCOUNTS = frozenset(
+    {
+        *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_DEFAULT_PROFILE"),
+        *("AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE"),
     }
-
-
-OF_ACCOUNTS = frozenset({"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"})
+)

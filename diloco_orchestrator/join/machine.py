@@ -16,6 +16,7 @@ from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, Re
 from diloco_orchestrator.executors.contract import ReplicaState, ReplicaStatus
 from diloco_orchestrator.executors.process_contract import EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED, KEY_VARIABLES
 from diloco_orchestrator.join.attempt import LocalProcess, Start, TakenAttempt
+from diloco_orchestrator.join.grants import LentCredentials
 from diloco_orchestrator.join.offers import name_of, offers_in, records_about, who
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Offer, Taken
@@ -79,6 +80,7 @@ class Machine:
         say: prints a line for people.
         why_not: reason why an offer is not run here; empty if it may be.
         start: starts a replica's process.
+        lent: credentials that are renewed while this machine is in the run; None: it has its own.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Machine:
         say: Callable[[str], None],
         why_not: Callable[[Offer], str] = lambda offer: "",
         start: Start = LocalProcess,
+        lent: LentCredentials | None = None,
     ) -> None:
         self._store = of_run(store, {})
         self._why_not = why_not
@@ -103,6 +106,7 @@ class Machine:
         self._stamp = stamp
         self._say = say
         self._start = start
+        self._lent = lent
         self._leave_at = None if settings.hours is None else clock.now() + 3600 * settings.hours
         self._log: RunLog | None = None
         self._read: dict[str, bytes] = {}  # of offers, by the attempt's name
@@ -145,6 +149,8 @@ class Machine:
                 if ending := self._end_of_run():
                     self._say(ending)
                     return EXIT_DONE
+                if self._lent is not None:
+                    self._lent.look(self._store)
                 offer = self._take()
             except (StoreUnavailable, StoreFull) as error:
                 log.warning("%s", error)
@@ -296,6 +302,7 @@ class Machine:
             every_s=self._settings.every_s,
             leaving=self.why_leaving,
             start=self._start,
+            lent=self._lent,
         )
         end = ReplicaStatus(ReplicaState.FAILED, "exit")
         try:

@@ -4,6 +4,7 @@ The store's security token service (STS) makes them, and forgets them when their
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,6 +13,8 @@ from diloco_orchestrator.join.link import Credentials
 from diloco_orchestrator.redaction import redact
 
 SHORTEST_S = 900.0  # for which AWS gives temporary credentials
+_HOUR_S = 3600.0
+LONGEST_S = {"role": 12 * _HOUR_S, "user": 36 * _HOUR_S}  # likewise, of a role and of a user's federation token
 _LONGEST_POLICY = 2048  # characters, of AWS
 # What an invited replica creates, below the run's folder; the policy of infra/iam/one-replica.json without what any
 # replica may write: commits, averages, snapshots, the first base, segments, results.
@@ -48,11 +51,14 @@ def policy_of(bucket: str, prefix: str, replica_id: int) -> dict[str, Any]:
     }
 
 
-def mint(url: str, replica_id: int, lasts_s: float, role: str | None) -> Credentials:
+def mint(
+    url: str, replica_id: int, lasts_s: float, role: str | None, storage_options: Mapping[str, Any] | None = None
+) -> Credentials:
     """Credentials for an invited replica of the run in `url`, which end after `lasts_s` seconds, at least 900.
 
     They can do no more than this process's own. `role`: the role to assume; None: a federation token of the account's
-    user. Raises `ConfigError` for a store without a token service, and in its words if it refuses.
+    user. `storage_options`: credentials and endpoint of the store, beside this process's environment. Raises
+    `ConfigError` for a store without a token service, and in its words if it refuses.
     """
     from diloco_orchestrator.store.s3 import token_service
 
@@ -68,7 +74,7 @@ def mint(url: str, replica_id: int, lasts_s: float, role: str | None) -> Credent
             f"the policy of a replica of {url} has {len(policy)} characters, and AWS takes {_LONGEST_POLICY}: the "
             "folder's name is too long. Launch the run in a folder with a shorter one."
         )
-    sts = token_service(url)
+    sts = token_service(url, storage_options or {})
     name, duration = f"diloco-replica-{replica_id}", int(lasts_s)
     try:
         if role is None:
@@ -78,8 +84,13 @@ def mint(url: str, replica_id: int, lasts_s: float, role: str | None) -> Credent
     except Exception as error:  # botocore's errors share no base with others
         raise ConfigError(
             f"{sts.meta.endpoint_url} gives no temporary credentials: {redact(str(error), {})} Name a role that may be "
-            "assumed (--role ARN; AWS's last 12 hours at most, tokens of a user 36), ask for a shorter --expires, or "
-            "pass --own-credentials if the machine that joins has some of its own."
+            "assumed (--role ARN), ask for a shorter time (--credentials-last; a role of AWS gives one hour unless it "
+            "says more), or pass --own-credentials if the machine that joins has some of its own."
         ) from None
     found = answer["Credentials"]
-    return Credentials(key=found["AccessKeyId"], secret=found["SecretAccessKey"], token=found["SessionToken"])
+    return Credentials(
+        key=found["AccessKeyId"],
+        secret=found["SecretAccessKey"],
+        token=found["SessionToken"],
+        not_after=found["Expiration"].timestamp(),
+    )

@@ -142,6 +142,22 @@ class Invitation(Record):
     not_after: float  # seconds since 1970, on the clock of whoever launches attempts and gives it no keys later
 
 
+class Grant(Record):
+    """Record join/granted/…: temporary credentials of the store for the machine of an invited replica, encrypted to the
+    identity of its invitation.
+    """
+
+    record: ClassVar[str] = "grant"
+    epoch: int = Field(ge=1)
+    replica_id: int = Field(ge=0)
+    identity: str = Field(pattern="^[0-9a-f]{32}$")
+    number: int = Field(ge=1)  # in the order in which they were minted; the link holds the first ones as well
+    sealed: str  # `join.link.Credentials` as JSON
+    not_after: float  # seconds since 1970, at which the store ends them
+    lasts_s: float = Field(gt=0)  # that the store was asked for, for these and those to come
+    role: str | None = None  # that was assumed for them; None: a federation token
+
+
 class Taken(Record):
     """join/attempts/<name>/<offer>.taken.json: a machine executes the offered attempt, or its offer is withdrawn."""
 

@@ -183,6 +183,8 @@ INVITATIONS = "join/invited/"  # strangers' rights to run one replica of a signe
 REVOCATIONS = "join/revoked/"
 invitation = Form("join/invited/<epoch>/<id>.<identity>.json")
 revocation = Form("join/revoked/<epoch>/<id>.<identity>.json")
+GRANTS = "join/granted/"  # temporary credentials of the store for who was invited
+grant = Form("join/granted/<epoch>/<id>.<identity>.<number>.json")
 join_output = Form("join/output/<job>/")  # the prefix of the pieces of an offered attempt's output
 
 

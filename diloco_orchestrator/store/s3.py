@@ -110,13 +110,18 @@ def address_of(options: Mapping[str, Any]) -> dict[str, str]:
     return {name: value for name, value in found.items() if value and not settings.get(name)}
 
 
-def token_service(url: str) -> Any:
-    """boto3's client of the service that mints temporary credentials (STS), with this process's credentials.
+def token_service(url: str, options: Mapping[str, Any]) -> Any:
+    """boto3's client of the service that mints temporary credentials (STS) for the store at `url`, which gives up soon.
 
-    Raises `ConfigError` if boto3 is missing.
+    `options`: of the store. An endpoint among them, other than Amazon's, is also that of the service. Raises
+    `ConfigError` if boto3 is missing.
     """
-    session, _ = _session_of(url, {})
-    return session.client("sts", region_name=session.region_name or _DEFAULT_REGION)
+    from botocore.config import Config  # type: ignore[import-untyped]
+
+    session, settings = _session_of(url, options)
+    region, endpoint = session.region_name or _DEFAULT_REGION, plain_endpoint(settings.get("endpoint_url") or "")
+    config = Config(connect_timeout=5, read_timeout=10, retries={"mode": "standard", "total_max_attempts": 2})
+    return session.client("sts", region_name=region, endpoint_url=endpoint or None, config=config)
 
 
 def _is_tls(endpoint: str | None) -> bool:
@@ -127,7 +132,7 @@ def _is_tls(endpoint: str | None) -> bool:
 def _client(session: Any, endpoint: str | None, anonymous: bool) -> Any:
     """boto3's client for uploads in parts. `endpoint`: None for Amazon's own; `anonymous`: sign no request."""
     from botocore import UNSIGNED  # type: ignore[import-untyped]
-    from botocore.config import Config  # type: ignore[import-untyped]
+    from botocore.config import Config
 
     config = Config(
         connect_timeout=10,

@@ -1,6 +1,7 @@
 """Ranks of a replica that its user starts, such as by torchrun: the processes of torch's default process group."""
 
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -64,5 +65,15 @@ def joined_in_group(
             raise ConfigError(f"rank 0 could not join: {found[0]}")
         attempt = adopted(*found[0])
     local_rank = int(os.environ.get("LOCAL_RANK") or dist.get_rank())
-    ranks = Ranks.joined(local_rank, timeout_s, store=attempt.store, background=attempt.background)
+    host: list[Any] = [os.environ.get("MASTER_ADDR") or _own_address()]
+    dist.broadcast_object_list(host, 0, group)
+    ranks = Ranks.joined(local_rank, host[0], timeout_s, store=attempt.store, background=attempt.background)
     return replace(attempt, owners=ranks.owners), ranks
+
+
+def _own_address() -> str:
+    """The address of this machine that its host name stands for; a loopback address if that is unknown."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"

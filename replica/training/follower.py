@@ -26,7 +26,7 @@ def signal_state(ranks: Ranks, going: bool, step_count: int, round_: int, *, sto
     """In rank 0, at a step boundary: signal the other ranks whether training goes on (`going`), and if not, why it
     ended.
 
-    `step_count` and `round_` are what `ReplicaSession` shows in every rank. One broadcast.
+    `step_count` and `round_` are what `ReplicaSession` shows in every rank.
     """
     flags = _STOPPED * stopped + _PREEMPTED * preempted
     ranks.signal(GO if going else END, step_count, round_ * _FLAGS + flags)

@@ -1,9 +1,10 @@
 """`Ranks`: this process's place among the ranks of its replica, and messages between them; `Exchange` moves tensors.
 
-Messages go through gloo groups of our own, on the CPU, so that they mix with no collective of the user's training. The
-groups live as long as the process. A replica of one process is `Ranks.alone()`: no message is ever sent.
+Messages go through sockets and gloo groups of our own, on the CPU, so that they mix with no collective of the user's
+training. The groups live as long as the process. A replica of one process is `Ranks.alone()`: no message is ever sent.
 """
 
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import zip_longest
@@ -25,21 +26,22 @@ from diloco_orchestrator.replica.training.exchange import (
     ranges_in,
 )
 from diloco_orchestrator.replica.training.rank_owners import RankOwners
+from diloco_orchestrator.replica.training.signal_lines import SignalLines
 
 T = TypeVar("T")
 
 _MOST_BYTES = 64 * 2**20  # of a message, beside the tensors that it is made of
 _NO_LIMIT = timedelta(days=365)
 GO, END, CALL = range(3)  # the signals of rank 0 to the others, at a step boundary
+_HEADER = struct.Struct("<3q")  # of a signal: its kind and two numbers; the arguments of a call follow it
 
 
 class Signal(NamedTuple):
     """A message of rank 0 to the other ranks: to continue training (`GO`), to end it (`END`) or to run a method
     (`CALL`).
 
-    `first`, `second`: for `GO` and `END` the inner steps so far, and the round with flags (`follower`); for `CALL` the
-    length of the message and 0. `call`: name and arguments of the method, and the number under which its result is
-    stored, if it is.
+    `first`, `second`: for `GO` and `END` the inner steps so far, and the round with flags (`follower`). `call`: name
+    and arguments of the method, and the number under which its result is stored, if it is.
     """
 
     kind: int
@@ -53,8 +55,8 @@ class Ranks:
     records.
 
     Args:
-        calls: the group in which rank 0 signals the others what to do. They wait there without limit while rank 0 is
-            busy with the bucket: the parent process watches that rank 0 lives.
+        lines: the connections over which rank 0 signals the others what to do. They wait there without limit while
+            rank 0 is busy with the bucket: the parent process watches that rank 0 lives.
         data: the group of tensors and small objects, with the replica's time-out.
         owners: the assignment of the base's shards to the ranks; None for a single rank, which owns all.
     """
@@ -64,7 +66,7 @@ class Ranks:
         rank: int,
         ranks: int,
         local_rank: int,
-        calls: Any = None,
+        lines: SignalLines | None = None,
         data: Any = None,
         owners: RankOwners | None = None,
     ) -> None:
@@ -73,7 +75,7 @@ class Ranks:
         self.local_rank = local_rank
         self.owners: Owners = owners or ALONE
         self._owners = owners
-        self._calls = calls
+        self._lines = lines
         self._data = data
 
     @classmethod
@@ -82,16 +84,19 @@ class Ranks:
         return cls(0, 1, 0)
 
     @classmethod
-    def joined(cls, local_rank: int, timeout_s: float, **own: object) -> "Ranks":
+    def joined(cls, local_rank: int, host: str, timeout_s: float, **own: object) -> "Ranks":
         """This process's rank in torch's default process group, which must exist. Every rank calls it at the same time.
 
-        `own`: objects of which every rank has its own, by name, such as its connection to the bucket (`RankOwners`).
+        `host`: name or address by which all ranks reach rank 0's machine. `timeout_s`: the limit of a collective, in
+        seconds. `own`: objects of which every rank has its own, by name, such as its connection to the bucket
+        (`RankOwners`).
         """
-        calls = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
         data = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         shards = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        return cls(rank, ranks, local_rank, calls, data, RankOwners(rank, ranks, shards, **own))
+        joined = cls(rank, ranks, local_rank, None, data, RankOwners(rank, ranks, shards, **own))
+        joined._lines = SignalLines.joined(rank, ranks, host, joined.everyone)
+        return joined
 
     def await_all(self, what: str) -> None:
         """Block until every rank has called this method. Raises `ConfigError` in rank 0, naming those that did not in
@@ -117,16 +122,18 @@ class Ranks:
         """
         if self._owners is not None:
             self._owners.close()
+        if self._lines is not None:
+            self._lines.close()
 
     # -- signals of rank 0 -----------------------------------------------------------------------------------------
 
     def signal(self, kind: int, first: int = 0, second: int = 0) -> None:
-        """Send the signal `kind`, `GO` (continue training) or `END`, from rank 0 to all other ranks. One broadcast.
+        """Send the signal `kind`, `GO` (continue training) or `END`, from rank 0 to all other ranks.
 
-        `first`, `second`: as in `Signal`.
+        `first`, `second`: as in `Signal`. Waits until every rank has received the signal before it.
         """
-        if self.ranks > 1:
-            dist.broadcast(torch.tensor([kind, first, second]), 0, self._calls)
+        if self._lines is not None:
+            self._lines.send(_HEADER.pack(kind, first, second))
 
     def signal_call(self, name: str, args: Sequence[Any], number: int | None = None) -> None:
         """In rank 0: make all other ranks call the method `name` with these arguments, as this rank is about to.
@@ -134,22 +141,18 @@ class Ranks:
         Objects of which every rank has its own are replaced by that (`RankOwners`). `number`: under which each keeps
         the result.
         """
-        if self._owners is not None:
-            body = bytearray(self._owners.dumps_call((name, tuple(args), number)))
-            self.signal(CALL, len(body))
-            dist.broadcast(torch.frombuffer(body, dtype=torch.uint8), 0, self._calls)
+        if self._owners is not None and self._lines is not None:
+            body = self._owners.dumps_call((name, tuple(args), number))
+            self._lines.send(_HEADER.pack(CALL, 0, 0) + body)
 
     def next_signal(self) -> Signal:
         """In the other ranks: block until rank 0 sends a signal, without limit, and return it."""
-        header = torch.zeros(3, dtype=torch.int64)
-        dist.broadcast(header, 0, self._calls)
-        kind, first, second = map(int, header.tolist())
+        assert self._owners is not None and self._lines is not None, "a single rank gets no signals"
+        message = self._lines.receive()
+        kind, first, second = _HEADER.unpack_from(message)
         if kind != CALL:
             return Signal(kind, first, second)
-        assert self._owners is not None, "a single rank gets no signals"
-        body = torch.empty(first, dtype=torch.uint8)
-        dist.broadcast(body, 0, self._calls)
-        return Signal(kind, first, second, self._owners.loads_call(body.numpy().tobytes()))
+        return Signal(kind, first, second, self._owners.loads_call(message[_HEADER.size :]))
 
     def kept(self, number: int | None, made: T) -> T:
         """Store `made` in this rank under `number`, so that it stands for each rank's own object; with None nothing

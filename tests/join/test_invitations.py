@@ -9,82 +9,30 @@ import click
 import pytest
 from click.testing import CliRunner
 from iam_server import Question, allows
-from join_scene import Scene
+from join_scene import HOUR, KEY, STAMP, Invited, Scene
 from record_examples import EXAMPLES
 from signed_fleet import Fleet
 from signed_s3 import running_signed_s3
 
 from diloco_orchestrator.cli.invite_command import invite
-from diloco_orchestrator.cli.join_command import join, of_link, only_code_of
+from diloco_orchestrator.cli.join_command import join, only_code_of
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.join.executor import JoinExecutor
-from diloco_orchestrator.join.invitations import check_may_invite, create_invitation, revoke
+from diloco_orchestrator.join.invitations import check_may_invite, revoke
 from diloco_orchestrator.join.link import Credentials, Link
-from diloco_orchestrator.join.machine import JoinSettings
 from diloco_orchestrator.join.temporary_credentials import mint, policy_of
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Offer
 from diloco_orchestrator.protocol.key_records import Rotation
-from diloco_orchestrator.protocol.launched import Launched
-from diloco_orchestrator.protocol.record_format import By, Stamp
-from diloco_orchestrator.protocol.records import Run
-from diloco_orchestrator.protocol.signatures import to_text
+from diloco_orchestrator.protocol.record_format import By
 from diloco_orchestrator.protocol.signed_objects import why_not_by
 from diloco_orchestrator.redaction import redact
-from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.run_log.run_store import keep_key, of_run, unsigned_in
+from diloco_orchestrator.run_log.run_store import of_run, unsigned_in
 from diloco_orchestrator.signing.identity import Identity
 from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY
 from diloco_orchestrator.signing.keys import RunKey
-from diloco_orchestrator.supervision.launch_request import LaunchRequests
-from executors.contract import ReplicaHandle, ReplicaState
-
-KEY = RunKey(bytes([7] * 32))
-STAMP = Stamp("test", lambda: 1000.0)
-HOUR = 3600.0
-
-
-class Invited(Scene):
-    """A signed run of four replicas, of which the last is a stranger's, in memory."""
-
-    def __init__(self, machines: tuple[str, ...] = (), clock_s: float = 1000.0) -> None:
-        super().__init__()
-        self.executor = JoinExecutor(machines=machines, clock=self.clock)
-        self.executor._stamp = Stamp("coordinator", lambda: clock_s)
-        self.executor.use_store(self.url, {})
-        keep_key(KEY)
-        config = make_config({"entrypoint": "m:f", "replicas": 4, "invited": [3]})
-        run = Run(
-            **STAMP(), run_id="run-1", config=config, package_version="0", signed_by=KEY.signed_by, code_sha256="1" * 64
-        )
-        self.log = create_run(of_run(self.store), run, "test", STAMP)
-        self.store.create(keys.code("1" * 64), b"an archive")
-
-    def offer(self, attempt: int = 1) -> ReplicaHandle:
-        operator = KEY.operator(self.log.run_sha256)
-        launched = Launched(self.log.run_sha256)
-        requests = LaunchRequests(self.log.run, launched, self.log.store.url, dry=True, operator=operator)
-        return self.executor.launch(requests.request(3, attempt, False))
-
-    def link(self, lasts_s: float = HOUR) -> Link:
-        user, invitation = create_invitation(self.log, 3, lasts_s, STAMP)
-        return Link(
-            url=self.url,
-            run_sha256=self.log.run_sha256,
-            code_sha256="1" * 64,
-            signed_by=KEY.signed_by.key,
-            replica_id=3,
-            seed=to_text(user.seed),
-            not_after=invitation.not_after,
-        )
-
-    def run_by(self, link: Link, program: Any, **fields: Any) -> int:
-        """A machine with the link and nothing else."""
-        given = of_link(link, JoinSettings(**{"once": True, "hours": 0.1, **fields}), {})[0]
-        settings = {name: getattr(given, name) for name in vars(given)}
-        return self.machine(program, why_not=only_code_of(link, of_run(self.store, {})), **settings).run()
+from executors.contract import ReplicaState
 
 
 @pytest.fixture
@@ -224,8 +172,8 @@ def test_a_damaged_or_foreign_link_is_refused_and_not_shown(changed: Callable[[L
 def test_a_machine_whose_clock_is_an_hour_off_is_asked_whether_it_is_right(scene: Invited, seconds: float):
     """By a server that refuses such requests as S3 does, which a link that works is sent to."""
     with running_signed_s3() as server, server.ahead_by(seconds):
-        options = {**server.options(), "token": "T0KEN"}
-        credentials = Credentials(key=options["key"], secret=options["secret"], token=options["token"])
+        options = server.options()
+        credentials = Credentials(key=options["key"], secret=options["secret"], token="T0KEN")
         changes = {"url": "s3://bucket/run", "endpoint_url": server.url, "credentials": credentials}
         text = scene.link().model_copy(update=changes).text()
         done = CliRunner().invoke(join, [text, "--hours", "0.01"], standalone_mode=False)
@@ -240,7 +188,7 @@ def test_a_link_is_a_secret_of_one_line_that_mail_may_break(scene: Invited):
     assert text not in redact(f"diloco join {text}", {}) and "S3CRET" not in repr(link)
 
 
-def test_a_machine_with_a_link_runs_no_other_code_and_uses_no_account_of_its_user(scene: Invited):
+def test_a_machine_with_a_link_runs_no_other_code(scene: Invited):
     link = scene.link()
     offer = Offer.from_bytes(RunLog(scene.log.store).store.get(keys.join_offer(scene.offer().native_id)), "offer")
     why_not = only_code_of(link, scene.log.store)
@@ -248,16 +196,6 @@ def test_a_machine_with_a_link_runs_no_other_code_and_uses_no_account_of_its_use
     for forged in ({"command": ("sh",)}, {"env": {"LD_PRELOAD": "x"}}, {"code": f"code/{'9' * 64}.zip"}):
         assert why_not(offer.model_copy(update=forged))
     assert only_code_of(link.model_copy(update={"code_sha256": "9" * 64}), scene.log.store)(offer)
-    lent = link.model_copy(update={"credentials": Credentials(key="k", secret="s", token="t"), "region_name": "here"})
-    mine = {"AWS_PROFILE": "work", "AWS_ACCESS_KEY_ID": "mine", "HOME": "/home/me"}
-    environ = of_link(lent, JoinSettings(), mine)[1]
-    assert environ == {
-        "HOME": "/home/me",
-        "AWS_ACCESS_KEY_ID": "k",
-        "AWS_SECRET_ACCESS_KEY": "s",
-        "AWS_SESSION_TOKEN": "t",
-        "AWS_REGION": "here",
-    }
 
 
 # -- who can be invited -----------------------------------------------------------------------------------------------

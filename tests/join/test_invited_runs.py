@@ -8,25 +8,33 @@ from pathlib import Path
 
 import pytest
 from iam_server import ADMIN, BUCKET, ROLE, IamServer, running_iam_server
-from joined import EVERY_S, ROOT
+from joined import ROOT
 from real_runs import FAST
 
 from diloco_orchestrator import RunReader, launch
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.join.executor import JoinExecutor
+from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_store import identity_of_user, of_run
 from diloco_orchestrator.store.open_store import open_store
 
 pytestmark = pytest.mark.slow
 URL = f"s3://{BUCKET}/run"
+TOKEN_S = 120.0  # of life of temporary credentials: the stranger's seat lasts longer
 SETTINGS = {**FAST, "replicas": 3, "invited": [2], "aggregate": "mean", "rounds": 4, "sync_every": 3, "quorum": "all"}
-SETTINGS |= {"snapshot_every": 2, "env": {"OMP_NUM_THREADS": "1"}}
+# Replicas wait for the stranger for minutes, and should not keep the server busy meanwhile.
+SETTINGS |= {
+    "snapshot_every": 2,
+    "env": {"OMP_NUM_THREADS": "1"},
+    "timing": {**FAST["timing"], "poll_s": 0.5, "heartbeat_s": 1.0},
+}
+EVERY_S = "1"
 
 
 @pytest.fixture
 def server() -> Iterator[IamServer]:
-    with running_iam_server({}) as found:
+    with running_iam_server({}, token_s=TOKEN_S) as found:
         yield found
 
 
@@ -38,15 +46,17 @@ def diloco(folder: Path, environ: dict[str, str], *args: str) -> "subprocess.Pop
 
 
 def test_a_machine_without_an_account_takes_part_by_a_link(server: IamServer, tmp_path: Path, monkeypatch):
+    """In the second round its replica waits until the credentials of the link have ended."""
     account = {**server.environ(ADMIN), "AWS_ENDPOINT_URL": server.url, "AWS_REGION": "us-east-1"}
     for name, value in account.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [ROOT, ROOT / "tests/support"])))
     monkeypatch.syspath_prepend(ROOT / "tests/support")
     executor = JoinExecutor(machines=(identity_of_user().public.text(),))
-    args = {"folder": str(tmp_path), "hold": []}
+    args = {"folder": str(tmp_path), "hold": [2]}
     run = launch("tiny_workloads:train_holding", store=URL, executor=executor, args=args, **SETTINGS)
-    key = RunReader(open_store(URL)).run.signed_by
+    folder = of_run(open_store(URL))
+    key = RunReader(folder).run.signed_by
     assert key is not None
     mine = {**account, "XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]}
     made = diloco(tmp_path, mine, "invite", URL, "--replica", "2", "--expires", "1h", "--role", ROLE)
@@ -54,12 +64,19 @@ def test_a_machine_without_an_account_takes_part_by_a_link(server: IamServer, tm
     assert made.returncode == 0, said
     (tmp_path / "stranger").mkdir()
     machines = [
-        diloco(tmp_path, mine, "join", URL, "--signed-by", key.key, "--replica", str(each), "--every", str(EVERY_S))
+        diloco(tmp_path, mine, "join", URL, "--signed-by", key.key, "--replica", str(each), "--every", EVERY_S)
         for each in (0, 1)
     ]
-    machines.append(diloco(tmp_path / "stranger", {}, "join", link.strip(), "--every", str(EVERY_S)))
+    machines.append(diloco(tmp_path / "stranger", {}, "join", link.strip(), "--every", EVERY_S))
+
+    def supervise() -> None:
+        left = [each for each in machines if each.poll() is not None]
+        assert not left or (tmp_path / "release").exists(), [each.communicate()[1] for each in left]
+        if (tmp_path / "held-2").exists() and len(list(folder.list(keys.GRANTS))) >= 3:
+            (tmp_path / "release").touch()
+
     try:
-        result = run.wait()
+        result = run.wait(on_poll=supervise)
         said = "".join(each.communicate(timeout=60)[1] for each in machines)
     finally:
         for each in machines:
@@ -78,5 +95,7 @@ def test_a_machine_without_an_account_takes_part_by_a_link(server: IamServer, tm
     assert verify_run(of_run(open_store(URL))).agrees
     calls = server.calls("diloco-replica-2")
     assert calls and not [each for each in calls if each["refused"]]
-    for info in open_store(URL).list(""):
-        assert link.strip().encode() not in open_store(URL).get(info.key), info.key
+    assert len({each["key"] for each in calls}) >= 2  # sets of credentials with which it has asked
+    bucket = open_store(URL)
+    for info in bucket.list(""):
+        assert link.strip().encode() not in bucket.get(info.key), info.key

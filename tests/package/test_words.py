@@ -152,6 +152,7 @@ def sample_keys() -> tuple[str, ...]:
             keys.colleague("0" * 32, 1),
             keys.invitation(1, 5, "0" * 32),
             keys.revocation(1, 5, "0" * 32),
+            keys.grant(1, 5, "0" * 32, 2),
         ),
         *(each(1, 1) for each in attempt),
         *(

@@ -29,7 +29,7 @@ def exchanged(meeting: str, rank: int, ranks: int, cases: int) -> list[str]:
     limit = timedelta(seconds=30)  # for the other ranks, where one of them has raised
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
     try:
-        joined = Ranks.joined(rank, limit.total_seconds())
+        joined = Ranks.joined(rank, "127.0.0.1", limit.total_seconds())
         found = [_exchange(joined, case) for case in range(cases)]
         joined.close()
         return found

@@ -23,6 +23,8 @@ from io import BytesIO
 from typing import Any
 from urllib.parse import parse_qs
 
+from s3_server import Expiring, OneCreateAtATime, has_expired, let_tokens_live
+
 BUCKET = "bucket"
 ADMIN = "admin"
 ROLE = "arn:aws:iam::123456789012:role/lender"  # that every user may assume, with a policy of the request's own
@@ -138,9 +140,11 @@ class Judge:
             return self._mint(parse_qs(body.decode()), environ, start_response)
         asked = questions(environ, body)
         refused = not asked or not all(allows(self._policies.get(user, _NOTHING), each) for each in asked)
+        expired = has_expired(environ.get("HTTP_X_AMZ_SECURITY_TOKEN"))
         for each in asked:
-            told = {"action": each.action, "resource": each.resource, "context": dict(each.context)}
-            self._calls.append({"user": self.names.get(user, "nobody"), **told, "refused": refused})
+            told: dict[str, Any] = {"action": each.action, "resource": each.resource, "context": dict(each.context)}
+            told |= {"user": self.names.get(user, "nobody"), "key": user, "refused": refused or expired}
+            self._calls.append(told)
         if refused and environ["REQUEST_METHOD"] == "POST":
             return _refuse_each(asked, start_response)
         if refused:
@@ -211,9 +215,12 @@ class IamServer:
 
 
 @contextmanager
-def running_iam_server(policies: Mapping[str, Policy]) -> Iterator[IamServer]:
-    """With the bucket `BUCKET`, a user for each policy, and `ADMIN`, who may do everything."""
-    command = [sys.executable, __file__, json.dumps({**policies, ADMIN: _EVERYTHING})]
+def running_iam_server(policies: Mapping[str, Policy], token_s: float | None = None) -> Iterator[IamServer]:
+    """With the bucket `BUCKET`, a user for each policy, and `ADMIN`, who may do everything.
+
+    `token_s`: how long session tokens live, whatever is asked for; None: as long as is asked for.
+    """
+    command = [sys.executable, __file__, json.dumps({**policies, ADMIN: _EVERYTHING}), json.dumps(token_s)]
     environ = {**os.environ, "INITIAL_NO_AUTH_ACTION_COUNT": "0"}
     server = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert server.stdout is not None
@@ -230,11 +237,12 @@ def main() -> None:
     from moto.core import DEFAULT_ACCOUNT_ID
     from moto.iam.models import iam_backends
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
-    from s3_server import OneCreateAtATime
     from werkzeug.serving import make_server
 
     by_key: dict[str, Policy] = {}
-    judge = Judge(OneCreateAtATime(DomainDispatcherApplication(create_backend_app)), by_key)
+    judge = Judge(Expiring(OneCreateAtATime(DomainDispatcherApplication(create_backend_app))), by_key)
+    if (token_s := json.loads(sys.argv[2])) is not None:
+        let_tokens_live(token_s)
     users = {}
     iam = iam_backends[DEFAULT_ACCOUNT_ID]["aws"]
     role = iam.create_role("lender", json.dumps(_EVERYTHING), "/", None, "", [], "3600")

@@ -3,15 +3,28 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
+from diloco_orchestrator.cli.join_command import of_link, only_code_of
 from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.config import make_config
 from diloco_orchestrator.join.executor import JoinExecutor
+from diloco_orchestrator.join.invitations import create_invitation
+from diloco_orchestrator.join.link import Link
 from diloco_orchestrator.join.machine import Identity, JoinSettings, Machine
+from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Offer
+from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Run
+from diloco_orchestrator.protocol.signatures import to_text
+from diloco_orchestrator.run_log.append import create_run
+from diloco_orchestrator.run_log.run_store import keep_key, of_run
+from diloco_orchestrator.signing.keys import RunKey
 from diloco_orchestrator.store.open_store import open_store
-from executors.contract import LaunchRequest
+from diloco_orchestrator.supervision.launch_request import LaunchRequests
+from executors.contract import LaunchRequest, ReplicaHandle
 
 
 @dataclass
@@ -90,3 +103,49 @@ class Scene:
 
     def program(self, **fields: object) -> Program:
         return Program(self.clock, **fields)  # type: ignore[arg-type]
+
+
+KEY = RunKey(bytes([7] * 32))
+STAMP = Stamp("test", lambda: 1000.0)
+HOUR = 3600.0
+
+
+class Invited(Scene):
+    """A signed run of four replicas, of which the last is a stranger's, in memory."""
+
+    def __init__(self, machines: tuple[str, ...] = (), clock_s: float = 1000.0) -> None:
+        super().__init__()
+        self.executor = JoinExecutor(machines=machines, clock=self.clock)
+        self.executor._stamp = Stamp("coordinator", lambda: clock_s)
+        self.executor.use_store(self.url, {})
+        keep_key(KEY)
+        config = make_config({"entrypoint": "m:f", "replicas": 4, "invited": [3]})
+        run = Run(
+            **STAMP(), run_id="run-1", config=config, package_version="0", signed_by=KEY.signed_by, code_sha256="1" * 64
+        )
+        self.log = create_run(of_run(self.store), run, "test", STAMP)
+        self.store.create(keys.code("1" * 64), b"an archive")
+
+    def offer(self, attempt: int = 1) -> ReplicaHandle:
+        operator = KEY.operator(self.log.run_sha256)
+        launched = Launched(self.log.run_sha256)
+        requests = LaunchRequests(self.log.run, launched, self.log.store.url, dry=True, operator=operator)
+        return self.executor.launch(requests.request(3, attempt, False))
+
+    def link(self, lasts_s: float = HOUR) -> Link:
+        user, invitation = create_invitation(self.log, 3, lasts_s, STAMP)
+        return Link(
+            url=self.url,
+            run_sha256=self.log.run_sha256,
+            code_sha256="1" * 64,
+            signed_by=KEY.signed_by.key,
+            replica_id=3,
+            seed=to_text(user.seed),
+            not_after=invitation.not_after,
+        )
+
+    def run_by(self, link: Link, program: Any, **fields: Any) -> int:
+        """A machine with the link and nothing else."""
+        given = of_link(link, JoinSettings(**{"once": True, "hours": 0.1, **fields}))
+        settings = {name: getattr(given, name) for name in vars(given)}
+        return self.machine(program, why_not=only_code_of(link, of_run(self.store, {})), **settings).run()

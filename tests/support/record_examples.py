@@ -148,6 +148,17 @@ EXAMPLES: dict[str, Record] = {
     "invitation": attempt_records.Invitation(
         **STAMP, epoch=1, replica_id=5, identity="0" * 32, public="diloco-user-" + "A" * 86, not_after=1700086400.5
     ),
+    "grant": attempt_records.Grant(
+        **STAMP,
+        epoch=1,
+        replica_id=5,
+        identity="0" * 32,
+        number=2,
+        sealed="A" * 100,
+        not_after=1700043200.5,
+        lasts_s=43200.0,
+        role="arn:aws:iam::123456789012:role/lender",
+    ),
     "taken": attempt_records.Taken(**STAMP, by="0123456789abcdef", host="box", pid=7),
     "lease": attempt_records.Lease(**STAMP, counter=9),
     "join_cancel": attempt_records.JoinCancel(**STAMP),

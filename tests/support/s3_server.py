@@ -102,7 +102,7 @@ class Expiring:
         self._app = app
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
-        if "HTTP_X_AMZ_SECURITY_TOKEN" not in environ or not _has_expired(environ["HTTP_X_AMZ_SECURITY_TOKEN"]):
+        if not has_expired(environ.get("HTTP_X_AMZ_SECURITY_TOKEN")):
             return self._app(environ, start_response)
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         body = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
@@ -111,7 +111,8 @@ class Expiring:
         return [body]
 
 
-def _has_expired(token: str) -> bool:
+def has_expired(token: str | None) -> bool:
+    """Whether this is the session token of an assumed role whose time is over."""
     from moto.core.utils import utcnow
     from moto.sts.models import sts_backends
 
@@ -119,7 +120,7 @@ def _has_expired(token: str) -> bool:
     return any(role.session_token == token and role.expiration < utcnow() for role in roles)
 
 
-def _let_tokens_live(seconds: float) -> None:
+def let_tokens_live(seconds: float) -> None:
     from moto.sts.models import STSBackend
 
     assume = STSBackend.assume_role
@@ -186,7 +187,7 @@ def main() -> None:
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
     from werkzeug.serving import make_server
 
-    _let_tokens_live(float(sys.argv[1]))
+    let_tokens_live(float(sys.argv[1]))
     app = Expiring(Presigned(OneCreateAtATime(DomainDispatcherApplication(create_backend_app))))
     server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=MotoRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

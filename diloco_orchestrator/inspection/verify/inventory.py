@@ -37,7 +37,7 @@ _WHY_NOT: Mapping[str, str] = {
     "scale requests": "how many replicas somebody asked for; who took part is in the commits",
     "replicas that are out": "a coordinator's notice that it launches a replica no more, so that nobody waits for it",
     "joined machines": "how attempts are handed to machines that join, and their output",
-    "invitations": "whom a launcher lets run a replica, and who may no longer; attempts' keys follow from it",
+    "invitations": "whom a launcher lets run a replica, or no longer, and what it needs; attempts' keys follow from it",
     "other starts": "beside start.json; the one that the log begins with is checked",
     "what replicas began with": "which start counts follows from it, and the log from that start",
     "late manifests": "came after their round's commit",
@@ -196,7 +196,7 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
         return "retention", False
     if keys.parse_join_record(key) is not None or keys.is_join_piece(key):
         return "joined machines", False
-    if keys.invitation.parse(key) or keys.revocation.parse(key):
+    if keys.invitation.parse(key) or keys.revocation.parse(key) or keys.grant.parse(key):
         return "invitations", False
     if keys.parse_segment(key) is not None:
         return "segments of the log", True
