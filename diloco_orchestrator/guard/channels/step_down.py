@@ -25,7 +25,7 @@ from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
 from diloco_orchestrator.guard.channels.early import ADVICE
 from diloco_orchestrator.guard.channels.remembered import Remembered, added
 
-BEFORE = (6, 12)  # rounds before a step that are looked at: more bend, fewer say little of where they lead
+BEFORE = (6, 12)  # rounds before a step that are compared: more bend, fewer say little of where they lead
 # Rounds since a step, and the log-likelihood ratio that then halts, in nats, at the default threshold. Found by
 # simulation: each of them halts about as many plateaus of AR(1) .5 and .7 noise.
 LIMITS = {5: 14.5, 8: 14.0, 12: 12.5, 20: 11.5, 32: 9.5, 48: 9.5}
@@ -72,7 +72,7 @@ class Found:
     evidence: float  # log-likelihood ratio to no step, in nats
 
     def share(self, threshold: float) -> float:
-        """Of the evidence that halts. `threshold`: the setting."""
+        """The evidence over that which halts. `threshold`: the setting."""
         return self.evidence / (threshold / _DEFAULT * LIMITS[self.since])
 
 
