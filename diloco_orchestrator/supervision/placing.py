@@ -250,47 +250,61 @@ def _needless(view: PlacesView, now: float, limits: Limits) -> Decision:
         return Wait("")
     dearest = view.dearest(known)
     if LESS * LESS * view.usd_per_token(dearest) <= _worth(view, now, LESS * _mean(view, without=dearest)):
-        return _overpaying(view, now, known)
+        return _overpaying(view, now, limits, known)
     if not view.round_ended:
-        return _overpaying(view, now, known)
+        return _overpaying(view, now, limits, known)
     why = f"{view.by_name[dearest.place].words()} costs too much for more than {limits.least} replicas"
     return Vacate(dearest.replica_id, why)
 
 
-def _overpaying(view: PlacesView, now: float, training: Sequence[SeatView]) -> Decision:
+def _overpaying(view: PlacesView, now: float, limits: Limits, training: Sequence[SeatView]) -> Decision:
     """Decision to end the attempt that has cost the most beyond what its tokens cost elsewhere, if that would have paid
-    for a start there; else to wait.
+    for a start there, which the limits allow; else to wait.
 
     Not more at once than train there already, which may be all of its machines, unless the attempt is too dear to be
     kept in any case.
     """
     worth = _worth_opening(view, now)
+    leaving = sum(each.leaving for each in view.seats)
+    kept_usd = math.fsum(map(view.hourly_usd, view.kept))
     for seat in sorted(training, key=lambda each: (-each.overpaid_usd, -each.replica_id)):
         to = _cheaper(view, now, seat)
         if to is None or seat.overpaid_usd <= to.start_usd or LESS * to.usd_per_token > worth:
             continue
+        rate_usd = kept_usd - view.hourly_usd(seat) + (1 + leaving) * _hourly_usd(to)
+        if limits.usd_per_hour is not None and rate_usd > limits.usd_per_hour + _CENT / 100:
+            continue
         there = sum(each.trains and each.place == to.name for each in view.seats)
-        starting = sum(each.leaving or (bool(each.place) and not each.trains) for each in view.seats)
+        starting = leaving + sum(bool(each.place) and not each.leaving and not each.trains for each in view.seats)
         if starting < max(1, there) or LESS * LESS * view.usd_per_token(seat) > to.usd_per_token:
             return Vacate(seat.replica_id, f"{to.words()} costs less than {view.by_name[seat.place].words()}")
     return Wait("")
 
 
 def _cheaper(view: PlacesView, now: float, seat: SeatView) -> PlaceView | None:
-    """The cheapest place that has machines, as far as is known, if a token costs less there than for this attempt."""
-    others = [each for each in view.places if each.accepts(now) and each.name != seat.place]
-    to = min(others, key=_cost, default=None)
-    return to if to is not None and to.usd_per_token < view.usd_per_token(seat) else None
+    """The cheapest place that has machines, as far as is known, and is better than that of this attempt."""
+    here = view.by_name.get(seat.place)
+    others = [each for each in view.places if each.accepts(now) and here is not None and _is_better(each, here)]
+    return min(others, key=_cost, default=None)
+
+
+def _is_better(place: PlaceView, than: PlaceView) -> bool:
+    """Whether a token costs less at `place`: at all if its machines are as fast, by a fifth if they are slower."""
+    if place.tokens_per_s < than.tokens_per_s:
+        return place.usd_per_token <= LESS * than.usd_per_token
+    return place.usd_per_token < than.usd_per_token
 
 
 def overpaid_usd(places: Sequence[PlaceView], place: str, now: float) -> float:
-    """US dollars a second by which a machine at `place` costs more than its tokens do at the cheapest other place that
-    has machines; negative where they cost less. 0 if nothing can be compared.
+    """US dollars a second by which a machine at `place` costs more than its tokens do at the cheapest better place that
+    has machines; without any, minus what it costs less than at the cheapest other one. 0 if nothing can be compared.
     """
     here = next((each for each in places if each.name == place), None)
-    there = min((each.usd_per_token for each in places if each.accepts(now) and each.name != place), default=math.inf)
-    if here is None or here.known_by != "measured" or math.isinf(there) or math.isinf(here.usd_per_token):
+    others = [each for each in places if each.accepts(now) and each.name != place]
+    if here is None or here.known_by != "measured" or math.isinf(here.usd_per_token) or not others:
         return 0.0
+    better = [each.usd_per_token for each in others if _is_better(each, here)]
+    there = min(better) if better else max(here.usd_per_token, min(each.usd_per_token for each in others))
     return (here.usd_per_token - there) * here.tokens_per_s
 
 
@@ -328,16 +342,20 @@ def _move(view: PlacesView, now: float, limits: Limits) -> Decision:
 
 
 def _hoped_cost(view: PlacesView, place: PlaceView) -> float:
-    """US dollars per token at a place; `HOPED` times the expected speed is assumed where nobody has trained."""
+    """US dollars per token at a place; `HOPED` times the expected speed is assumed where nobody has trained, and any
+    speed if nothing is known of its machines: that its price is high may mean that they are fast.
+    """
     tried = any(each.place == place.name for each in view.seats)
     measured = any(each.known_by == "measured" for each in view.places)
-    return place.usd_per_token / (1.0 if place.known_by == "measured" or tried or not measured else HOPED)
+    if place.known_by == "measured" or tried or not measured:
+        return place.usd_per_token
+    return place.usd_per_token / HOPED if place.known_by else 0.0
 
 
 def _pays(view: PlacesView, now: float, seat: SeatView, to: PlaceView) -> bool:
     """Whether a replica should move to `to`: it has overpaid a start there, or a token may cost a fifth less."""
     if to.accepts(now) and view.is_comparable(seat):
-        return to.usd_per_token < view.usd_per_token(seat) and seat.overpaid_usd > to.start_usd
+        return _is_better(to, view.by_name[seat.place]) and seat.overpaid_usd > to.start_usd
     return _hoped_cost(view, to) <= LESS * view.usd_per_token(seat)
 
 

@@ -129,6 +129,10 @@ def test_machines_beyond_the_least_leave_once_they_have_overpaid_a_start_where_a
         assert [each.why for each in decisions] == left * [
             "b ($3.60 an hour, $2.5 per million tokens) costs less than a ($1.00 an hour, $2.78 per million tokens)"
         ]
+    five_for_one = view(*overpaid("a", 0, 1, 2, 3), places=(A, replace(B, hourly_usd=4.5, tokens_per_s=500.0)))
+    assert all_decisions(five_for_one, replace(limits, usd_per_hour=5.0)) == [], "the limit does not pay for one of b"
+    slower = (A, replace(B, hourly_usd=0.81, tokens_per_s=90.0))  # .9 of a
+    assert all_decisions(view(*overpaid("a", 0, 1, 2, 3), places=slower), limits) == []
     refuses = (A, replace(cheaper[1], refused_since=NOW, refused_at=NOW))
     assert all_decisions(view(*overpaid("a", 0, 1, 2, 3), places=refuses, round_ended=False), limits) == []
 
@@ -147,6 +151,8 @@ def test_a_place_where_nobody_has_trained_is_tried_once_with_one_machine_if_it_m
     seen = view(*training("a", 0, 1), *free(2, 3), places=(A, unknown))
     assert short(all_decisions(seen)) == [(2, "c")]
     assert all_decisions(view(*training("a", 0, 1), *free(2, 3), places=(A, replace(unknown, hourly_usd=7.0)))) == []
+    no_figure = replace(unknown, hourly_usd=7.0, known_by="")  # which may be as fast as its price says
+    assert short(all_decisions(view(*training("a", 0, 1), *free(2, 3), places=(A, no_figure)))) == [(2, "c")]
     assert short(all_decisions(view(*training("a", 0, 1), places=(A, unknown)), Limits(2, 2))) == [(1, "leaves")]
     left = view(*training("a", 0), *free(1), places=(A, unknown), moved_round=10, heading="c")
     assert short(all_decisions(left, Limits(2, 2))) == [(1, "c")], "and not where it came from"
