@@ -10,8 +10,9 @@ Each run ends at a goal: the tokens that `least` machines would make in half of 
 Compared with: the best *fixed* fleet, one place and one number for the whole run, chosen afterwards; *cheapest first*,
 which opens each machine where an hour costs least and there is one, and moves nobody; a *clairvoyant* that knows each
 place's speed, price and capacity at each moment, has further machines at the best place alone, and starts and moves
-them at once and for nothing; and a *foreseeing* one that knows the future too, and buys its machine-minutes when they
-are cheap: no choice of places reaches the goal for less. All keep `least` machines and never more than `usd_per_hour`
+them at once and for nothing; a *foreseeing* one that knows the future too, and buys its machine-minutes beyond `least`
+when they are cheap; and, with `--bound`, the fewest dollars for which somebody who knows the future, but pays starts,
+makes the policy's tokens in its hours (`fleet_bound`). All keep `least` machines and never more than `usd_per_hour`
 allows.
 """
 
@@ -19,15 +20,15 @@ import argparse
 import logging
 import math
 import random
-import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 from typing import Any, cast
 
-from fleet_markets import LAST, OTHERS, PUBLISHED, TICK_S, TUNED, Market, Site
+from fleet_markets import FRESH, LAST, OTHERS, PUBLISHED, TICK_S, TUNED, Market, Site
 from measuring import Results, Sample, heading, markdown, publish, sources_of
 
 from diloco_orchestrator.config import RunConfig, make_config
@@ -126,6 +127,8 @@ class World:
     market: Market
     goal: float
     max_cost_usd: float | None = None
+    boot_s: float = BOOT_S
+    leave_s: float = LEAVE_S
     tick: int = 0
     views: dict[int, ReplicaView] = field(default_factory=dict)
     machines: dict[int, Machine] = field(default_factory=dict)  # by replica id
@@ -152,10 +155,12 @@ class World:
             if self.tick and self.tick % round(ROUND_S / TICK_S) == 0:
                 book.read(self._commit())
                 if self.halting:
-                    self.found.usd += sum(each.site.usd[self.tick] for each in self.machines.values()) * LEAVE_S / 3600
+                    self.found.usd += (
+                        sum(each.site.usd[self.tick] for each in self.machines.values()) * self.leave_s / 3600
+                    )
                     break
             if self.max_cost_usd is not None and self.found.usd >= self.max_cost_usd:  # every machine is ended at once
-                self.found.usd += sum(each.site.usd[self.tick] for each in self.machines.values()) * LEAVE_S / 3600
+                self.found.usd += sum(each.site.usd[self.tick] for each in self.machines.values()) * self.leave_s / 3600
                 break
             self._step(book, config, policy)
             if self.found.tokens >= self.goal:
@@ -181,12 +186,14 @@ class World:
         for replica_id, machine in list(self.machines.items()):
             if self.now >= machine.leaves_at:
                 self._apply(replica_id, VendorSaid(ReplicaStatus(ReplicaState.CANCELLED)), policy)
-            elif machine.leaves_at == math.inf and self.now >= machine.since + BOOT_S:
+            elif machine.leaves_at == math.inf and self.now >= machine.since + self.boot_s:
                 self._apply(replica_id, BeatSeen(self.tick), policy)
                 tokens += machine.site.tokens_per_s * TICK_S
                 self.worked[replica_id] = self.worked.get(replica_id, 0.0) + TICK_S
         rate = sum(each.site.usd[self.tick] for each in self.machines.values())
-        idle = [each for each in self.machines.values() if each.leaves_at < math.inf or self.now < each.since + BOOT_S]
+        idle = [
+            each for each in self.machines.values() if each.leaves_at < math.inf or self.now < each.since + self.boot_s
+        ]
         self.found.idle_usd += sum(each.site.usd[self.tick] for each in idle) * TICK_S / 3600
         self.found.add(tokens, rate, self.market)
 
@@ -222,7 +229,7 @@ class World:
                     self.found.moves += "moves from" in why
                     self._apply(replica_id, CancelAsked(why), policy)
                     if replica_id in self.machines and isinstance(self.views[replica_id].state, Cancelling):
-                        self.machines[replica_id].leaves_at = self.now + LEAVE_S
+                        self.machines[replica_id].leaves_at = self.now + self.leave_s
                 case _:
                     raise SystemExit(f"{action}: a market ended a run")
 
@@ -244,7 +251,7 @@ class World:
 
 
 def foreseeing(market: Market, goal: float) -> Outcomes:
-    """The fewest dollars for `goal` tokens of anybody who knows all prices, capacities and speeds to come.
+    """Few dollars for `goal` tokens, by knowing all prices, capacities and speeds to come.
 
     `least` machines run at each tick until the end, where tokens cost least; beside them machine-minutes are bought in
     the order of their cost per token, whenever they come; the end is the one that costs least. Nothing starts, moves or
@@ -344,10 +351,14 @@ def best_fixed(market: Market, goal: float) -> Outcomes:
     return max(able, key=lambda each: each.tokens_per_usd) if able else Outcomes()
 
 
-def play(name: str, seed: int, days: float) -> Sample:
+MARKETS = {**TUNED, **OTHERS, **LAST, **PUBLISHED, **FRESH}
+
+
+def play(name: str, seed: int, days: float, bound: bool = False) -> Sample:
     """One market: the figures of the policy and of what it is compared with."""
+    logging.disable(logging.CRITICAL)
     ticks = round(days * 86400 / TICK_S)
-    market = {**TUNED, **OTHERS, **LAST, **PUBLISHED}[name](random.Random(f"{name} {seed}"), ticks)
+    market = MARKETS[name](random.Random(f"{name} {seed}"), ticks)
     goal = _goal_of(market, ticks // 2)
     ours, ideal, foreseen = World(market, goal).run(), clairvoyant(market, goal), foreseeing(market, goal)
     fixed, cheapest = best_fixed(market, goal), simple(market, goal, market.most)
@@ -359,6 +370,8 @@ def play(name: str, seed: int, days: float) -> Sample:
         "reached": ours.reached,
         "of_clairvoyant": ours.tokens_per_usd / ideal.tokens_per_usd,
         "of_foreseeing": ours.tokens_per_usd / foreseen.tokens_per_usd,
+        "without_starts": World(market, goal, boot_s=0.0, leave_s=0.0).run().tokens_per_usd / ideal.tokens_per_usd,
+        "of_bound": _fewest_usd(market, ours.tokens, ours.hours) / ours.usd if bound else math.nan,
         "of_fixed": ours.tokens_per_usd / fixed.tokens_per_usd if fixed.reached else math.nan,
         "of_cheapest": ours.tokens_per_usd / cheapest.tokens_per_usd if cheapest.tokens else math.nan,
         "hours": ours.hours,
@@ -375,6 +388,12 @@ def play(name: str, seed: int, days: float) -> Sample:
     }
 
 
+def _fewest_usd(market: Market, goal: float, hours: float) -> float:
+    from fleet_bound import fewest_usd  # needs scipy, which nothing else here does
+
+    return fewest_usd(market, goal, hours)
+
+
 def _goal_of(market: Market, ticks: int) -> float:
     """The tokens that `least` machines make in so many ticks where tokens cost least."""
     goal = 0.0
@@ -388,7 +407,7 @@ def _goal_of(market: Market, ticks: int) -> float:
 def table(samples: Sequence[Sample]) -> str:
     """A row for each market."""
     rows = []
-    for name in [*TUNED, *OTHERS, *LAST, *PUBLISHED]:
+    for name in MARKETS:
         of: list[Mapping[str, Any]] = [each for each in samples if each["market"] == name]
         if not of:
             continue
@@ -397,17 +416,22 @@ def table(samples: Sequence[Sample]) -> str:
             [
                 name if name in TUNED else f"*{name}*",
                 f"{mean(ratio):.2f} ({min(ratio):.2f})",
-                *(f"{_mean(of, key):.2f}" for key in ("of_foreseeing", "of_fixed", "of_cheapest")),
+                *(
+                    f"{_mean(of, key):.2f}"
+                    for key in ("without_starts", "of_bound", "of_foreseeing", "of_fixed", "of_cheapest")
+                ),
                 f"{_mean(of, 'hours'):.0f}, {_mean(of, 'hours_clairvoyant'):.0f}, {_mean(of, 'hours_fixed'):.0f}",
                 f"{max(each['moves_an_hour'] for each in of):.2f}",
                 f"{max(each['highest'] for each in of):.2f}, {max(each['above_s'] for each in of) / 60:.0f} min",
-                f"{100 * _mean(of, 'idle'):.0f} %",
+                f"{100 * _mean(of, 'idle'):.1f} %",
                 f"{max(each['over_usd'] / each['a_minute_usd'] for each in of):.1f}",
             ]
         )
     columns = [
         "market",
         "of the clairvoyant (worst)",
+        "the same if starts cost nothing",
+        "of the bound",
         "of the foreseeing",
         "of the best fixed fleet",
         "of cheapest first",
@@ -430,18 +454,20 @@ def main() -> None:
     parser.add_argument("--days", type=float, default=6.0)
     parser.add_argument("--repetitions", type=int, default=6, help="seeds of each market")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--markets", nargs="*", default=[*TUNED, *OTHERS, *LAST, *PUBLISHED])
+    parser.add_argument("--markets", nargs="*", default=list(MARKETS))
+    parser.add_argument("--bound", action="store_true", help="compare with `fleet_bound` too; needs scipy")
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-fleet.jsonl")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/inside/performance.md")
     given = parser.parse_args()
-    logging.disable(logging.CRITICAL)
     results = Results("fleet", given.results)
     results.begin(sources_of(None), vars(given))
-    for name in given.markets:
-        for seed in range(given.first, given.first + given.repetitions):
-            began = time.monotonic()
-            results.add(**play(name, seed, given.days))
-            print(results.samples[-1], f"{time.monotonic() - began:.0f} s", flush=True)
+    seeds = range(given.first, given.first + given.repetitions)
+    with ProcessPoolExecutor(given.processes) as pool:
+        plays = [pool.submit(play, name, seed, given.days, given.bound) for name in given.markets for seed in seeds]
+        for each in as_completed(plays):
+            results.add(**each.result())
+            print(results.samples[-1], flush=True)
     session, samples = results.newest()
     text = f"{heading(session)}\n\n{table(samples)}"
     print(text)

@@ -1,7 +1,9 @@
 """Markets for `fleet`: prices, capacity and speeds of places over time, drawn from a seed. All but two are synthetic.
 
 `TUNED` are those that the policy was written with. `OTHERS` came afterwards; what it lost in two of them (own nights,
-lone) changed it later. `LAST` came after that change and changed nothing. `PUBLISHED` are records (`spot_records`).
+lone) changed it later. `LAST` came after that change. `PUBLISHED` are records (`spot_records`). Losses in all of these
+changed it once more: a replica leaves once it has overpaid a start elsewhere. `FRESH` came after that, and changed
+nothing.
 What is published elsewhere has the shape of "flicker": in the traces of github.com/skypilot-org/spot-traces (AWS, V100,
 16 machines, August 2023, every five minutes; Wu et al., NSDI 2024) a zone has all 16 machines or none at nearly every
 look, for five minutes or days. Spot prices at a third of on demand: "roughly 66 %" less, spell.ml's deep dive into
@@ -13,7 +15,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from spot_records import G2_USD, LOOK_S, V100_MACHINES
+from spot_records import G2_USD, K80_MACHINES, LOOK_S, V100_MACHINES, V100_RARE
 
 TICK_S = 60.0
 
@@ -281,6 +283,55 @@ def noisy(draw: random.Random, ticks: int) -> Market:
     return Market(sites)
 
 
+# -- written once a replica left for what it had overpaid, and run once ------------------------------------------------
+
+
+def k80_zone(draw: random.Random, ticks: int) -> Market:
+    """Machines of eight K80s in one zone in October 2022, there or not, from two moments on; on demand beside them."""
+    speed, usd = 100 * 60 * draw.uniform(0.5, 1.1), 14.4  # of a p2.16xlarge on demand
+    sites = [Site("k80", speed, 60.0, [usd] * ticks, [_PLENTY] * ticks)]
+    for zone in "ab":
+        begin = draw.randrange(len(K80_MACHINES))
+        machines = [8 * K80_MACHINES[(begin + int(tick * TICK_S / 600.0)) % len(K80_MACHINES)] for tick in range(ticks)]
+        sites.append(Site(f"k80 spot {zone}", speed, 60.0, [round(usd * draw.uniform(0.3, 0.4), 3)] * ticks, machines))
+    return Market(sites, least=2, most=8, usd_per_hour=60.0)
+
+
+def v100_rare(draw: random.Random, ticks: int) -> Market:
+    """A V100 zone in February 2023 that had a machine now and then, for ten minutes or hours; a steady T4 beside it."""
+    sites = [_on_demand(draw, "t4", ticks), Site("v100", 12_500.0, 125.0, [3.06] * ticks, [_PLENTY] * ticks)]
+    for zone in "ab":
+        begin = draw.randrange(len(V100_RARE))
+        machines = [4 * V100_RARE[(begin + int(tick * TICK_S / 195.0)) % len(V100_RARE)] for tick in range(ticks)]
+        sites.append(Site(f"v100 spot {zone}", 12_500.0, 125.0, [0.92] * ticks, machines))
+    return Market(sites, least=2, most=8)
+
+
+def preemptible(draw: random.Random, ticks: int) -> Market:
+    """Two kinds of preemptible machines: each lost in its first three hours, or later, or after a day; soon replaced.
+
+    The shape is that of Kadupitiya et al., Modeling the temporally constrained preemptions of transient cloud VMs (HPDC
+    2020): many early losses, few afterwards, all that are left at the limit of 24 hours.
+    """
+    sites = [_on_demand(draw, "l4", ticks), _on_demand(draw, "a100", ticks)]
+    for kind in ("l4", "a100"):
+        machines = [0] * ticks
+        for _ in range(8):
+            tick = draw.randrange(60)
+            while tick < ticks:
+                lasts_h = draw.choice([min(24.0, draw.expovariate(1 / 1.5)), draw.uniform(3.0, 22.0), 24.0])
+                end = min(ticks, tick + max(1, round(lasts_h * 3600 / TICK_S)))
+                machines[tick:end] = [each + 1 for each in machines[tick:end]]
+                tick = end + round(math.exp(draw.uniform(math.log(5), math.log(120))))
+        sites.append(_site(draw, kind, [round(_KINDS[kind][0] * 0.3, 3)] * ticks, machines, f"{kind} preemptible"))
+    return Market(sites)
+
+
+FRESH: Mapping[str, Generator] = {
+    "k80 zone, 2022": k80_zone,
+    "v100 rare, 2023": v100_rare,
+    "preemptible": preemptible,
+}
 LAST: Mapping[str, Generator] = {"regimes": regimes, "noisy": noisy}
 PUBLISHED: Mapping[str, Generator] = {"v100 zones, 2023": v100_zones, "g2 auction, 2016": g2_auction}
 OTHERS: Mapping[str, Generator] = {"drift": drift, "own nights": own_nights, "jumps": jumps, "lone": lone}

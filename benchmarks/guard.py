@@ -80,6 +80,7 @@ FLEETS = {
 PEAKS = (40, 150)  # rounds after which an over-optimised gold score falls
 SIZES = (8, 15, 30, 60)  # rounds of delay that `items_needed` is asked for
 DROP, ITEM_SD = 0.05, 0.5
+_AT_ONCE = 4000  # runs
 RULES = ("SequentialGuard", "now", "patience 3", "patience 6")  # the last two: `HeldOutGuard`
 _DOCUMENT, _PICTURES = ROOT / "docs" / "reference" / "kill-switch.md", ROOT / "docs" / "reference" / "kill-switch"
 
@@ -163,14 +164,8 @@ def cells() -> Iterator[Cell]:
             yield Cell("size", f"{rounds}", lambda r, n, t=rounds, p=phi: _drop(r, t, p, n), phi, 0.0, "drop", 0.5)
     for case, make_runs in HELD_BACK.items():
         yield Cell("held back", case, make_runs)
-    for case, (curve, onset, fall, phi) in HELD_BACK_FALLS.items():
-        yield Cell(
-            "held-back fall",
-            case,
-            lambda r, n, c=curve, o=onset, f=fall, p=phi: falling(r, c, o, f, p, n),
-            phi,
-            fault=case,
-        )
+    for case, make_runs in HELD_BACK_FALLS.items():
+        yield Cell("held-back fall", case, make_runs, fault=case)
 
 
 def _pair(pair: tuple[guard_rules.Array, guard_rules.Array], family: str) -> Runs:
@@ -217,36 +212,90 @@ def _fleet(rng: Rng, fleet: Fleet, fault: str, runs: int) -> Runs:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def measure_cell(number: int, seed: int, runs: int) -> list[Sample]:
-    """A sample for each rule. The rule "now" is judged on a third of the runs."""
-    cell = [*cells()][number]
-    runs = max(4, round(runs * cell.share))
-    made = cell.make(np.random.default_rng([seed, number]), runs)
-    paired = made.in_loop is not None and cell.group in ("healthy", "fault", "early", "gao", "fleet", "public")
-    few = max(4, runs // 3)
-    own = guard_rules.sequential(made.heldout, made.in_loop, made.weight, made.gains, _guard(made))
-    found = {"SequentialGuard": (*own, made)}
-    if cell.group == "fall":
-        known = sqrt((1 + cell.phi) / (1 - cell.phi))
-        found["noise known"] = (
-            *guard_rules.sequential(made.heldout, made.in_loop, guard=_guard(made), known=known),
+def measure_cells(numbers: Sequence[int], seed: int, runs: int) -> list[Sample]:
+    """A sample of each of these cells for each rule. The rule "now" is judged on a third of the runs.
+
+    Each cell draws from its own stream, so that its runs do not depend on the other cells.
+    """
+    every = [*cells()]
+    cut = [every[number] for number in numbers]
+    made = [
+        cell.make(np.random.default_rng([seed, number]), max(4, round(runs * cell.share)))
+        for number, cell in zip(numbers, cut, strict=True)
+    ]
+    few = [_first(each, max(4, each.heldout.shape[1] // 3)) for each in made]
+    judged = {"SequentialGuard": (_together(made, lambda m: guard_rules.sequential(*_series(m), _guard(m))), made)}
+    group, phi = cut[0].group, cut[0].phi
+    if group == "fall":
+        known = sqrt((1 + phi) / (1 - phi))
+        judged["noise known"] = (
+            _together(made, lambda m: guard_rules.sequential(*_series(m), _guard(m), known=known)),
             made,
         )
-    cut = _first(made, few)
-    if not cell.group.startswith("held"):
-        trained = cut.in_loop if cut.in_loop is not None else 0 * cut.heldout
-        found["now"] = (*sequential_v1(cut.heldout, trained, cut.weight, cut.gains), cut)
-    if paired and cut.in_loop is not None:
+    if not group.startswith("held"):
+        judged["now"] = (
+            _together(few, lambda m: sequential_v1(m.heldout, _trained(m), m.weight, m.gains)),
+            few,
+        )
+    found: list[Sample] = []
+    for rule, (halts, of) in judged.items():
+        for cell, each, one in zip(cut, of, halts, strict=True):
+            found.append(_sample(cell, rule, one, each))
+    for cell, each in zip(cut, few, strict=True):
+        if each.in_loop is None or group not in ("healthy", "fault", "early", "gao", "fleet", "public"):
+            continue
         limit = 0.5 if cell.case in LOSSES else 0.10
         for patience in (3, 6):
-            halts = guard_rules.heldout_guard(cut.heldout, cut.in_loop, patience, limit)
-            found[f"patience {patience}"] = (halts, np.zeros_like(halts), cut)
-    if cell.group == "public":
-        for rounds in (3, 6):
-            halts = guard_rules.patience(cut.heldout, rounds)
-            found[f"callback {rounds}"] = (halts, np.zeros_like(halts), cut)
+            halts = guard_rules.heldout_guard(each.heldout, each.in_loop, patience, limit)
+            found.append(_sample(cell, f"patience {patience}", (halts, np.zeros_like(halts)), each))
+            if group == "public":
+                halts = guard_rules.patience(each.heldout, patience)
+                found.append(_sample(cell, f"callback {patience}", (halts, np.zeros_like(halts)), each))
+    return found
+
+
+_Halts = tuple[guard_rules.Rounds, guard_rules.Rounds]
+
+
+def _sample(cell: Cell, rule: str, halts: _Halts, made: Runs) -> Sample:
     given = {"group": cell.group, "case": cell.case, "phi": cell.phi, "sd": cell.sd, "fault": cell.fault}
-    return [{**given, "rule": rule, **figures(*judged, faulty=bool(cell.fault))} for rule, judged in found.items()]
+    return {**given, "rule": rule, **figures(*halts, made, faulty=bool(cell.fault))}
+
+
+def _series(made: Runs) -> tuple[guard_rules.Array, Any, Any, Any]:
+    return made.heldout, made.in_loop, made.weight, made.gains
+
+
+def _trained(made: Runs) -> guard_rules.Array:
+    return made.in_loop if made.in_loop is not None else 0 * made.heldout
+
+
+def _together(made: Sequence[Runs], rule: Callable[[Runs], _Halts]) -> list[_Halts]:
+    """What `rule` says of each of these cells, all judged at once: their arrays differ in the number of runs alone."""
+    numbers = [each.heldout.shape[1] for each in made]
+    joined = [
+        None if parts[0] is None else np.concatenate(parts, axis=-1)
+        for parts in zip(*(_series(each) for each in made), strict=True)
+    ]
+    halts, channels = rule(Runs(joined[0], joined[1], None, 0, joined[2], joined[3], made[0].metric))
+    ends = np.cumsum(numbers)[:-1]
+    return [*zip(np.split(halts, ends), np.split(channels, ends), strict=True)]
+
+
+def batches(seed: int, runs: int, only: Sequence[str] | None = None) -> list[list[int]]:
+    """Cells that can be judged at once, at most `_AT_ONCE` runs of them. `only`: groups of cells; default all."""
+    found: dict[Any, list[list[int]]] = {}
+    every = [*cells()]
+    for number, cell in enumerate(every):
+        if only and cell.group not in only:
+            continue
+        made = cell.make(np.random.default_rng([seed, number]), 2)
+        kind = (cell.group, cell.phi, len(made.heldout), made.metric, *(part is None for part in _series(made)))
+        groups = found.setdefault((*kind, None if made.gains is None else made.gains.shape[1]), [[]])
+        if sum(max(4, runs * every[each].share) for each in groups[-1]) > _AT_ONCE:
+            groups.append([])
+        groups[-1].append(number)
+    return [batch for groups in found.values() for batch in groups]
 
 
 def _guard(made: Runs) -> SequentialGuard:
@@ -312,9 +361,9 @@ def check(seed: int, quick: bool) -> int:
     """Compare the twin with the product's folds on runs of every kind; returns their number."""
     checked = 0
     for number, cell in enumerate(cells()):
-        if number % (12 if quick else 4) or cell.case == "5000":
+        if number % (10 if quick else 5) or cell.case == "5000":
             continue
-        made = cell.make(np.random.default_rng([seed, 10**6 + number]), 4)
+        made = cell.make(np.random.default_rng([seed, 10**6 + number]), 2)
         rounds = 150
         weight = None if made.weight is None else np.round(made.weight[:rounds] * 1e9) / 1e9
         in_loop = None if made.in_loop is None else made.in_loop[:rounds]
@@ -325,33 +374,39 @@ def check(seed: int, quick: bool) -> int:
     return checked
 
 
-def cost(replicas: int = 32, rounds: int = 60) -> float:
-    """Median milliseconds to fold a round of so many replicas, all of it: shares, means, the rule, the verdict."""
+def cost(replicas: int = 32, rounds: int = 90) -> float:
+    """Median milliseconds of CPU to fold a round of so many replicas: shares, means, the rule, the verdict."""
     rng, took, state = np.random.default_rng(1), [], None
     heldout = HeldoutSet(metric="reward", shares=(64,) * replicas, digest="0" * 64)
     for round_ in range(1, rounds + 1):
         scores = [Score(share=i, sum=64 * float(rng.normal(0.5, 0.05)), count=64) for i in range(replicas)]
         in_loop = [Metric(sum=float(rng.normal(0.5, 0.05)), count=1) for _ in range(replicas)]
-        began = time.perf_counter()
+        began = time.process_time()
         state = fold(state, GuardConfig(), heldout, RoundReports(round_, scores, dict(enumerate(in_loop)))).state
-        took.append(1000 * (time.perf_counter() - began))
+        took.append(1000 * (time.process_time() - began))
     return float(np.median(took))
 
 
 def measure(given: argparse.Namespace, results: Results) -> None:
-    results.add(group="check", runs=check(given.seed, given.quick))
-    results.add(group="cost", ms=cost())
-    every = range(len([*cells()]))
+    every = batches(given.seed, given.runs, given.groups)
     if given.processes == 1:
-        for number in every:
-            for sample in measure_cell(number, given.seed, given.runs):
+        _compare(given, results)
+        for numbers in every:
+            for sample in measure_cells(numbers, given.seed, given.runs):
                 results.add(**sample)
         return
     with ProcessPoolExecutor(given.processes) as pool:
-        done = pool.map(measure_cell, every, [given.seed] * len(every), [given.runs] * len(every), chunksize=4)
-        for samples in done:
+        found = pool.map(measure_cells, every, [given.seed] * len(every), [given.runs] * len(every))
+        _compare(given, results)  # meanwhile
+        for samples in found:
             for sample in samples:
                 results.add(**sample)
+
+
+def _compare(given: argparse.Namespace, results: Results) -> None:
+    if not given.groups:
+        results.add(group="check", runs=check(given.seed, given.quick))
+        results.add(group="cost", ms=cost())
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -623,7 +678,7 @@ def table(samples: Sequence[Sample]) -> str:
         "Held back: families that no constant was chosen on, halts per 1000 healthy rounds": _cases(
             samples, "held back", lambda s: f"{rate_words(s)}, {share_words([s])} of runs"
         ),
-        "Held back: nine lasting falls, rounds of delay": fall_words(held),
+        f"Held back: {len(HELD_BACK_FALLS)} lasting falls, rounds of delay": fall_words(held),
         "Beside single-process callbacks with patience": _callbacks(samples),
         "Gao et al.'s formulas, AR(1) .5, noise in units of the peak: stopped before the peak / rounds after it / "
         "gold score kept": _public_cases(samples),
@@ -639,6 +694,18 @@ def table(samples: Sequence[Sample]) -> str:
         f"A drop of {DROP:g} in a score of as many items as `items_needed` says": _sizes(samples),
     }  # fmt: skip
     return "\n\n".join(f"**{title}**\n\n{text}" for title, text in parts.items())
+
+
+def rows_of(samples: Sequence[Sample]) -> str:
+    """A row for each cell of the default rule."""
+    rows = []
+    for s in pick(samples, rule=RULES[0]):
+        words = fall_words([s]) if "delays" in s else f"{rate_words(s)}, {share_words([s])} of runs"
+        rows.append([s["group"], s["case"], s["fault"], noise_words(s["phi"], s["sd"]), words])
+    falls = pick(samples, group="held-back fall", rule=RULES[0])
+    if falls:
+        rows.append(["held-back fall", "all", "", "", fall_words(falls)])
+    return markdown(["group", "case", "fault", "noise", "halts per 1000 rounds, or rounds of delay"], rows)
 
 
 def _bumps(samples: Sequence[Sample]) -> str:
@@ -664,6 +731,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=300, help="simulated runs in a cell; default 300")
     parser.add_argument("--quick", action="store_true", help="24 runs in a cell, and fewer runs of the product's folds")
+    parser.add_argument("--groups", nargs="+", choices=sorted({c.group for c in cells()}), help="of cells; default all")
     parser.add_argument("--seed", type=int, default=1, help="default 1")
     parser.add_argument("--processes", type=int, default=2, help="default 2")
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-guard.jsonl")
@@ -680,6 +748,9 @@ def main() -> None:
         measure(given, results)
         print(f"{time.process_time() - began:.0f} s of CPU time here\n")
     session, samples = results.newest()
+    if given.groups:
+        print(rows_of(samples))
+        return
     text = report(session, samples)
     print(text)
     if given.docs:

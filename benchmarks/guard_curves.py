@@ -103,6 +103,13 @@ def bursts(rng: Rng, rounds: int, runs: int, phi: float, times: float, lasts: in
     return noise(rng, rounds, runs, phi, 1.0) * np.where(inside, times, 1.0)
 
 
+def _ar2(rng: Rng, rounds: int, runs: int) -> Array:
+    found = rng.standard_normal((rounds + 50, runs))
+    for t in range(2, rounds + 50):
+        found[t] += 0.5 * found[t - 1] + 0.2 * found[t - 2]
+    return found[50:]
+
+
 _Odd = Callable[[Rng, int, float], Array]
 ODD: dict[str, _Odd] = {
     "Student t(3)": lambda rng, runs, phi: student(rng, 600, runs, phi, 3),
@@ -121,6 +128,8 @@ ODD: dict[str, _Odd] = {
     "lucky for 8 rounds of 100, 3 sd": lambda rng, runs, phi: (
         noise(rng, 600, runs, phi, 1.0) + 3 * ((t_of(600) % 100 > 40) & (t_of(600) % 100 <= 48))
     ),
+    "AR(2) .5 .2": lambda rng, runs, phi: _ar2(rng, 300, runs),
+    "sum of AR .8 and white": lambda rng, runs, phi: noise(rng, 300, runs, 0.8, 0.7) + noise(rng, 300, runs, 0.0, 0.7),
     "season of 25 rounds": lambda rng, runs, phi: (
         noise(rng, 600, runs, phi, 1.0) + np.sqrt(2) * np.sin(2 * np.pi * (t_of(600) / 25 + rng.random(runs)))
     ),
@@ -128,7 +137,14 @@ ODD: dict[str, _Odd] = {
         noise(rng, 600, runs, phi, 1.0) + np.sqrt(2) * np.sin(2 * np.pi * (t_of(600) / 50 + rng.random(runs)))
     ),
 }
-UNPROMISED = ("a quarter from half on", "lucky for 8 rounds of 100, 3 sd", "season of 25 rounds", "season of 50 rounds")
+UNPROMISED = (
+    "AR(2) .5 .2",
+    "sum of AR .8 and white",
+    "a quarter from half on",
+    "lucky for 8 rounds of 100, 3 sd",
+    "season of 25 rounds",
+    "season of 50 rounds",
+)
 
 
 # -- scores of few items -----------------------------------------------------------------------------------------------
@@ -189,37 +205,141 @@ def gap(rng: Rng, case: str, sd: float, runs: int) -> Runs:
 # -- held back ---------------------------------------------------------------------------------------------------------
 
 HELD_BACK: dict[str, Callable[[Rng, int], Runs]] = {
-    "plateau, AR(2) .5 .2": lambda rng, runs: Runs(_ar2(rng, 300, runs)),
-    "plateau, sum of AR .8 and white": lambda rng, runs: Runs(
-        noise(rng, 300, runs, 0.8, 0.7) + noise(rng, 300, runs, 0.0, 0.7)
-    ),
     "plateau, Laplace noise": lambda rng, runs: Runs(rng.laplace(0, 1, (300, runs))),
     "plateau, t(4), AR .6": lambda rng, runs: Runs(student(rng, 300, runs, 0.6, 4)),
+    "plateau, mean of 5 white rounds": lambda rng, runs: Runs(_filtered(rng, 300, runs, np.ones(5))),
+    "plateau, ARMA .6 .4": lambda rng, runs: Runs(_filtered(rng, 300, runs, np.r_[1, 0.6 ** np.arange(40)])),
+    "plateau, fractional noise .25": lambda rng, runs: Runs(_filtered(rng, 300, runs, _fractional(0.25, 300))),
+    "plateau, clusters of noise": lambda rng, runs: Runs(_clusters(rng, 300, runs)),
+    "plateau, noise that falls further than it rises": lambda rng, runs: Runs(
+        (2 - rng.gamma(2.0, 1.0, (300, runs))) / np.sqrt(2)
+    ),
+    "plateau, noise x 3 for some 10 rounds of 50": lambda rng, runs: Runs(
+        noise(rng, 300, runs, 0.3, 1.0) * np.where(_switched(rng, 300, runs, 0.025, 0.1), 3.0, 1.0)
+    ),
     "steps up every 40 rounds": lambda rng, runs: Runs(4.0 * (t_of(300) // 40) + noise(rng, 300, runs, 0.4, 1.0)),
     "noise doubles every 100 rounds": lambda rng, runs: Runs(noise(rng, 300, runs, 0.4, 1.0) * 2 ** (t_of(300) / 100)),
     "logistic, tau 10, slow tail": lambda rng, runs: Runs(
         40 / (1 + np.exp(-(t_of(300) - 50) / 10)) + _climb(t_of(300), 5, 200) + noise(rng, 300, runs, 0.4, 1.0)
     ),
+    "noise of a cosine schedule": lambda rng, runs: Runs(
+        _climb(t_of(300), 60, 50) + noise(rng, 300, runs, 0.4, 1.0) * (0.1 + np.cos(np.pi * t_of(300) / 620) ** 2)
+    ),
+    "stable, then decay": lambda rng, runs: Runs(
+        10 * np.log(t_of(300)) + 1.5 * np.maximum(t_of(300) - 240, 0) + noise(rng, 300, runs, 0.4, 1.0)
+    ),
+    "climbs between random knots": lambda rng, runs: Runs(
+        _knots(rng, 300, runs, 8, 15.0) + noise(rng, 300, runs, 0.3, 1.0)
+    ),
+    "two climbs with a stall": lambda rng, runs: Runs(_two_climbs(rng, 300, runs) + noise(rng, 300, runs, 0.3, 1.0)),
+    "four dips of 3 rounds by 3 sd": lambda rng, runs: Runs(
+        2.0 * (t_of(300) // 60) - 3.0 * (t_of(300) % 60 < 3) * (t_of(300) >= 60) + noise(rng, 300, runs, 0.3, 1.0)
+    ),
     "bump .15, tau 3, on a slow slope": lambda rng, runs: _other_bump(rng, 0.15, 3.0, runs),
     "bump .08, tau 6, on a slow slope": lambda rng, runs: _other_bump(rng, 0.08, 6.0, runs),
+    "64 sampled items of unequal difficulty, rising": lambda rng, runs: Runs(_unequal_items(rng, 300, runs, 64)),
+    "64 fixed items that keep their answer 5 rounds": lambda rng, runs: Runs(
+        np.mean([_switched(rng, 300, runs, 0.1, 0.2) for _ in range(64)], axis=0)
+    ),
 }
-HELD_BACK_FALLS: dict[str, tuple[tuple[Curve, float], int, tuple[int, int], float]] = {
-    f"climb of {height} sd, tau {tau}, falls {size} sd after round {onset}, AR {phi:g}": (
-        (lambda t, tau=tau: 1 - np.exp(-t / tau), height),
-        onset,
-        (size, over),
-        phi,
-    )
-    for tau, height in ((5, 20), (20, 25), (100, 40))
-    for onset, size, over, phi in ((15, 7, 3, 0.3), (30, 10, 5, 0.0), (60, 6, 12, 0.3))
+HELD_BACK_FALLS: dict[str, Callable[[Rng, int], Runs]] = {
+    **{
+        f"climb of {height} sd, tau {tau}, falls {size} sd after round {onset}, AR {phi:g}": (
+            lambda rng, runs, t=tau, h=height, o=onset, f=(size, over), p=phi: falling(
+                rng, (lambda u: 1 - np.exp(-u / t), h), o, f, p, runs
+            )
+        )
+        for tau, height in ((5, 20), (20, 25), (100, 40))
+        for onset, size, over, phi in ((15, 7, 3, 0.3), (30, 10, 5, 0.0), (60, 6, 12, 0.3))
+    },
+    **{
+        f"{name}, falls {size} sd in {over} after round {onset}, AR {phi:g}": (
+            lambda rng, runs, c=(curve, height), o=onset, f=(size, over), p=phi: falling(rng, c, o, f, p, runs)
+        )
+        for name, curve, height in (
+            ("Gompertz", lambda t: np.exp(-4 * np.exp(-t / 9)), 35),
+            ("logarithm", lambda t: np.log(t) / 4, 25),
+            ("half cosine", lambda t: (1 - np.cos(np.pi * np.minimum(t, 60) / 60)) / 2, 45),
+            ("straight, steep", lambda t: t / 100, 400),
+        )
+        for onset, size, over, phi in ((10, 6, 2, 0.4), (25, 5, 4, 0.0), (70, 8, 6, 0.4))
+    },
+    "plateau, noise of 5 white rounds, falls 6 sd": lambda rng, runs: _fallen(
+        rng, runs, 25, lambda u: 6.0 * (u > 0), _filtered(rng, 245, runs, np.ones(5))
+    ),
+    "plateau, t(5), falls 6 sd": lambda rng, runs: _fallen(
+        rng, runs, 25, lambda u: 6.0 * (u > 0), student(rng, 245, runs, 0.0, 5)
+    ),
+    "plateau, falls 8 sd and makes up for a third": lambda rng, runs: _fallen(
+        rng, runs, 25, lambda u: 8 * (u > 0) - 8 / 3 * np.clip((u - 1) / 10, 0, 1), noise(rng, 245, runs, 0.3, 1.0)
+    ),
+    "plateau, falls by .3 sd a round for 40 rounds": lambda rng, runs: _fallen(
+        rng, runs, 25, lambda u: 0.3 * np.clip(u, 0, 40), noise(rng, 245, runs, 0.3, 1.0)
+    ),
 }
 
 
-def _ar2(rng: Rng, rounds: int, runs: int) -> Array:
-    found = rng.standard_normal((rounds + 50, runs))
-    for t in range(2, rounds + 50):
-        found[t] += 0.5 * found[t - 1] + 0.2 * found[t - 2]
-    return found[50:]
+def _filtered(rng: Rng, rounds: int, runs: int, weights: Array) -> Array:
+    """Noise of sd 1: a moving sum of white noise."""
+    white = rng.standard_normal((rounds + len(weights) - 1, runs))
+    found: Array = sum(w * white[len(weights) - 1 - k : rounds + len(weights) - 1 - k] for k, w in enumerate(weights))
+    return found / np.sqrt((weights**2).sum())
+
+
+def _fractional(d: float, lags: int) -> Array:
+    """Weights of fractionally integrated white noise (Hosking)."""
+    return np.cumprod(np.r_[1.0, (np.arange(1, lags) - 1 + d) / np.arange(1, lags)])
+
+
+def _clusters(rng: Rng, rounds: int, runs: int) -> Array:
+    """GARCH(1,1) noise of sd 1: large changes follow large ones."""
+    found, variance = rng.standard_normal((rounds, runs)), np.ones(runs)
+    for t in range(rounds):
+        found[t] *= np.sqrt(variance)
+        variance = 0.05 + 0.15 * found[t] ** 2 + 0.8 * variance
+    return found
+
+
+def _switched(rng: Rng, rounds: int, runs: int, on: float, off: float) -> Array:
+    """A state, 0 or 1, that changes with the given chances in each round."""
+    drawn, state = rng.random((rounds, runs)), rng.random(runs) < on / (on + off)
+    found = np.empty((rounds, runs))
+    for t in range(rounds):
+        state = np.where(state, drawn[t] >= off, drawn[t] < on)
+        found[t] = state
+    return found
+
+
+def _knots(rng: Rng, rounds: int, runs: int, knots: int, height: float) -> Array:
+    """Straight climbs between random rounds, each by a random part of `height`; a third of them are level."""
+    places = np.sort(rng.integers(1, rounds, (knots, runs)), axis=0)
+    rises = height * rng.random((knots + 1, runs)) * (rng.random((knots + 1, runs)) > 1 / 3)
+    found = np.empty((rounds, runs))
+    for run in range(runs):
+        at = np.r_[0, places[:, run], rounds]
+        found[:, run] = np.interp(np.arange(rounds), at, np.r_[0, np.cumsum(rises[:, run])])
+    return found
+
+
+def _two_climbs(rng: Rng, rounds: int, runs: int) -> Array:
+    t, found = t_of(rounds), np.zeros((rounds, runs))
+    for earliest, latest in ((10, 60), (120, 220)):
+        middle, tau = rng.uniform(earliest, latest, runs), rng.uniform(1, 12, runs)
+        found += rng.uniform(10, 100, runs) / (1 + np.exp(-(t - middle) / tau))
+    return found
+
+
+def _unequal_items(rng: Rng, rounds: int, runs: int, items: int) -> Array:
+    level = rng.normal(0, 2, (items, 1, runs)) + 2 * (1 - np.exp(-t_of(rounds) / 60)) - 1
+    found: Array = (rng.random((items, rounds, runs)) < 1 / (1 + np.exp(-level))).mean(axis=0)
+    return found
+
+
+def _fallen(rng: Rng, runs: int, onset: int, lost: Curve, around: Array) -> Runs:
+    """A plateau that loses `lost` of the rounds since `onset`, while training does not change."""
+    clean = -lost(t_of(len(around)) - onset) * np.ones((1, 1))
+    begins = int(np.argmax(clean[:, 0] < -3))
+    return Runs(clean + around, noise(rng, len(around), runs, 0.0, 0.5), clean, begins)
 
 
 def _other_bump(rng: Rng, height: float, tau: float, runs: int) -> Runs:

@@ -181,16 +181,29 @@ class _Noise:
         self.bend = np.where(later, rest, np.where(early, trimmed, self.bend))
 
     def _learn_correlation(self, values: Array) -> None:
-        count = len(values)
-        places = np.arange(count)[:, None] - (count - 1) / 2
-        left = values - values.sum(axis=0) / count
-        left = left - places * ((places * left).sum(axis=0) / (count * (count * count - 1) / 12))
+        count, columns = len(values), np.array(noise._polynomials(len(values)))
+        parts = columns @ values
+        left = values - columns[:2].T @ parts[:2]
+        lost, shift, factor = np.full(left.shape[1], noise._LOST), 0.0, 1.0
+        if count >= noise._CUBIC_FROM:
+            cubic = left - columns[2:].T @ parts[2:]
+            rest = (cubic * cubic).sum(axis=0)
+            spread = rest / (count - 4)
+            rise = parts[1] * (columns[1, -1] - columns[1, 0])
+            curved = ((left * left).sum(axis=0) - rest > 2 * noise._CURVED * spread) & (
+                rise > noise._CLIMBS * np.sqrt(spread)
+            )
+            left = np.where(curved, cubic, left)
+            lost = np.where(curved, noise._LOST_CUBIC, noise._LOST)
+            factor, shift = (
+                np.where(curved, one, other) for one, other in zip(noise._OF_CUBIC, (1.0, 0.0), strict=True)
+            )
         middle = [(count - 1) // 2, count // 2]
         limit = noise._OUTLIER * np.partition(np.abs(left), middle, axis=0)[middle].sum(axis=0) / 2
         left = np.clip(left, -limit, limit)
         square = (left * left).sum(axis=0)
         known = (square > 0) & (square <= (count - 2) * (noise._BENT * self.bend / noise._MEAN_ABS) ** 2)
-        rho = (left[:-1] * left[1:]).sum(axis=0) / np.where(known, square, 1.0) + noise._LOST / count
+        rho = factor * ((left[:-1] * left[1:]).sum(axis=0) / np.where(known, square, 1.0) + lost / count) + shift
         past = [noise._PAST * each for each in self.windows]
         self.windows = [past[0] + np.where(known, rho, 0.0), past[1] + known]
 
@@ -292,40 +305,61 @@ def _changed(scores: list[Array]) -> tuple[Array, NDArray[np.int64]]:
     return np.take_along_axis(values, order, axis=0), new.sum(axis=0)
 
 
-def _stepped_down(scores: list[Array], coarse: Array, lost: Array | float) -> Array:
-    """Twin of `guard.channels.step_down.StepDown`: the largest log-likelihood ratio of a step down to none."""
-    found, (changed, numbers) = np.zeros(coarse.shape), _changed(scores)
-    for number in np.unique(numbers):
-        runs = np.flatnonzero(numbers == number)
-        of_lost = lost if isinstance(lost, float) else lost[runs]
-        found[runs] = _best_step(changed[len(changed) - number :, runs], coarse[runs], of_lost)
+class _StepDown:
+    """Twin of `guard.channels.step_down.StepDown`."""
+
+    def __init__(self) -> None:
+        self.rounds, self.last = 0, list[Array]()
+
+    def share(self, score: Array, coarse: Array, lost: Array | float) -> Array:
+        """The largest share of the evidence that halts."""
+        self.rounds += 1
+        longest = step_down.LATER if self.rounds > step_down.EARLY else max(step_down.LIMITS)
+        self.last = [*self.last, score][-step_down.BEFORE[1] - longest :]
+        found, (changed, numbers) = np.zeros(coarse.shape), _changed(self.last)
+        for number in np.unique(numbers):
+            runs = np.flatnonzero(numbers == number)
+            of_lost = lost if isinstance(lost, float) else lost[runs]
+            found[runs] = _nearest_step(changed[len(changed) - number :, runs], coarse[runs], of_lost, longest)
+        return found
+
+
+def _nearest_step(scores: Array, coarse: Array, lost: Array | float, longest: int) -> Array:
+    found = np.zeros(coarse.shape)
+    for since, limit in step_down.LIMITS.items():
+        for before in step_down.BEFORE:
+            if since > longest or before + since > len(scores):
+                continue
+            values = np.vstack([scores[-before - since : -since], scores[-since:] + lost])
+            found = np.maximum(found, _step(values, before, since, coarse) / limit)
     return found
 
 
-def _best_step(scores: Array, coarse: Array, lost: Array | float) -> Array:
-    found = np.zeros(coarse.shape)
-    for since in step_down.SINCE:
-        before = min(step_down.BEFORE[1], len(scores) - since)
-        if before < step_down.BEFORE[0]:
-            break
-        values = np.vstack([scores[-before - since : -since], scores[-since:] + lost])
-        count, left = len(values), values - values.mean(axis=0)
-        level, step, size = np.full(coarse.shape, np.inf), np.full(coarse.shape, np.inf), np.zeros(coarse.shape)
-        for rho, constant in step_down._noises():
-            basis = step_down._basis(before, since, rho)
-            white = np.vstack([np.sqrt(1 - rho * rho) * left[:1], left[1:] - rho * left[:-1]])
-            parts = np.array([basis.level, basis.step, basis.climb, *basis.stopped]) @ white
-            total = (white * white).sum(axis=0)
-            least = step_down._EXACT * total + count * step_down.COARSE * (coarse * (1 - rho)) ** 2
-            rest, climb = total - parts[0] ** 2, np.maximum(parts[2], 0.0)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                stopped = np.maximum(parts[3:].max(axis=0), 0.0)
-                level = np.minimum(level, count * np.log(np.maximum(rest - stopped**2, 0) + least) + constant)
-                of_step = count * np.log(np.maximum(rest - parts[1] ** 2 - climb**2, 0) + least) + constant
-            size = np.where(of_step < step, (basis.step_of_climb * climb - parts[1]) / basis.length, size)
-            step = np.minimum(step, of_step)
-        known = (size > 0) & (total > 0)
-        found = np.maximum(found, np.where(known, np.where(known, level, 0.0) - np.where(known, step, 0.0), 0.0) / 2)
+def _step(values: Array, before: int, since: int, coarse: Array) -> Array:
+    """The log-likelihood ratio of a step down to none; 0 where none goes down, or where it has healed."""
+    count, left = len(values), values - values.mean(axis=0)
+    level, step, size = np.full(coarse.shape, np.inf), np.full(coarse.shape, np.inf), np.zeros(coarse.shape)
+    for rho, constant in step_down._noises():
+        basis = step_down._basis(before, since, rho)
+        white = np.vstack([np.sqrt(1 - rho * rho) * left[:1], left[1:] - rho * left[:-1]])
+        parts = np.array([basis.level, basis.step, basis.climb, *basis.stopped]) @ white
+        total = (white * white).sum(axis=0)
+        least = step_down._EXACT * total + count * step_down.COARSE * (coarse * (1 - rho)) ** 2
+        rest, climb = total - parts[0] ** 2, np.maximum(parts[2], 0.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            stopped = np.maximum(parts[3:].max(axis=0), 0.0)
+            level = np.minimum(level, count * np.log(np.maximum(rest - stopped**2, 0) + least) + constant)
+            of_step = count * np.log(np.maximum(rest - parts[1] ** 2 - climb**2, 0) + least) + constant
+        size = np.where(of_step < step, (basis.step_of_climb * climb - parts[1]) / basis.length, size)
+        step = np.minimum(step, of_step)
+    rounds, few, part = step_down.HEALED
+    lowest = np.min([values[before + end - few : before + end].mean(axis=0) for end in range(few, since + 1)], axis=0)
+    healed = values[before:][-rounds:].mean(axis=0) - lowest > part * (values[:before].max(axis=0) - lowest)
+    known = (size > 0) & (total > 0) & ~healed
+    if since >= step_down.FROM:
+        bends = [np.abs(np.diff(part, 2, axis=0)).mean(axis=0) for part in (values[:before], values[before:])]
+        known &= bends[0] <= step_down.NOISIER * bends[1]
+    found: Array = np.maximum(np.where(known, level, 0.0) - np.where(known, step, 0.0), 0.0) / 2
     return found
 
 
@@ -419,6 +453,7 @@ def sequential(
     halts, first = Halts(np.zeros(runs, int), np.zeros(runs, int)), None if in_loop is None else in_loop[0]
     own, apart, best, gap = _Noise(runs, known), _Noise(runs), _Level(runs), _Gap(runs)
     sums, shares, lows = _Falls(runs, guard.threshold), _Shares(gains), NewLow(heldout - heldout[0])
+    steps = _StepDown()
     for t in range(rounds):
         held = heldout[t] - heldout[0]
         trained = None if in_loop is None else in_loop[t] - first
@@ -433,8 +468,8 @@ def sequential(
         halts.at(t + 1, lows.halts(t, np.zeros(runs) if trained is None else trained), 5)
         own.add(held)
         coarse = np.where(np.isfinite(own.step), own.step, 0.0)
-        evidence = np.where(sums.recovers, 0.0, _stepped_down(own.last, coarse, lost))
-        halts.at(t + 1, evidence > step_down.LIMIT * guard.threshold, 1)
+        share = np.where(sums.recovers, 0.0, steps.share(held, coarse, lost))
+        halts.at(t + 1, share > guard.threshold / step_down._DEFAULT, 1)
         best.learn(own)
         if trained is not None and guard.gap_sigmas is not None:
             apart.add(trained - held)

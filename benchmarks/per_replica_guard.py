@@ -3,14 +3,15 @@
     PYTHONPATH=. .venv/bin/python benchmarks/per_replica_guard.py --runs 200 --seed 1
 
 A gain is a level of its replica's (harder data: three times the noise), a common trend, and noise; from round 40 on the
-faulty replica gains less by the given number of the noise's standard deviations. In the last table the gains of honest
-replicas differ by factors, as where data or learning rates differ.
+faulty replica gains less by the given number of the noise's standard deviations. In the third table gains and noise
+shrink, and it does so from round 26 on. In the last one gains of honest replicas differ by factors, as where data or
+learning rates differ.
 """
 
 import argparse
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from diloco_orchestrator.guard.per_replica import LocalGain, fold_local
@@ -19,6 +20,17 @@ ROUNDS, SINCE, UNTIL = 300, 40, 140
 FLEETS = (4, 8, 16)
 NOISES = (("white", 0.0, 0.0), ("AR(1) 0.5", 0.5, 0.0), ("2 % of 4 times the size", 0.0, 0.02), ("both", 0.5, 0.02))
 FALLS = (2.0, 3.0, 5.0, 20.0)
+SHRINKING_SINCE, SHRINKING_UNTIL, SHRINKING_ROUNDS, SHRINKING_FALLS = 26, 60, 150, (5.0, 10.0, 20.0)
+Gain = Callable[[int, float, float], float]  # of one replica, by the round, its own level, and its noise of size 1
+_SHAPES: dict[str, Callable[[int], tuple[float, float]]] = {  # gains, standard deviation of the noise, by the round
+    "exp(-round / 6) and a hundredth": lambda t: (0.8 * math.exp(-t / 6) + 0.008, 0.1 * math.exp(-t / 6) + 0.002),
+    "exp(-round / 12) and a hundredth": lambda t: (0.8 * math.exp(-t / 12) + 0.008, 0.1 * math.exp(-t / 12) + 0.002),
+    "1 / round": lambda t: (0.8 / t, 0.1 / t),
+    "round^-1.5": lambda t: (0.8 / t**1.5, 0.2 / t**1.5 + 0.0005),
+    "half a cosine": lambda t: (0.002 + 0.05 * _cosine(t), 0.001 + 0.01 * _cosine(t)),
+    "a third each 50 rounds": lambda t: (0.1 / 3 ** ((t - 1) // 50), 0.02 / 3 ** ((t - 1) // 50)),
+    "1 / round, noise stays": lambda t: (0.8 / t, 0.01),
+}
 FACTORS = {  # of the gains of each of so many replicas
     "one twice": lambda n: [2.0] + [1.0] * (n - 1),
     "one five times": lambda n: [5.0] + [1.0] * (n - 1),
@@ -35,17 +47,32 @@ LEVELS = {  # of gains by the round, in standard deviations of the noise
 }
 
 
+def _usual(t: int, own: float, noise: float) -> float:
+    return 50 / t + own + noise
+
+
+def _cosine(t: int) -> float:
+    return 1 + math.cos(math.pi * min(t, 150) / 150)
+
+
 def fleet(
-    replicas: int, rounds: int, draw: random.Random, ar: float, outliers: float, fall: float = 0.0
+    replicas: int,
+    rounds: int,
+    draw: random.Random,
+    ar: float,
+    outliers: float,
+    fall: float = 0.0,
+    since: int = SINCE,
+    gain: Gain = _usual,
 ) -> Iterator[tuple[int, ...]]:
-    """Who is left out, round by round. `fall`: of replica 0, from round `SINCE` on."""
+    """Who is left out, round by round. `fall`: of replica 0, from round `since` on, in sizes of the noise."""
     levels, noise = [draw.gauss(0, 3) for _ in range(replicas)], [0.0] * replicas
     state: dict[str, Any] | None = None
     for round_ in range(1, rounds + 1):
         fresh = [draw.gauss(0, 1) * (4 if draw.random() < outliers else 1) for _ in range(replicas)]
         noise = [ar * old + math.sqrt(1 - ar * ar) * new for old, new in zip(noise, fresh, strict=True)]
-        lost = [fall if i == 0 and round_ >= SINCE else 0.0 for i in range(replicas)]
-        gains = [LocalGain(i, 50 / round_ + levels[i] + noise[i] - lost[i]) for i in range(replicas)]
+        lost = [fall if i == 0 and round_ >= since else 0.0 for i in range(replicas)]
+        gains = [LocalGain(i, gain(round_, levels[i], noise[i] - lost[i])) for i in range(replicas)]
         state, quarantined = fold_local(state, gains)
         yield tuple(each.replica_id for each in quarantined)
 
@@ -78,6 +105,29 @@ def faulty_row(replicas: int, runs: int, seed: int) -> str:
         mean = f"{sum(caught) / len(caught):.1f}" if caught else "never"
         cells.append(mean if len(caught) == runs else f"{mean}, {runs - len(caught)} of {runs} missed")
     return f"| {replicas} | {' | '.join(cells)} |"
+
+
+def shrinking_row(name: str, runs: int, seed: int) -> str:
+    """Mistakes in 1000 rounds, and of faulty contributions the share that is found and after how many rounds."""
+
+    def gain(t: int, own: float, noise: float) -> float:
+        level, size = _SHAPES[name](t)
+        return math.exp(own / 20) * level + size * noise
+
+    cells = []
+    for replicas in (4, 8):
+        draw, wrong = random.Random(f"{seed} {name} {replicas}"), 0
+        for _ in range(runs):
+            wrong += false_starts(list(fleet(replicas, SHRINKING_ROUNDS, draw, 0.5, 0.02, gain=gain)))
+        cells.append(f"{1000 * wrong / (runs * SHRINKING_ROUNDS):.2f}")
+        for fall in SHRINKING_FALLS:
+            delays = []
+            for _ in range(runs):
+                found = enumerate(fleet(replicas, SHRINKING_UNTIL, draw, 0.0, 0.0, fall, SHRINKING_SINCE, gain), 1)
+                delays += [t - SHRINKING_SINCE + 1 for t, ids in found if 0 in ids and t >= SHRINKING_SINCE][:1]
+            mean = f" in {sum(delays) / len(delays):.1f}" if delays else ""
+            cells.append(f"{100 * len(delays) / runs:.0f} %{mean}")
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 def factor_row(name: str, runs: int, seed: int) -> str:
@@ -113,6 +163,14 @@ def main() -> None:
     print(f"| replicas | {' | '.join(f'{fall:g} sigmas' for fall in FALLS)} |\n|---|{'---|' * len(FALLS)}")
     for replicas in FLEETS:
         print(faulty_row(replicas, args.runs, args.seed), flush=True)
+    print(
+        "\nWhere gains and noise shrink: mistakes in 1000 rounds; faulty contributions found, and in how many rounds\n"
+    )
+    found = [f"{fall:g} sigmas" for fall in SHRINKING_FALLS]
+    heads = [f"{n} replicas: {head}" for n in (4, 8) for head in ("mistakes", *found)]
+    print(f"| gains | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
+    for name in _SHAPES:
+        print(shrinking_row(name, args.runs, args.seed), flush=True)
     print("\nHonest contributions left out, where gains differ by factors\n")
     print(f"| gains | {' | '.join(LEVELS)} |\n|---|{'---|' * len(LEVELS)}")
     for name in FACTORS:

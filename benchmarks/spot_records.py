@@ -5,6 +5,11 @@ August 2023 on, by zone: github.com/skypilot-org/spot-traces, preemption/4-node 
 The first days of us-west-2c and us-east-2a, of us-east-1f some days with machines. Read off by eye: changes are as
 published, and runs of more than forty equal looks may be some looks longer or shorter.
 
+`K80_MACHINES`: whether one p2.16xlarge (eight K80) was there, every ten minutes from 26 October 2022 on, in us-west-2a
+(availability/1-node/aws-10-26-2022, the first eight days). `V100_RARE`: whether a p3.2xlarge was there, every 195
+seconds from 15 February 2023 on, in us-east-1a (availability/1-node/aws-02-15-2023, some four days). Same source, read
+off in the same way: of `V100_RARE` the times without a machine are rough.
+
 `G2_USD`: US dollars an hour of a g2.8xlarge (four K520, $2.60 on demand) in us-east-1a on 25 April 2016, when bids made
 the price, from 5:58 to 12:45 in minutes: github.com/hshazly/Amazon-Spot-Price-Estimator, history_db.
 """
@@ -45,6 +50,17 @@ def _machines(text: str) -> Sequence[int]:
 
 
 V100_MACHINES: Mapping[str, Sequence[int]] = {zone: _machines(text) for zone, text in _RUNS.items()}
+
+K80_MACHINES: Sequence[int] = _machines("""
+    0x34 1 0x7 1 1 0x8 1x5 0x12 1x13 0 0 1 1 0 1x5 0 1x4 0x5 1 0x7 1 1 0x4 1 0x6 1 1 0x12 1 0x13 1x11 0x6 1 1 0x25 1x7
+    0x12 1x33 0x10 1x6 0x8 1 1 0x14 1x3 0x7 1x6 0x5 1x92 0x6 1x37 0 1x3 0 1x7 0 1x56 0 1x8 0 1x36 0 1x8 0 1x8 0 1x15 0x4
+    1 0 1x4 0 1x12 0 1x58 0x8 1x8 0x8 1x9 0 1x6 0x4 1x3 0 1x17 0x4 1x37 0x3 1x3 0x24 1x60 0x4 1x7 0x10 1 1 0x3 1 0x11 1
+    1 0x4 1x16 0x36 1 0x6 1x9 0x15 1 0x4 1x7 0x15 1x3 0x103 1x20 0x10 1x4 0x79 1 0x7 1 0x5 1 1 0x8 1x31 0x5 1x5 0x3 1x13
+    0x4 1 1 0x7 1x6 0x3 1x4 0x22 1x15 0x5 1x5 0x3 1 1 0 1x15""")
+V100_RARE: Sequence[int] = _machines("""
+    0x225 1x3 0x6 1x7 0x245 1x4 0x3 1x13 0x3 1x10 0x3 1x3 0x4 1x3 0x6 1x7 0x185 1x3 0x185 1x4 0x6 1x10 0x3 1x6 0x7 1x3
+    0x7 1x3 0x95 1x3 0x3 1x3 0x3 1x4 0x16 1x10 0x6 1x3 0x4 1x10 0x80 1x6 0x3 1x4 0x3 1x3 0x4 1x93 0x6 1x67 0x19 1x3 0x19
+    1x13 0x13 1x6 0x170 1x3 0x67 1x3""")
 
 # When the price changed, and to what.
 _CHANGES = """

@@ -1,5 +1,6 @@
-"""The clock that executors use, passed as a value so that tests control it."""
+"""The clock that executors use, passed as a value so that tests control it; and secrets, which are drawn here."""
 
+import secrets
 import time
 from typing import Protocol
 
@@ -29,3 +30,8 @@ class SystemExecutorClock:
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
+
+
+def new_secret() -> str:
+    """A secret of 32 hexadecimal digits that nobody can guess."""
+    return secrets.token_hex(16)

@@ -94,6 +94,12 @@ BY_EXIT_CODE = {
 }
 
 
+def check_ranks_per_machine(given: int | None) -> None:
+    """Raise ValueError for an executor's option `ranks_per_machine` that is no number of ranks."""
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+        raise ValueError(f"ranks_per_machine={given!r} is no number of ranks. Write 8, or leave it out: one machine.")
+
+
 @dataclass(frozen=True)
 class LaunchRequest:
     """One attempt to launch. (run_id, replica_id, attempt) is its identity: executors never start it twice."""
@@ -110,20 +116,35 @@ class LaunchRequest:
     ranks_before: int | None = None  # those of the replicas with lower ids; None: one each
     place: str = ""  # name of the place to launch it at, of an executor that has several (`Places`)
 
-    def gpus(self, given: int, option: str) -> int:
-        """The number of GPUs to ask for: one for each rank, if `given` is not 0, which asks for none.
+    def machines(self, most: int | None) -> int:
+        """The number of machines of the replica, if each takes `most` ranks at the most; None: it has one machine.
+
+        Raises ValueError unless all machines would have equally many ranks.
+        """
+        count = -(-self.ranks // most) if most else 1
+        if self.ranks % count:
+            raise ValueError(
+                f"replica {self.replica_id} has {self.ranks} ranks, which {count} machines of at most {most} "
+                "(ranks_per_machine) cannot share equally. Change one of the two numbers."
+            )
+        return count
+
+    def gpus(self, given: int, option: str, machines: int = 1) -> int:
+        """The number of GPUs to ask for on each machine: one for each rank there, or none where `given` is 0.
 
         `given`: of the executor's `option`, as the user wrote it. 1 stands for one a rank, so that one executor serves
         replicas of any size. Raises ValueError for another number than the ranks: a rank without a GPU of its own
         cannot train, and a GPU without a rank is paid for nothing.
         """
-        if given not in (0, 1, self.ranks):
+        ranks = self.ranks // machines
+        if given not in (0, 1, ranks):
+            where, all_ = " on each machine" * (machines > 1), given * machines
             raise ValueError(
-                f"{option} asks for {given} GPUs, and replica {self.replica_id} has {self.ranks} "
-                f"rank{'s' * (self.ranks > 1)}, each of which trains on one. Set ranks_per_replica={given} (--ranks), "
+                f"{option} asks for {given} GPUs, and replica {self.replica_id} has {ranks} "
+                f"rank{'s' * (ranks > 1)}{where}, each of which trains on one. Set ranks_per_replica={all_} (--ranks), "
                 "or ask for one GPU, which stands for one for each rank."
             )
-        return self.ranks if given else 0
+        return ranks if given else 0
 
     def pinned(self, image: str) -> str:
         """The image to send for the executor's option `image`: with its digest from `images`, if it has one there.
@@ -394,6 +415,11 @@ def forget_run(executor: ServerlessExecutor, run_id: str) -> None:
 def part_of(executor: ServerlessExecutor, request: LaunchRequest) -> ServerlessExecutor:
     """The executor that launches this attempt: a part of a `Composite`, such as a mixed fleet; else `executor`."""
     return executor.part(request) if isinstance(executor, Composite) else executor
+
+
+def machines_of(executor: ServerlessExecutor, request: LaunchRequest) -> int:
+    """The number of machines that the executor starts for this attempt, each with as many of its ranks."""
+    return request.machines(getattr(part_of(executor, request), "ranks_per_machine", None))
 
 
 def launched_by(executor: ServerlessExecutor, handle: ReplicaHandle) -> bool:

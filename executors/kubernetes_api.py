@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
 
 _CALL_S = (10, 30)  # seconds to connect, to answer
-_KINDS = {"job": "Job", "pod": "Pod", "secret": "Secret", "event": "Event"}
+_KINDS = {"job": "Job", "pod": "Pod", "secret": "Secret", "service": "Service", "event": "Event"}
 _STAMPED = re.compile(rb"\d{4}-\d\d-\d\dT\S+ ")  # the time in front of each line of a log
 _FOLLOW_S = (10, 300)  # seconds; a replica may be silent for long, and a log that timed out is opened again
 

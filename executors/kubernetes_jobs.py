@@ -1,8 +1,11 @@
 """Replicas as Jobs of a Kubernetes cluster: one `batch/v1` Job per attempt, named after it.
 
 Independent of any cloud: `eks_jobs` logs in to EKS. `kubernetes_objects` has the objects as data, `kubernetes_api` the
-calls. Required rights: create, get, list, patch and delete Jobs, list and patch Pods, read their logs, create Secrets;
-and to explain why a pod is refused, list Events.
+calls. Required rights: create, get, list, patch and delete Jobs, list and patch Pods, read their logs, create Secrets,
+and Services for replicas on several pods; and to explain why a pod is refused, list Events.
+
+A replica on several machines is one Indexed Job of as many pods. The pod of index 0 claims the attempt and ends it, and
+its output is the attempt's; the others end with 0 once it has.
 
 An attempt is ended by the deadline of its pod, at its time limit and when it is cancelled, because everything else that
 stops a Job (suspending it, the Job's deadline, deleting it) deletes the pod and its log.
@@ -37,13 +40,15 @@ from diloco_orchestrator.executors.kubernetes_objects import (
     identity_of,
     image_of,
     job_body,
-    newest_by_owner,
     refusals,
     runs,
     secret_body,
     selector,
+    service_body,
     status_of,
+    telling_pods,
     waits_for_pod,
+    with_meeting_key,
 )
 from diloco_orchestrator.executors.kubernetes_template import container_of, read_template
 from diloco_orchestrator.executors.names import words_of
@@ -81,6 +86,8 @@ class KubernetesExecutor(RemoteExecutor):
             node selectors, tolerations, volumes, pull secrets, priority class, annotations.
         kubeconfig: File that says how to reach the cluster; by default the usual one, else the pod's own cluster.
         context: The kubeconfig's context, by default its current one.
+        ranks_per_machine: Ranks of a replica in one pod at the most: one of 16 ranks is two pods of 8. One pod for all
+            by default.
         hourly_usd: What one replica's machine costs in US dollars an hour, for max_cost_usd and `status`.
         clock: For tests.
     """
@@ -104,6 +111,7 @@ class KubernetesExecutor(RemoteExecutor):
         pod_template: str | Path | Mapping[str, Any] | None = None,
         kubeconfig: str | None = None,
         context: str | None = None,
+        ranks_per_machine: int | None = None,
         hourly_usd: float | str | None = None,
         clock: ExecutorClock | None = None,
     ) -> None:
@@ -113,6 +121,7 @@ class KubernetesExecutor(RemoteExecutor):
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", namespace):
             raise ValueError(f"namespace={namespace!r} is no name of a namespace. Use letters, digits and hyphens.")
         self._namespace = namespace
+        self.ranks_per_machine = ranks_per_machine
         self._pod = PodOptions(
             image or container_of(given["pod_template"]).get("image") or _IMAGE,
             gpu,
@@ -124,6 +133,7 @@ class KubernetesExecutor(RemoteExecutor):
             words_of(gpu_types),
             instance_type,
             given["pod_template"],
+            ranks_per_machine,
         )
         self._kubeconfig = kubeconfig
         self._context = context
@@ -132,19 +142,27 @@ class KubernetesExecutor(RemoteExecutor):
     # -- launching -----------------------------------------------------------------------------------------------
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
-        """The attempt's Job and, if it has secrets, its Secret with the values redacted."""
-        plan: dict[str, Any] = {"job": job_body(request, self._pod)}
-        if request.secrets:
-            plan["secret"] = secret_body(request, dict.fromkeys(request.secrets, "<redacted>"), job_uid="")
-        return plan
+        """The attempt's Job and, if it has secrets, its Secret with the values redacted; for several pods a Service."""
+        request = with_meeting_key(request, self._pod)
+        hidden = replace(request, secrets=dict.fromkeys(request.secrets, "<redacted>"))
+        return {"job": job_body(request, self._pod), **self._belongings(hidden, job_uid="")}
+
+    def _belongings(self, request: LaunchRequest, job_uid: str) -> dict[str, dict[str, Any]]:
+        """The objects of an attempt beside its Job, by kind, which are deleted with it."""
+        found = {"secret": secret_body(request, request.secrets, job_uid)} if request.secrets else {}
+        if request.machines(self._pod.ranks_per_machine) > 1:
+            found["service"] = service_body(request, job_uid)
+        return found
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
-        """Create the Job of an attempt, or adopt the existing Job of this name; then its Secret, for which the pod
-        waits.
+        """Create the Job of an attempt, or adopt the existing Job of this name; then its Secret and Service, for which
+        its pods wait.
 
-        A caller that dies between the two leaves a Job that waits; the next launch creates the Secret. Raises
-        `ExecutorDenied` for a server that drops `suspend`: its Jobs do not wait for a queue.
+        A caller that dies in between leaves a Job that waits; the next launch creates what it lacks. Raises
+        `ExecutorDenied` for a server that drops `suspend` or `completionMode`: its Jobs do not wait for a queue, or
+        have pods without numbers.
         """
+        request = with_meeting_key(request, self._pod)
         body, name = job_body(request, self._pod), attempt_name(request)
         job = self._api.call("create_namespaced_job", f"Job {name}", self._namespace, body, answers=(409,))
         created = job is not None
@@ -158,10 +176,17 @@ class KubernetesExecutor(RemoteExecutor):
                 f"the API server dropped `suspend` of Job {name}, which therefore did not wait for queue "
                 f"{self._pod.queue!r}, and was deleted. Use Kubernetes 1.22 or newer, or leave out queue."
             )
-        if request.secrets and condition(job, "Complete", "Failed") is None:
+        if created and "completionMode" in body["spec"] and job["spec"].get("completionMode") != "Indexed":
+            self._undo(name)
+            raise ExecutorDenied(
+                f"the API server dropped `completionMode` of Job {name}, whose pods would not know their numbers, and "
+                "which was deleted. Use Kubernetes 1.24 or newer, or leave out ranks_per_machine."
+            )
+        if condition(job, "Complete", "Failed") is None:
             try:
-                secret = secret_body(request, request.secrets, job["metadata"]["uid"])
-                self._api.call("create_namespaced_secret", f"Secret {name}", self._namespace, secret, answers=(409,))
+                for kind, each in self._belongings(request, job["metadata"]["uid"]).items():
+                    about = f"{each['kind']} {name}"
+                    self._api.call(f"create_namespaced_{kind}", about, self._namespace, each, answers=(409,))
             except ExecutorError:
                 if created:  # without another launch its pod would hold a node and wait for ever
                     self._undo(name)
@@ -171,6 +196,8 @@ class KubernetesExecutor(RemoteExecutor):
     def _handle(self, run_id: str, job: Mapping[str, Any]) -> ReplicaHandle:
         meta = job["metadata"]
         native = {**self._where(), "namespace": meta["namespace"], "job": meta["name"], "uid": meta["uid"]}
+        if (pods := job["spec"].get("completions") or 1) > 1:
+            native["pods"] = pods
         return self.handle_of(run_id, meta.get("labels"), f"{meta['namespace']}/{meta['name']}", native)
 
     def _where(self) -> dict[str, str | None]:
@@ -190,19 +217,22 @@ class KubernetesExecutor(RemoteExecutor):
         found: dict[str, ReplicaStatus] = {}
         for (namespace, run_id), fleet in sorted(fleets.items()):
             chosen = selector(handles[0]) if len(handles) == 1 else run_selector(run_id)
-            found |= self._of_fleet([handle.native["uid"] for handle in fleet], namespace, chosen)
+            found |= self._of_fleet(_pods_by_uid(fleet), namespace, chosen)
         return [found[handle.native["uid"]] for handle in handles]
 
-    def _of_fleet(self, uids: Sequence[str], namespace: str, chosen: str) -> dict[str, ReplicaStatus]:
-        """The attempts' statuses by the uid of their Job. `chosen`: label selector of Jobs and pods."""
-        pods = newest_by_owner(self._api.items("pod", namespace, chosen))
+    def _of_fleet(self, uids: Mapping[str, int], namespace: str, chosen: str) -> dict[str, ReplicaStatus]:
+        """The attempts' statuses by the uid of their Job.
+
+        `uids`: with the number of pods of each. `chosen`: label selector of Jobs and pods.
+        """
+        pods = telling_pods(self._api.items("pod", namespace, chosen), uids)
         if all(runs(pods.get(uid)) for uid in uids):
             running = ReplicaStatus(ReplicaState.RUNNING, native_state="Running")
             return {uid: replace(running, image=image_of(pods[uid])) for uid in uids}
         jobs = {job["metadata"]["uid"]: job for job in self._api.items("job", namespace, chosen)}
         if any(condition(jobs[uid], "Complete", "Failed") for uid in uids if uid in jobs):
             # Listed after the Jobs, so that the end of a Job that ended comes with the end of its pod.
-            pods = newest_by_owner(self._api.items("pod", namespace, chosen))
+            pods = telling_pods(self._api.items("pod", namespace, chosen), uids)
         waiting = any(waits_for_pod(jobs[uid], pods.get(uid)) for uid in uids if uid in jobs)
         refused = self._refusals(namespace) if waiting else {}
         return {
@@ -254,7 +284,7 @@ class KubernetesExecutor(RemoteExecutor):
 
     def _read_log(self, handle: ReplicaHandle, follow: bool, tail: int | None) -> Iterator[str]:
         namespace = handle.native["namespace"]
-        pod = newest_by_owner(self._api.items("pod", namespace, selector(handle))).get(handle.native["uid"])
+        pod = telling_pods(self._api.items("pod", namespace, selector(handle)), {}).get(handle.native["uid"])
         if pod is not None:
             yield from self._api.log_lines(pod["metadata"]["name"], namespace, follow, tail)
 
@@ -270,13 +300,13 @@ class KubernetesExecutor(RemoteExecutor):
         job = self._api.call("read_namespaced_job", f"Job {name}", name, namespace, answers=(404,))
         if job is None or job["metadata"]["uid"] != handle.native["uid"] or condition(job, "Complete", "Failed"):
             return
-        pod = newest_by_owner(self._api.items("pod", namespace, selector(handle))).get(handle.native["uid"])
-        started = pod is not None and pod.get("status", {}).get("startTime") is not None
+        pods = self._api.items("pod", namespace, selector(handle))
+        started = [pod for pod in pods if _is_of(handle, pod) and pod.get("status", {}).get("startTime") is not None]
         annotation: dict[str, Any] = {"metadata": {"annotations": {CANCELLED: "true"}}}
         due = {"spec": {"activeDeadlineSeconds": 1}}
         patch = annotation if started else {**annotation, **due}
         self._api.call("patch_namespaced_job", f"Job {name}", name, namespace, patch, answers=(404,))
-        if pod is not None and started:
+        for pod in started:
             pod_name = pod["metadata"]["name"]
             self._api.call("patch_namespaced_pod", f"Pod {pod_name}", pod_name, namespace, due, answers=(404,))
         self._cancelled.add(handle.native["uid"])  # rather than its name, which a later Job may have
@@ -289,3 +319,15 @@ class KubernetesExecutor(RemoteExecutor):
 
     def _login(self) -> "Configuration":
         return login_by_kubeconfig(self._kubeconfig, self._context, self._other_logins)
+
+
+def _pods_by_uid(handles: Sequence[ReplicaHandle]) -> dict[str, int]:
+    """The number of pods of each attempt, by the uid of its Job."""
+    return {handle.native["uid"]: handle.native.get("pods", 1) for handle in handles}
+
+
+def _is_of(handle: ReplicaHandle, pod: Mapping[str, Any]) -> bool:
+    """Whether a pod is one of the attempt's Job, and is not being deleted."""
+    about = pod["metadata"]
+    owners = about.get("ownerReferences") or []
+    return not about.get("deletionTimestamp") and any(each["uid"] == handle.native["uid"] for each in owners)

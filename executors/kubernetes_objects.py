@@ -6,10 +6,11 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco_orchestrator.executors.answers import odd_reply
+from diloco_orchestrator.executors.clock import new_secret
 from diloco_orchestrator.executors.contract import (
     BY_EXIT_CODE,
     Identity,
@@ -17,9 +18,16 @@ from diloco_orchestrator.executors.contract import (
     ReplicaHandle,
     ReplicaState,
     ReplicaStatus,
+    check_ranks_per_machine,
 )
 from diloco_orchestrator.executors.kubernetes_template import CONTAINER, container_of, env_names, gpu_affinity, merged
-from diloco_orchestrator.executors.process_contract import EXIT_DONE
+from diloco_orchestrator.executors.process_contract import (
+    ENV_MACHINE,
+    ENV_MACHINES,
+    ENV_MEETING,
+    ENV_MEETING_KEY,
+    EXIT_DONE,
+)
 from diloco_orchestrator.executors.remote_base import (
     LABEL_ATTEMPT,
     LABEL_REPLICA,
@@ -33,6 +41,8 @@ FAILED_CREATE = "FailedCreate"  # reason of a Job's event: the API server refuse
 QUOTA = "exceeded quota"  # in the words of a refusal for which a ResourceQuota has no room
 CANCELLED = "diloco-cancelled"  # annotation of a Job that was cancelled, for every process to see
 GPU = "nvidia.com/gpu"
+_INDEX = "batch.kubernetes.io/job-completion-index"  # annotation of the pods of an Indexed Job
+_PORT = 29500  # of machine 0 of a replica on several pods, each of which has a network of its own
 _KEPT_S = 7 * 24 * 3600  # seconds that a Job, its log and its Secret stay after the end
 _GRACE_S = 110  # seconds from SIGTERM to SIGKILL; a spot notice comes two minutes ahead
 _SHARED_MEMORY = "/dev/shm"
@@ -67,10 +77,12 @@ class PodOptions:
     gpu_types: Sequence[str] = ()
     instance_type: str | None = None
     template: Mapping[str, Any] = field(default_factory=dict)  # as `kubernetes_template.read_template` returns it
+    ranks_per_machine: int | None = None  # of a pod, at the most
 
     def __post_init__(self) -> None:
         if isinstance(self.gpu, bool) or not isinstance(self.gpu, int) or self.gpu < 0:
             raise ValueError(f"gpu={self.gpu!r} is no number of GPUs: write 1, for one for each rank, or 0.")
+        check_ranks_per_machine(self.ranks_per_machine)
         for key, size in self._sizes().items():
             if not _QUANTITY.fullmatch(size):
                 raise ValueError(f"{key}={size!r} is no size that Kubernetes reads. Write it like 4, '500m' or '16Gi'.")
@@ -82,9 +94,10 @@ class PodOptions:
     def resources(self, request: LaunchRequest) -> dict[str, dict[str, str]]:
         """Requests and limits of the container. CPU has no limit, so that a replica may use idle cores.
 
-        Raises ValueError for another number of GPUs than ranks.
+        Raises ValueError for another number of GPUs than ranks in the pod.
         """
-        sizes, gpus = self._sizes(), request.gpus(self.gpu, f"gpu={self.gpu}")
+        machines = request.machines(self.ranks_per_machine)
+        sizes, gpus = self._sizes(), request.gpus(self.gpu, f"gpu={self.gpu}", machines)
         limits = {key: sizes[key] for key in ("memory",) if key in sizes} | ({GPU: str(gpus)} if gpus else {})
         return {**({"requests": sizes} if sizes else {}), **({"limits": limits} if limits else {})}
 
@@ -93,8 +106,12 @@ class PodOptions:
 
 
 def job_body(request: LaunchRequest, options: PodOptions) -> dict[str, Any]:
-    """The body that creates an attempt's Job. Raises ValueError for a pod template that sets the same fields."""
+    """The body that creates an attempt's Job. Raises ValueError for a pod template that sets the same fields.
+
+    The Job of a replica on several machines is Indexed: it has that many pods, whose names in DNS its Service gives.
+    """
     template, theirs = options.template, container_of(options.template)
+    pods = request.machines(options.ranks_per_machine)
     name, labels = attempt_name(request), attempt_labels(request)
     container: dict[str, Any] = {
         "name": CONTAINER,
@@ -103,6 +120,13 @@ def job_body(request: LaunchRequest, options: PodOptions) -> dict[str, Any]:
         "env": [{"name": key, "value": _literal(value)} for key, value in request.env.items()],
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
+    if pods > 1:
+        index = {"fieldRef": {"fieldPath": f"metadata.annotations['{_INDEX}']"}}
+        container["env"] += [
+            {"name": ENV_MACHINES, "value": str(pods)},
+            {"name": ENV_MACHINE, "valueFrom": index},
+            {"name": ENV_MEETING, "value": f"{name}-0.{name}:{_PORT}"},
+        ]
     if request.secrets:
         container["envFrom"] = [{"secretRef": {"name": name}}]
     if resources := options.resources(request):
@@ -132,9 +156,12 @@ def job_body(request: LaunchRequest, options: PodOptions) -> dict[str, Any]:
         pod["nodeSelector"] = {"node.kubernetes.io/instance-type": options.instance_type}
     if affinity := merged(gpu_affinity(options.gpu_types), _spot_nodes() if options.spot else {}, "gpu_types"):
         pod["affinity"] = affinity
+    if pods > 1:
+        pod["subdomain"] = name
     spec: dict[str, Any] = {
-        "completions": 1,
-        "parallelism": 1,
+        **({"completionMode": "Indexed"} if pods > 1 else {}),
+        "completions": pods,
+        "parallelism": pods,
         "backoffLimit": 0,  # a retry is another attempt, which the coordinator decides
         "podReplacementPolicy": "Failed",
         # Gives the Job the reason "PodFailurePolicy" after a disruption, even if the pod is gone. A rule for exit codes
@@ -201,6 +228,32 @@ def secret_body(request: LaunchRequest, values: Mapping[str, str], job_uid: str)
     }
 
 
+def service_body(request: LaunchRequest, job_uid: str) -> dict[str, Any]:
+    """The headless Service of an attempt on several pods, by which DNS knows them, as the body of a create call.
+
+    Pods are named in DNS before they are ready, since machine 0 is not ready without the others.
+    """
+    secret = secret_body(request, {}, job_uid)
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": secret["metadata"],
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": attempt_labels(request),
+            "ports": [{"name": "meeting", "port": _PORT}],
+        },
+    }
+
+
+def with_meeting_key(request: LaunchRequest, options: PodOptions) -> LaunchRequest:
+    """The request with a new secret by which the pods of a replica know each other, if it has several."""
+    if request.machines(options.ranks_per_machine) == 1:
+        return request
+    return replace(request, secrets={**request.secrets, ENV_MEETING_KEY: new_secret()})
+
+
 def _literal(text: str) -> str:
     """`text` escaped, because Kubernetes replaces $(NAME) and $$ in commands and values."""
     return text.replace("$", "$$")
@@ -240,7 +293,7 @@ def object_of(reply: Any, kind: str, what: str) -> dict[str, Any]:
 
 
 # What is read of each kind; the metadata's name, namespace and uid of all but events.
-_PARTS = {"Job": ("spec",), "Pod": (), "Secret": (), "Event": ("involvedObject",)}
+_PARTS = {"Job": ("spec",), "Pod": (), "Secret": (), "Service": (), "Event": ("involvedObject",)}
 
 
 def _is_object(item: Any, kind: str) -> bool:
@@ -389,15 +442,28 @@ def _signal_or_code(code: int | None) -> int | None:
     return 128 - code if code is not None and 128 < code <= 192 else code
 
 
-def newest_by_owner(pods: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The newest pod of each Job, by the Job's uid. `pods`: in the API's form.
+def telling_pods(pods: Sequence[dict[str, Any]], counts: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """The pod of each Job that shows the Job's state, by the Job's uid. `pods`: in the API's form.
 
-    Times are whole seconds: if two pods have the same, the one being deleted is the older.
+    It is the newest one; of a Job with several pods the first that has failed, else the first that does not run yet,
+    else that of index 0. A Job that has fewer pods than `counts` says, none of which has failed, is left out: it waits
+    for them. Times are whole seconds: if two pods have the same, the one being deleted is the older.
     """
 
     def age(pod: Mapping[str, Any]) -> tuple[str, bool]:
         about = pod["metadata"]
         return str(about.get("creationTimestamp")), not about.get("deletionTimestamp")
 
-    in_order = sorted(pods, key=age)
-    return {owner["uid"]: pod for pod in in_order for owner in pod["metadata"].get("ownerReferences") or []}
+    def index(pod: Mapping[str, Any]) -> int:
+        return int((pod["metadata"].get("annotations") or {}).get(_INDEX) or 0)
+
+    def order(pod: Mapping[str, Any]) -> tuple[bool, bool, int]:
+        phase = (pod.get("status") or {}).get("phase")
+        return phase != "Failed", phase in ("Running", "Succeeded"), index(pod)
+
+    newest: dict[str, dict[int, dict[str, Any]]] = {}
+    for pod in sorted(pods, key=age):
+        for owner in pod["metadata"].get("ownerReferences") or []:
+            newest.setdefault(owner["uid"], {})[index(pod)] = pod
+    first = {uid: min(of_job.values(), key=order) for uid, of_job in newest.items()}
+    return {uid: pod for uid, pod in first.items() if len(newest[uid]) >= counts.get(uid, 1) or not order(pod)[0]}

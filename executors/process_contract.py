@@ -18,6 +18,12 @@ ENV_WORLD_SIZE = "REPLICA_WORLD_SIZE"
 ENV_LEAVE_AFTER = "DILOCO_LEAVE_AFTER_S"  # seconds until the replica leaves by itself, before its provider ends it
 ENV_MEMORY = "DILOCO_MEMORY_MIB"  # what the replica holds beside the workload may take so much memory, then files
 
+# Environment of a replica whose ranks are on several machines: a process of the same command runs on each of them.
+ENV_MACHINES = "DILOCO_MACHINES"  # their number
+ENV_MACHINE = "DILOCO_MACHINE"  # the number of this one, from 0
+ENV_MEETING = "DILOCO_MEETING"  # "host:port" of machine 0, to which the others connect
+ENV_MEETING_KEY = "DILOCO_MEETING_KEY"  # a secret of the attempt, by which machine 0 knows the others
+
 ENV_CODE_FOLDER = "DILOCO_CODE_FOLDER"  # where the first program unpacked the code; the process removes it at its end
 
 # Private keys of a signed run: of its launcher, and of an attempt. A replica gets the latter alone, as a secret.

@@ -73,6 +73,7 @@ class RemoteExecutor:
 
     name: str
     shares_machine = False
+    ranks_per_machine: int | None = None  # at the most; None: all ranks of a replica are on one machine
 
     def __init__(self, *, hourly_usd: float | str | None = None, clock: ExecutorClock | None = None) -> None:
         self._given_usd = usd_by_ranks(hourly_usd)

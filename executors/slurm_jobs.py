@@ -56,8 +56,8 @@ class SlurmExecutor(RemoteExecutor):
         qos: Quality of service.
         gpu: GPU of each rank of a replica: 1, or its type, such as "a100", or their number, 8 or "a100:8"; none by
             default.
-        cpu: CPUs of each replica.
-        memory: Memory of each replica, such as "16G"; the partition's default if None.
+        cpu: CPUs of each replica, on each of its nodes.
+        memory: Memory of each replica, on each of its nodes, such as "16G"; the partition's default if None.
         time_limit: Longest life of an attempt as Slurm writes it, such as "04:00:00" or "1-12"; the partition's if
             None.
         constraint: Features that the node must have, such as "a100&nvlink".
@@ -66,6 +66,8 @@ class SlurmExecutor(RemoteExecutor):
         python: Interpreter of the replicas; that of the launching process if None.
         directory: Folder of attempts, on a file system that compute nodes share; ~/.diloco-slurm if None.
         notice_s: Seconds before its time limit at which a replica gets SIGTERM, on which it publishes and leaves.
+        ranks_per_machine: Ranks of a replica on one node at the most: one of 16 ranks gets two nodes of 8. One node for
+            all by default.
         conf: Path of slurm.conf; SLURM_CONF, or the usual place, if None.
         hourly_usd: What one replica's machine costs in US dollars an hour, for max_cost_usd and `status`.
         clock: Time, for tests.
@@ -89,6 +91,7 @@ class SlurmExecutor(RemoteExecutor):
         python: str | None = None,
         directory: str | os.PathLike[str] | None = None,
         notice_s: int = 60,
+        ranks_per_machine: int | None = None,
         conf: str | None = None,
         hourly_usd: float | str | None = None,
         clock: ExecutorClock | None = None,
@@ -97,7 +100,8 @@ class SlurmExecutor(RemoteExecutor):
         self.options, self.withheld = plain_options(given), withheld(given)
         super().__init__(hourly_usd=hourly_usd, clock=clock)
         self._places = {"partition": partition, "account": account, "qos": qos, "constraint": constraint}
-        self._machine = Machine(gpu, cpu, memory, time_limit)
+        self._machine = Machine(gpu, cpu, memory, time_limit, ranks_per_machine)
+        self.ranks_per_machine = ranks_per_machine
         self._extra, self._setup = words_of(sbatch), words_of(setup)
         check_extra(self._extra)
         self._python = python or sys.executable
@@ -131,7 +135,8 @@ class SlurmExecutor(RemoteExecutor):
             notice_s=self._notice_s,
             extra=self._extra,
         )
-        return arguments, script_of(request, folder.path, python=self._python, setup=self._setup)
+        nodes = request.machines(self._machine.ranks_per_machine)
+        return arguments, script_of(request, folder.path, python=self._python, setup=self._setup, nodes=nodes)
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
         """Submit the attempt's job, or adopt an existing one: by the handle in its folder, else by its name in the

@@ -13,9 +13,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diloco_orchestrator.executors.answers import odd_reply
-from diloco_orchestrator.executors.contract import LaunchRequest, ReplicaState, ReplicaStatus
+from diloco_orchestrator.executors.contract import (
+    LaunchRequest,
+    ReplicaState,
+    ReplicaStatus,
+    check_ranks_per_machine,
+)
 from diloco_orchestrator.executors.names import unknown_name
-from diloco_orchestrator.executors.process_contract import EXIT_PERMANENT, EXIT_PREEMPTED
+from diloco_orchestrator.executors.process_contract import (
+    ENV_MACHINE,
+    ENV_MACHINES,
+    ENV_MEETING,
+    ENV_MEETING_KEY,
+    EXIT_PERMANENT,
+    EXIT_PREEMPTED,
+)
 from diloco_orchestrator.executors.remote_base import KILL_AFTER_S, attempt_name, ended_status, limited
 
 SECRETS = "secrets.sh"  # in the attempt's folder, mode 0600, until the job has read it
@@ -25,11 +37,19 @@ SQUEUE_FORMAT = "JobID:20,State:20,exit_code:12,RestartCnt:12,Name:80,Reason:200
 SACCT_FIELDS = "JobIDRaw,State,ExitCode,JobName"
 _VISIBLE_S = 30  # seconds that a file may take to appear on another node of a network file system (NFS caches)
 
+_LAST_S = 120  # seconds for which the machines of a replica live on after the first of them has ended
+# The first words on each machine of a replica on several nodes, in the language of the shell. The batch script, and
+# srun, run on the first node, which is machine 0. Jobs on one node have different ports, below those of the kernel.
+_MEETING = (
+    f"export {ENV_MACHINE}=$SLURM_PROCID "
+    f'{ENV_MEETING}=$SLURM_LAUNCH_NODE_IPADDR:$((20000 + SLURM_JOB_ID % 10000)); exec "$@"'
+)
+
 # Options of sbatch that the executor sets, or that would break an attempt's one job.
 _OURS = (
     *("array", "chdir", "cluster", "clusters", "comment", "dependency", "error", "export", "export-file"),
-    *("get-user-env", "input", "job-name", "no-requeue", "nodes", "ntasks", "open-mode", "output", "parsable"),
-    *("requeue", "signal", "test-only", "wait", "wrap"),
+    *("get-user-env", "input", "job-name", "no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode"),
+    *("output", "parsable", "requeue", "signal", "test-only", "wait", "wrap"),
 )
 _BY_OPTION = {  # options of sbatch with an argument of the executor
     "partition": "partition",
@@ -62,14 +82,16 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """The resources of a node that a replica requests. Raises ValueError for a size that Slurm cannot read."""
+    """The resources of each node that a replica requests. Raises ValueError for a size that Slurm cannot read."""
 
     gpu: int | str | None = None
     cpu: int | None = None
     memory: int | str | None = None
     time_limit: str | None = None
+    ranks_per_machine: int | None = None  # of a node, at the most
 
     def __post_init__(self) -> None:
+        check_ranks_per_machine(self.ranks_per_machine)
         if isinstance(self.gpu, bool) or (self.gpu is not None and not _GPU.fullmatch(str(self.gpu))):
             raise ValueError(f"gpu={self.gpu!r}: write 1, a type such as 'a100', 8, or 'a100:8' for eight.")
         if self.cpu is not None and self.cpu < 1:
@@ -80,10 +102,11 @@ class Machine:
             seconds_of(self.time_limit)
 
     def arguments(self, request: LaunchRequest) -> list[str]:
-        """The resources as options of sbatch. Raises ValueError for another number of GPUs than ranks."""
+        """The resources as options of sbatch. Raises ValueError for another number of GPUs than ranks on a node."""
         match = _GPU.fullmatch(str(self.gpu or 0))
         assert match is not None, "it was checked"
-        count = request.gpus(int(match[2] or match[3] or 1), f"gpu={self.gpu!r}")
+        nodes = request.machines(self.ranks_per_machine)
+        count = request.gpus(int(match[2] or match[3] or 1), f"gpu={self.gpu!r}", nodes)
         gpu = ":".join(filter(None, ("gpu", match[1], str(count)))) if count else None
         given = {"gres": gpu, "cpus-per-task": self.cpu, "mem": self.memory}
         return [f"--{name}={value}" for name, value in given.items() if value is not None]
@@ -126,7 +149,7 @@ def check_extra(options: Sequence[str]) -> None:
             raise ValueError(f"sbatch={option!r}: the executor has an argument for it, {_BY_OPTION[match[1]]}=….")
         # sbatch takes any beginning of a name that fits one option only.
         if clash := next((name for name in sorted([*_OURS, *_BY_OPTION]) if name.startswith(match[1])), None):
-            nodes = "All ranks of a replica are on one node: docs/recipes/islands.md has the job for several. "
+            nodes = "A replica of more ranks than a node takes (ranks_per_machine) gets several nodes. "
             raise ValueError(
                 f"sbatch={option!r}: the executor sets --{clash} itself. {nodes * (clash in ('nodes', 'ntasks'))}"
                 "Leave the option out."
@@ -150,7 +173,7 @@ def sbatch_arguments(
     `places`: partition, account, qos, constraint. `extra`: the user's; they come first, so that ours override them.
     Arguments rather than #SBATCH lines, which variables of the environment would override.
     """
-    limit_s = machine.limit_s(request)
+    limit_s, nodes = machine.limit_s(request), request.machines(machine.ranks_per_machine)
     return [
         *extra,
         *(f"--{name}={value}" for name, value in places.items() if value is not None),
@@ -162,16 +185,21 @@ def sbatch_arguments(
         f"--chdir={folder}",
         f"--output={folder / 'output.log'}",
         "--open-mode=append",
-        "--nodes=1",
-        "--ntasks=1",
+        f"--nodes={nodes}",
+        f"--ntasks={nodes}",
+        *(["--ntasks-per-node=1"] if nodes > 1 else []),
         "--export=NONE",  # else the launcher's whole environment would travel, and be stored by the controller
         "--no-requeue",  # Slurm would run the same attempt again; the coordinator launches the next one
-        f"--signal=B:TERM@{notice_s}",  # to the batch script, which the replica has replaced
+        # To the batch script, which the replica has replaced; on several nodes to the replica's processes there, since
+        # srun, which is the batch script then, would end them at once.
+        f"--signal={'B:' if nodes == 1 else ''}TERM@{notice_s}",
     ]
 
 
-def script_of(request: LaunchRequest, folder: Path, *, python: str, setup: Sequence[str]) -> str:
+def script_of(request: LaunchRequest, folder: Path, *, python: str, setup: Sequence[str], nodes: int = 1) -> str:
     """The batch script of an attempt. It reads secrets from a file, because the controller keeps and shows scripts.
+
+    On several nodes srun starts the program once on each of them, with this script's environment.
 
     Raises ValueError for a variable whose name a shell does not take.
     """
@@ -194,7 +222,14 @@ def script_of(request: LaunchRequest, folder: Path, *, python: str, setup: Seque
             f". {path} || {{ echo {path} is not on this node; exit {EXIT_PERMANENT}; }}",
             f"rm -f {path}",
         ]
-    return "\n".join([*lines, f"exec {shlex.join(limited(program, request.timeout_s))}", ""])
+    program = limited(program, request.timeout_s)
+    if nodes == 1:
+        return "\n".join([*lines, f"exec {shlex.join(program)}", ""])
+    key = "$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')"
+    steps = f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=0 --wait={_LAST_S}"
+    cpus = "${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}"  # which srun takes from sbatch no more
+    command = f"exec {steps} {cpus} bash -c {shlex.quote(_MEETING)} - {shlex.join(program)}"
+    return "\n".join([*lines, f"export {ENV_MACHINES}={nodes} {ENV_MEETING_KEY}={key}", command, ""])
 
 
 def secrets_script(secrets: Mapping[str, str]) -> str:

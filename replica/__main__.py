@@ -6,11 +6,21 @@ import os
 import sys
 
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
+from diloco_orchestrator.errors import Preempted
 from diloco_orchestrator.protocol.launched import Launched
-from diloco_orchestrator.protocol.process import ENV_LEAVE_AFTER, load_entrypoint, print_exit_line, unpacked_code
+from diloco_orchestrator.protocol.process import (
+    ENV_LEAVE_AFTER,
+    EXIT_ERROR,
+    EXIT_PREEMPTED,
+    load_entrypoint,
+    print_exit_line,
+    unpacked_code,
+)
+from diloco_orchestrator.replica.process.machines import Link, MachinePlace, other_machines, serve_machine_0
 from diloco_orchestrator.replica.process.rank_processes import RankProcesses
 from diloco_orchestrator.replica.process.run_attempt import (
     LeavingNotice,
+    configure_logging,
     load_training_libraries,
     process_environment,
     run_attempt,
@@ -32,6 +42,18 @@ def main() -> int:
     notice.install()
     arguments = ["--store", options.store, "--replica-id", str(options.replica_id)]
     arguments += ["--attempt", str(options.attempt), *Launched.of_options(options).arguments()]
+    others: list[Link] = []
+    if (place := MachinePlace.of(environ)) is not None:
+        configure_logging(options.replica_id, options.attempt)
+        if place.number:
+            return serve_machine_0(place, arguments, environ, clock, notice)
+        try:
+            others = other_machines(place, clock, notice)
+        except (Preempted, OSError) as error:  # nothing is claimed, so that no record can hold it
+            code = EXIT_PREEMPTED if isinstance(error, Preempted) else EXIT_ERROR
+            print(error, file=sys.stderr)
+            print_exit_line(code, error=f"machine 0 of {place.count}: {error}")
+            return code
     ending = run_attempt(
         options.store,
         options.replica_id,
@@ -46,7 +68,9 @@ def main() -> int:
         load_entrypoint=load_entrypoint,
         interrupt_if=notice.interrupt_if,
         ranks=options.ranks,
-        train_in_ranks=lambda attempt, ranks: RankProcesses(attempt, ranks, arguments, environ, clock, notice).run(),
+        train_in_ranks=lambda attempt, ranks: RankProcesses(
+            attempt, ranks, arguments, environ, clock, notice, others=others
+        ).run(),
         # By a thread of C, which runs also where a library holds the lock of the interpreter and never comes back.
         dump_stacks_after=lambda seconds: faulthandler.dump_traceback_later(seconds, file=2),
     )

@@ -68,8 +68,8 @@ class RunConfig(Tree):
     )
     ranks_per_replica: int | list[int] = Field(
         default=1,
-        description="processes (ranks) of a replica, on one machine, which train one model with DDP or fully_shard; or "
-        "the number for each replica, as in 8,4,1",
+        description="processes (ranks) of a replica, on one machine unless the executor has ranks_per_machine, which "
+        "train one model with DDP or fully_shard; or the number for each replica, as in 8,4,1",
     )
     invited: list[int] = Field(
         default=[],

@@ -35,12 +35,12 @@ _NOTICED_WITHIN = 15  # rounds, for `GuardConfig.notice_drop`
 class SequentialGuard(GuardRule):
     """Halts on non-finite or sinking held-out scores, on a training metric that outruns them, and on KL drift.
 
-    The state is JSON of about 3 KB whatever the run's length, and names the rule and its settings. With `vault_sigmas`
+    The state is JSON of 3 to 5 KB whatever the run's length, and names the rule and its settings. With `vault_sigmas`
     an alarm about held-out score or training metric halts only if the next round's scores on the confirmation set
     (`Evidence.vault`) confirm it (`guard.vault`).
     """
 
-    name: ClassVar[str] = "sequential-v2"
+    name: ClassVar[str] = "sequential-v3"
     channels: ClassVar[type[MetricChannels]] = MetricChannels
     asks_vault: ClassVar[bool] = True
     vault_share: ClassVar[float] = 0.25  # of a fall of the held-out score, that the confirmation set must show

@@ -12,7 +12,14 @@ from diloco_orchestrator.code_archive.pinning import Pin, check_pinned, pinned
 from diloco_orchestrator.code_archive.requirements import read_requirements
 from diloco_orchestrator.config import RunConfig, RunSettings, make_config
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.executors.contract import LaunchRequest, ServerlessExecutor, give_store, part_of, price_of
+from diloco_orchestrator.executors.contract import (
+    LaunchRequest,
+    ServerlessExecutor,
+    give_store,
+    machines_of,
+    part_of,
+    price_of,
+)
 from diloco_orchestrator.executors.places import Places
 from diloco_orchestrator.executors.prices import Price
 from diloco_orchestrator.executors.registry import executor_of, spec_of
@@ -188,6 +195,7 @@ class LaunchPlan:
     refusal: str = ""  # why `launch` would refuse for want of credentials in replicas; empty: it would not
     places: tuple[str, ...] = ()  # which replicas would be launched where, and why, where there are several places
     ranks: tuple[int, ...] = ()  # processes of each replica, where one has several
+    machines: tuple[int, ...] = ()  # of each replica, where one has several ranks
     rank_bytes: tuple[tuple[int, int], ...] = ()  # of each replica: host memory for us in a rank, held and at the most
     replica_usd: tuple[float, ...] = ()  # of each replica, an hour, where they have different numbers of ranks
 
@@ -245,17 +253,22 @@ class LaunchPlan:
     def _ranks(self) -> list[str]:
         """A line about the ranks (processes) of replicas that have equally many; empty if each replica has one."""
         lines = []
-        for ids, (count, index) in grouped(
-            (each, (count, self.ranks.index(count))) for each, count in enumerate(self.ranks)
-        ):
+        for ids, (count, index) in grouped((each, (count, self._like(each))) for each, count in enumerate(self.ranks)):
             price = f", ${self.replica_usd[index]:.2f} an hour each" if self.replica_usd else ""
             memory = "host memory depends on the model: say --parameters, such as 7B"
             if self.rank_bytes:
                 held, most = (f"{size / 2**30:.1f}" for size in self.rank_bytes[index])
                 memory = f"beside the training {held} GiB of host memory in each rank, {most} GiB while a round ends"
-            gpus = "on one machine, with a GPU for each where the request asks for GPUs"
-            lines.append(f"ranks:     {count} in {replicas(ids)}, {gpus}{price}; {memory}")
+            machines = self.machines[index]
+            where = f"on {machines} machines with {count // machines} on each" if machines > 1 else "on one machine"
+            gpus = "with a GPU for each where the request asks for GPUs"
+            lines.append(f"ranks:     {count} in {replicas(ids)}, {where}, {gpus}{price}; {memory}")
         return lines
+
+    def _like(self, replica_id: int) -> int:
+        """The first replica with as many ranks and machines as this one."""
+        kinds = list(zip(self.ranks, self.machines, strict=True))
+        return kinds.index(kinds[replica_id])
 
     def _requests_at_hugging_face(self) -> list[str]:
         """Hugging Face limits requests: a line with those of five minutes; empty for another store."""
@@ -385,6 +398,7 @@ def plan_launch(
         images=prepared.images(),
         refusal=_refusal(prepared),
         ranks=ranks if max(ranks) > 1 else (),
+        machines=tuple(machines_of(prepared.executor, each) for each in prepared.requests if max(ranks) > 1),
         rank_bytes=tuple(
             (round(_HELD * each), round(_MOST * each)) for each in shares if parameters and max(ranks) > 1
         ),

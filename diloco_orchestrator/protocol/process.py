@@ -8,6 +8,10 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from diloco_orchestrator.executors.process_contract import ENV_LEAVE_AFTER as ENV_LEAVE_AFTER
+from diloco_orchestrator.executors.process_contract import ENV_MACHINE as ENV_MACHINE
+from diloco_orchestrator.executors.process_contract import ENV_MACHINES as ENV_MACHINES
+from diloco_orchestrator.executors.process_contract import ENV_MEETING as ENV_MEETING
+from diloco_orchestrator.executors.process_contract import ENV_MEETING_KEY as ENV_MEETING_KEY
 from diloco_orchestrator.executors.process_contract import ENV_MEMORY as ENV_MEMORY
 from diloco_orchestrator.executors.process_contract import ENV_RANK as ENV_RANK
 from diloco_orchestrator.executors.process_contract import ENV_WORLD_SIZE as ENV_WORLD_SIZE

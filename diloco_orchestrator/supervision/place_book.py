@@ -53,6 +53,9 @@ class _Seen:
     trained_at: float = -math.inf
     words: str = ""
     wastes: bool = False  # whether the newest refusal cost time
+    start_s: float = placing.START_S
+    without_s: float = 0.0  # altogether, until a launch succeeded again
+    returns: int = 0  # how often one did
 
     def refuse(self, words: str, launched_at: float, now: float) -> None:
         """Record that an attempt launched at `launched_at` got no machine at the place, or one that never responded."""
@@ -66,8 +69,12 @@ class _Seen:
         self.since = now if self.since is None else self.since
         self.at, self.words = now, words
 
-    def give(self, launched_at: float) -> None:
-        """Record that an attempt launched at `launched_at` trains at this place (executor)."""
+    def give(self, launched_at: float, start_s: float) -> None:
+        """Record that an attempt launched at `launched_at` trains at this place, `start_s` after it got a machine."""
+        self.start_s = start_s
+        if self.since is not None and self.trained_at < launched_at:  # nobody trained there any more
+            self.without_s += max(0.0, launched_at - max(self.since, self.trained_at))
+            self.returns += 1
         if launched_at >= self.at:
             self.times, self.since, self.words, self.wastes = 0, None, "", False
 
@@ -97,6 +104,9 @@ class PlaceBook:
         self._prices_at = -math.inf
         self._speeds = PlaceSpeeds(place_of)
         self._without_beat: dict[Who, tuple[str, float]] = {}  # place and launch of attempts that have not trained yet
+        self._queued_at: dict[Who, float] = {}  # when those were last seen without a machine
+        self._overpaid: dict[Who, float] = {}  # dollars, of attempts that train
+        self._overpaid_at = math.inf
         self._by_place: set[Who] = set()  # attempts that ended without having trained
         self._round = self._moved_round = round_
         self._round_ended = False
@@ -132,9 +142,11 @@ class PlaceBook:
         for each in hung:
             self._refused((each.replica_id, each.attempt), each.why, now)
         cancelled = {each.replica_id for each in hung}
+        places = self._place_views(now)
+        self._overpay(places, views, now)
         view = placing.PlacesView(
-            self._place_views(now),
-            [_seat_of(each, launches, cancelled) for each in views],
+            places,
+            [_seat_of(each, launches, cancelled, self._overpaid.get(each.who, 0.0)) for each in views],
             *(self._round, self._round_ended, self._moved_round, asked, left_usd, self._heading),
         )
         numbers = {each.replica_id: each.attempt for each in views}
@@ -166,22 +178,25 @@ class PlaceBook:
         """
         for view in views:
             state, who = view.state, view.who
-            if isinstance(state, Alive) and state.beat is not None and view.place in self._seen:
-                self._seen[view.place].trained_at = now
             if isinstance(state, Alive) and state.beat is None:
                 if not isinstance(state, Cancelling):
                     self._without_beat.setdefault(who, (view.place, state.since))
+                if _has_no_machine(state):
+                    self._queued_at[who] = now
             elif isinstance(state, Alive) and who in self._without_beat:
                 place, launched_at = self._without_beat.pop(who)
                 if place in self._seen:
-                    self._seen[place].give(launched_at)
+                    self._seen[place].give(launched_at, now - self._queued_at.get(who, launched_at))
             elif isinstance(state, Ended) and state.outcome in _REFUSALS:
                 if who in self._without_beat:
                     self._by_place.add(who)
                 self._refused(who, state.reason, now)
             else:
                 self._without_beat.pop(who, None)
+            if isinstance(state, Alive) and state.beat is not None and view.place in self._seen:
+                self._seen[view.place].trained_at = now
         self._by_place &= {view.who for view in views}
+        self._queued_at = {who: at for who, at in self._queued_at.items() if who in self._without_beat}
         others = {name for name, seen in self._seen.items() if seen.since is None and not self._places.offers(name)}
         return [view.replica_id for view in views if view.who in self._by_place and others - {view.place}]
 
@@ -190,6 +205,17 @@ class PlaceBook:
         place, launched_at = self._without_beat.pop(who, ("", now))
         if place in self._seen:
             self._seen[place].refuse(why, launched_at, now)
+
+    def _overpay(self, places: Sequence[placing.PlaceView], views: Sequence[ReplicaView], now: float) -> None:
+        """Add what each training attempt has cost since the last call beyond its tokens' price at the cheapest."""
+        since_s, self._overpaid_at = max(0.0, now - self._overpaid_at), now
+        training = [each for each in views if isinstance(each.state, Alive) and each.state.beat is not None]
+        self._overpaid = {
+            each.who: max(
+                0.0, self._overpaid.get(each.who, 0.0) + since_s * placing.overpaid_usd(places, each.place, now)
+            )
+            for each in training
+        }
 
     def _place_views(self, now: float) -> list[placing.PlaceView]:
         if now - self._prices_at >= _PRICES_S:
@@ -229,6 +255,9 @@ def place_views(
                 trained_at=answered.trained_at,
                 refusal=answered.words,
                 wastes=answered.wastes,
+                start_s=answered.start_s,
+                without_s=answered.without_s,
+                returns=answered.returns,
             )
         )
     return found
@@ -247,11 +276,12 @@ def first_launches(places: Places, config: RunConfig) -> list[placing.Open]:
     return found
 
 
-def _seat_of(view: ReplicaView, launches: Mapping[int, Launch], cancelled: set[int]) -> placing.SeatView:
+def _seat_of(
+    view: ReplicaView, launches: Mapping[int, Launch], cancelled: set[int], overpaid_usd: float
+) -> placing.SeatView:
     state = view.state
     if not isinstance(state, Alive):
         return placing.SeatView(view.replica_id, free=view.replica_id in launches)
-    waits = isinstance(state, Launching | Postponed | Reserved) or (isinstance(state, Running) and state.pending)
     patience_s = _REFUSED_S if isinstance(state, Postponed) else _PATIENCE_S
     said = state.refusal.error if isinstance(state, Postponed) else getattr(state, "waits_for", "")
     return placing.SeatView(
@@ -259,7 +289,13 @@ def _seat_of(view: ReplicaView, launches: Mapping[int, Launch], cancelled: set[i
         view.place,
         trains=state.beat is not None,
         leaving=isinstance(state, Cancelling) or view.replica_id in cancelled,
-        waits=waits and state.beat is None,
+        waits=_has_no_machine(state) and state.beat is None,
         gives_up_at=(state.refusal.since if isinstance(state, Postponed) else state.since) + patience_s,
         refusal=said,
+        overpaid_usd=overpaid_usd,
     )
+
+
+def _has_no_machine(state: Alive) -> bool:
+    """Whether an attempt waits for a machine, by its provider's last report."""
+    return isinstance(state, Launching | Postponed | Reserved) or (isinstance(state, Running) and state.pending)

@@ -13,9 +13,7 @@ from statistics import median
 
 LESS = 0.8  # times the cost per token: a replica moves to a place that costs at most so much
 ROUNDS_BETWEEN_MOVES = 3
-# Seconds since the last refusal of a place, at least, before a replica is ended for its sake, and the share of the time
-# over which it has had no machine. A vain try costs minutes, to wait costs hours.
-QUIET_S, QUIET_SHARE = 1800.0, 0.5
+START_S = 300.0  # from a launch until the replica trains, at a place where none has started yet
 HOPED = 4.0  # times its expected speed: so fast a place may be where nobody has trained, and worth one try
 # How long others are still compared with a place that refuses: where replicas have trained, and elsewhere.
 _MISSED_S, _NEVER_SEEN_S = 86400.0, 3600.0
@@ -38,6 +36,9 @@ class PlaceView:
     trained_at: float = -math.inf  # when a replica was last seen to train there
     refusal: str = ""  # the provider's words
     wastes: bool = False  # the newest refusal was that of a machine that cost time and never trained
+    start_s: float = START_S  # from a launch there until the replica trains
+    without_s: float = 0.0  # how long it has refused altogether before it had machines again
+    returns: int = 0  # how often it had machines again
 
     @property
     def usd_per_token(self) -> float:
@@ -45,14 +46,14 @@ class PlaceView:
         return math.inf if self.hourly_usd is None else self.hourly_usd / 3600 / self.tokens_per_s
 
     @property
-    def quiet_until(self) -> float:
-        """Time until which no replica is ended to be moved to this place (executor); in the past if the place refuses
-        nobody.
-        """
-        if self.refused_since is None:
-            return -math.inf
-        without_s = self.refused_at - max(self.refused_since, self.trained_at)
-        return self.refused_at + max(QUIET_S, QUIET_SHARE * without_s)
+    def start_usd(self) -> float:
+        """US dollars for a machine at this place until its replica trains."""
+        return (self.hourly_usd or 0.0) / 3600 * self.start_s
+
+    def accepts(self, now: float) -> bool:
+        """Whether launches there have succeeded lately, as far as is known, at a cost per token that is measured."""
+        known = self.known_by == "measured" and self.hourly_usd is not None and not self.offers
+        return known and self.refused_since is None and now >= self.rests_until
 
     def words(self) -> str:
         """The place's price as text, and where its speed was measured the price of a million tokens."""
@@ -76,6 +77,7 @@ class SeatView:
     gives_up_at: float = math.inf  # when it has waited for one for long enough to try another place
     refusal: str = ""  # why it waits, in its provider's words
     free: bool = False  # it has no attempt alive, and may be given one now
+    overpaid_usd: float = 0.0  # more than its tokens would have cost at the cheapest place that had machines meanwhile
 
 
 @dataclass(frozen=True)
@@ -241,16 +243,69 @@ def _too_many(view: PlacesView, now: float, limits: Limits) -> Decision:
 def _needless(view: PlacesView, now: float, limits: Limits) -> Decision:
     """Decision to end the dearest of more than `least` machines, if a token costs half more than at the cheapest."""
     training = [each for each in view.counted if each.trains]
-    if not limits.scales or view.asked is not None or not view.round_ended or len(training) <= limits.least:
+    if not limits.scales or view.asked is not None or len(training) <= limits.least:
         return Wait("")
     known = [each for each in training if view.is_comparable(each) and view.hourly_usd(each)]
     if not known:
         return Wait("")
     dearest = view.dearest(known)
     if LESS * LESS * view.usd_per_token(dearest) <= _worth(view, now, LESS * _mean(view, without=dearest)):
-        return Wait("")
+        return _overpaying(view, now, limits, known)
+    if not view.round_ended:
+        return _overpaying(view, now, limits, known)
     why = f"{view.by_name[dearest.place].words()} costs too much for more than {limits.least} replicas"
     return Vacate(dearest.replica_id, why)
+
+
+def _overpaying(view: PlacesView, now: float, limits: Limits, training: Sequence[SeatView]) -> Decision:
+    """Decision to end the attempt that has cost the most beyond what its tokens cost elsewhere, if that would have paid
+    for a start there, which the limits allow; else to wait.
+
+    Not more at once than train there already, which may be all of its machines, unless the attempt is too dear to be
+    kept in any case.
+    """
+    worth = _worth_opening(view, now)
+    leaving = sum(each.leaving for each in view.seats)
+    kept_usd = math.fsum(map(view.hourly_usd, view.kept))
+    for seat in sorted(training, key=lambda each: (-each.overpaid_usd, -each.replica_id)):
+        to = _cheaper(view, now, seat)
+        if to is None or seat.overpaid_usd <= to.start_usd or LESS * to.usd_per_token > worth:
+            continue
+        rate_usd = kept_usd - view.hourly_usd(seat) + (1 + leaving) * _hourly_usd(to)
+        if limits.usd_per_hour is not None and rate_usd > limits.usd_per_hour + _CENT / 100:
+            continue
+        there = sum(each.trains and each.place == to.name for each in view.seats)
+        starting = leaving + sum(bool(each.place) and not each.leaving and not each.trains for each in view.seats)
+        if starting < max(1, there) or LESS * LESS * view.usd_per_token(seat) > to.usd_per_token:
+            return Vacate(seat.replica_id, f"{to.words()} costs less than {view.by_name[seat.place].words()}")
+    return Wait("")
+
+
+def _cheaper(view: PlacesView, now: float, seat: SeatView) -> PlaceView | None:
+    """The cheapest place that has machines, as far as is known, and is better than that of this attempt."""
+    here = view.by_name.get(seat.place)
+    others = [each for each in view.places if each.accepts(now) and here is not None and _is_better(each, here)]
+    return min(others, key=_cost, default=None)
+
+
+def _is_better(place: PlaceView, than: PlaceView) -> bool:
+    """Whether a token costs less at `place`: at all if its machines are as fast, by a fifth if they are slower."""
+    if place.tokens_per_s < than.tokens_per_s:
+        return place.usd_per_token <= LESS * than.usd_per_token
+    return place.usd_per_token < than.usd_per_token
+
+
+def overpaid_usd(places: Sequence[PlaceView], place: str, now: float) -> float:
+    """US dollars a second by which a machine at `place` costs more than its tokens do at the cheapest better place that
+    has machines; without any, minus what it costs less than at the cheapest other one. 0 if nothing can be compared.
+    """
+    here = next((each for each in places if each.name == place), None)
+    others = [each for each in places if each.accepts(now) and each.name != place]
+    if here is None or here.known_by != "measured" or math.isinf(here.usd_per_token) or not others:
+        return 0.0
+    better = [each.usd_per_token for each in others if _is_better(each, here)]
+    there = min(better) if better else max(here.usd_per_token, min(each.usd_per_token for each in others))
+    return (here.usd_per_token - there) * here.tokens_per_s
 
 
 def _waits_too_long(view: PlacesView, now: float, limits: Limits) -> Decision:
@@ -275,24 +330,53 @@ def _move(view: PlacesView, now: float, limits: Limits) -> Decision:
     if not limits.scales or not settled or not training or not _may_move(view) or _spent(view, 0.0):
         return Wait("")
     dearest = view.dearest(training)
-    least = LESS * view.usd_per_token(dearest)
-    usable = _usable(view, now)
-    cheaper = [each for each in usable if _hoped_cost(view, each) <= least and each.name != dearest.place]
+    cheaper = [each for each in _usable(view, now) if each.name != dearest.place and _pays(view, now, dearest, each)]
     for to in sorted(cheaper, key=_cost):
         why = f"moves from {view.by_name[dearest.place].words()} to {to.words()}"
         free = next((each for each in view.seats if each.free), None)
         if free is not None and view.asked is None and _affordable(view, to, limits):
             return Open(free.replica_id, to.name, f"replica {dearest.replica_id} {why}", moves=True)
-        if to.quiet_until <= now and _affordable(view, to, limits, instead_of=dearest):
+        if _may_have_machines(view, now, to, dearest) and _affordable(view, to, limits, instead_of=dearest):
             return Vacate(dearest.replica_id, why, moves=True, to=to.name)
     return Wait("")
 
 
 def _hoped_cost(view: PlacesView, place: PlaceView) -> float:
-    """US dollars per token at a place; `HOPED` times the expected speed is assumed where nobody has trained."""
+    """US dollars per token at a place; `HOPED` times the expected speed is assumed where nobody has trained, and any
+    speed if nothing is known of its machines: that its price is high may mean that they are fast.
+    """
     tried = any(each.place == place.name for each in view.seats)
     measured = any(each.known_by == "measured" for each in view.places)
-    return place.usd_per_token / (1.0 if place.known_by == "measured" or tried or not measured else HOPED)
+    if place.known_by == "measured" or tried or not measured:
+        return place.usd_per_token
+    return place.usd_per_token / HOPED if place.known_by else 0.0
+
+
+def _pays(view: PlacesView, now: float, seat: SeatView, to: PlaceView) -> bool:
+    """Whether a replica should move to `to`: it has overpaid a start there, or a token may cost a fifth less."""
+    if to.accepts(now) and view.is_comparable(seat):
+        return _is_better(to, view.by_name[seat.place]) and seat.overpaid_usd > to.start_usd
+    return _hoped_cost(view, to) <= LESS * view.usd_per_token(seat)
+
+
+def _may_have_machines(view: PlacesView, now: float, to: PlaceView, seat: SeatView) -> bool:
+    """Whether to end an attempt for the sake of a place that has refused: it can only be asked by a launch there.
+
+    In vain that costs K dollars, the start of another machine where the replica is. While the place has machines again
+    and nobody knows, the run pays g dollars a second too much. A try every d seconds costs K / d + g d / (2 m) a second
+    where it has machines again after m seconds in the mean: least at d = sqrt(2 K m / g). m: the mean of its times
+    without machines, the present one included.
+    """
+    if to.refused_since is None:
+        return True
+    used = any(each.trains and each.place == to.name for each in view.seats)
+    without_s = now - (to.refused_since if used else max(to.refused_since, to.trained_at))
+    vain_usd = view.by_name[seat.place].start_usd
+    training = [each for each in view.counted if each.trains and each.place in view.by_name]
+    costs = [(view.usd_per_token(each) - to.usd_per_token) * view.by_name[each.place].tokens_per_s for each in training]
+    saved_usd = math.fsum(max(0.0, each) for each in costs)
+    mean_s = (to.without_s + without_s) / (to.returns + 1)
+    return saved_usd > 0 and now - to.refused_at >= math.sqrt(2 * vain_usd * mean_s / saved_usd)
 
 
 def _may_move(view: PlacesView) -> bool:
@@ -314,7 +398,7 @@ def _missing(view: PlacesView, now: float, limits: Limits) -> Decision:
     if view.heading in {each.name for each in usable}:
         usable = [view.by_name[view.heading]]
     elif not missing:
-        worth = _worth(view, now, LESS * LESS * _mean(view))
+        worth = _worth_opening(view, now)
         usable = [each for each in usable if LESS * each.usd_per_token <= worth]
     # What the others of `least` will cost at the least is kept for them.
     kept_usd = max(0, missing - 1) * min(map(_hourly_usd, priced), default=0.0)
@@ -375,6 +459,11 @@ def _worth(view: PlacesView, now: float, mean: float) -> float:
         if not each.offers and there:
             here = min(here, each.usd_per_token)
     return max(expected, min(here, mean))
+
+
+def _worth_opening(view: PlacesView, now: float) -> float:
+    """US dollars per token of which a place beyond `least` replicas may cost `1 / LESS` times as much."""
+    return _worth(view, now, LESS * LESS * _mean(view))
 
 
 def _mean(view: PlacesView, without: SeatView | None = None) -> float:

@@ -49,12 +49,19 @@ class RankPlace:
 
     rank: int
     ranks: int
+    on_machine: int  # ranks on each machine
     leg: int
     claim_sha256: str
-    events: int  # file descriptor
-    meeting: str  # path of the file through which the ranks find each other
-    parent: int  # pid of the process above
     timeout_s: float  # of a collective
+    meeting: str  # path of the file through which the ranks find each other; on several machines machine 0's address
+    port: int = 0  # of that address; 0: `meeting` is a path
+    listener: int = -1  # file descriptor of a socket that listens there, in rank 0
+    events: int = -1  # file descriptor
+    parent: int = 0  # pid of the process above
+
+    @property
+    def local_rank(self) -> int:
+        return self.rank % self.on_machine
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
@@ -170,7 +177,7 @@ def joined(place: RankPlace, **own: object) -> Any:
     collective takes longer than `place.timeout_s`.
 
     `own`: objects of which every rank has its own, by name. Raises `ConfigError` if this machine has GPUs, but fewer
-    than ranks.
+    than ranks on it.
     """
     # Imported late: what comes before, such as a refused configuration, needs no torch.
     import torch
@@ -180,17 +187,32 @@ def joined(place: RankPlace, **own: object) -> Any:
 
     has_gpus = torch.cuda.is_available()
     if has_gpus:
-        if (gpus := torch.cuda.device_count()) < place.ranks:
+        if (gpus := torch.cuda.device_count()) < place.on_machine:
             raise ConfigError(
-                f"this replica has {place.ranks} ranks and sees {gpus} GPU{'s' if gpus > 1 else ''}: each rank needs "
-                "its own. Ask the executor for more, or set ranks_per_replica to their number."
+                f"this replica has {place.on_machine} ranks on this machine, which sees {gpus} "
+                f"GPU{'s' if gpus > 1 else ''}: each rank needs its own. Ask the executor for more, or set "
+                "ranks_per_replica to their number."
             )
-        torch.cuda.set_device(place.rank)
+        torch.cuda.set_device(place.local_rank)
     else:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else accelerate takes each rank for the only process
-    meeting = dist.FileStore(place.meeting, place.ranks)  # type: ignore[attr-defined]
+    without_limit = timedelta(days=365)
+    meeting: Any
+    if place.port:
+        fd = place.listener if place.listener >= 0 else None
+        meeting = dist.TCPStore(  # type: ignore[attr-defined]
+            place.meeting,
+            place.port,
+            place.ranks,
+            is_master=fd is not None,
+            timeout=without_limit,
+            wait_for_workers=False,
+            master_listen_fd=fd,
+        )
+    else:
+        meeting = dist.FileStore(place.meeting, place.ranks)  # type: ignore[attr-defined]
     meeting.set(f"rank {place.rank}", "")
-    meeting.wait([f"rank {rank}" for rank in range(place.ranks)], timedelta(days=365))
+    meeting.wait([f"rank {rank}" for rank in range(place.ranks)], without_limit)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if has_gpus else "gloo",
         store=meeting,
@@ -198,7 +220,8 @@ def joined(place: RankPlace, **own: object) -> Any:
         world_size=place.ranks,
         timeout=timedelta(seconds=place.timeout_s),
     )
-    return Ranks.joined(place.rank, "127.0.0.1", place.timeout_s, **own)
+    host = place.meeting if place.port else "127.0.0.1"
+    return Ranks.joined(place.local_rank, host, place.timeout_s, **own)
 
 
 def _die_with(parent: int) -> None:

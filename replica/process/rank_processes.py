@@ -4,23 +4,19 @@ The parent process trains nothing itself. It holds the attempt's claim, writes h
 outlives any rank that is killed. No rank is restarted: when one fails, all end, and so does the attempt.
 """
 
-import json
 import logging
-import os
-import selectors
 import signal
-import subprocess
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from diloco_orchestrator.clock import Clock
 from diloco_orchestrator.protocol.process import (
-    ENV_LEAVE_AFTER,
     EXIT_DONE,
     EXIT_ERROR,
     EXIT_PERMANENT,
@@ -29,12 +25,13 @@ from diloco_orchestrator.protocol.process import (
 )
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.process.machines import Link, interface_of, start_message
 from diloco_orchestrator.replica.process.rank import STACKS, RankPlace
+from diloco_orchestrator.replica.process.rank_children import LOOK_S, RANK, Message, RankChildren
 from diloco_orchestrator.replica.process.run_attempt import Ending
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.2  # between two polls of the ranks
 _SETTLE_S = 1.0  # after a failure: others fail because of it, and the first to be seen need not be the first
 _STACKS_S = 2.0  # for printing them
 _OF_A_COLLECTIVE = ("Timed out waiting", "Connection closed by peer", "Connection reset", "timed out", "NCCL", "gloo")
@@ -49,6 +46,7 @@ class RankState:
     died: int | None = None  # exit code, negative for a signal, once the process has ended
     heard_at: float = 0.0  # s of the clock: its start, then its newest sign of life
     is_ready: bool = False  # whether it has sent one, which it does once it has imported torch
+    lost_with: int | None = None  # number of its machine, if that was lost with all ranks on it
 
     @property
     def has_failed(self) -> bool:
@@ -67,22 +65,15 @@ class RankState:
         return self.died is None and now - self.heard_at > most_s
 
 
-@dataclass(kw_only=True)
-class _Rank(RankState):
-    """One rank's child process and what its parent has read from it."""
-
-    process: subprocess.Popen[bytes]
-    rest: dict[str, bytes] = field(default_factory=dict)  # of an incomplete line, by stream
-
-
 class RankProcesses:
-    """Starts the ranks of an attempt and watches them until all have ended.
+    """Starts the ranks of an attempt, here and on the replica's other machines, and watches them until all have ended.
 
     Args:
         ranks: their number.
         arguments: of this process: store, replica, attempt and digests, which every rank gets too.
         should_leave: whether this process was asked to leave; rank 0 is then asked, and signals the others.
         program: the module that each rank runs.
+        others: the connections to the replica's other machines, each of which has as many ranks as this one.
     """
 
     def __init__(
@@ -93,71 +84,71 @@ class RankProcesses:
         environ: Mapping[str, str],
         clock: Clock,
         should_leave: Callable[[], bool],
-        program: str = "diloco_orchestrator.replica.process.rank",
+        program: str = RANK,
+        others: Sequence[Link] = (),
     ) -> None:
         self._attempt = attempt
-        self._arguments = arguments
         self._environ = environ
         self._clock = clock
         self._should_leave = should_leave
-        self._program = program
-        self._count = ranks
         self._timeout_s = attempt.config.retry.hung_after_s
         self._startup_s = attempt.config.timing.startup_timeout_s
-        self._ranks: list[_Rank] = []
-        self._selector = selectors.DefaultSelector()
+        self._ranks = [RankState(number) for number in range(ranks)]
+        self._on_machine = ranks // (1 + len(others))
+        self._others = dict(enumerate(others, start=1))  # by number of the machine
+        self._children = RankChildren(arguments, environ, self._heard, program)
+        self._other_is_asked = False
         self._was_asked = False
 
     def run(self) -> Ending:
         """Start the ranks, and return how the attempt ended once none of them lives."""
-        config, replica_id = self._attempt.config, self._attempt.replica_id
-        if self._count != (said := config.ranks_of(replica_id)) and config.weights == "uniform":
+        config, replica_id, count = self._attempt.config, self._attempt.replica_id, len(self._ranks)
+        if count != (said := config.ranks_of(replica_id)) and config.weights == "uniform":
             log.warning(
                 "this machine trains replica %d with %d ranks, and the run's configuration says %d: its contributions "
                 'count like those of others, however many tokens they are of (weights="uniform")',
-                *(replica_id, self._count, said),
+                *(replica_id, count, said),
             )
         with tempfile.TemporaryDirectory(prefix="diloco-ranks-") as folder:
             try:
-                for number in range(self._count):
-                    self._ranks.append(self._start(number, Path(folder) / "meeting"))
+                self._start(Path(folder) / "meeting")
                 return self._watch()
             finally:
-                self._kill()
-                self._selector.close()
+                self._end()
 
-    def _start(self, number: int, meeting: Path) -> _Rank:
-        read_end, write_end = os.pipe()
-        attempt = self._attempt
-        leg, claim = attempt.begin.leg, attempt.claim_sha256
-        place = RankPlace(number, self._count, leg, claim, write_end, str(meeting), os.getpid(), self._timeout_s)
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", self._program, *self._arguments, "--place", place.to_text()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=_environment(self._environ, number, self._count),
-            pass_fds=(write_end,),
-            process_group=0,  # a signal to this process's group must not reach ranks, nor their data loaders
-        )
-        os.close(write_end)
-        rank = _Rank(number, process=process, heard_at=self._clock.now())
-        assert process.stdout is not None
-        for name, stream in (("output", process.stdout), ("events", os.fdopen(read_end, "rb", buffering=0))):
-            os.set_blocking(stream.fileno(), False)
-            self._selector.register(stream, selectors.EVENT_READ, (rank, name))
-        return rank
+    def _start(self, meeting: Path) -> None:
+        """Start the ranks, in ascending order. On several machines they find each other at this one's address."""
+        attempt, each = self._attempt, self._on_machine
+        known = (each, attempt.begin.leg, attempt.claim_sha256, self._timeout_s)
+        where: tuple[str, int] = (str(meeting), 0)
+        interface, listener = "lo", None  # all ranks are on this machine, whose own name may not resolve
+        if self._others:
+            address = self._others[1].own_address
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listener = socket.create_server((address, 0), family=family, backlog=1 + len(self._ranks))
+            where, interface = (address, listener.getsockname()[1]), interface_of(address)
+        places = [RankPlace(rank.number, len(self._ranks), *known, *where) for rank in self._ranks]
+        for rank in self._ranks:
+            rank.heard_at = self._clock.now()
+        for machine, link in self._others.items():
+            self._children.also_read(link, partial(self._read, machine, link))
+            link.send(start_message(places[machine * each : (machine + 1) * each]))
+        for place in places[:each]:
+            fd = listener.fileno() if listener is not None and place.rank == 0 else -1
+            self._children.start(replace(place, listener=fd), interface)
+        if listener is not None:
+            listener.close()  # rank 0 has it
 
     # -- watching --------------------------------------------------------------------------------------------------
 
     def _watch(self) -> Ending:
         while any(rank.died is None for rank in self._ranks):
-            self._look(_LOOK_S)
-            if self._should_leave() and not self._was_asked:
+            self._children.look(LOOK_S)
+            if (self._should_leave() or self._other_is_asked) and not self._was_asked:
                 self._was_asked = True
                 if not self._ranks[0].is_ready:
                     return Ending(EXIT_PREEMPTED, "preempted")
-                self._ranks[0].process.send_signal(signal.SIGTERM)
+                self._children.signal(0, signal.SIGTERM)
             silent = [rank for rank in self._ranks if self._is_silent(rank)]
             if silent or any(rank.has_failed for rank in self._ranks):
                 return self._failed(silent)
@@ -168,46 +159,35 @@ class RankProcesses:
         assert first is not None, "rank 0 has not failed, so it has reported its ending"
         return first
 
-    def _is_silent(self, rank: _Rank) -> bool:
+    def _is_silent(self, rank: RankState) -> bool:
         return rank.is_silent(self._clock.now(), self._timeout_s, self._startup_s)
 
-    def _look(self, seconds: float) -> None:
-        """Read output and events of the ranks, waiting up to `seconds` for some; record which ranks have ended."""
-        for key, _ in self._selector.select(seconds):
-            rank, name = key.data
-            self._read(key.fileobj, rank, name)  # type: ignore[arg-type]
-        for rank in self._ranks:
-            if rank.died is None and rank.process.poll() is not None:
-                self._read_rest(rank)
-                rank.died = rank.process.returncode
+    def _read(self, machine: int, link: Link) -> bool:
+        """Read what another machine has sent. False once it is gone, and with it those of its ranks that lived."""
+        said = link.read()
+        for message in said or ():
+            self._heard(message)
+        if said is None:
+            del self._others[machine]
+            for rank in self._ranks[machine * self._on_machine : (machine + 1) * self._on_machine]:
+                if rank.died is None:
+                    rank.died, rank.lost_with = EXIT_ERROR, machine
+        return said is not None
 
-    def _read(self, stream: IO[bytes], rank: _Rank, name: str) -> bool:
-        """Read once from a stream of a rank. Returns whether there was data, so that more may follow."""
-        data = stream.read(1 << 16)
-        if data is None:  # nothing there
-            return False
-        if not data:
-            self._selector.unregister(stream)
-            stream.close()
-        *lines, rest = (rank.rest.get(name, b"") + data).split(b"\n")
-        if not data and rest:
-            lines, rest = [*lines, rest], b""
-        rank.rest[name] = rest
-        for line in lines:
-            if name == "output":
-                print(f"[rank {rank.number}] {line.decode(errors='backslashreplace')}", file=sys.stderr)
-            else:
-                self._heard(rank, json.loads(line))
-        return bool(data)
+    def _heard(self, message: Message) -> None:
+        """Take in what a rank, or the process above it on another machine, has said."""
+        if "asked" in message:
+            self._other_is_asked = True
+            return
+        rank = self._ranks[message["rank"]]
+        if "output" in message:
+            print(f"[rank {rank.number}] {message['output']}", file=sys.stderr)
+        elif "died" in message:
+            rank.died = message["died"]
+        else:
+            self._happened(rank, message["event"])
 
-    def _read_rest(self, rank: _Rank) -> None:
-        """Read what a rank that has ended left in its pipes, which a child of it may still hold open."""
-        for key in list(self._selector.get_map().values()):
-            owner, name = key.data
-            while owner is rank and self._read(key.fileobj, rank, name):  # type: ignore[arg-type]
-                pass
-
-    def _heard(self, rank: _Rank, event: Mapping[str, Any]) -> None:
+    def _happened(self, rank: RankState, event: Mapping[str, Any]) -> None:
         rank.heard_at, rank.is_ready = self._clock.now(), True
         if "ending" in event:
             rank.ending = Ending(**event["ending"])
@@ -217,33 +197,39 @@ class RankProcesses:
 
     # -- failing ---------------------------------------------------------------------------------------------------
 
-    def _failed(self, silent: Sequence[_Rank]) -> Ending:
+    def _failed(self, silent: Sequence[RankState]) -> Ending:
         """Print the stacks of all living ranks, end them, and return the ending with the rank that failed first."""
         self._look_for(_SETTLE_S)
         ending = ending_of(self._ranks, silent, self._timeout_s)
         for rank in self._ranks if ending.code == EXIT_ERROR else ():
             if rank.died is None and rank.ending is None:
                 print(f"the stacks of rank {rank.number}, because {ending.reason}:", file=sys.stderr)
-                rank.process.send_signal(STACKS)
-                self._look_for(_STACKS_S / self._count)
+                self._signal(rank.number, STACKS)
+                self._look_for(_STACKS_S / len(self._ranks))
             elif rank.ending is not None and rank.ending.error and rank.ending.error != ending.error:
                 print(f"rank {rank.number} ended too: {redact(rank.ending.error, self._environ)}", file=sys.stderr)
         return ending
 
+    def _signal(self, number: int, signal_number: int) -> None:
+        if (link := self._others.get(number // self._on_machine)) is not None:
+            link.send({"signal": [number, signal_number]})
+        else:
+            self._children.signal(number, signal_number)
+
     def _look_for(self, seconds: float) -> None:
         until = self._clock.now() + seconds
         while (left_s := until - self._clock.now()) > 0 and any(rank.died is None for rank in self._ranks):
-            self._look(min(left_s, _LOOK_S))
+            self._children.look(min(left_s, LOOK_S))
 
-    def _kill(self) -> None:
-        """End all ranks that live, with their children, and wait until they are gone."""
-        for rank in self._ranks:
-            if rank.process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(rank.process.pid, signal.SIGKILL)
-        for rank in self._ranks:
-            rank.process.wait()
-        self._look(0.0)
+    def _end(self) -> None:
+        """End all ranks on all machines. Those of the others have some seconds to send what their ranks have said."""
+        for link in self._others.values():
+            link.send({"end": True})
+        self._children.kill()
+        until = self._clock.now() + _SETTLE_S
+        while self._others and (left_s := until - self._clock.now()) > 0:
+            self._children.look(min(left_s, LOOK_S))
+        self._children.close()
 
 
 def ending_of(ranks: Sequence[RankState], silent: Sequence[RankState], timeout_s: float) -> Ending:
@@ -256,7 +242,7 @@ def ending_of(ranks: Sequence[RankState], silent: Sequence[RankState], timeout_s
     count = len(ranks)
     for rank in ranks:
         if rank.died is not None and rank.ending is None:
-            return Ending(EXIT_ERROR, f"rank {rank.number} of {count} {_death_words(rank.died)}")
+            return Ending(EXIT_ERROR, f"rank {rank.number} of {count} {_death_words(rank)}")
     for rank in silent:
         words = f"gave no sign of life for {timeout_s:.0f} s: it is stopped, or hangs outside of Python"
         if not rank.is_ready:
@@ -275,23 +261,10 @@ def ending_of(ranks: Sequence[RankState], silent: Sequence[RankState], timeout_s
     return replace(rank.ending, reason=f"rank {rank.number} of {count}: {rank.ending.reason}")
 
 
-def _environment(environ: Mapping[str, str], number: int, count: int) -> dict[str, str]:
-    """The environment of rank `number` of `count`: torch's variables, its share of the threads, and the import path."""
-    threads = int(environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)  # as in the attempt's claim: bits depend on it
-    return {
-        "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on this machine, whose own name may not resolve
-        **{name: value for name, value in environ.items() if name != ENV_LEAVE_AFTER},  # which is watched here
-        "OMP_NUM_THREADS": str(max(1, threads // count)),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "PYTHONUNBUFFERED": "1",
-        "RANK": str(number),
-        "LOCAL_RANK": str(number),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-    }
-
-
-def _death_words(code: int) -> str:
+def _death_words(rank: RankState) -> str:
+    if rank.lost_with is not None:
+        return f"was lost with machine {rank.lost_with} of this replica, whose connection to machine 0 has ended"
+    code = rank.died or 0
     if code >= 0:
         return f"ended with exit code {code}, without a word"
     why = ", as the kernel does where memory runs out" if -code == signal.SIGKILL else ""

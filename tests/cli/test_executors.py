@@ -107,6 +107,13 @@ def test_a_plan_has_price_and_memory_of_replicas_of_unequal_size(project: Path):
     assert together and float(together[1]) == pytest.approx(2 * of_four + of_one)
 
 
+def test_a_plan_has_the_machines_of_replicas_that_need_several(project: Path):
+    fleet = ["plan", "my_train:train", "--store", "s3://bucket/run", "--replicas", "2", "--ranks", "4,2"]
+    shown = diloco_here(*fleet, "--executor", "kubernetes", "--ranks-per-machine", "2", cwd=project).stdout
+    assert "4 in replica 0, on 2 machines with 2 on each, with a GPU" in shown
+    assert "2 in replica 1, on one machine, with a GPU" in shown and "completionMode: Indexed" in shown
+
+
 def test_a_limit_in_dollars_needs_prices(project: Path):
     where = ["plan", "my_train:train", "--store", "bucket", "--max-cost-usd", "5"]
     assert "--hourly-usd" in error_of(*where, "--executor", "kubernetes", cwd=project)

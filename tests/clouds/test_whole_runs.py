@@ -149,7 +149,7 @@ def islands_here(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cloud", ["modal", "hf_jobs", "eks", "slurm"], indirect=True)
+@pytest.mark.parametrize("cloud", ["modal", "hf_jobs", "eks", "slurm", "kubernetes_pods", "slurm_nodes"], indirect=True)
 def test_a_replica_of_two_ranks_trains_the_same_bits_there(
     cloud: clouds.Cloud, s3_server: S3Server, bucket: str, islands_here: list[str]
 ):

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from executors.contract import (
     ReplicaState,
 )
 from executors.kubernetes_jobs import KubernetesExecutor
-from executors.kubernetes_objects import PodOptions, job_body, newest_by_owner, runs, status_of
+from executors.kubernetes_objects import PodOptions, job_body, runs, status_of, telling_pods
 from executors.remote_base import run_label
 from executors.testing import ExecutorContract, Rig, ended_state, request_of, wait_until
 
@@ -194,13 +195,17 @@ def test_the_job_of_an_attempt_compared_whole():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"spot": True}, {"gpu": 1, "queue": "q", "gpu_types": ["H100", "A100"]}, {"cpu": "500m"}, {"memory": "1Gi"}],
+    [
+        *({}, {"spot": True}, {"gpu": 1, "queue": "q", "gpu_types": ["H100", "A100"]}, {"cpu": "500m"}),
+        *({"memory": "1Gi"}, {"ranks_per_machine": 1}),
+    ],
 )
 def test_what_is_sent_keeps_to_the_official_schemas(rig: KubernetesRig, cluster: LoopbackKubernetes, options: Any):
-    request = request_of("print()", secrets={"KEY": "value"}, timeout_s=60)
+    request = replace(request_of("print()", secrets={"KEY": "value"}, timeout_s=60), ranks=2)
     rig.executor(**options).launch(request)
     bodies = [body for method, _, body in cluster.requests if method == "POST"]
-    assert [body["kind"] for body in bodies] == ["Job", "Secret"]
+    of_several = ["Service"] if "ranks_per_machine" in options else []
+    assert [body["kind"] for body in bodies] == ["Job", "Secret", *of_several]
     for body in bodies:
         for version in SCHEMAS:
             kubernetes_validate.validate(body, version, strict=True)
@@ -465,7 +470,7 @@ def test_of_two_pods_of_one_second_the_one_that_is_being_deleted_is_the_older():
     about = {"creationTimestamp": "2026-01-01T00:00:00Z", "ownerReferences": [{"uid": "job"}]}
     drained, replacement = {"metadata": {**about, "deletionTimestamp": "2026-01-01T00:00:09Z"}}, {"metadata": about}
     for pods in ([drained, replacement], [replacement, drained]):
-        assert newest_by_owner(pods) == {"job": replacement}
+        assert telling_pods(pods, {}) == {"job": replacement}
 
 
 def test_following_a_log_survives_a_broken_connection(rig: KubernetesRig, cluster: LoopbackKubernetes):

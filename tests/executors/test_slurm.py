@@ -138,7 +138,10 @@ def test_a_script_passes_values_on_unchanged(tmp_path: Path):
         ({"time_limit": "0:30"}, "no time of a minute or more"),
         ({"sbatch": ["--array=1-3"]}, "sets --array itself"),
         ({"sbatch": ["--expor=ALL"]}, "sets --export itself"),
-        ({"sbatch": ["--nodes=2"]}, "sets --nodes itself. All ranks of a replica are on one node"),
+        (
+            {"sbatch": ["--nodes=2"]},
+            "sets --nodes itself. A replica of more ranks than a node takes",
+        ),
         ({"sbatch": ["--partition=x"]}, "has an argument for it, partition="),
         ({"sbatch": ["-p", "x"]}, "write options as --name=value"),
         ({"directory": "/home/me/%j"}, "Name another folder"),

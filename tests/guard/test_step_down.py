@@ -7,7 +7,8 @@ import pytest
 
 from diloco_orchestrator.guard import Evidence, SequentialGuard, Verdict
 from diloco_orchestrator.guard.channels.metrics import MetricChannels
-from diloco_orchestrator.guard.channels.step_down import StepDown
+from diloco_orchestrator.guard.channels.noise import Noise
+from diloco_orchestrator.guard.channels.step_down import LIMITS, StepDown
 
 
 def folded(held: list[float]) -> tuple[int, Verdict]:
@@ -34,16 +35,72 @@ def test_a_small_step_after_a_short_climb_halts_while_the_noise_is_hardly_known(
     assert sum(reason.startswith("step down") for reason in in_time) >= 4
 
 
-def test_scores_of_few_items_that_lose_one_for_good_do_not_step_down():
-    """Without noise, a change of one item is all that was ever seen: it says nothing of how scores vary."""
-    for scores in ([0.75] * 20 + [0.6875] * 20, [0.75, 0.6875] * 10 + [0.6875] * 20):
-        channel = StepDown()
-        for t in range(1, len(scores) + 1):
-            assert not channel.judge(t, scores[max(0, t - 32) : t], 0.0625, 0.0, False, 10.0, 0.0)
-    several = [0.75, 0.6875] * 10 + [0.25, 0.1875] * 10
+def judged(scores: list[float], coarse: float) -> list[bool]:
+    """Whether the channel alone halts in each round."""
     channel = StepDown()
-    judged = [channel.judge(t, several[max(0, t - 32) : t], 0.0625, 0.0, False, 10.0, 0.0) for t in range(1, 41)]
-    assert any(judged[20:30])
+    return [bool(channel.judge(t, [each], coarse, 0.0, False, 10.0, 0.0)) for t, each in enumerate(scores)]
+
+
+def test_scores_of_few_items_that_lose_one_for_good_do_not_step_down():
+    """A change of one item is all that was ever seen: it says nothing of how scores vary."""
+    for later in ([0.6875] * 20, [0.6875, 0.625] * 20):
+        scores = [0.75, 0.6875] * 10 + later
+        assert not any(judged(scores, 0.0625))
+    assert any(judged([0.75, 0.6875] * 10 + [0.25, 0.1875] * 10, 0.0625)[19:30])
+
+
+def test_a_small_step_is_found_by_what_has_been_seen_since():
+    """Five standard deviations after a climb of one in each of 20 rounds: within 48 rounds, and not all at once."""
+    found = []
+    for seed in range(6):
+        scores = stepped(seed, 0.01, 20, 0.05, 70)
+        found += [next((t - 20 for t, halts in enumerate(judged(scores, 0.0)) if halts), 80)]
+    assert sum(each <= 48 for each in found) >= 5
+    assert sum(20 < each <= 48 for each in found) >= 1
+
+
+def test_after_the_first_rounds_only_short_steps_are_compared():
+    scores = stepped(3, 0.0, 150, 0.04, 120)
+    channel = StepDown()
+    for t, each in enumerate(scores):
+        channel.judge(t, [each], 0.0, 0.0, False, 10.0, 0.0)
+        assert channel.found is None or channel.found.since <= (48 if t < 96 else 20)
+        assert len(channel.last) <= (60 if t < 96 else 32)
+
+
+def test_a_spike_that_healed_long_ago_is_no_step_down():
+    for seed in range(2):
+        rng = random.Random(f"spike {seed}")
+        for tau in (1.5, 4.0):
+            scores = [rng.gauss(-0.1 * 2.718 ** (-(t - 40) / tau) * (t >= 40), 0.005) for t in range(95)]
+            assert not any(judged(scores, 0.0)[52:])
+
+
+def test_noise_that_was_larger_before_is_no_step_down():
+    """Noise of five times the size that ends, and one score far above: what is left lies below them for good."""
+    wrong = 0
+    for seed in range(2):
+        rng = random.Random(f"larger {seed}")
+        noisy = [rng.gauss(0.0, 5.0 if t < 20 else 1.0) for t in range(60)]
+        outlier = [rng.gauss(0.0, 1.0) + 9.0 * (t == 24) for t in range(60)]
+        for scores in (noisy, outlier):
+            channel = StepDown()
+            for t, each in enumerate(scores):
+                halts = channel.judge(t, [each], 0.0, 0.0, False, 10.0, 0.0)
+                wrong += bool(halts) and channel.found.since >= 12
+    assert wrong == 0
+
+
+@pytest.mark.parametrize(("height", "tau", "most"), [(30.0, 12.0, 0.35), (300.0, 40.0, 0.35), (0.0, 1.0, 0.35)])
+def test_the_bend_of_a_climb_is_no_autocorrelation(height, tau, most):
+    """White noise on climbs of up to seven standard deviations a round; 40 rounds after a first guess of .65."""
+    found = []
+    for seed in range(12):
+        rng, noise = random.Random(f"bend {seed}"), Noise()
+        for t in range(60):
+            noise.add(rng.gauss(height * (1 - 2.718281828 ** (-t / tau)), 1.0))
+        found.append(noise.rho)
+    assert sum(found) / len(found) < most
 
 
 def test_a_climb_that_stops_or_a_bump_that_heals_is_no_step_down():
@@ -60,23 +117,23 @@ def test_every_number_of_the_sentence_follows_from_the_scores():
         r"before lead\. A step explains them better than noise does, by a log-likelihood ratio of (\S+) \(halts "
         r"above (\S+)\)\. Roll back to round (\d+) and"
     )
-    rng, seen = random.Random("words"), 0
+    rng, seen = random.Random("words"), set[int]()
     for seed in range(30):
-        onset, size = rng.randrange(8, 40), rng.uniform(0.05, 0.3)
+        onset, size = rng.randrange(8, 40), rng.choice([0.03, 0.04, 0.1, 0.3])
         held = stepped(seed, 0.0, onset, size)
         round_, verdict = folded(held)
         said = words.match(verdict.reason)
         if said is None:
             continue
-        seen += 1
         since, back = int(said[1]), int(said[6])
+        seen.add(since)
         before, later = held[:round_][-since - 12 : round_ - since], held[round_ - since : round_]
         assert float(said[2]) == pytest.approx(sum(later) / since, rel=1e-3)
         # No climb goes before: what the scores before lead to is no lower than their mean, and not far above it.
         assert sum(before) / len(before) - float(said[2]) - 0.01 < float(said[3]) < 1.5 * size + 0.02
-        assert float(said[4]) > float(said[5]) == 12.0
+        assert float(said[4]) > float(said[5]) == LIMITS[since]
         assert held[back] == max(held[:round_]) and back == verdict.rollback_to
-    assert seen >= 8
+    assert min(seen) == 5 and max(seen) >= 20
 
 
 @pytest.mark.parametrize("times", [4, 8])
@@ -103,6 +160,6 @@ def test_a_step_that_was_dismissed_is_not_raised_again():
 def test_scores_without_bounds_are_judged_without_an_error(size):
     channel = StepDown()
     scores = [0.0, 1.0] * 10 + [-size, size, -size, -size, -size, -size]
-    for t in range(1, len(scores) + 1):
-        channel.judge(t, scores[:t], 1.0, 0.0, False, 10.0, 0.0)
-    assert channel.seen == len(scores)
+    for t, each in enumerate(scores):
+        channel.judge(t, [each], 1.0, 0.0, False, 10.0, 0.0)
+    assert channel.rounds == len(scores)

@@ -67,8 +67,8 @@ def test_the_context_names_the_device_to_train_on(monkeypatch, cuda, mps, device
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    place = RankPlace(0, 3, leg=1, claim_sha256="", events=-1, meeting="", parent=0, timeout_s=1.0)
-    with pytest.raises(ConfigError, match=r"3 ranks and sees 2 GPUs.*or set ranks_per_replica"):
+    place = RankPlace(0, 6, on_machine=3, leg=1, claim_sha256="", timeout_s=1.0, meeting="")
+    with pytest.raises(ConfigError, match=r"3 ranks on this machine, which sees 2 GPUs.*or set ranks_per_replica"):
         joined(place)
 
 

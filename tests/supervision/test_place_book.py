@@ -15,6 +15,7 @@ from diloco_orchestrator.protocol.attempt_records import Heartbeat, Intent
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.supervision.coordinator import Coordinator
 from diloco_orchestrator.supervision.place_book import first_launches
+from diloco_orchestrator.supervision.placing import START_S
 from executors.contract import (
     ExecutorDenied,
     ExecutorError,
@@ -210,3 +211,15 @@ def test_a_halt_moves_and_opens_nothing():
     coordinator.stop("halted", "enough")
     town.steps(coordinator, 20)
     assert town.cheap.launched == [] and town.dear.launched == []
+
+
+def test_a_start_is_timed_from_when_the_provider_gives_a_machine_without_the_time_in_its_queue():
+    town = Town()
+    coordinator = town.coordinator()
+    town.cheap.states = {who: ReplicaStatus(ReplicaState.PENDING, native_state="queued") for who in [(0, 1), (1, 1)]}
+    town.run(coordinator, 120)
+    town.cheap.states = {}
+    town.run(coordinator, 20)
+    assert coordinator._book is not None
+    starts = {each.name: each.start_s for each in coordinator._book._place_views(town.clock.now())}
+    assert starts["cheap"] < 20.0 and starts["dear"] == START_S

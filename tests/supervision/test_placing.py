@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from diloco_orchestrator.supervision.placing import (
-    QUIET_S,
     Limits,
     Open,
     PlacesView,
@@ -15,6 +14,7 @@ from diloco_orchestrator.supervision.placing import (
     SeatView,
     Vacate,
     Wait,
+    overpaid_usd,
     place,
     speeds,
 )
@@ -30,8 +30,13 @@ def free(*ids: int) -> list[SeatView]:
     return [SeatView(each, free=True) for each in ids]
 
 
-def training(place: str, *ids: int) -> list[SeatView]:
-    return [SeatView(each, place, trains=True) for each in ids]
+def training(place: str, *ids: int, overpaid_usd: float = 0.0) -> list[SeatView]:
+    return [SeatView(each, place, trains=True, overpaid_usd=overpaid_usd) for each in ids]
+
+
+def overpaid(place: str, *ids: int) -> list[SeatView]:
+    """Replicas that train where they have cost more beyond the cheapest place's price than any start does."""
+    return training(place, *ids, overpaid_usd=10.0)
 
 
 def waiting(place: str, *ids: int, gives_up_at: float = math.inf) -> list[SeatView]:
@@ -110,7 +115,33 @@ def test_machines_beyond_the_least_leave_where_their_tokens_cost_half_as_much_ag
     assert short(all_decisions(back, limits)) == [(1, "leaves"), (0, "leaves")]
     assert all_decisions(view(*training("a", 0, 1), *training("b", 2, 3), round_ended=False), limits) == []
     near = view(*training("a", 0, 1), *training("b", 2, 3), places=(A, replace(B, hourly_usd=2.6)), moved_round=10)
-    assert all_decisions(near, limits) == [], "a token costs 1.54 times as much"
+    assert all_decisions(near, limits) == [], "a token costs 1.54 times as much, and too little was lost by it yet"
+
+
+@pytest.mark.parametrize(("there", "leave"), [(0, 1), (1, 1), (2, 2), (5, 4)])
+def test_machines_beyond_the_least_leave_once_they_have_overpaid_a_start_where_a_token_costs_less(there, leave):
+    """In the middle of a round too, and as many at once as train there: it may have no further machines."""
+    limits, start_usd = Limits(2, 20, usd_per_hour=100.0), B.start_usd
+    cheaper = (A, replace(B, hourly_usd=3.6))  # .9 of a
+    for usd, left in ((1.8 * start_usd, 0), (1.81 * start_usd, leave)):
+        seats = training("a", *range(4 + max(0, 2 - there)), overpaid_usd=usd), training("b", *range(10, 10 + there))
+        decisions = all_decisions(view(*seats[0], *seats[1], places=cheaper, round_ended=False), limits)
+        assert [each.why for each in decisions] == left * [
+            "b ($3.60 an hour, $2.5 per million tokens) costs less than a ($1.00 an hour, $2.78 per million tokens)"
+        ]
+    five_for_one = view(*overpaid("a", 0, 1, 2, 3), places=(A, replace(B, hourly_usd=4.5, tokens_per_s=500.0)))
+    assert all_decisions(five_for_one, replace(limits, usd_per_hour=5.0)) == [], "the limit does not pay for one of b"
+    slower = (A, replace(B, hourly_usd=0.81, tokens_per_s=90.0))  # .9 of a
+    assert all_decisions(view(*overpaid("a", 0, 1, 2, 3), places=slower), limits) == []
+    refuses = (A, replace(cheaper[1], refused_since=NOW, refused_at=NOW))
+    assert all_decisions(view(*overpaid("a", 0, 1, 2, 3), places=refuses, round_ended=False), limits) == []
+
+
+def test_machines_that_are_too_dear_in_any_case_leave_together_in_the_middle_of_a_round():
+    """A price rises tenfold: what a start elsewhere costs is overpaid within a minute."""
+    risen = view(*overpaid("a", *range(8)), places=(replace(A, hourly_usd=10.0), B), round_ended=False)
+    decisions = all_decisions(risen, Limits(2, 8, usd_per_hour=100.0))
+    assert short(decisions) == [(each, "leaves") for each in (7, 6, 5, 4, 3, 2)]
 
 
 def test_a_place_where_nobody_has_trained_is_tried_once_with_one_machine_if_it_may_be_cheaper():
@@ -120,6 +151,8 @@ def test_a_place_where_nobody_has_trained_is_tried_once_with_one_machine_if_it_m
     seen = view(*training("a", 0, 1), *free(2, 3), places=(A, unknown))
     assert short(all_decisions(seen)) == [(2, "c")]
     assert all_decisions(view(*training("a", 0, 1), *free(2, 3), places=(A, replace(unknown, hourly_usd=7.0)))) == []
+    no_figure = replace(unknown, hourly_usd=7.0, known_by="")  # which may be as fast as its price says
+    assert short(all_decisions(view(*training("a", 0, 1), *free(2, 3), places=(A, no_figure)))) == [(2, "c")]
     assert short(all_decisions(view(*training("a", 0, 1), places=(A, unknown)), Limits(2, 2))) == [(1, "leaves")]
     left = view(*training("a", 0), *free(1), places=(A, unknown), moved_round=10, heading="c")
     assert short(all_decisions(left, Limits(2, 2))) == [(1, "c")], "and not where it came from"
@@ -175,7 +208,7 @@ def test_a_number_that_a_user_asks_for_is_opened_within_the_limit():
 
 
 def test_a_replica_moves_by_opening_another_id_first_and_only_then_the_dear_one_leaves():
-    seen = view(*training("a", 0, 1), *free(2, 3))
+    seen = view(*overpaid("a", 0, 1), *free(2, 3))
     first = all_decisions(seen)
     assert short(first) == [(2, "b")] and first[0].moves
     words = "from a ($1.00 an hour, $2.78 per million tokens) to b ($2.00 an hour, $1.39 per million tokens)"
@@ -187,7 +220,7 @@ def test_a_replica_moves_by_opening_another_id_first_and_only_then_the_dear_one_
 
 def test_without_a_free_id_the_dear_one_leaves_first():
     limits = Limits(2, 2)
-    assert short(all_decisions(view(*training("a", 0, 1)), limits)) == [(1, "leaves")]
+    assert short(all_decisions(view(*overpaid("a", 0, 1)), limits)) == [(1, "leaves")]
     vacated = view(*training("a", 0), *free(1), moved_round=10)
     assert short(all_decisions(vacated, limits)) == [(1, "b")]
 
@@ -197,17 +230,28 @@ def test_without_a_free_id_the_dear_one_leaves_first():
     [
         {"round_ended": False},
         {"moved_round": 8},  # two rounds ago
-        {"places": (A, replace(B, hourly_usd=3.21))},  # 19.75 % less per token
+        {"places": (A, replace(B, hourly_usd=4.0))},  # a token costs as much
+        {"places": (A, replace(B, start_s=18_001.0))},  # for $10 a machine has not even started there
         {"places": (A, resting(B))},
-        {"places": (A, resting(B, for_s=-1.0, since_s=QUIET_S - 1))},  # it refused an hour ago, and no id is free
+        {"places": (A, resting(B, for_s=-1.0, since_s=60.0))},  # it refused a minute ago, and no id is free
         {"left_usd": 0.1},
     ],
     ids=str,
 )
-def test_a_move_waits_for_a_rounds_end_for_three_rounds_for_a_fifth_and_for_a_sure_machine(kept):
-    assert all_decisions(view(*training("a", 0, 1), **kept), Limits(2, 2)) == []
-    moves = view(*training("a", 0, 1), places=(A, replace(B, hourly_usd=3.2)))
+def test_a_move_waits_for_a_rounds_end_for_three_rounds_until_it_would_have_paid_and_for_a_sure_machine(kept):
+    assert all_decisions(view(*overpaid("a", 0, 1), **kept), Limits(2, 2)) == []
+    moves = view(*overpaid("a", 0, 1), places=(A, replace(B, hourly_usd=3.9, start_s=9_000.0)))
     assert short(all_decisions(moves, Limits(2, 2))) == [(1, "leaves")]
+
+
+def test_overpaid_are_the_dollars_beyond_what_its_tokens_cost_where_they_cost_least():
+    """A token costs $1 / 360,000 at a, and half of that at b, which has 400 a second."""
+    assert overpaid_usd((A, B), "a", NOW) == pytest.approx(0.5 / 3600)
+    assert overpaid_usd((A, B), "b", NOW) == pytest.approx(-2.0 / 3600)
+    for unsure in (resting(B), resting(B, for_s=-1.0), replace(B, known_by="expected"), replace(B, hourly_usd=None)):
+        assert overpaid_usd((A, unsure), "a", NOW) == 0.0
+    assert overpaid_usd((replace(A, known_by="expected"), B), "a", NOW) == 0.0
+    assert overpaid_usd((A, B), "gone", NOW) == 0.0
 
 
 def test_an_id_that_is_free_is_opened_at_a_place_as_soon_as_it_does_not_rest():
@@ -215,13 +259,20 @@ def test_an_id_that_is_free_is_opened_at_a_place_as_soon_as_it_does_not_rest():
     assert short(all_decisions(seen)) == [(2, "b")]
 
 
-@pytest.mark.parametrize(("without_s", "waits_s"), [(600.0, QUIET_S), (36_000.0, 18_000.0)])
-def test_a_replica_is_ended_for_a_place_again_after_half_of_the_time_without_a_machine(without_s, waits_s):
-    place_ = replace(B, refused_since=NOW - 80_000.0, refused_at=NOW, trained_at=NOW - without_s)
-    for later_s, decided in ((waits_s - 1.0, []), (waits_s, [(1, "leaves")])):
-        assert (
-            short(all_decisions(view(*training("a", 0, 1), places=(A, place_)), Limits(2, 2), NOW + later_s)) == decided
-        )
+@pytest.mark.parametrize(
+    ("without_s", "earlier", "waits_s"),
+    [(600.0, {}, 970.8), (36_000.0, {}, 4_957.2), (0.0, {"without_s": 36_000.0, "returns": 9}, 1_500.0)],
+)
+def test_a_replica_is_ended_for_a_place_that_refuses_when_a_try_in_vain_costs_less_than_to_wait(
+    without_s, earlier, waits_s
+):
+    """In vain it costs $1 / 12, a start at a. Two machines there cost $1 an hour more than at b. So d squared is 600 s
+    times the mean of the times without a machine, the present one until the try included.
+    """
+    lost = replace(B, refused_since=NOW - 80_000.0, refused_at=NOW, trained_at=NOW - without_s, **earlier)
+    for later_s, decided in ((waits_s - 1.0, []), (waits_s + 1.0, [(1, "leaves")])):
+        seen = view(*training("a", 0, 1), places=(A, lost))
+        assert short(all_decisions(seen, Limits(2, 2), NOW + later_s)) == decided
 
 
 def test_further_machines_are_worth_it_where_they_lower_what_the_fleets_tokens_cost_together():
@@ -237,7 +288,7 @@ def test_further_machines_are_worth_it_where_they_lower_what_the_fleets_tokens_c
 
 def test_at_most_one_replica_moves_in_three_rounds():
     """Prices turn every round: of 300 rounds, at most 100 see a move."""
-    seats, moves, moved_round, at = training("a", 0, 1, 2, 3), 0, 0, "a"
+    seats, moves, moved_round, at = overpaid("a", 0, 1, 2, 3), 0, 0, "a"
     for round_ in range(1, 301):
         cheap = PlaceView("b" if round_ % 2 else "a", 0.1, 100.0, "measured")
         dear = replace(A, name="a" if round_ % 2 else "b")
@@ -246,13 +297,14 @@ def test_at_most_one_replica_moves_in_three_rounds():
             seen = seen.after(decision)
             moves += isinstance(decision, Vacate)
         moved_round, at = seen.moved_round, cheap.name
-        seats = [replace(each, leaving=False, place=at if each.leaving else each.place) for each in seen.seats]
+        places = [at if each.leaving else each.place for each in seen.seats]
+        seats = [replace(each, leaving=False, place=there) for each, there in zip(seen.seats, places, strict=True)]
     assert 90 <= moves <= 100
 
 
 def test_a_run_of_a_fixed_number_of_replicas_moves_nobody():
     fixed = Limits(2, 2, scales=False)
-    assert all_decisions(view(*training("a", 0, 1)), fixed) == []
+    assert all_decisions(view(*overpaid("a", 0, 1)), fixed) == []
     assert short(all_decisions(view(*training("a", 0), *free(1)), fixed)) == [(1, "b")]
 
 

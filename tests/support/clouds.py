@@ -73,21 +73,26 @@ def hf_jobs(folder: Path) -> Iterator[Cloud]:
 
 
 @contextmanager
-def kubernetes(folder: Path) -> Iterator[Cloud]:
+def kubernetes(folder: Path, **options: Any) -> Iterator[Cloud]:
     from loopback_kubernetes import TOKEN, running_kubernetes
 
     from executors.kubernetes_jobs import KubernetesExecutor
 
     with running_kubernetes() as cluster:
         config = cluster.write_kubeconfig(folder / "kubeconfig")
-        construct = f"KubernetesExecutor(kubeconfig={config!r}, image='any')"
+        given = {"kubeconfig": config, "image": "any", **options}
         yield Cloud(
-            f"from executors import KubernetesExecutor; executor = {construct}",
-            lambda: KubernetesExecutor(kubeconfig=config, image="any"),
+            f"from executors import KubernetesExecutor; executor = KubernetesExecutor(**{given!r})",
+            lambda: KubernetesExecutor(**given),
             lambda handle: cluster.preempt(handle.native["job"]),
             {},
             (TOKEN,),
         )
+
+
+def kubernetes_pods(folder: Path) -> AbstractContextManager[Cloud]:
+    """A pod for each rank."""
+    return kubernetes(folder, ranks_per_machine=1)
 
 
 @contextmanager
@@ -121,6 +126,18 @@ def slurm(folder: Path) -> Iterator[Cloud]:
             cluster.call("scontrol", "requeue", handle.native_id)
 
         yield Cloud(construct, make, requeue, cluster.environ)
+
+
+@contextmanager
+def slurm_nodes(folder: Path) -> Iterator[Cloud]:
+    """A node for each rank; a preempted replica loses one of its nodes."""
+    with _slurm(folder, {"ranks_per_machine": 1}, nodes=4, cpus=1) as (cluster, construct, make):
+
+        def lose(handle: ReplicaHandle) -> None:
+            nodes = cluster.call("scontrol", "show", "hostnames", cluster.node_of(handle.native_id)).split()
+            cluster.take_down(nodes[-1])
+
+        yield Cloud(construct, make, lose, cluster.environ)
 
 
 def slurm_told(folder: Path) -> AbstractContextManager[Cloud]:
@@ -172,16 +189,18 @@ def slurm_losing_a_node(folder: Path) -> Iterator[Cloud]:
 
 
 @contextmanager
-def _slurm(folder: Path, **options: Any) -> Iterator[tuple["GenuineSlurm", str, Callable[[], ServerlessExecutor]]]:
-    """A cluster, the line that makes an executor of it, and an executor's maker."""
+def _slurm(
+    folder: Path, given: Mapping[str, Any] | None = None, **options: Any
+) -> Iterator[tuple["GenuineSlurm", str, Callable[[], ServerlessExecutor]]]:
+    """A cluster, the line that makes an executor of it, and an executor's maker. `given`: the executor's options."""
     from genuine_slurm import running_slurm
 
     from executors.slurm_jobs import SlurmExecutor
 
-    where = str(folder / "attempts")
+    made_of = {"directory": str(folder / "attempts"), **(given or {})}
     with running_slurm(folder / "slurm", **options) as cluster, exported(cluster.environ):
-        construct = f"from executors import SlurmExecutor; executor = SlurmExecutor(directory={where!r})"
-        yield cluster, construct, lambda: SlurmExecutor(directory=where)
+        construct = f"from executors import SlurmExecutor; executor = SlurmExecutor(**{made_of!r})"
+        yield cluster, construct, lambda: SlurmExecutor(**made_of)
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 Job controller, scheduler and kubelet are one loop here. It proves that requests, replies and errors pass the genuine
 client. It does NOT prove that a real cluster schedules the pods, that a kubelet ends a pod at a deadline that was
-changed while it ran, keeping its log (its documentation says so), nor anything of Kueue, Karpenter or RBAC.
+changed while it ran, keeping its log (its documentation says so), nor anything of Kueue, Karpenter or RBAC. Pods of an
+Indexed Job have addresses of loopback. There is no DNS: names of pods in a pod's environment are looked up once, when
+it starts, so that such pods wait for their Service.
 """
 
 import base64
@@ -24,7 +26,7 @@ from machines import Machine
 
 TOKEN = "loopback-kubernetes-token-5521"
 _ROUTE = re.compile(
-    r"/(?:api/v1|apis/batch/v1)/namespaces/(?P<ns>[^/]+)/(?P<kind>jobs|pods|secrets|events)(?:/(?P<name>[^/]+))?(?P<log>/log)?"
+    r"/(?:api/v1|apis/batch/v1)/namespaces/(?P<ns>[^/]+)/(?P<kind>jobs|pods|secrets|services|events)(?:/(?P<name>[^/]+))?(?P<log>/log)?"
 )
 _TICK_S = 0.01
 _LOG_S = 0.05
@@ -42,6 +44,7 @@ class LoopbackKubernetes:
         self.failing = 0  # the HTTP status with which everything is answered; 0: nothing fails
         self.retry_after: str | None = None  # header beside it
         self.holding = False
+        self.most_pods = 1000  # that its nodes have room for
         self.no_capacity = False
         self.slow_s = 0.0
         self.halves = False  # of every answer the first half is sent, and no more: a connection that is half open
@@ -93,9 +96,9 @@ class LoopbackKubernetes:
     # -- misbehaving ---------------------------------------------------------------------------------------------
 
     def preempt(self, job: str) -> None:
-        """Evict its pod, as when a spot node is taken back."""
+        """Evict its pod, of several the last one, as when a spot node is taken back."""
         with self._lock:
-            for pod in self._pods_of(job):
+            for pod in self._pods_of(job)[-1:]:
                 now = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
                 pod["status"].setdefault("conditions", []).append(now)
                 self._disrupted.add(pod["metadata"]["ownerReferences"][0]["uid"])
@@ -225,7 +228,7 @@ class LoopbackKubernetes:
                 if each["kind"] == "Pod":
                     self._delete_pod(each)
                 else:
-                    del self._objects[(namespace, "secrets", each["metadata"]["name"])]
+                    del self._objects[(namespace, f"{each['kind'].lower()}s", each["metadata"]["name"])]
             return 200, {"apiVersion": "v1", "kind": "Status", "metadata": {}, "status": "Success"}
 
     def log(self, namespace: str, name: str) -> Machine | tuple[int, _Object]:
@@ -273,13 +276,16 @@ class LoopbackKubernetes:
                 self._refuse_pod(job)
                 return
             self._given_pods.add(uid)
-            self._make_pod(job)
-        elif not pods:
-            _end_job(job, "Failed", "PodFailurePolicy" if uid in self._disrupted else "BackoffLimitExceeded")
-        elif pods[0]["status"]["phase"] == "Succeeded":
+            for index in range(spec["completions"]):
+                self._make_pod(job, index)
+        elif len(pods) < spec["completions"] or any(pod["status"]["phase"] == "Failed" for pod in pods):
+            active = [pod for pod in pods if pod["status"]["phase"] in ("Pending", "Running")]
+            for pod in active:
+                self._delete_pod(pod)
+            if not active:
+                _end_job(job, "Failed", "PodFailurePolicy" if uid in self._disrupted else "BackoffLimitExceeded")
+        elif all(pod["status"]["phase"] == "Succeeded" for pod in pods):
             _end_job(job, "Complete", "CompletionsReached")
-        elif pods[0]["status"]["phase"] == "Failed":
-            _end_job(job, "Failed", "BackoffLimitExceeded")
 
     def _refuse_pod(self, job: _Object) -> None:
         """The event of a real Job controller, which counts further refusals in the same event."""
@@ -297,9 +303,13 @@ class LoopbackKubernetes:
             "lastTimestamp": now,
         }
 
-    def _make_pod(self, job: _Object) -> None:
+    def _make_pod(self, job: _Object, index: int) -> None:
         meta, template = job["metadata"], copy.deepcopy(job["spec"]["template"])
         name = f"{meta['name'][:57]}-{uuid.uuid4().hex[:5]}"
+        about: _Object = {}
+        if job["spec"].get("completionMode") == "Indexed":
+            about["annotations"] = {"batch.kubernetes.io/job-completion-index": str(index)}
+            template["spec"]["hostname"] = f"{meta['name']}-{index}"
         owner = {"apiVersion": "batch/v1", "kind": "Job", "name": meta["name"], "uid": meta["uid"], "controller": True}
         self._objects[(meta["namespace"], "pods", name)] = {
             "apiVersion": "v1",
@@ -311,9 +321,10 @@ class LoopbackKubernetes:
                 "creationTimestamp": _rfc3339(time.time()),
                 "labels": {**template["metadata"]["labels"], "batch.kubernetes.io/job-name": meta["name"]},
                 "ownerReferences": [owner],
+                **about,
             },
             "spec": template["spec"],
-            "status": {"phase": "Pending"},
+            "status": {"phase": "Pending", "podIP": f"127.0.1.{1 + len(self._objects) % 250}"},
         }
 
     def _control_pod(self, pod: _Object) -> None:
@@ -336,7 +347,7 @@ class LoopbackKubernetes:
 
     def _start_pod(self, pod: _Object) -> None:
         container, status, namespace = pod["spec"]["containers"][0], pod["status"], pod["metadata"]["namespace"]
-        if self.holding:
+        if self.holding or len(self._machines) >= self.most_pods:
             words = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
             status["conditions"] = [
                 {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": words}
@@ -347,7 +358,9 @@ class LoopbackKubernetes:
             return
         status["conditions"] = [{"type": "PodScheduled", "status": "True"}]
         status.setdefault("startTime", _rfc3339(time.time()))
-        env = {each["name"]: _expand(each["value"], {}) for each in container["env"]}
+        if (subdomain := pod["spec"].get("subdomain")) and (namespace, "services", subdomain) not in self._objects:
+            return
+        env = {each["name"]: self._value(pod, each) for each in container["env"]}
         for source in container.get("envFrom", []):
             secret = self._objects.get((namespace, "secrets", source["secretRef"]["name"]))
             if secret is None:
@@ -368,6 +381,21 @@ class LoopbackKubernetes:
         image_id = f"docker.io/library/{image}" if "@" in image else "sha256:" + "0" * 64
         running = {"name": "replica", "image": image, "imageID": image_id, "state": {"running": {}}}
         status.update(phase="Running", containerStatuses=[running])
+
+    def _value(self, pod: _Object, variable: _Object) -> str:
+        """The value of a variable of a pod's environment, with names in DNS of the pods of its Service looked up."""
+        if "valueFrom" in variable:
+            path = variable["valueFrom"]["fieldRef"]["fieldPath"]
+            name = re.fullmatch(r"metadata\.annotations\['(.+)'\]", path)
+            assert name is not None, path
+            return str(pod["metadata"]["annotations"][name[1]])
+        value = _expand(variable["value"], {})
+        if subdomain := pod["spec"].get("subdomain"):
+            chosen = self._objects[(pod["metadata"]["namespace"], "services", subdomain)]["spec"]["selector"].items()
+            for (_, kind, _), each in self._objects.items():
+                if kind == "pods" and chosen <= each["metadata"]["labels"].items():
+                    value = value.replace(f"{each['spec']['hostname']}.{subdomain}", each["status"]["podIP"])
+        return value
 
     def _end_pod(self, pod: _Object, machine: Machine | None) -> None:
         status, overdue = pod["status"], pod["metadata"]["name"] in self.overdue

@@ -91,7 +91,7 @@ class MetricChannels(RememberedTogether):
         self.falls.begin(model)
         self.gap.begin(model)
         self.early.stop()
-        self.new_low, self.step_down = NewLow(), StepDown()
+        self.new_low, self.step_down = NewLow(), type(self.step_down)()
 
     def _learn(self, model: int, held: float, trained: float | None) -> None:
         self.count += 1

@@ -4,8 +4,9 @@ Two measures, because a curve spoils each of them differently:
 
 - *Size*, from second differences of neighbouring values. They cancel level and slope, a bend adds little to them, and a
   step or a kink adds two large ones, which are clipped, and left out of the first 32.
-- *Autocorrelation*, from what is left of the last 24 values without their straight line. Values that bend are left out:
-  they lie far further from their line than their second differences explain, and say nothing of noise.
+- *Autocorrelation*, from what is left of the last 24 values without their straight line, or without their cubic where
+  they climb and a cubic explains far more than noise would: the bend of a climb looks like a strong autocorrelation.
+  Values that lie far further from it than their second differences explain are left out: they say nothing of noise.
 
 Means over many rounds of AR(1) noise vary as if one round had sd * sqrt((1 + rho) / (1 - rho)): the long-run standard
 deviation, `sigma`. Constants were chosen on simulated AR(1) noise (`benchmarks/guard.py`): sigma is within 25 % of the
@@ -16,6 +17,7 @@ rounds correctly, so that every machine gets the same bits.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 
 from diloco_orchestrator.guard.channels.remembered import Remembered, added
@@ -32,8 +34,14 @@ _TRIMMED, _TRIM = 6, 2.15
 _MEAN_ABS = 0.79788  # of a standard normal number
 _OUTLIER = 3 * 1.4826  # times the median size, of what is left of one value without its line
 _PAST = 0.99  # weight of the past in the autocorrelation: it is learnt from some 100 rounds
-_PRIOR = (12.0, 0.55)  # windows that the first guess of it counts as: unknown noise is taken for correlated noise
+_PRIOR = (12.0, 0.6)  # windows that the first guess of it counts as: unknown noise is taken for correlated noise
 _LOST = 4.8  # times 1 / values: what a line takes from the correlation of what is left
+# A climb that bends: by how much each of a cubic's two further terms lowers the sum of squares, in variances of what is
+# left by it, and the rise along the line, in standard deviations of that. A plateau of AR(1) .7 noise goes so far now
+# and then, and hardly while it falls. `_OF_CUBIC`: factor and shift that make the correlation of what a cubic leaves of
+# noise, plus `_LOST_CUBIC` / values, that of what a line leaves.
+_CUBIC_FROM, _CURVED, _CLIMBS = 12, 4.0, 6.0
+_LOST_CUBIC, _OF_CUBIC = 4.0, (1.25, 0.12)
 _STRETCH = (1.35, -0.16)  # the same, found by simulation: .13 / .35 / .5 / .64 for AR(1) 0 / .3 / .5 / .7
 _RHO_MAX = 0.8
 _BENT = (
@@ -83,15 +91,23 @@ class Noise(Remembered):
         self.bend = left / (self.bends - dropped) * (1 + _TRIM * dropped / self.bends)
 
     def _learn_correlation(self, values: Sequence[float]) -> None:
-        count, left = len(values), _without_line(values)
-        sizes = sorted(abs(each) for each in left)
-        limit = _OUTLIER * (sizes[(count - 1) // 2] + sizes[count // 2]) / 2
-        left = [min(max(each, -limit), limit) for each in left]
+        count = len(values)
+        left, curved = _without_curve(values)
+        left = clipped(left)
         square = added([each * each for each in left])
+        self._forget()
+        if self._knows(square, count):
+            found = added([one * other for one, other in pairwise(left)]) / square
+            factor, shift = _OF_CUBIC
+            found = factor * (found + _LOST_CUBIC / count) + shift if curved else found + _LOST / count
+            self.windows = [self.windows[0] + found, self.windows[1] + 1.0]
+
+    def _forget(self) -> None:
         self.windows = [_PAST * each for each in self.windows]
-        if square > 0 and square <= (count - 2) * (_BENT * self.bend / _MEAN_ABS) ** 2:
-            neighbours = added([one * other for one, other in pairwise(left)])
-            self.windows = [self.windows[0] + neighbours / square + _LOST / count, self.windows[1] + 1.0]
+
+    def _knows(self, square: float, count: int) -> bool:
+        """Whether what is left of a window, with this sum of squares, is noise of the size measured, or less."""
+        return square > 0 and square <= (count - 2) * (_BENT * self.bend / _MEAN_ABS) ** 2
 
     @property
     def rho(self) -> float:
@@ -117,11 +133,47 @@ def _dropped(bends: int) -> int:
     return (bends + 5) // 10 if bends >= _TRIMMED else 0
 
 
-def _without_line(values: Sequence[float]) -> list[float]:
-    """Distances of values from their least-squares line."""
-    count = len(values)
-    mean = added(values) / count
-    places = [index - (count - 1) / 2 for index in range(count)]
-    slope = added([place * (value - mean) for place, value in zip(places, values, strict=True)])
-    slope /= count * (count * count - 1) / 12
-    return [(value - mean) - slope * place for place, value in zip(places, values, strict=True)]
+def clipped(left: Sequence[float]) -> list[float]:
+    """The values, each at most as far from 0 as an outlier is."""
+    sizes = sorted(abs(each) for each in left)
+    limit = _OUTLIER * (sizes[(len(left) - 1) // 2] + sizes[len(left) // 2]) / 2
+    return [min(max(each, -limit), limit) for each in left]
+
+
+def _without_curve(values: Sequence[float]) -> tuple[list[float], bool]:
+    """Distances of values from their least-squares line, or from their cubic if they climb and bend; True for that."""
+    count, (level, slope, *bends) = len(values), _polynomials(len(values))
+    rise = _part(values, slope)
+    line = _without(_without(values, level, _part(values, level)), slope, rise)
+    if count < _CUBIC_FROM:
+        return line, False
+    cubic = line
+    for bend in bends:
+        cubic = _without(cubic, bend, _part(cubic, bend))
+    rest = added([each * each for each in cubic])
+    explained, spread = added([each * each for each in line]) - rest, rest / (count - 4)
+    curved = explained > 2 * _CURVED * spread and rise * (slope[-1] - slope[0]) > _CLIMBS * math.sqrt(spread)
+    return (cubic, True) if curved else (line, False)
+
+
+@cache
+def _polynomials(count: int) -> tuple[tuple[float, ...], ...]:
+    """Orthonormal polynomials of degree 0 to 3 at `count` places (Gram and Schmidt)."""
+    found: list[tuple[float, ...]] = []
+    for degree in range(4):
+        left = [1.0 for _ in range(count)]
+        for _ in range(degree):
+            left = [each * (index - (count - 1) / 2) for index, each in enumerate(left)]
+        for other in found:
+            left = _without(left, other, _part(left, other))
+        length = math.sqrt(added([each * each for each in left]))
+        found.append(tuple(each / length for each in left))
+    return tuple(found)
+
+
+def _part(values: Sequence[float], column: Sequence[float]) -> float:
+    return added([value * each for value, each in zip(values, column, strict=True)])
+
+
+def _without(values: Sequence[float], column: Sequence[float], part: float) -> list[float]:
+    return [value - part * each for value, each in zip(values, column, strict=True)]

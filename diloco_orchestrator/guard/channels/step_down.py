@@ -7,6 +7,9 @@ rounds is compared under two accounts, each with the noise, AR(1) of any size, t
 - *no step*: a level, or a climb that stopped up to six rounds before;
 - *a step down*: a level or a climb until then, and a lower level since.
 
+The longer a step has lasted, the better the noise is known from the rounds since, and the less evidence halts. After
+`EARLY` rounds steps of more than 20 rounds are left to `Falls`, which knows the noise by then.
+
 Constants were chosen on simulated AR(1) noise (`benchmarks/guard.py`). Only `+ - * /`, comparisons, `math.sqrt`,
 `math.fsum` and `math.frexp` are used, so that every machine gets the same bits.
 """
@@ -20,14 +23,22 @@ from operator import mul
 
 from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
 from diloco_orchestrator.guard.channels.early import ADVICE
-from diloco_orchestrator.guard.channels.noise import KEPT
 from diloco_orchestrator.guard.channels.remembered import Remembered, added
 
-BEFORE = (6, 12)  # rounds before a step: at least, and at most; longer ones bend
-SINCE = (5, 8, 12, 20)  # rounds since
+BEFORE = (6, 12)  # rounds before a step that are compared: more bend, fewer say little of where they lead
+# Rounds since a step, and the log-likelihood ratio that then halts, in nats, at the default threshold. Found by
+# simulation: each of them halts about as many plateaus of AR(1) .5 and .7 noise.
+LIMITS = {5: 14.5, 8: 14.0, 12: 12.5, 20: 11.5, 32: 9.5, 48: 9.5}
+EARLY, LATER = 96, 20  # rounds after which only steps of up to so many rounds are compared
+# Second differences before the step, over those of so many rounds since or more: noise that was larger then, or an
+# outlier, looks like a level that was higher.
+NOISIER, FROM = 2.0, 12
+# A bump that healed: the mean of so many last scores has made up for this share of the way from the lowest mean of so
+# many since to the highest score before.
+HEALED = (8, 4, 0.5)
 STOPPED = 6  # rounds before the step in which a climb may have stopped
 RHOS = (0.0, 0.35, 0.7)  # autocorrelations of the noise that are tried
-LIMIT = 1.2  # log-likelihood ratio that halts, in nats, over the setting `threshold`
+_DEFAULT = 10.0
 # Added to the variance of each value: this share of the squared smallest change between two rounds.
 COARSE = 0.5
 _EXACT = 1e-12  # of the sum of squares, that is added to what is left: rounding
@@ -54,18 +65,26 @@ class Basis:
 
 @dataclass(frozen=True)
 class Found:
-    """The step down of the held-out score that explains the last rounds best."""
+    """The step down of the held-out score that is nearest to a halt, or beyond it."""
 
     since: int  # rounds since it
     size: float  # by which the level is lower
     evidence: float  # log-likelihood ratio to no step, in nats
 
+    def share(self, threshold: float) -> float:
+        """The evidence over that which halts. `threshold`: the setting."""
+        return self.evidence / (threshold / _DEFAULT * LIMITS[self.since])
+
 
 @dataclass
 class StepDown(Remembered):
-    """Guard statistic: likelihood of the last held-out scores with a step down and without. Stored state: 1 number."""
+    """Guard statistic: likelihood of the last held-out scores with a step down and without.
 
-    seen: int = 0  # rounds since the start, or since an alarm was dismissed; 32 at most
+    Stored state: up to 60 scores in the first 96 rounds, then 32.
+    """
+
+    rounds: int = 0  # since the start, or since an alarm was dismissed
+    last: list[float] = field(default_factory=list)  # scores, oldest first
     found: Found | None = field(default=None, init=False)  # in the last judged round
 
     def judge(
@@ -80,53 +99,64 @@ class StepDown(Remembered):
     ) -> list[Alarm]:
         """A list of one alarm if the held-out score has stepped down by the base of round `model`, else empty.
 
-        `scores`: held-out, of the last 32 bases or of all, this one included, oldest first, each minus the run's first
-        score. `coarse`: smallest change between two rounds so far, or 0.0. `lost`: how much shares of the held-out set
-        whose fall does not count lower the mean. `recovers`: whether the score is on its way back up, which halts
-        nothing. `threshold`: the setting. `origin`: the run's first score, added again to scores in the alarm's text.
+        `scores`: held-out, of the last bases, that one the last, each minus the run's first score. `coarse`: smallest
+        change between two rounds so far, or 0.0. `lost`: how much shares of the held-out set whose fall does
+        not count lower the mean. `recovers`: whether the score is on its way back up, which halts nothing. `threshold`:
+        the setting. `origin`: the run's first score, added again to scores in the alarm's text.
         """
-        self.seen = min(self.seen + 1, KEPT)
-        scores = _changed(scores[-self.seen :])
-        self.found = None if recovers else _best(scores, coarse, lost)
-        if self.found is None or self.found.evidence <= LIMIT * threshold:
+        self.rounds += 1
+        longest = LATER if self.rounds > EARLY else max(LIMITS)
+        self.last = [*self.last, scores[-1]][-BEFORE[1] - longest :]
+        scores = changed(self.last)
+        self.found = None if recovers else _nearest(scores, coarse, lost, longest)
+        if self.found is None or self.found.share(threshold) <= 1.0:
             return []
-        since, size = self.found.since, self.found.size
-        mean = added(scores[-since:]) / since + origin
-        what = (
-            f"step down: the last {since} held-out scores that differ, {mean:.4g} in the mean, lie {size:.3g} below "
-            f"where the scores before lead. A step explains them better than noise does, by a log-likelihood "
-            f"ratio of {self.found.evidence:.4g} (halts above {LIMIT * threshold:.4g})"
-        )
-        return [Alarm(what, model, ADVICE, AlarmKind.FALL)]
+        return [step_alarm(model, self.found, scores, threshold / _DEFAULT * LIMITS[self.found.since], origin)]
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
-        """(name, value, threshold) of the log-likelihood ratio, as the guard's verdict lists it."""
-        return [("step down", self.found.evidence if self.found else 0.0, LIMIT * threshold)]
+        """(name, share of the evidence that halts, 1), as the guard's verdict lists it."""
+        return [("step down", self.found.share(threshold) if self.found else 0.0, 1.0)]
 
 
-def _changed(scores: Sequence[float]) -> list[float]:
+def step_alarm(model: int, found: Found, scores: Sequence[float], limit: float, origin: float) -> Alarm:
+    """The alarm that the last of `scores` stepped down, by more evidence than `limit` nats."""
+    mean = added(scores[-found.since :]) / found.since + origin
+    what = (
+        f"step down: the last {found.since} held-out scores that differ, {mean:.4g} in the mean, lie {found.size:.3g} "
+        f"below where the scores before lead. A step explains them better than noise does, by a log-likelihood "
+        f"ratio of {found.evidence:.4g} (halts above {limit:.4g})"
+    )
+    return Alarm(what, model, ADVICE, AlarmKind.FALL)
+
+
+def changed(scores: Sequence[float]) -> list[float]:
     """`scores` without those that equal the one before, which say nothing of how scores vary."""
     return [*scores[:1], *(now for last, now in pairwise(scores) if now != last)]
 
 
-def _best(scores: Sequence[float], coarse: float, lost: float) -> Found | None:
-    """The step down of `scores` with the largest likelihood ratio; None if they are too few, or nothing steps down.
+def _nearest(scores: Sequence[float], coarse: float, lost: float, longest: int) -> Found | None:
+    """The step down of `scores` that is nearest to a halt; None if they are too few, or nothing steps down.
 
     `coarse`: smallest change between two rounds. `lost`: how much shares whose fall does not count lower the mean.
+    `longest`: rounds since a step that are compared at most.
     """
-    best: Found | None = None
-    for since in SINCE:
-        before = min(BEFORE[1], len(scores) - since)
-        if before < BEFORE[0]:
-            break
-        values = [*scores[-before - since : -since], *(score + lost for score in scores[-since:])]
-        found = _compared(values, before, coarse)
-        if found is not None and found.evidence > (best.evidence if best else 0.0):
-            best = found
-    return best
+    nearest: Found | None = None
+    for since in LIMITS:
+        for before in BEFORE:
+            if since > longest or before + since > len(scores):
+                continue
+            values = [*scores[-before - since : -since], *(score + lost for score in scores[-since:])]
+            if since >= FROM and _bend(values[:before]) > NOISIER * _bend(values[before:]):
+                continue
+            found = compared(values, before, coarse)
+            if found is not None and _healed(values[:before], values[before:]):
+                continue
+            if found is not None and (nearest is None or found.share(_DEFAULT) > nearest.share(_DEFAULT)):
+                nearest = found
+    return nearest
 
 
-def _compared(values: Sequence[float], before: int, coarse: float) -> Found | None:
+def compared(values: Sequence[float], before: int, coarse: float) -> Found | None:
     """The likelihood of a step after the first `before` of `values`; None if the best fit does not go down."""
     count, scale = len(values), max(abs(value) for value in values)
     if not 0 < scale < math.inf:
@@ -149,7 +179,20 @@ def _compared(values: Sequence[float], before: int, coarse: float) -> Found | No
         with_step = count * _log(max(rest - down * down - climb * climb, 0.0) + least) + constant
         if with_step < step:
             step, size = with_step, (basis.step_of_climb * climb - down) / basis.length
-    return Found(count - before, size * scale, (level - step) / 2) if size > 0 else None
+    return Found(count - before, size * scale, max(level - step, 0.0) / 2) if size > 0 else None
+
+
+def _healed(before: Sequence[float], since: Sequence[float]) -> bool:
+    rounds, few, share = HEALED
+    last = since[-rounds:]
+    lowest = min(added(since[end - few : end]) for end in range(few, len(since) + 1)) / few
+    return added(last) / len(last) - lowest > share * (max(before) - lowest)
+
+
+def _bend(values: Sequence[float]) -> float:
+    """The mean size of second differences."""
+    changes = [now - last for last, now in pairwise(values)]
+    return added([abs(now - last) for last, now in pairwise(changes)]) / len(changes[1:])
 
 
 @cache
