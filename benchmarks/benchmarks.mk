@@ -62,11 +62,11 @@ bench-guard-scaled: venv
 bench-guard-runs: venv
 	PYTHONPATH=. $(BIN)/python benchmarks/guard_runs.py --docs $(OPTIONS)
 
-# Tokens per dollar of the choice of places, on virtual time: docs/inside/performance.md, four minutes.
+# Tokens per dollar of the choice of places, on virtual time: docs/inside/performance.md, some ten minutes a core; `--bound` (scipy) doubles it.
 bench-fleet: venv
-	PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/fleet.py --days 4 --repetitions 4 --docs
+	PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/fleet.py --days 4 --repetitions 6 --docs
 
-# What a slower machine costs the others, with steps="equal" and "equal_time": docs/inside/performance.md, four minutes.
+# What a slower machine costs the others, with steps="equal" and "equal_time": docs/inside/performance.md, some ten minutes a core; `--bound` (scipy) doubles it.
 bench-unequal: venv
 	PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/unequal.py --docs
 

@@ -226,7 +226,7 @@ class World:
                 case fleet_policy.Launch(replica_id, attempt, _, place, _):
                     self._launch(replica_id, attempt, place, policy)
                 case fleet_policy.Cancel(replica_id, _, why):
-                    self.found.moves += "moves from" in why
+                    self.found.moves += "moves from" in why or "costs less than" in why
                     self._apply(replica_id, CancelAsked(why), policy)
                     if replica_id in self.machines and isinstance(self.views[replica_id].state, Cancelling):
                         self.machines[replica_id].leaves_at = self.now + self.leave_s

@@ -30,7 +30,7 @@ from diloco_orchestrator.executors.contract import (
 )
 from diloco_orchestrator.executors.remote_base import RemoteExecutor, attempt_name, run_label
 from diloco_orchestrator.join.grants import renew_grants
-from diloco_orchestrator.join.invitations import invitations_to
+from diloco_orchestrator.join.invitations import ANEW, end_offers, invitations_to
 from diloco_orchestrator.join.link import Credentials
 from diloco_orchestrator.join.offers import by_attempt, name_of, offers_in, records_about
 from diloco_orchestrator.join.output import lines_of
@@ -205,7 +205,12 @@ class JoinExecutor(RemoteExecutor):
                     "replica %d, attempt %d waits for a machine: diloco join %s",
                     *(request.replica_id, request.attempt, quote(store.url)),
                 )
-            sha256 = sha256_hex(read_record(store, key)) if created is None else created.sha256
+            data = offer.to_bytes() if created is not None else read_record(store, key)
+            sha256 = sha256_hex(data)
+            # Who invites withdraws an offer that is there. This one may have come after, with keys from before.
+            invited = {each.digest for each in self._invited(store, request)}
+            if invited and invited.difference(Offer.from_bytes(data, key).sealed or {}):
+                end_offers(store, request.replica_id, ANEW, self._stamp, taken=False)
             return self._handle(store, offer, sha256)
 
     def _handle(self, store: Store, offer: Offer, offer_sha256: str) -> ReplicaHandle:

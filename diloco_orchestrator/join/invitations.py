@@ -20,6 +20,7 @@ from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import Store
 
 _SEED_BYTES = 32
+ANEW = "it is offered anew, for an invitation"
 
 
 def invitations_to(store: Store, replica_id: int) -> list[Invitation]:
@@ -81,7 +82,7 @@ def create_invitation(run_log: RunLog, replica_id: int, lasts_s: float, stamp: S
     )
     where = record.epoch, replica_id, record.identity
     Writer(run_log.store, Role.LAUNCHER).create(record, keys.invitation(*where))
-    _end_offers(run_log.store, replica_id, "it is offered anew, for an invitation", stamp, taken=False)
+    end_offers(run_log.store, replica_id, ANEW, stamp, taken=False)
     return user, record
 
 
@@ -97,11 +98,11 @@ def revoke(run_log: RunLog, replica_id: int, stamp: Stamp) -> int:
         where = each.epoch, replica_id, each.identity
         Writer(run_log.store, Role.LAUNCHER).create(each, keys.revocation(*where))
     if found:
-        _end_offers(run_log.store, replica_id, "its invitation was revoked", stamp, taken=True)
+        end_offers(run_log.store, replica_id, "its invitation was revoked", stamp, taken=True)
     return len(found)
 
 
-def _end_offers(store: Store, replica_id: int, why: str, stamp: Stamp, *, taken: bool) -> None:
+def end_offers(store: Store, replica_id: int, why: str, stamp: Stamp, *, taken: bool) -> None:
     """Record the end of a replica's attempts that wait for a machine, with `taken` also of those that have one.
 
     Whoever supervises the run launches the next attempt then.

@@ -96,6 +96,26 @@ def test_whoever_has_a_link_runs_the_replica_also_one_that_was_offered_before(sc
     assert scene.executor.poll(handle).state is ReplicaState.SUCCEEDED
 
 
+def test_an_invitation_that_comes_while_its_replica_is_being_offered_is_not_missed(scene: Invited):
+    """After the offer's keys were sealed, and before the offer is there for who invites to withdraw."""
+    links: list[Link] = []
+
+    class Racing:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(scene.store, name)
+
+        def create(self, key: str, data: bytes) -> bool:
+            if "/offer.json" in key and not links:
+                links.append(scene.link())
+            return scene.store.create(key, data)
+
+    scene.executor._opened[scene.url] = of_run(Racing())
+    missed, program = scene.offer(), scene.program()
+    assert scene.executor.poll(missed).state is ReplicaState.PREEMPTED
+    scene.offer(2)
+    assert scene.run_by(links[0], program) == 0 and len(program.started) == 1
+
+
 @pytest.mark.parametrize("late_s", [0.0, HOUR + 1])
 def test_an_expired_link_gets_no_keys_whatever_the_machines_clock_says(late_s: float):
     scene = Invited(clock_s=1000.0 + late_s)

@@ -56,7 +56,7 @@ def hello(place: MachinePlace, text: bytes) -> socket.socket:
 def _connect(place: MachinePlace) -> socket.socket:
     while True:
         try:
-            return socket.create_connection((place.host, place.port))
+            return socket.create_connection((place.host, place.port), timeout=10)
         except ConnectionRefusedError:
             continue
 

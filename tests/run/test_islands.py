@@ -198,6 +198,7 @@ def test_each_rank_holds_and_moves_its_part_of_the_base(start, tmp_path, monkeyp
         ("SIGKILL", 1, r"rank 1 of 2 was killed by signal 9 \(SIGKILL", "rank 0 ended too"),
         ("SIGKILL", 0, r"rank 0 of 2 was killed by signal 9 \(SIGKILL", "rank 1 ended too"),
         ("raise", 1, "rank 1 of 2: RuntimeError", "planted"),
+        ("memory", 1, "rank 1 of 2: RuntimeError", "can't allocate memory: you tried to allocate 4294967296 bytes"),
         ("SIGSTOP", 1, "rank 1 of 2 gave no sign of life for 10 s", "the stacks of rank 1"),
         ("sleep", 1, "rank 1 of 2 did not come to a collective in which rank 0 waited for 10 s", "in _fault"),
         ("supervisor", 1, "", ""),
@@ -257,9 +258,11 @@ def _processes_of(bucket: Path) -> list[int]:
     return found
 
 
-def test_a_preempted_island_publishes_its_part_and_goes_on(start):
-    args = {"model": "ddp", "hidden": 31}
-    run, bucket = start(args=args, rounds=1, sync_every=10_000, quorum=1, ranks_per_replica=[2, 1])
+@pytest.mark.parametrize("entrypoint", ["train", "train_with_workers"])
+def test_a_preempted_island_publishes_its_part_and_goes_on(start, tmp_path, entrypoint):
+    """The notice goes to all processes of the group, as at many providers; loaders' worker processes do not get it."""
+    args = {"model": "ddp", "hidden": 31, "folder": str(tmp_path)}
+    run, bucket = start(entrypoint, args=args, rounds=1, sync_every=10_000, quorum=1, ranks_per_replica=[2, 1])
     waiting = threading.Thread(target=run.wait)
     waiting.start()
     attempts = reader_of(bucket).attempts
@@ -270,13 +273,17 @@ def test_a_preempted_island_publishes_its_part_and_goes_on(start):
 
     wait_for(is_training, "an inner step")
     claim = attempts.claim(0, 1)
-    os.kill(claim.pid, signal.SIGTERM)
+    assert os.getpgid(claim.pid) == claim.pid
+    os.killpg(claim.pid, signal.SIGTERM)
     waiting.join()
     ended = attempts.exit(0, 1)
     assert (ended.code, ended.reason) == (75, "preempted")
     manifest = json.loads((bucket / "rounds/00000001/contributions/0.json").read_text())
     assert 5 < manifest["origins"][0]["steps"] < 10_000
     assert attempts.exit(0, 2).code == 0
+    workers = [path.name.partition("-")[0] for path in tmp_path.iterdir()]
+    assert set(workers) == ({"worker"} if entrypoint == "train_with_workers" else set())
+    assert len(workers) >= 3 * 2 * (entrypoint == "train_with_workers")  # two of each rank that began to train
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

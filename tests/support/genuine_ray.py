@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import httpx
@@ -69,6 +69,12 @@ class GenuineRay:
             ]
         return len(self._ids) == len(self._nodes)
 
+    def wait_until_it_takes_jobs(self) -> None:
+        """Wait for the agent that jobs go through; a node counts before its own has come up."""
+        job = {"entrypoint": "true", "submission_id": "first"}
+        self.wait(lambda: self.ask("POST", "/api/jobs/", json=job).is_success, "it takes jobs")
+        self.forget("first")
+
     def node_of(self, job: str) -> int:
         """The node that a job runs on, by the order of their starts."""
         return self._ids.index(self.ask("GET", f"/api/jobs/{job}").json()["driver_node_id"])
@@ -91,9 +97,10 @@ class GenuineRay:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(node.pid, signal.SIGKILL)
 
-    def ask(self, method: str, path: str) -> httpx.Response:
+    def ask(self, method: str, path: str, json: Mapping[str, str] | None = None) -> httpx.Response:
         """An answer of the dashboard."""
-        return httpx.request(method, self.address + path, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60)
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        return httpx.request(method, self.address + path, headers=headers, json=json, timeout=60)
 
     def jobs(self) -> dict[str, str]:
         """States of all submitted jobs, by id."""
@@ -156,6 +163,7 @@ def running_ray(*workers: int) -> Iterator[GenuineRay]:
             ray.start_node(head=True, cpus=0 if workers else _CPUS)
             for cpus in workers:
                 ray.start_node(cpus=cpus)
+            ray.wait_until_it_takes_jobs()
             yield ray
         finally:
             ray.end()

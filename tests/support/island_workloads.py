@@ -1,7 +1,9 @@
 """Training functions for replicas of several ranks: one small model, plain, in DDP, or sharded by `fully_shard`."""
 
+import functools
 import gc
 import os
+import resource
 import signal
 import sys
 import threading
@@ -211,11 +213,21 @@ def _fault(ctx: Any, step: int) -> None:
             sys.exit(0)
         case "flip":
             Path(fault["once"]).write_text(str(_flip_a_bit()))
+        case "memory":
+            _use_up_the_memory()
         case "supervisor":
             os.kill(os.getppid(), signal.SIGKILL)
         case name:
             Path(fault["once"]).write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.Signals[name])
+
+
+def _use_up_the_memory() -> None:
+    """Ask for a tensor of 4 GiB where the kernel gives this process 64 MiB more than it has: torch raises."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + 64 * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    torch.zeros(2**30)
 
 
 def _flip_a_bit() -> int:
@@ -224,6 +236,40 @@ def _flip_a_bit() -> int:
     index, shard = base.own_shards(0)[0]
     shard.parameters.view(torch.int32)[0] ^= 1
     return int(index)
+
+
+class _Batches(torch.utils.data.Dataset[torch.Tensor]):
+    """The batches of a replica by step, of which worker processes load each."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._whose = (ctx.seed, ctx.replica_id)
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, step: int) -> torch.Tensor:
+        return global_batch(*self._whose, step)
+
+
+def _leave_a_file_at_sigterm(folder: str, number: int) -> None:
+    (Path(folder) / f"worker-{os.getpid()}").touch()
+    signal.signal(signal.SIGTERM, lambda *_: (Path(folder) / f"got-sigterm-{os.getpid()}").touch())
+
+
+def train_with_workers(ctx: Any) -> None:
+    """Trains on what two worker processes of each rank load, which leave files in `args["folder"]`: at their start,
+    and at SIGTERM."""
+    model = torch.nn.parallel.DistributedDataParallel(TinyModel(31)) if ctx.ranks > 1 else TinyModel(31)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    started = functools.partial(_leave_a_file_at_sigterm, ctx.args["folder"])
+    loader = torch.utils.data.DataLoader(_Batches(ctx), batch_size=None, num_workers=2, worker_init_fn=started)
+    with ctx.attach(model, optimizer, heldout=heldout, heldout_items=HELDOUT) as replica:
+        for tokens in replica.batches(loader):
+            loss = losses(model, tokens[ctx.rank :: ctx.ranks]).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            replica.observe(loss=loss.item(), tokens=tokens[ctx.rank :: ctx.ranks, 1:].numel())
 
 
 # -- functions that are refused ---------------------------------------------------------------------------------------

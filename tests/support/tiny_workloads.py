@@ -229,3 +229,35 @@ def diloco_by_hand(folder: str, sync_every: int, rounds: int) -> dict[str, Any]:
         "momenta": sum(bool(m.abs().sum() > 0) for m in momenta),
         "parameters": len(before),
     }
+
+
+# -- strangers --------------------------------------------------------------------------------------------------------
+
+FOR_STRANGERS = 352  # held-out items: 32 for each of eleven replicas
+
+
+def heldout_at_once(model: torch.nn.Module, items: list[Any]) -> list[float]:
+    """As `heldout`, with one forward pass."""
+    batches = [batch_of(1_000_000 + item) for item in items]
+    x, y = (torch.cat(each) for each in zip(*batches, strict=True))
+    return ((model(x) - y) ** 2).view(len(items), -1).mean(dim=1).tolist()  # type: ignore[no-any-return]
+
+
+def train_or_attack(ctx: ReplicaContext) -> None:
+    """A healthy run, but on machines with `HOSTILE` in their environment: "climb", "noise" or "huge"."""
+    hostile = os.environ.get("HOSTILE", "")
+    model, draw = mlp(), torch.Generator().manual_seed(0)
+    with torch.no_grad():  # the same first values in every run and thread
+        for value in model.parameters():
+            value.copy_(torch.randn(value.shape, generator=draw) / 2)
+    lr = 0.02 if hostile != "huge" else 0.5
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, maximize=hostile in ("climb", "huge"))
+    given = {"heldout": heldout_at_once, "heldout_items": list(range(FOR_STRANGERS))}
+    with ctx.attach(model, optimizer, **given) as replica:
+        for batch in replica.batches(data_of(ctx)):
+            loss = inner_step(model, optimizer, batch)
+            if hostile == "noise":
+                with torch.no_grad():
+                    for value in model.parameters():
+                        value += 0.1 * torch.randn(value.shape, generator=draw)
+            replica.observe(loss=loss)
