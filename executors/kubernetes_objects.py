@@ -41,6 +41,9 @@ FAILED_CREATE = "FailedCreate"  # reason of a Job's event: the API server refuse
 QUOTA = "exceeded quota"  # in the words of a refusal for which a ResourceQuota has no room
 CANCELLED = "diloco-cancelled"  # annotation of a Job that was cancelled, for every process to see
 GPU = "nvidia.com/gpu"
+OF_SEVERAL = (
+    "diloco-pods"  # label of pods that train one replica together; infra/eks/network-policy.yaml lets them talk
+)
 _INDEX = "batch.kubernetes.io/job-completion-index"  # annotation of the pods of an Indexed Job
 _PORT = 29500  # of machine 0 of a replica on several pods, each of which has a network of its own
 _KEPT_S = 7 * 24 * 3600  # seconds that a Job, its log and its Secret stay after the end
@@ -158,6 +161,7 @@ def job_body(request: LaunchRequest, options: PodOptions) -> dict[str, Any]:
         pod["affinity"] = affinity
     if pods > 1:
         pod["subdomain"] = name
+        labels = {**labels, OF_SEVERAL: str(pods)}
     spec: dict[str, Any] = {
         **({"completionMode": "Indexed"} if pods > 1 else {}),
         "completions": pods,

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -14,6 +15,7 @@ from loopback_kubernetes import LoopbackKubernetes, running_kubernetes
 
 from executors.contract import ExecutorDenied, ReplicaState
 from executors.kubernetes_jobs import KubernetesExecutor
+from executors.kubernetes_objects import OF_SEVERAL
 from executors.remote_base import attempt_name
 from executors.testing import ended_state, request_of, wait_until
 
@@ -142,6 +144,18 @@ def test_replicas_are_reached_by_nobody_and_reach_https_but_not_the_nodes_role()
     assert agent["to"][0]["ipBlock"]["cidr"] == "169.254.170.23/32"
 
 
+def test_only_pods_of_replicas_on_several_pods_reach_each_other():
+    spec = documents("network-policy")[1]["spec"]
+    of_several = {"matchExpressions": [{"key": OF_SEVERAL, "operator": "Exists"}]}
+    assert spec["podSelector"] == of_several
+    assert spec["ingress"] == [{"from": [{"podSelector": of_several}]}]
+    assert spec["egress"] == [{"to": [{"podSelector": of_several}]}]
+    one_rank_each = KubernetesExecutor(namespace=NAMESPACE, image="any", ranks_per_machine=1)
+    for ranks, pods in ((1, None), (2, "2")):
+        job = one_rank_each.plan(replace(request_of("pass"), ranks=ranks))["job"]
+        assert job["spec"]["template"]["metadata"]["labels"].get(OF_SEVERAL) == pods
+
+
 # -- the launcher's rights --------------------------------------------------------------------------------------------
 
 
@@ -170,6 +184,10 @@ def test_the_launchers_role_has_exactly_the_rights_that_the_executor_uses(cluste
     cluster.refused_pods = "exceeded quota: pods"
     late = executor.launch(request_of("pass", replica_id=2))
     wait_until(lambda: "exceeded quota: pods" in executor.poll(late).message, "why its pod is refused")
+    spread = KubernetesExecutor(
+        namespace=NAMESPACE, image="any", service_account=ACCOUNT, kubeconfig=str(tmp_path / "k"), ranks_per_machine=1
+    )
+    spread.launch(replace(request_of("pass", replica_id=3), ranks=2))  # with a Service
     used = {right_of(method, path) for method, path, _ in cluster.requests}
     role = documents("launcher")[0]
     granted = {
