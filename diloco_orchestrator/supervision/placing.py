@@ -360,10 +360,11 @@ def _pays(view: PlacesView, now: float, seat: SeatView, to: PlaceView) -> bool:
 
 
 def _may_have_machines(view: PlacesView, now: float, to: PlaceView, seat: SeatView) -> bool:
-    """Whether to end an attempt for the sake of a place that has refused: it can only be asked by a launch there.
+    """Whether to end the attempt of `seat` now, to launch it at `to`, a place that refused the last launch.
 
-    In vain that costs K dollars, the start of another machine where the replica is. While the place has machines again
-    and nobody knows, the run pays g dollars a second too much. A try every d seconds costs K / d + g d / (2 m) a second
+    Only a launch shows whether `to` has machines again. One that is refused costs K dollars, the start of another
+    machine where the replica is. While `to` has machines and none is launched there, the run pays g dollars a second
+    too much. A try every d seconds costs K / d + g d / (2 m) a second
     where it has machines again after m seconds in the mean: least at d = sqrt(2 K m / g). m: the mean of its times
     without machines, the present one included.
     """

@@ -72,7 +72,7 @@ def joined_in_group(
 
 
 def _own_address() -> str:
-    """The address of this machine that its host name stands for; a loopback address if that is unknown."""
+    """The IPv4 address that DNS gives for this machine's host name; 127.0.0.1 if DNS has none."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:

@@ -1,7 +1,7 @@
 """`SignalLines`: connections over which rank 0 of a replica sends signals to the other ranks.
 
-They are beside torch.distributed: a broadcast of gloo wakes several threads in each rank, which takes some twenty times
-as long as a message through a socket where ranks share cores (`benchmarks/island_steps.py`).
+They are beside torch.distributed: a broadcast of gloo wakes several threads in each rank, which takes a noticeable part
+of a short inner step where ranks share cores (`benchmarks/island_steps.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
