@@ -360,7 +360,7 @@ def _pays(view: PlacesView, now: float, seat: SeatView, to: PlaceView) -> bool:
 
 
 def _may_have_machines(view: PlacesView, now: float, to: PlaceView, seat: SeatView) -> bool:
-    """Whether to end the attempt of `seat` now, to launch it at `to`, a place that refused the last launch.
+    """Whether to end a replica's attempt now in order to launch it at `to`, a place that refused the last launch.
 
     Only a launch shows whether `to` has machines again. One that is refused costs K dollars, the start of another
     machine where the replica is. While `to` has machines and none is launched there, the run pays g dollars a second
