@@ -7,6 +7,7 @@ start their ranks, pass on what those print, report and how they die, and end th
 
 import fcntl
 import hmac
+import ipaddress
 import json
 import logging
 import selectors
@@ -15,6 +16,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from diloco_orchestrator.clock import Clock
@@ -231,9 +233,13 @@ def start_message(places: Sequence[RankPlace]) -> dict[str, Any]:
 
 
 def interface_of(address: str) -> str:
-    """The name of this machine's network interface with an IPv4 address; empty if none has it."""
+    """The name of this machine's network interface with an IPv4 or IPv6 address; empty if none has it."""
     if address.startswith("127."):
         return "lo"
+    if ":" in address:
+        packed = ipaddress.IPv6Address(address.partition("%")[0]).packed.hex()
+        known = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
+        return next((words[-1] for words in known if words[0] == packed), "")
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked, suppress(OSError):
             found = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))

@@ -42,9 +42,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def places(count: int, key: str = KEY) -> list[MachinePlace]:
+def places(count: int, host: str = "127.0.0.1") -> list[MachinePlace]:
     port = free_port()
-    return [MachinePlace(number, count, "127.0.0.1", port, key) for number in range(count)]
+    return [MachinePlace(number, count, host, port, KEY) for number in range(count)]
 
 
 def hello(place: MachinePlace, text: bytes) -> socket.socket:
@@ -96,14 +96,14 @@ def test_a_machine_that_is_asked_to_leave_before_the_others_are_there_claims_not
 
 
 def test_the_interface_of_an_address_is_found():
-    assert interface_of("127.0.0.1") == interface_of("127.0.3.4") == "lo"
-    assert interface_of("203.0.113.9") == ""
+    assert interface_of("127.0.0.1") == interface_of("127.0.3.4") == interface_of("::1") == "lo"
+    assert interface_of("203.0.113.9") == interface_of("2001:db8::9") == interface_of("fe80::9%lo") == ""
 
 
 @contextmanager
-def island(folder: Path, *do: str, others: int = 1) -> Iterator[tuple[RankProcesses, SimpleNamespace, Any]]:
+def island(folder: Path, *do: str, others: int = 1, host: str = "127.0.0.1") -> Iterator[tuple[RankProcesses, SimpleNamespace, Any]]:
     """The judge of an island of two ranks a machine, what it is asked to do, and the futures of the other machines."""
-    first, *rest = places(1 + others)
+    first, *rest = places(1 + others, host)
     arguments = ["--folder", str(folder), *do]
     notices = SimpleNamespace(here=False, there=False)
     environ = {"OMP_NUM_THREADS": "2", ENV_MEETING_KEY: KEY}
@@ -121,14 +121,15 @@ def island(folder: Path, *do: str, others: int = 1) -> Iterator[tuple[RankProces
         yield RankProcesses(attempt, ranks, *here), notices, (serving, links, pulse)
 
 
-def test_ranks_of_two_machines_run_and_end_as_one_island(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    with island(tmp_path, "--do", '{"3": "end"}') as (judge, _, (serving, _, pulse)):
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_ranks_of_two_machines_run_and_end_as_one_island(tmp_path: Path, capfd: pytest.CaptureFixture[str], host: str):
+    with island(tmp_path, "--do", '{"3": "end"}', host=host) as (judge, _, (serving, _, pulse)):
         assert judge.run() == Ending(0, "done")
         assert [each.result(timeout=10) for each in serving] == [EXIT_DONE]
     assert pulse.round == 7  # of rank 0
     printed = sorted(line for line in capfd.readouterr().err.splitlines() if line.startswith("[rank"))
     assert printed == [
-        f"[rank {rank}] RANK={rank} LOCAL_RANK={rank % 2} LOCAL_WORLD_SIZE=2 DILOCO_MEETING_KEY=None"
+        f"[rank {rank}] RANK={rank} LOCAL_RANK={rank % 2} LOCAL_WORLD_SIZE=2 DILOCO_MEETING_KEY=None own group"
         for rank in range(4)
     ]
 
