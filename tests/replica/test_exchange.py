@@ -166,6 +166,6 @@ def test_messages_are_bounded_and_keep_the_order():
 def test_no_code_of_ours_makes_a_whole_parameter_in_every_rank():
     """An embedding of 150,000 x 8,000 has 4.9 GB. Tests compare what `Exchange` moves with torch's `full_tensor`."""
     root = Path(__file__).parents[2]
-    files = [path for of in ("diloco_orchestrator", "executors") for path in (root / of).rglob("*.py")]
+    files = [path for of in ("diloco_orchestrator", "replica", "executors") for path in (root / of).rglob("*.py")]
     assert len(files) > 300, "the packages are there"
     assert [str(path) for path in files if "full_tensor" in path.read_text()] == []

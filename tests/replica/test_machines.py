@@ -101,7 +101,9 @@ def test_the_interface_of_an_address_is_found():
 
 
 @contextmanager
-def island(folder: Path, *do: str, others: int = 1, host: str = "127.0.0.1") -> Iterator[tuple[RankProcesses, SimpleNamespace, Any]]:
+def island(
+    folder: Path, *do: str, others: int = 1, host: str = "127.0.0.1"
+) -> Iterator[tuple[RankProcesses, SimpleNamespace, Any]]:
     """The judge of an island of two ranks a machine, what it is asked to do, and the futures of the other machines."""
     first, *rest = places(1 + others, host)
     arguments = ["--folder", str(folder), *do]
