@@ -30,7 +30,7 @@ from diloco_orchestrator.protocol.process import (
     EXIT_PREEMPTED,
 )
 from diloco_orchestrator.replica.process.rank import RankPlace
-from diloco_orchestrator.replica.process.rank_children import LOOK_S, RANK, RankChildren
+from diloco_orchestrator.replica.process.rank_children import LOOK_S, RankChildren, RankProgram
 
 log = logging.getLogger(__name__)
 
@@ -158,14 +158,7 @@ def _tries(clock: Clock, should_leave: Callable[[], bool]) -> Iterator[None]:
         clock.sleep(_AGAIN_S)
 
 
-def serve_machine_0(
-    place: MachinePlace,
-    arguments: Sequence[str],
-    environ: Mapping[str, str],
-    clock: Clock,
-    should_leave: Callable[[], bool],
-    program: str = RANK,
-) -> int:
+def serve_machine_0(place: MachinePlace, program: RankProgram, clock: Clock, should_leave: Callable[[], bool]) -> int:
     """In another machine: run the ranks that machine 0 names, until it ends them or is gone. Returns the exit code.
 
     How the attempt ends is machine 0's to say: this one exits with 0 once the two were connected, and with
@@ -176,7 +169,7 @@ def serve_machine_0(
     if link is None:
         return EXIT_PREEMPTED
     link.send({"machine": place.number, "key": place.key})
-    children = RankChildren(arguments, environ, link.send, program)
+    children = RankChildren(program, link.send)
     served = _Served(link, children)
     children.also_read(link, served.obey)
     was_asked = False

@@ -30,6 +30,7 @@ from diloco_orchestrator.replica.process.machines import (
     other_machines,
     serve_machine_0,
 )
+from diloco_orchestrator.replica.process.rank_children import RankProgram
 from diloco_orchestrator.replica.process.rank_processes import RankProcesses
 from diloco_orchestrator.replica.process.run_attempt import Ending
 
@@ -92,7 +93,7 @@ def test_a_machine_that_is_asked_to_leave_before_the_others_are_there_claims_not
     answers = iter([False, True])  # the first is asked for before the machine listens
     with pytest.raises(Preempted, match=r"while 1 of the replica's 2 machines ran"):
         other_machines(first, SystemClock(), lambda: next(answers))
-    assert serve_machine_0(second, [], {}, SystemClock(), lambda: True) == EXIT_PREEMPTED
+    assert serve_machine_0(second, RankProgram([], {}), SystemClock(), lambda: True) == EXIT_PREEMPTED
 
 
 def test_the_interface_of_an_address_is_found():
@@ -106,9 +107,9 @@ def island(
 ) -> Iterator[tuple[RankProcesses, SimpleNamespace, Any]]:
     """The judge of an island of two ranks a machine, what it is asked to do, and the futures of the other machines."""
     first, *rest = places(1 + others, host)
-    arguments = ["--folder", str(folder), *do]
-    notices = SimpleNamespace(here=False, there=False)
     environ = {"OMP_NUM_THREADS": "2", ENV_MEETING_KEY: KEY}
+    program = RankProgram(["--folder", str(folder), *do], environ, "rank_program")
+    notices = SimpleNamespace(here=False, there=False)
     ranks, serving = 2 * (1 + others), list[Future[int]]()
     config = RunConfig(entrypoint="any:function", replicas=1, rounds=1, sync_every=1, ranks_per_replica=ranks)
     begin, pulse = SimpleNamespace(leg=1), SimpleNamespace(round=0)
@@ -116,11 +117,11 @@ def island(
     with ThreadPoolExecutor() as threads:
         waiting = threads.submit(other_machines, first, SystemClock(), lambda: False)
         _connect(first).close()  # it listens
-        there: Any = (arguments, environ, SystemClock(), lambda: notices.there, "rank_program")
+        there = program, SystemClock(), lambda: notices.there
         serving.extend(threads.submit(serve_machine_0, each, *there) for each in rest)
         links = waiting.result(timeout=10)
-        here: Any = (arguments, environ, SystemClock(), lambda: notices.here, "rank_program", links)
-        yield RankProcesses(attempt, ranks, *here), notices, (serving, links, pulse)
+        judge = RankProcesses(attempt, ranks, program, SystemClock(), lambda: notices.here, links)
+        yield judge, notices, (serving, links, pulse)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

@@ -312,6 +312,7 @@ def test_a_preempted_island_publishes_its_part_and_goes_on(start, tmp_path, entr
         ("train_a_stage_of_a_pipeline", "stages of a pipeline cannot be attached"),
         ("train_with_ties_in_two_groups", "belong into one group: fully_shard([model.embedding, model.head])"),
         ("train_attached_in_rank_0", "not every rank of this replica reached ctx.attach"),
+        ("train_that_never_attaches_in_rank_1", "returned without calling ctx.attach"),
         ("train_without_ddp", "has other values in rank 1 than in rank 0"),
         ("train_that_ends_early_in_rank_1", "rank 1 of 2: ended early"),
         ("train_with_fsdp1", "fully_shard (FSDP2) instead"),

@@ -209,8 +209,6 @@ def _fault(ctx: Any, step: int) -> None:
             raise RuntimeError("planted")
         case "sleep":
             time.sleep(3600)
-        case "return":
-            sys.exit(0)
         case "flip":
             Path(fault["once"]).write_text(str(_flip_a_bit()))
         case "memory":
@@ -323,6 +321,11 @@ def train_attached_in_rank_0(ctx: Any) -> None:
     if ctx.rank == 0:
         ctx.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     dist.barrier()
+
+
+def train_that_never_attaches_in_rank_1(ctx: Any) -> None:
+    if ctx.rank == 0:
+        train(ctx)
 
 
 def train_without_ddp(ctx: Any) -> None:
