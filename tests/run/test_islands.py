@@ -14,7 +14,7 @@ from fast_s3 import running_fast_s3
 from island_workloads import WIDTH, memory_group
 from real_runs import FAST, digests, reader_of, taken_away_in_mid_round
 
-from diloco_orchestrator import LocalProcessExecutor, Run, RunResult, launch
+from diloco_orchestrator import LocalProcessExecutor, Run, RunResult, launch, pull, whatif
 from diloco_orchestrator import audit as audit_run
 from diloco_orchestrator.errors import RunFailed
 from diloco_orchestrator.inspection.audit.findings import Outcome
@@ -87,9 +87,19 @@ def test_a_bucket_says_nothing_of_ranks_but_their_number_in_manifests(alone, isl
     assert [path.read_bytes() for path in first[1]] == [path.read_bytes() for path in first[0]]
 
 
-def test_the_run_of_islands_verifies(islands):
-    report = verify(str(islands[1]))
+def test_all_islands_have_the_same_base_in_every_round(islands):
+    for folder in sorted(islands[1].glob("rounds/*/contributions")):
+        manifests = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+        assert len(manifests) == 2 and len({manifest["base_digest"] for manifest in manifests}) == 1
+
+
+def test_the_run_of_islands_verifies_and_its_models_are_pulled_and_asked_for_what_would_be(islands, tmp_path):
+    url = str(islands[1])
+    report = verify(url)
     assert report.agrees, report
+    assert pull(url, tmp_path / "model", 2) == 2
+    found = whatif(url, round=2, without=[1])
+    assert found.digest not in digests(islands[1]) and found.digest_as_it_was == digests(islands[1])[1]
 
 
 def test_what_islands_have_trained_is_trained_again_by_as_many_ranks(islands):
@@ -118,9 +128,9 @@ def test_tensor_parallel_islands_train_what_single_processes_do(start, model, ra
     assert [row.tokens for row in results[1].metrics] == [row.tokens for row in results[0].metrics]
 
 
-@pytest.mark.parametrize("model", ["ddp", "plain"])
-def test_unequal_islands_train_together(start, alone, model):
-    run, bucket = start(args={"model": model}, ranks_per_replica=[2, 1])
+@pytest.mark.parametrize(("model", "ranks"), [("ddp", 2), ("ddp", [2, 1]), ("plain", [2, 1])])
+def test_islands_of_any_sizes_train_what_single_processes_do(start, alone, model, ranks):
+    run, bucket = start(args={"model": model}, ranks_per_replica=ranks)
     assert _scores(run.wait()) == pytest.approx(_scores(alone[0]), abs=NEAR)
     assert verify(str(bucket)).agrees
 
