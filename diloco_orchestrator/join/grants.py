@@ -128,7 +128,7 @@ class LentCredentials:
 
     Processes with the variables of `environ` find them as any AWS SDK does, by a profile whose `credential_process`
     prints them, and so read newer ones before these end. Another profile, which stores of this package use alone, has
-    those that create objects. The first look finds the newest ones of all.
+    those that create objects: stores that are opened before `find` has found them create nothing.
 
     Args:
         link: with the first ones.
@@ -143,7 +143,6 @@ class LentCredentials:
         self._number = 0
         self.secrets: dict[str, str] = {}  # all that were used, by name, for redaction
         self._use(credentials)
-        self._look_at = 0.0
         config = folder / "config"
         profiles = {"default": self._file, f"profile {_WRITING}": self._writing}
         config.write_text("".join(f"[{p}]\ncredential_process = cat {quote(str(f))}\n" for p, f in profiles.items()))
@@ -165,13 +164,16 @@ class LentCredentials:
             _replace_environ(before)
 
     def look(self, store: Store) -> None:
-        """Use newer credentials if they were granted: a LIST request, sixteen times in the life of those in use.
+        """Use newer credentials if they were granted, sixteen times in the life of those in use. Raises as `find`."""
+        if self._clock.now() >= self._look_at:
+            self._pause()
+            self.find(store)
+
+    def find(self, store: Store) -> None:
+        """Use the newest credentials that were granted to the link: a LIST request, and a GET if they are newer.
 
         What cannot be opened is passed over. Raises the store's errors.
         """
-        if self._clock.now() < self._look_at:
-            return
-        self._pause()
         for (_, _, identity), newest_first in _newest(store).items():
             if identity != self._identity.public.digest:
                 continue

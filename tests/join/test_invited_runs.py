@@ -48,6 +48,11 @@ def diloco(folder: Path, environ: dict[str, str], *args: str) -> "subprocess.Pop
     return subprocess.Popen(program, env=environ, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def none_left(machines: "list[subprocess.Popen[str]]") -> None:
+    left = [each for each in machines if each.poll() not in (None, 0)]
+    assert not left, [each.communicate()[1] for each in left]
+
+
 def test_a_machine_without_an_account_takes_part_by_a_link(server: IamServer, tmp_path: Path, monkeypatch):
     """In the second round its replica waits until the credentials of the link have ended."""
     account = {**server.environ(ADMIN), "AWS_ENDPOINT_URL": server.url, "AWS_REGION": "us-east-1"}
@@ -126,7 +131,7 @@ def test_a_machine_without_an_account_takes_part_by_a_link_to_a_run_on_r2(tmp_pa
         alone = {"http_proxy": account["http_proxy"]}
         machines.append(diloco(tmp_path / "stranger", alone, "join", link.strip(), "--every", EVERY_S))
         try:
-            result = run.wait()
+            result = run.wait(on_poll=lambda: none_left(machines))
             said = "".join(each.communicate(timeout=60)[1] for each in machines)
         finally:
             for each in machines:

@@ -98,7 +98,7 @@ def test_a_machine_with_a_link_reads_the_run_and_creates_objects_of_its_own_alon
         store = opened()
         with pytest.raises(StoreDenied):
             store.create(f"{OWN[0]}/{SIGNED}", b"x")
-        machine.look(of_run(store, {}))
+        machine.find(of_run(store, {}))
         store = opened()
         assert {info.key for info in store.list("")} >= {keys.RUN} and store.get(keys.RUN)
         assert all(store.create(f"{key}/{SIGNED}", b"x") for key in OWN)
@@ -120,7 +120,7 @@ def test_a_machine_with_a_link_reads_the_run_and_creates_objects_of_its_own_alon
 def test_the_set_that_creates_ends_while_the_one_that_reads_goes_on(scene: OnR2, server: LoopbackR2, tmp_path: Path):
     machine = lent(invited(scene), tmp_path / "files")
     with machine.in_this_process():
-        machine.look(of_run(opened(), {}))
+        machine.find(of_run(opened(), {}))
         with server.ahead_by(400.0):  # of its life of 320 s
             store = opened()
             assert store.get(keys.RUN)
