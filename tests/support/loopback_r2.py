@@ -13,6 +13,7 @@ import base64
 import hashlib
 import hmac
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -66,27 +67,28 @@ class _R2(_Guarded):
             if self._claims is None or not self._claims["iat"] <= now + 60 or now >= self._claims["exp"]:
                 return "Unauthorized"
         refusal = super()._refusal(body)
-        return refusal or ("" if self._claims is None or self._may(self._claims) else "AccessDenied")
+        return refusal or ("" if self._claims is None or self._may(self._claims, body) else "AccessDenied")
 
     def _credentials_of(self, key: str, region: str) -> Credentials | None:
         if key != KEY or region not in ("auto", "us-east-1"):
             return None
         return Credentials(key, SECRET if self._claims is None else _secret_of(self._web_token))
 
-    def _may(self, claims: dict[str, Any]) -> bool:
+    def _may(self, claims: dict[str, Any], body: bytes) -> bool:
         """Whether bucket, operations and paths of the session token allow this request."""
         split = urlsplit(self.path)
         bucket, _, key = unquote(split.path).lstrip("/").partition("/")
         query = parse_qs(split.query, keep_blank_values=True)
         action = _action(self.command, key, query)
-        name = key or query.get("prefix", [""])[0]
+        named = re.findall(r"<Key>(.*?)</Key>", body.decode()) if action == "DeleteObjects" else [key]
+        names = named if any(named) else query.get("prefix", [""])
         paths = claims.get("paths", {"prefixPaths": [""], "objectPaths": []})
         allowed = _READS if claims.get("scope") == "object-read-only" else None
         return (
             bucket == claims["bucket"]
             and (allowed is None or action in allowed)
             and ("actions" not in claims or action in claims["actions"])
-            and (name in paths["objectPaths"] or any(name.startswith(each) for each in paths["prefixPaths"]))
+            and all(n in paths["objectPaths"] or n.startswith(tuple(paths["prefixPaths"])) for n in names)
         )
 
 
