@@ -3,7 +3,7 @@
 R2 accepts a token which the keys of one of the account's API tokens have signed, with operations and paths
 (https://developers.cloudflare.com/r2/api/s3/temporary-credentials/). Its paths are for all operations of a set, so that
 a replica gets two: one reads the run, the other creates the replica's objects. They have no wildcards, and in keys the
-round stands before the replica, so that the second set is for the next rounds only, and ends before these are over.
+round is before the replica, so that the second set is for the next rounds only, and ends before these are over.
 """
 
 import base64
@@ -30,12 +30,12 @@ _SHORTEST_S = 120.0  # of a set's life: rounds of five seconds and more do not o
 _ROUND_S = 20.0  # the guess of a round's duration while fewer than two are committed
 _LATEST = 8  # rounds whose median duration is taken for that of those to come
 _READS = ("GetObject", "HeadObject", "ListObjectsV1", "ListObjectsV2")
-# No DeleteObject. An object above a GiB is created in parts, after a look whether it is there.
+# No DeleteObject. An object above a GiB is created in parts, once a HEAD request has found none.
 _CREATES = (
     *("PutObject", "HeadObject"),
     *("CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload", "AbortMultipartUpload"),
 )
-# As `temporary_credentials` has them for other stores, but for the wildcards.
+# The same objects as in `temporary_credentials`, without wildcards.
 _OWN = ("replicas/{id}/", "start/{id}/", "join/attempts/dl-{run}-r{id}-a", "join/output/dl-{run}-r{id}-a")
 _OWN_OF_ROUND = ("payload/{id}/", "contributions/{id}.json/", "checked/{id}.", "want/")
 
