@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 # uv takes a fourth of pip's time; what it does not read are pip's settings, of which it is told the index.
 UV_INSTALL = index=$$($(BIN)/pip config list | sed -n "s/^[a-z:]*\.index-url='\(.*\)'$$/\1/p" | tail -n 1); \
 	$(BIN)/uv pip install --quiet --native-tls --python $(BIN)/python -c constraints.txt $${index:+--default-index "$$index"}
-EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,composer,dev
+EXTRAS := s3,hf,modal,eks,fast,torchft,tensorboard,trackio,wandb,composer,dev
 
 # Set in many containers: each process that a test starts would compile our modules again, and pytest its tests.
 unexport PYTHONDONTWRITEBYTECODE
@@ -18,7 +18,7 @@ venv: .venv/installed
 # Byte-compiled here, on all cores, because pip would do it on one; the few files that do not compile are templates.
 # What hardly any test imports is left to Python, which compiles what it imports. pip finds a CPU build of torch where one
 # lies at hand.
-RARELY_IMPORTED := transformers/models/|torch/(_inductor|testing|onnx)/|/tests/|/(moto|networkx|pip)/
+RARELY_IMPORTED := transformers/models/|torch/(_inductor|testing|onnx)/|/tests/|/(llvmlite|moto|networkx|numba|pip)/
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
 	$(PYTHON) -m venv --clear .venv

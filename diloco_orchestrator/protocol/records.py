@@ -178,17 +178,6 @@ class Follows(Record):
     take: str  # of snapshot 0, as this replica has read or written it
 
 
-class Probe(Record):
-    """probe.json of earlier versions: names the reference from which `KLProbe` measured drift since the run's start."""
-
-    record: ClassVar[str] = "probe"
-    base_digest: BulkDigest  # of the run's first base, whose predictions the reference holds
-    items: Sha256  # over the content hashes of the probe's items, in their order
-    digest: BulkDigest  # of probe.safetensors
-    size: int = Field(ge=0)  # bytes
-    tokens: int = Field(ge=1)  # that are averaged
-
-
 class Begin(Record):
     """legs/<leg>/begin.json: begins a leg (start or resume to stop): its base and its number of outer steps."""
 
@@ -327,10 +316,9 @@ class Score(Part):
 
 
 class VaultScore(Part):
-    """Change of the scores on one share of the confirmation set (see `VaultSet`), from an earlier base to the scored
-    one.
+    """Change of the scores, from an earlier base to the scored one, on one share of the confirmation set.
 
-    Higher is better.
+    That set has held-out items that are scored only to confirm a halt. Higher is better.
     """
 
     share: int = Field(ge=0)
