@@ -202,7 +202,9 @@ def _participation(rows: Sequence[RoundRow], replicas: int, detail: int) -> str:
             for first in range(0, len(rows), step)
         )
         share = f"{sum(there)}/{len(there)}"
-        lines.append(f"<tr><th>replica&nbsp;{replica_id}</th><td>{share}</td><td><div class=strip>{boxes}</div></td></tr>")
+        lines.append(
+            f"<tr><th>replica&nbsp;{replica_id}</th><td>{share}</td><td><div class=strip>{boxes}</div></td></tr>"
+        )
     return f"<table>{''.join(lines)}</table>"
 
 
