@@ -111,14 +111,7 @@ def prepare_launch(
     signed = settings.pop("signed", None)
     name = entrypoint if isinstance(entrypoint, str) else entrypoint_of(entrypoint)
     config = make_config({"entrypoint": name, "heldout_items": list(heldout_items), **settings})
-    rule = rule_of(config.guard.rule)
-    if 0 < len(heldout_items) < config.most_replicas:
-        raise ConfigError(
-            f"{len(heldout_items)} held-out items cannot be dealt over {config.most_replicas} replicas: give at least "
-            "one for each, better a hundred, or a smaller max_replicas."
-        )
-    if heldout_items:
-        rule.check_set(config.guard, len(heldout_items))
+    _check_heldout(config, len(heldout_items))
     try:
         executor = executor_of("local" if executor is None else executor)
     except ValueError as error:
@@ -169,6 +162,18 @@ def prepare_launch(
     if pin == "require" and archive is not None and not executor.shares_machine:
         check_pinned(archive, prepared.images())
     return prepared
+
+
+def _check_heldout(config: RunConfig, items: int) -> None:
+    """Raise `ConfigError` for a guard rule that nobody has, or a number of held-out items that is too small."""
+    rule = rule_of(config.guard.rule)
+    if 0 < items < config.most_replicas:
+        raise ConfigError(
+            f"{items} held-out items cannot be dealt over {config.most_replicas} replicas: give at least one for each, "
+            "better a hundred, or a smaller max_replicas."
+        )
+    if items:
+        rule.check_set(config.guard, items)
 
 
 @dataclass(frozen=True)
