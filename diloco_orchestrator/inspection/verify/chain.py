@@ -17,17 +17,19 @@ from diloco_orchestrator.inspection.verify.findings import (
     Verification,
     check_canonical,
     equal,
+    fetch,
     needed,
     optional,
+    parse,
 )
 from diloco_orchestrator.inspection.verify.guard import check_claims, check_conclusion
 from diloco_orchestrator.inspection.verify.inventory import NamedByTheLog, take_stock
 from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys, rounds
-from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.head import Head, Noted
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Probe, Start
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.reader import read_optional
@@ -130,6 +132,7 @@ class _Verifier:
             return
         self._start = start.record
         equal(keys.START, "run_sha256", self._start.run_sha256, self._log.run_sha256, f"the digest of {keys.RUN}")
+        check_probe(self._log.store, self._start)
         self._bases = BaseDeriver(self._log, self._start, self._snapshots, self._done)
         self._digests[0], self._outer_steps[0], self._guards[0] = self._start.base_digest, 0, None
         legs = range(1, max(1, self._log.newest_leg()) + 1)
@@ -391,3 +394,14 @@ class _Verifier:
             self._outer_steps[commit.round] = commit.outer_step
             self._guards[commit.round] = commit.guard
             self._made_in[commit.round] = commit.leg
+
+
+def check_probe(store: Store, start: Start) -> None:
+    """Raise `Differs` if `probe.json` or `probe.safetensors` was changed. A run without a `KLProbe` has neither."""
+    data = read_optional(store, keys.KL_RECORD)
+    if data is None:
+        return
+    record = parse(Probe, keys.KL_RECORD, data)
+    equal(keys.KL_RECORD, "base_digest", record.base_digest, start.base_digest, keys.START)
+    reference = fetch(store, keys.KL_REFERENCE, f"{keys.KL_RECORD} names it")
+    equal(keys.KL_REFERENCE, "digest", bulk_digest(reference), record.digest, keys.KL_RECORD)
