@@ -124,11 +124,11 @@ class Explanation:
         ]
 
 
-def statistic_lines(statistics: Sequence[Statistic]) -> list[str]:
+def statistic_lines(statistics: Sequence[Statistic], width: int = 20) -> list[str]:
     """A line of text for each statistic of the guard: name, bar up to the threshold, value and threshold."""
     longest = max((len(each.name) for each in statistics), default=0)
     return [
-        f"{each.name:<{longest}}  {bar_of(each.share, 20)}  {each.value:.3g} of {each.threshold:g}"
+        f"{each.name:<{longest}}  {bar_of(each.share, width)}  {each.value:.3g} of {each.threshold:g}"
         for each in statistics
     ]
 
