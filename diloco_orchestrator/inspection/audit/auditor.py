@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from diloco_orchestrator.clock import Clock, SystemClock
+from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.code_archive.entrypoint import check_importable
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, RecordInvalid
@@ -69,11 +69,10 @@ class Auditor:
         storage_options: Mapping[str, Any] | None = None,
         trust_bucket: bool = False,
         limit_s: float | None = None,
-        clock: Clock | None = None,
     ) -> None:
         self._options = dict(storage_options or {})
         self._limit_s = limit_s
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._log = RunLog(store)
         self.store = self._log.store
         self._reader = ContributionReader(self.store)
