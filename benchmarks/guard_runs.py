@@ -478,14 +478,19 @@ def main() -> None:
     parser.add_argument("--slow-down", type=int, default=1, help="divide the rounds of every run by this")
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-guard_runs.jsonl")
     parser.add_argument("--judge", action="store_true", help="train nothing: judge the newest session's runs again")
+    parser.add_argument("--go-on", action="store_true", help="train the runs that the newest session, cut off, lacks")
     parser.add_argument(
         "--docs", action="store_true", help="write table and picture into docs/reference/kill-switch.md"
     )
     given = parser.parse_args()
     results = Results("guard_runs", given.results)
     if not given.judge:
-        results.begin([], vars(given))
         chosen = [EVERY[number] for number in given.only or range(len(EVERY))]
+        if given.go_on:
+            session, done = results.newest()
+            results.session, chosen = session["session"], chosen[len(done) :]
+        else:
+            results.begin([], vars(given))
         with ProcessPoolExecutor(given.processes) as pool:
             for sample in pool.map(play, chosen, [given.seed] * len(chosen), [given.slow_down] * len(chosen)):
                 results.add(**sample)
