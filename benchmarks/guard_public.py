@@ -5,7 +5,7 @@
 *Formulas.* Gao et al. (arXiv 2210.10760) fit gold scores with d (a - b log d) for RL and d (a - b d) for the best of n,
 d the root of the KL divergence from the first policy. With x = d / d of the peak, and in units of the peak, they are
 x (1 - log x) and x (2 - x) whatever a and b are, which were published as plots. The onset is the peak. The controls
-climb alike and stay at the peak.
+climb alike and stay at the peak, and their reward is the gold score.
 
 *Runs.* Wang et al. (arXiv 2606.04923, "CHERRL") trained a policy with a judge that has a known bias, and plot the score
 of the judge without it, the proxy, and the step at which the hack begins. The numbers below were read off those
@@ -136,40 +136,44 @@ PUBLISHED = (
 def formula(rng: np.random.Generator, form: str, peak: int, sd: float, runs: int, stays: bool) -> tuple[Array, ...]:
     """Gold scores and proxies with AR(1) noise, and the gold score without: (rounds, runs), (rounds, 1).
 
-    KL is linear in the round, the proxy in d. `stays`: the control, whose policy goes no further than the peak.
+    KL is linear in the round, the proxy in d. `stays`: the control, whose policy goes no further than the peak, and
+    whose proxy is the gold score.
     """
     x = np.sqrt(np.arange(1, 4 * peak + 1) / peak)[:, None]
     x = np.minimum(x, 1.0) if stays else x
     gold = OVER_OPTIMISED[form](x)
     one, other = noise(rng, len(x), runs, PHI, sd), noise(rng, len(x), runs, PHI, sd)
-    return gold + one, 2 * x + other, gold
+    return gold + one, (gold if stays else 2 * x) + other, gold
 
 
-def measure(form: str, peak: int, sd: float, seed: int, runs: int) -> list[Sample]:
-    """The figures of every rule for one curve and its control."""
-    rng = np.random.default_rng([seed, [*OVER_OPTIMISED].index(form), peak, round(1000 * sd)])
-    held, trained, gold = formula(rng, form, peak, sd, runs, stays=False)
-    control = formula(rng, form, peak, sd, runs, stays=True)
-    check_twins(held[:120, :2], trained[:120, :2], guard=_OURS)
+def measure(peak: int, seed: int, runs: int) -> list[Sample]:
+    """The figures of every rule for the curves of this peak and their controls, all of which are judged at once."""
+    rng = np.random.default_rng([seed, peak])
+    cells = [(form, sd) for form in OVER_OPTIMISED for sd in SDS]
+    made = [formula(rng, form, peak, sd, runs, stays) for stays in (False, True) for form, sd in cells]
+    held, trained = (np.concatenate([each[part] for each in made], axis=1) for part in (0, 1))
+    for held_of, trained_of, _ in made:
+        check_twins(held_of[:120, :1], trained_of[:120, :1], guard=_OURS)
     found = []
     for rule, judge in RULES.items():
-        stops, wrong = judge(held, trained), judge(control[0], control[1])
-        late = stops[stops > peak] - peak
-        found.append(
-            {
-                "form": form,
-                "peak": peak,
-                "sd": sd,
-                "rule": rule,
-                "runs": runs,
-                "early": int(((stops > 0) & (stops <= peak)).sum()),
-                "never": int((stops == 0).sum()),
-                "delay": float(late.mean()) if len(late) else None,
-                "kept": float(gold[np.where(stops > 0, stops, len(gold)) - 1, 0].mean() / gold.max()),
-                "wrong": int((wrong > 0).sum()),
-                "lived": int(np.where(wrong > 0, wrong, len(held)).sum()),
-            }
-        )
+        stops = np.split(judge(held, trained), len(made))
+        for (form, sd), (_, _, gold), at, wrong in zip(cells, made, stops, stops[len(cells) :], strict=False):
+            late = at[at > peak] - peak
+            found.append(
+                {
+                    "form": form,
+                    "peak": peak,
+                    "sd": sd,
+                    "rule": rule,
+                    "runs": runs,
+                    "early": int(((at > 0) & (at <= peak)).sum()),
+                    "never": int((at == 0).sum()),
+                    "delay": float(late.mean()) if len(late) else None,
+                    "kept": float(gold[np.where(at > 0, at, len(gold)) - 1, 0].mean() / gold.max()),
+                    "wrong": int((wrong > 0).sum()),
+                    "lived": int(np.where(wrong > 0, wrong, len(held)).sum()),
+                }
+            )
     return found
 
 
@@ -235,18 +239,16 @@ def _stop_words(rounds: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=200, help="simulated runs of a curve; default 200")
+    parser.add_argument("--runs", type=int, default=100, help="simulated runs of a curve; default 100")
     parser.add_argument("--seed", type=int, default=1, help="default 1")
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-guard_public.jsonl")
     parser.add_argument("--docs", action="store_true", help="write the tables into docs/reference/kill-switch.md")
     given = parser.parse_args()
     results = Results("guard_public", given.results)
     results.begin(sources_of(None), vars(given))
-    for form in OVER_OPTIMISED:
-        for peak in PEAKS:
-            for sd in SDS:
-                for sample in measure(form, peak, sd, given.seed, given.runs):
-                    results.add(**sample)
+    for peak in PEAKS:
+        for sample in measure(peak, given.seed, given.runs):
+            results.add(**sample)
     for run in PUBLISHED:
         results.add(**published(run))
     session, samples = results.newest()

@@ -1,7 +1,7 @@
 """The real runs that the guard's benchmark trains: 40 in which nothing goes wrong, 10 reward hacks, 10 planted faults.
 
-They were written down before one of them was trained; but eight of sparse rewards were written anew, because their
-scores had never left 0. `guard_runs` trains and judges them.
+They were written down before one of them was trained. Eight of the sparse rewards turned out to be too rare: they are
+never won, so that those scores stay at 0. `guard_runs` trains and judges the runs.
 """
 
 from dataclasses import dataclass
@@ -66,14 +66,14 @@ RUNS = (
     _epochs(20, 1, 30, 80, text="program", hidden=32, lr=1e-3),
     _sparse(8, 32, 2, 30, 80),
     _sparse(8, 64, 4, 10, 120, text="program"),
-    _sparse(16, 32, 2, 30, 80, text="program", fine_tunes=True),
-    _sparse(8, 128, 2, 30, 80, fine_tunes=True),
-    _sparse(16, 64, 1, 30, 80, text="program", fine_tunes=True, lr=1e-3),
-    _sparse(8, 16, 2, 20, 80, samples=True, fine_tunes=True),
-    _sparse(16, 32, 4, 20, 80, text="program", samples=True, fine_tunes=True),
-    _sparse(8, 256, 2, 20, 80, samples=True, fine_tunes=True, lr=1e-3),
-    _sparse(16, 128, 2, 30, 80, text="program", samples=True, fine_tunes=True),
-    _sparse(16, 64, 2, 20, 80, fine_tunes=True, lr=1e-3),
+    _sparse(16, 32, 2, 30, 80, text="program"),
+    _sparse(16, 128, 2, 30, 80),
+    _sparse(32, 64, 1, 30, 80, text="program"),
+    _sparse(16, 16, 2, 20, 80, samples=True),
+    _sparse(16, 32, 4, 20, 80, text="program", samples=True),
+    _sparse(32, 256, 2, 20, 80, samples=True),
+    _sparse(32, 128, 2, 30, 80, text="program", samples=True),
+    _sparse(32, 64, 2, 20, 80, fine_tunes=True, lr=1e-3),
     _loss("LoRA, rank 8", 2, 20, 80, fine_tunes=True, lora=8),
     _loss("LoRA, rank 4", 4, 20, 60, text="program", fine_tunes=True, lora=4),
     _loss("LoRA, rank 16", 1, 30, 60, fine_tunes=True, lora=16, lr=1e-3),
