@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 # uv takes a fourth of pip's time; what it does not read are pip's settings, of which it is told the index.
 UV_INSTALL = index=$$($(BIN)/pip config list | sed -n "s/^[a-z:]*\.index-url='\(.*\)'$$/\1/p" | tail -n 1); \
 	$(BIN)/uv pip install --quiet --native-tls --python $(BIN)/python -c constraints.txt $${index:+--default-index "$$index"}
-EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,composer,dev
+EXTRAS := s3,hf,modal,eks,fast,torchft,tensorboard,trackio,wandb,composer,dev
 
 # Set in many containers: each process that a test starts would compile our modules again, and pytest its tests.
 unexport PYTHONDONTWRITEBYTECODE
@@ -18,7 +18,7 @@ venv: .venv/installed
 # Byte-compiled here, on all cores, because pip would do it on one; the few files that do not compile are templates.
 # What hardly any test imports is left to Python, which compiles what it imports. pip finds a CPU build of torch where one
 # lies at hand.
-RARELY_IMPORTED := transformers/models/|torch/(_inductor|testing|onnx)/|/tests/|/(moto|networkx|pip)/
+RARELY_IMPORTED := transformers/models/|torch/(_inductor|testing|onnx)/|/tests/|/(llvmlite|moto|networkx|numba|pip)/
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
 	$(PYTHON) -m venv --clear .venv
@@ -93,12 +93,13 @@ mutants: venv
 # Whole runs with faults on virtual time: `make simulate SEEDS=100000`, or one of them with its log: `make simulate SEED=7`;
 # with `WIDE=1` those with more replicas, settings and faults, with `FLIPS=1` those in which bits flip in memory, with
 # `FORGED=1` those in which somebody with a key to the bucket forges well-formed records, with `SIGNED=1` signed ones in
-# which somebody does, with `SCALED=1` those that grow and shrink, with `PLACED=1` those at places whose vendors lie.
+# which somebody does, with `SCALED=1` those that grow and shrink, with `PLACED=1` those at places whose vendors lie,
+# with `ISLANDS=1` those whose replicas have several ranks, which die one by one.
 # An interrupted call goes on with `FIRST=` the seed after the last one that it printed.
 SEEDS := 1000
 FIRST := 0
 simulate: venv
-	PYTHONPATH=tests/support $(BIN)/python tests/simulation/run.py $(if $(FLIPS),--kind flips,$(if $(FORGED),--kind forged,$(if $(SIGNED),--kind signed,$(if $(SCALED),--kind scaled,$(if $(PLACED),--kind placed,$(if $(WIDE),--kind wide)))))) $(if $(SEED),--seed $(SEED),--seeds $(SEEDS) --first $(FIRST))
+	PYTHONPATH=tests/support $(BIN)/python tests/simulation/run.py $(if $(FLIPS),--kind flips,$(if $(FORGED),--kind forged,$(if $(SIGNED),--kind signed,$(if $(SCALED),--kind scaled,$(if $(PLACED),--kind placed,$(if $(ISLANDS),--kind islands,$(if $(WIDE),--kind wide))))))) $(if $(SEED),--seed $(SEED),--seeds $(SEEDS) --first $(FIRST))
 
 # Mutated records and buckets through every reading command: `make fuzz RECORDS=1000000 BUCKETS=10000`.
 RECORDS := 100000

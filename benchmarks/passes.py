@@ -1,11 +1,12 @@
 """Times what one replica computes in a synchronisation through a folder, pass by pass, on one core.
 
-    python benchmarks/passes.py                 # N=4, 25 million parameters in fp32
+    python benchmarks/passes.py                 # N=4, 25 million parameters in fp32 and in int4
     python benchmarks/passes.py --docs
     python benchmarks/passes.py --codecs        # GB of fp32 that each codec encodes and decodes in a second of a core
 
-Each pass is the product's own function on payloads in a folder; medians. What a synchronisation takes beyond their sum
-is waiting for the others' payloads, the log's requests, and the other replicas on the same cores and memory.
+Each pass is the product's own function on payloads in a folder; medians of CPU seconds. What a synchronisation takes
+beyond their sum is waiting for the others' payloads, the log's requests, and the other replicas on the same cores and
+memory.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from diloco_orchestrator.allreduce.mean import Part
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import open_verified, shard_ranges
 from diloco_orchestrator.allreduce.vectors import BLOCK, FlatTensors
+from diloco_orchestrator.codecs import plain
 from diloco_orchestrator.codecs.table import CODECS, Encoded, encode
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.outer.arithmetic import nesterov_step
@@ -33,7 +35,7 @@ from diloco_orchestrator.store.open_store import open_store
 SHARD_NUMEL = 16 * 2**20
 
 
-def passes(folder: Path, replicas: int, numel: int) -> Mapping[str, Callable[[], object]]:
+def passes(folder: Path, replicas: int, numel: int, codec: str) -> Mapping[str, Callable[[], object]]:
     """The passes by name, in the order of a synchronisation."""
     store, outer = open_store(str(folder)), OuterConfig()
     gradient = torch.randn(numel) * 1e-3
@@ -46,7 +48,7 @@ def passes(folder: Path, replicas: int, numel: int) -> Mapping[str, Callable[[],
         number = len(written)
         with_number: Callable[[int], str] = lambda index: f"{number}-{index}.bin"  # noqa: E731
         written.append(
-            payloads.publish(store, with_number, FlatTensors([gradient]), "fp32", SHARD_NUMEL, PayloadCache())
+            payloads.publish(store, with_number, FlatTensors([gradient]), codec, SHARD_NUMEL, PayloadCache())
         )
         return written[-1]
 
@@ -106,6 +108,17 @@ def codec_rates(numel: int, repetitions: int) -> list[tuple[str, str, str, str]]
     return rows  # type: ignore[return-value]
 
 
+def _medians(replicas: int, numel: int, codec: str, repetitions: int) -> dict[str, float]:
+    """CPU seconds of each pass, by name."""
+    with scratch_folder(None) as folder:
+        timed = passes(Path(folder), replicas, numel, codec)
+        seconds: dict[str, list[float]] = {name: [] for name in timed}
+        for _ in range(repetitions):
+            for name, run in timed.items():
+                seconds[name].append(_cpu_s(run))
+    return {name: statistics.median(found) for name, found in seconds.items()}
+
+
 def _cpu_s(call: Callable[[], object]) -> float:
     began = time.process_time()
     call()
@@ -117,6 +130,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--million", type=int, default=25, help="parameters")
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--codec", nargs="+", choices=CODECS, default=["fp32", "int4"], help="default: fp32 int4")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/inside/performance.md")
     parser.add_argument("--codecs", action="store_true", help="measure the codecs alone")
     given = parser.parse_args()
@@ -125,20 +139,14 @@ def main() -> None:
         rows = codec_rates(given.million * 10**6, given.repetitions)
         print(f"{machine()}\n\n{markdown(('codec', 'bits an element', 'encode, GB/s', 'decode, GB/s'), rows)}")
         return
-    with scratch_folder(None) as folder:
-        timed = passes(Path(folder), given.replicas, given.million * 10**6)
-        seconds: dict[str, list[float]] = {name: [] for name in timed}
-        for _ in range(given.repetitions):
-            for name, run in timed.items():
-                began = time.perf_counter()
-                run()
-                seconds[name].append(time.perf_counter() - began)
-    medians = {name: statistics.median(found) for name, found in seconds.items()}
-    rows = [(name, f"{value:.3f}", f"{value / sum(medians.values()):.0%}") for name, value in medians.items()]
-    rows.append(("together", f"{sum(medians.values()):.3f}", ""))
+    by_codec = [_medians(given.replicas, given.million * 10**6, codec, given.repetitions) for codec in given.codec]
+    table = [(name, *(f"{each[name]:.3f}" for each in by_codec)) for name in by_codec[0]]
+    table.append(("together", *(f"{sum(each.values()):.3f}" for each in by_codec)))
     command = f"PYTHONPATH=tests/support .venv/bin/python benchmarks/passes.py --docs --repetitions {given.repetitions}"
-    title = f"N={given.replicas}, {given.million} million parameters in fp32, one core of {machine()}."
-    text = f"{title}\n\n```\n{command}\n```\n\n{markdown(('pass', 's, median', 'share'), rows)}"
+    compiled = "with" if plain.compiled() else "without"
+    fleet = f"N={given.replicas}, {given.million} million parameters"
+    title = f"CPU seconds, median. {fleet}, {compiled} numba, one core of {machine()}."
+    text = f"{title}\n\n```\n{command}\n```\n\n{markdown(('pass', *given.codec), table)}"
     print(text)
     if given.docs:
         publish("passes", text, None)

@@ -3,6 +3,7 @@
     PYTHONPATH=tests/support python benchmarks/strangers.py --docs              # about 25 minutes of one core
     PYTHONPATH=tests/support python benchmarks/strangers.py --honest --docs
     PYTHONPATH=tests/support python benchmarks/strangers.py --dealt --docs      # who trains on what it is dealt
+    PYTHONPATH=tests/support python benchmarks/strangers.py --aggregates --docs # by which aggregate they harm least
 
 Real participants score the contributions of strangers on held-out items (`guard.strangers`) and decide each round, with
 the default aggregate of runs with strangers. The hostile ones follow a script (tests/support/hostile_replicas.py). The
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 from attackers import SETTINGS, quiet
-from hostile_replicas import ATTACKS, SHARE, HostileFleet, Task, Writer
+from hostile_replicas import ATTACKS, SHARE, HostileFleet, Task, Writer, drift
 from measuring import ROOT, markdown, publish
 from other_data import KINDS, OtherData
 
@@ -31,6 +32,14 @@ ROUNDS, HOSTILE, FRESH = 60, 3, 8192
 ITEMS = (8, 32, SHARE, 2048)  # of each launched replica, where nobody attacks
 DEALT = (16, 64, 256)  # items dealt to a stranger on which each launched replica scores its work
 UNTRAINED, COPY = "it trains on other items than it is dealt", "it sends another's work with a little noise"
+HALF = "drift, half as large"
+AGGREGATES = ("mean", "agreeing_mean", "trimmed_mean", "median")
+# Scripts of which an average gets something before they are left out, and such as are left out from the first round on,
+# whom no aggregate ever has.
+AVERAGED = (
+    *("sign flip x10", "sign flip, just below the limit", "sign flip x1"),
+    *("drift: a constant direction added", HALF, "random noise of the usual norm", "replay of its first payload"),
+)
 # (launched replicas, strangers): in both fleets three of the strangers are hostile.
 FLEETS = {"5 launched, 3 strangers": (5, 3), "3 launched, 8 strangers": (3, 8)}
 
@@ -60,19 +69,24 @@ def played(
     kind: str | None = None,
     share: int = SHARE,
     dealt: int = 0,
+    aggregate: str | None = None,
 ) -> Outcome:
     """Play one run. `name`: of the attack; None: nobody attacks. `kind`: how replicas' data differ, if at all.
 
     `share`: held-out items on which each launched replica scores. `dealt`: items of the data dealt to a stranger, and
-    as many others, on which each scores its work; 0: none.
+    as many others, on which each scores its work; 0: none. `aggregate`: None: the default where strangers contribute.
     """
     launched, strangers = FLEETS[fleet]
     total, attackers = launched + strangers, HOSTILE if name else 0
     settings: dict[str, Any] = {"invited": list(range(launched, total)), **SETTINGS.get(name or "", {})}
     if not scored:
         settings["aggregate"] = "agreeing_mean"
+    if aggregate is not None:
+        settings["aggregate"] = aggregate
+        settings |= {} if aggregate in ("mean", "agreeing_mean") else {"weights": "uniform"}
     task = Task(seed) if kind is None else OtherData(seed, kind)
-    attack = {None: lambda writer: None, UNTRAINED: lambda w: w.send(w.delta), COPY: _copied}.get(name) or ATTACKS[name]
+    others = {None: lambda w: None, UNTRAINED: lambda w: w.send(w.delta), COPY: _copied, HALF: partial(drift, size=0.5)}
+    attack = others.get(name) or ATTACKS[name]
     deciders = launched if scored else 1
     settings |= {"scores_strangers": scored, "guard": "off"}
     run = HostileFleet(
@@ -178,6 +192,21 @@ def of_honest(seeds: range, rounds: int, pool: Executor) -> str:
     return markdown(columns, rows)
 
 
+def of_aggregates(names: Sequence[str | None], seeds: range, rounds: int, pool: Executor) -> str:
+    """What each aggregate leaves of an attack on work that is scored, beside the mean where nobody attacks."""
+    clean = {fleet: begun(pool, seeds, fleet, None, rounds, True, aggregate="mean") for fleet in FLEETS}
+    where = [(fleet, how) for fleet in FLEETS for how in AGGREGATES]
+    runs = {
+        name: [begun(pool, seeds, fleet, name, rounds, True, aggregate=how) for fleet, how in where] for name in names
+    }
+    rows, beside = [], {fleet: ended(found) for fleet, found in clean.items()}
+    for name, of_where in runs.items():
+        cells = [excess(ended(each), beside[fleet]) for each, (fleet, _) in zip(of_where, where, strict=True)]
+        rows.append([name or "(nobody)", *cells])
+        print(rows[-1], file=sys.stderr, flush=True)
+    return markdown(["attack", *(f"{fleet}: {how}" for fleet, how in where)], rows)
+
+
 def of_dealt(seeds: range, rounds: int, pool: Executor) -> str:
     """Strangers that train on what they are dealt, and such that do not: how many are left out for it, and when."""
     fleet, rows = next(iter(FLEETS)), []
@@ -197,10 +226,13 @@ def of_dealt(seeds: range, rounds: int, pool: Executor) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=list(ATTACKS), help="an attack; by default all")
+    parser.add_argument("--only", action="append", choices=[*ATTACKS, HALF], help="an attack; by default all")
     parser.add_argument("--honest", action="store_true", help="play honest strangers alone, also with other data")
     parser.add_argument(
         "--dealt", action="store_true", help="play strangers that train on other data than they are dealt"
+    )
+    parser.add_argument(
+        "--aggregates", action="store_true", help="play the scripts that are averaged, by each aggregate"
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
@@ -212,6 +244,8 @@ def main() -> None:
     with ProcessPoolExecutor(given.processes, initializer=quiet) as pool:
         if given.honest:
             table, where = of_honest(seeds, given.rounds, pool), "honest_strangers"
+        elif given.aggregates:
+            table, where = of_aggregates(given.only or [None, *AVERAGED], seeds, given.rounds, pool), "aggregates"
         elif given.dealt:
             table, where = of_dealt(seeds, given.rounds, pool), "dealt_strangers"
         else:

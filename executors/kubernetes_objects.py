@@ -113,55 +113,9 @@ def job_body(request: LaunchRequest, options: PodOptions) -> dict[str, Any]:
 
     The Job of a replica on several machines is Indexed: it has that many pods, whose names in DNS its Service gives.
     """
-    template, theirs = options.template, container_of(options.template)
     pods = request.machines(options.ranks_per_machine)
-    name, labels = attempt_name(request), attempt_labels(request)
-    container: dict[str, Any] = {
-        "name": CONTAINER,
-        "image": options.image,
-        "command": [_literal(word) for word in request.command],
-        "env": [{"name": key, "value": _literal(value)} for key, value in request.env.items()],
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-    }
-    if pods > 1:
-        index = {"fieldRef": {"fieldPath": f"metadata.annotations['{_INDEX}']"}}
-        container["env"] += [
-            {"name": ENV_MACHINES, "value": str(pods)},
-            {"name": ENV_MACHINE, "valueFrom": index},
-            {"name": ENV_MEETING, "value": f"{name}-0.{name}:{_PORT}"},
-        ]
-    if request.secrets:
-        container["envFrom"] = [{"secretRef": {"name": name}}]
-    if resources := options.resources(request):
-        container["resources"] = resources
-    pod: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": _GRACE_S,
-        "containers": [container],
-    }
-    # Kubernetes gives 64 MiB of shared memory, which worker processes of a DataLoader, and NCCL between ranks, fill at
-    # once. It counts as the pod's memory.
-    folders = {_SHARED_MEMORY: ("shared-memory", {"medium": "Memory"}), _SCRATCH: ("scratch", {})}
-    mounted = {each.get("mountPath") for each in theirs.get("volumeMounts") or []}
-    made = {path: volume for path, volume in folders.items() if path not in mounted}
-    container["volumeMounts"] = [{"name": name, "mountPath": path} for path, (name, _) in made.items()]
-    pod["volumes"] = [{"name": name, "emptyDir": kind} for name, kind in made.values()]
-    if "HOME" not in request.env and "HOME" not in env_names(theirs):
-        container["env"].append({"name": "HOME", "value": _SCRATCH})
-    if request.timeout_s is not None:
-        # The pod's, not the Job's: waiting for a node does not count, and the log survives.
-        pod["activeDeadlineSeconds"] = max(1, math.ceil(request.timeout_s))
-    if options.gpu:
-        pod["tolerations"] = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]
-    if options.service_account is not None:
-        pod["serviceAccountName"] = options.service_account
-    if options.instance_type is not None:
-        pod["nodeSelector"] = {"node.kubernetes.io/instance-type": options.instance_type}
-    if affinity := merged(gpu_affinity(options.gpu_types), _spot_nodes() if options.spot else {}, "gpu_types"):
-        pod["affinity"] = affinity
-    if pods > 1:
-        pod["subdomain"] = name
-        labels = {**labels, OF_SEVERAL: str(pods)}
+    labels = {**attempt_labels(request), **({OF_SEVERAL: str(pods)} if pods > 1 else {})}
+    template = merged(options.template, {"metadata": {"labels": labels}, "spec": _pod(request, options, pods)})
     spec: dict[str, Any] = {
         **({"completionMode": "Indexed"} if pods > 1 else {}),
         "completions": pods,
@@ -174,30 +128,87 @@ def job_body(request: LaunchRequest, options: PodOptions) -> dict[str, Any]:
             "rules": [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
         },
         "ttlSecondsAfterFinished": _KEPT_S,
-        "template": merged(template, {"metadata": {"labels": labels}, "spec": pod}),
+        "template": {**template, "spec": _completed(template["spec"], request)},
     }
-    for part, value in _POD_DEFAULTS.items():
-        set_ = spec["template"]["spec"].get(part)
-        both = {**value, **(set_ or {})} if isinstance(value, dict) else value if set_ is None else set_
-        spec["template"]["spec"][part] = both
-    for kind in ("initContainers", "containers"):
-        containers = spec["template"]["spec"].get(kind) or []
-        if containers:  # as new objects, since the template is the user's
-            spec["template"]["spec"][kind] = [_pinned(each, request) for each in containers]
-    # What a template may set otherwise, for an image that writes beside its volumes.
-    spec["template"]["spec"]["containers"][0]["securityContext"].setdefault("readOnlyRootFilesystem", True)
-    given = ((template.get("metadata") or {}).get("labels") or {}).items()
+    given = ((options.template.get("metadata") or {}).get("labels") or {}).items()
     for_kueue = {label: value for label, value in given if label.startswith(_KUEUE)}  # which reads the Job's
     job_labels = {**for_kueue, **labels}
     if options.queue is not None:
         spec["suspend"] = True  # Kueue starts it
         job_labels[f"{_KUEUE}queue-name"] = options.queue
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": name, "labels": job_labels},
-        "spec": spec,
+    metadata = {"name": attempt_name(request), "labels": job_labels}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+
+
+def _pod(request: LaunchRequest, options: PodOptions, pods: int) -> dict[str, Any]:
+    """The spec of each of an attempt's `pods`, without the user's template."""
+    theirs = container_of(options.template)
+    container = _container(request, options, pods)
+    # Kubernetes gives 64 MiB of shared memory, which worker processes of a DataLoader, and NCCL between ranks, fill at
+    # once. It counts as the pod's memory.
+    folders = {_SHARED_MEMORY: ("shared-memory", {"medium": "Memory"}), _SCRATCH: ("scratch", {})}
+    mounted = {each.get("mountPath") for each in theirs.get("volumeMounts") or []}
+    made = {path: volume for path, volume in folders.items() if path not in mounted}
+    container["volumeMounts"] = [{"name": name, "mountPath": path} for path, (name, _) in made.items()]
+    if "HOME" not in request.env and "HOME" not in env_names(theirs):
+        container["env"].append({"name": "HOME", "value": _SCRATCH})
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": _GRACE_S,
+        "containers": [container],
+        "volumes": [{"name": name, "emptyDir": kind} for name, kind in made.values()],
     }
+    if request.timeout_s is not None:
+        # The pod's, not the Job's: waiting for a node does not count, and the log survives.
+        pod["activeDeadlineSeconds"] = max(1, math.ceil(request.timeout_s))
+    if options.gpu:
+        pod["tolerations"] = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]
+    if options.service_account is not None:
+        pod["serviceAccountName"] = options.service_account
+    if options.instance_type is not None:
+        pod["nodeSelector"] = {"node.kubernetes.io/instance-type": options.instance_type}
+    if affinity := merged(gpu_affinity(options.gpu_types), _spot_nodes() if options.spot else {}, "gpu_types"):
+        pod["affinity"] = affinity
+    if pods > 1:
+        pod["subdomain"] = attempt_name(request)
+    return pod
+
+
+def _container(request: LaunchRequest, options: PodOptions, pods: int) -> dict[str, Any]:
+    """The container of each of an attempt's `pods`: image, command, environment and resources."""
+    name = attempt_name(request)
+    env: list[dict[str, Any]] = [{"name": key, "value": _literal(value)} for key, value in request.env.items()]
+    if pods > 1:
+        index = {"fieldRef": {"fieldPath": f"metadata.annotations['{_INDEX}']"}}
+        env += [
+            {"name": ENV_MACHINES, "value": str(pods)},
+            {"name": ENV_MACHINE, "valueFrom": index},
+            {"name": ENV_MEETING, "value": f"{name}-0.{name}:{_PORT}"},
+        ]
+    resources = options.resources(request)
+    return {
+        "name": CONTAINER,
+        "image": options.image,
+        "command": [_literal(word) for word in request.command],
+        "env": env,
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        **({"envFrom": [{"secretRef": {"name": name}}]} if request.secrets else {}),
+        **({"resources": resources} if resources else {}),
+    }
+
+
+def _completed(spec: Mapping[str, Any], request: LaunchRequest) -> dict[str, Any]:
+    """A pod's spec with `_POD_DEFAULTS` where the user's template sets nothing else, and with pinned images."""
+    found = dict(spec)
+    for part, value in _POD_DEFAULTS.items():
+        given = spec.get(part)
+        found[part] = {**value, **(given or {})} if isinstance(value, dict) else value if given is None else given
+    for kind in ("initContainers", "containers"):
+        if containers := spec.get(kind):  # as new objects, since the template is the user's
+            found[kind] = [_pinned(each, request) for each in containers]
+    # What a template may set otherwise, for an image that writes beside its volumes.
+    found["containers"][0]["securityContext"].setdefault("readOnlyRootFilesystem", True)
+    return found
 
 
 def _pinned(container: Mapping[str, Any], request: LaunchRequest) -> dict[str, Any]:

@@ -59,11 +59,11 @@ class Owners:
         return task(*args)
 
     def send(self, data: "torch.Tensor", to: int) -> None:
-        """Within a task: send a flat tensor of bytes on the CPU to another rank, which calls `receive` in its turn."""
+        """Send a flat tensor of bytes on the CPU to another rank, which calls `receive`. Only in a task of `each`."""
         raise AssertionError("a single rank sends nothing")
 
     def receive(self, data: "torch.Tensor", source: int) -> None:
-        """Within a task: fill a flat tensor of bytes on the CPU by what another rank sends."""
+        """Fill a flat tensor of bytes on the CPU with those that the rank `source` sends. Only in a task of `each`."""
         raise AssertionError("a single rank receives nothing")
 
 

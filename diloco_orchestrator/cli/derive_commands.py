@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from diloco_orchestrator.cli.shared import (
 
 if TYPE_CHECKING:
     from diloco_orchestrator.inspection.audit.findings import Audit, RangeFinding
+    from diloco_orchestrator.inspection.verify.findings import Verification
 
 
 @click.command()
@@ -56,7 +57,6 @@ def verify(
     """Derive the run in URL again from its bucket: log, guard, averages, outer steps, snapshots. Exit 4: it differs."""
     store = store_of(url)  # before what is slow to import
     from diloco_orchestrator.inspection.verify import check_loading, verify_run
-    from diloco_orchestrator.inspection.verify.inventory import shortened
     from diloco_orchestrator.inspection.witness import heads_seen
     from diloco_orchestrator.protocol import keys
     from diloco_orchestrator.protocol.head import Head
@@ -78,33 +78,29 @@ def verify(
     if as_json:
         echo(json.dumps(done.to_json()))
     else:
-        echo(f"checked:     {_counts(done.checked)}")
-        for words in done.unchecked:
-            echo(f"not checked: {words}")
-        for words in done.notes:
-            echo(f"note:        {words}")
-        if done.agrees:
-            echo(f"pinned:      {_counts(done.pinned)}")
-            echo(f"not pinned:  {_counts(done.unpinned)}  (by nothing in the log; --json says why)")
-        for words in shortened(done.missing):
-            echo(f"missing:     {words}")
-        for words in shortened(done.foreign):
-            echo(f"foreign:     {words}")
-        for words in shortened(done.unreadable):
-            echo(f"unreadable:  {words}")
-        for words in shortened(done.unsigned):
-            echo(f"unsigned:    {words}")
-        for words in shortened(done.without_exit):
-            echo(f"no exit:     {words}")
+        for title, words in _findings(done, is_asked_for=signed_by is not None):
+            echo(f"{title + ':':<13}{words}")
         found = done.disagreement
-        if done.signed_by:
-            echo(
-                f"signed by:   {done.signed_by}"
-                + ("" if signed_by else "  (as run.json says: compare, or --signed-by)")
-            )
-        echo(f"models of:   {_spans(sorted(done.bases))}  (diloco pull --round)")
         echo("everything agrees" if found is None else f"DISAGREES:   {found.key}: {found.words}")
     return 0 if done.agrees else EXIT_DISAGREES
+
+
+def _findings(done: "Verification", is_asked_for: bool) -> Iterator[tuple[str, str]]:
+    """(title, text) of each line about a run but the last. `is_asked_for`: whether the user named the run's key."""
+    from diloco_orchestrator.inspection.verify.inventory import shortened
+
+    yield "checked", _counts(done.checked)
+    yield from (("not checked", words) for words in done.unchecked)
+    yield from (("note", words) for words in done.notes)
+    if done.agrees:
+        yield "pinned", _counts(done.pinned)
+        yield "not pinned", f"{_counts(done.unpinned)}  (by nothing in the log; --json says why)"
+    lists = {"missing": done.missing, "foreign": done.foreign, "unreadable": done.unreadable, "unsigned": done.unsigned}
+    for title, found in {**lists, "no exit": done.without_exit}.items():
+        yield from ((title, words) for words in shortened(found))
+    if done.signed_by:
+        yield "signed by", f"{done.signed_by}{'' if is_asked_for else '  (as run.json says: compare, or --signed-by)'}"
+    yield "models of", f"{_spans(sorted(done.bases))}  (diloco pull --round)"
 
 
 def _counts(found: Mapping[str, int]) -> str:

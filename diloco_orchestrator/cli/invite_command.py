@@ -18,7 +18,7 @@ _replica = click.option("--replica", type=click.IntRange(min=0), required=True, 
 @click.option(
     "--credentials-last", "last", metavar="TIME",
     help="How long temporary credentials are valid, 15m at least: the machine has to join while the first ones are; "
-    "whoever supervises the run renews them.  [default: as the link, at most 12h of a role and 36h of a user]",
+    "whoever supervises the run renews them.  [default: as the link, at most 12h of a role, 36h of a user, 7d on R2]",
 )  # fmt: skip
 @click.option("--own-credentials", is_flag=True, help="Mint none: the machine that joins has its own, or needs none.")
 @json_option
@@ -36,20 +36,20 @@ def invite(
     from diloco_orchestrator.join.grants import create_grant
     from diloco_orchestrator.join.invitations import check_may_invite, create_invitation
     from diloco_orchestrator.join.link import Link
-    from diloco_orchestrator.join.temporary_credentials import LONGEST_S, mint
+    from diloco_orchestrator.join.temporary_credentials import longest_s, mint
     from diloco_orchestrator.protocol.record_format import Stamp
     from diloco_orchestrator.protocol.signatures import to_text
     from diloco_orchestrator.store.open_store import options_elsewhere
 
     lasts_s = _seconds_of("--expires", expires)
-    lent_s = min(lasts_s, LONGEST_S["role" if role else "user"])
-    lent_s = lent_s if last is None else min(lent_s, _seconds_of("--credentials-last", last))
+    last_s = lasts_s if last is None else _seconds_of("--credentials-last", last)
     log = reader_of(url).log
+    lent_s = min(lasts_s, last_s, longest_s(log.store.url, role))
     check_may_invite(log, replica)
     run = log.run
     if run.signed_by is None or run.code_sha256 is None:
         raise ConfigError(f"{log.store.url} has no code that another machine could run.")
-    credentials = None if own_credentials else mint(log.store.url, replica, lent_s, role)
+    credentials = None if own_credentials else mint(log.store, replica, lent_s, role)
     where = options_elsewhere(log.store.url, {})
     stamp = Stamp(random_token(), SystemClock().wall_time)
     user, invitation = create_invitation(log, replica, lasts_s, stamp)
@@ -64,7 +64,7 @@ def invite(
         signed_by=run.signed_by.key,
         replica_id=replica,
         seed=to_text(user.seed),
-        credentials=credentials,
+        credentials=credentials and credentials.reads,
         not_after=invitation.not_after,
     )
     say(as_json, {"link": link.text(), "replica": replica, "not_after": link.not_after}, link.text())

@@ -4,7 +4,8 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +16,7 @@ import click
 from diloco_orchestrator.cli.shared import EXIT_INTERRUPTED, echo
 
 if TYPE_CHECKING:
+    from diloco_orchestrator.join.grants import LentCredentials
     from diloco_orchestrator.join.link import Link
     from diloco_orchestrator.join.machine import JoinSettings
     from diloco_orchestrator.protocol.attempt_records import Offer
@@ -64,11 +66,12 @@ def join(
     link's; "-" reads the link from standard input, where no list of processes shows it.
     """
     from diloco_orchestrator.clock import SystemClock, random_token
-    from diloco_orchestrator.errors import ConfigError, StoreDenied
+    from diloco_orchestrator.errors import StoreUnavailable
     from diloco_orchestrator.join.grants import LentCredentials
     from diloco_orchestrator.join.link import BEGINNING, Link
     from diloco_orchestrator.join.machine import Identity, JoinSettings, Machine
     from diloco_orchestrator.protocol.record_format import Stamp
+    from diloco_orchestrator.run_log.run_store import of_run
     from diloco_orchestrator.store.open_store import absolute_url, open_store
     from diloco_orchestrator.store.retrying import RetryPolicy
 
@@ -94,6 +97,14 @@ def join(
             folder = command.with_resource(TemporaryDirectory(prefix="diloco-link-"))
             lent = LentCredentials(link, link.credentials, Path(folder), clock)
             command.with_resource(lent.in_this_process())
+        with _explained(link, lent):
+            while lent is not None:  # the newest credentials, before what they open is opened
+                try:
+                    lent.find(of_run(open_store(link.url, link.storage_options(), clock=clock, retry=patience), {}))
+                    break
+                except StoreUnavailable as error:
+                    echo(str(error), err=True)
+                    clock.sleep(every_s)
         store = open_store(link.url, link.storage_options(), clock=clock, retry=patience)
         settings, why_not = of_link(link, settings), only_code_of(link, store)
     machine = Machine(
@@ -116,8 +127,18 @@ def join(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, leave)
-    try:
+    with _explained(link, lent):
         code = machine.run()
+    return EXIT_INTERRUPTED if interrupted[:1] == ["SIGINT"] else code
+
+
+@contextmanager
+def _explained(link: "Link | None", lent: "LentCredentials | None") -> Iterator[None]:
+    """Context in which a refusal of a link's credentials says what the machine's user can do."""
+    from diloco_orchestrator.errors import ConfigError, StoreDenied
+
+    try:
+        yield
     except StoreDenied as error:
         if link is None:
             raise
@@ -126,7 +147,6 @@ def join(
             f"{link.url} does not accept this link's credentials{until}; is this machine's clock right? Otherwise ask "
             f"for another link. ({error})"
         ) from None
-    return EXIT_INTERRUPTED if interrupted[:1] == ["SIGINT"] else code
 
 
 def _runs_all(offer: "Offer") -> str:

@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 from diloco_orchestrator.clock import SystemClock, random_token
 from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.errors import ConfigError, RecordInvalid, StoreDenied, StoreError, StoreUnavailable
-from diloco_orchestrator.executors.clock import ExecutorClock
+from diloco_orchestrator.executors.clock import Clock
 from diloco_orchestrator.executors.constructor_options import plain_options
 from diloco_orchestrator.executors.contract import (
     ExecutorDenied,
@@ -56,7 +56,7 @@ _RETRY = RetryPolicy(total_s=2.0)  # `poll` must not wait; whoever calls repeats
 # Seconds without a sign of life after which the exit record of an attempt is looked for. A machine that is still there
 # records the end itself, as soon as its process has ended.
 _LEFT_S = 10.0
-_RENEW_S = 10.0  # between two polls for temporary credentials that are due, which live for 15 minutes or more
+_RENEW_S = 10.0  # between two polls for temporary credentials that are due, which live for minutes or more
 _FOLLOW_S = 2.0  # pause before output is asked for again
 # Secrets of every launch that a machine does not need: it opens the bucket with credentials of its own, and so fetches
 # the code. An attempt's keys are sealed in its offer.
@@ -91,7 +91,7 @@ class JoinExecutor(RemoteExecutor):
         machines: Sequence[str] = (),
         lost_after_s: float = 120.0,
         hourly_usd: float | str | None = None,
-        clock: ExecutorClock | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.options = plain_options(locals())
         super().__init__(hourly_usd=hourly_usd, clock=clock)
@@ -248,7 +248,7 @@ class JoinExecutor(RemoteExecutor):
             return
 
         def minted(replica_id: int, lasts_s: float, role: str | None) -> Credentials:
-            return mint(store.url, replica_id, lasts_s, role, self._storage_options)
+            return mint(store, replica_id, lasts_s, role, self._storage_options)
 
         self._renew_at, why = now + _RENEW_S, ""
         try:

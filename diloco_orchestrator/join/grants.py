@@ -30,11 +30,13 @@ from diloco_orchestrator.run_log.reader import read
 from diloco_orchestrator.run_log.run_store import Identity, PublicIdentity
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.s3_credentials import ENV_WRITING_PROFILE
 
 log = logging.getLogger(__name__)
 
 _LOOKS = 16  # for newer credentials, while those that a machine has are valid
 _LOOK_S = (1.0, 600.0)  # the shortest and the longest pause between two
+_WRITING = "diloco-writing"  # the profile of those that create objects
 
 
 class Mint(Protocol):
@@ -54,7 +56,7 @@ def create_grant(
     `lasts_s`, `role`: with which they were minted, and later ones will be.
     """
     key = keys.grant(to.epoch, to.replica_id, to.identity, number)
-    secret = canonical_json(credentials.model_dump(mode="json"))
+    secret = canonical_json(credentials.model_dump(mode="json", exclude_none=True))
     record = Grant(
         **stamp(),
         epoch=to.epoch,
@@ -62,7 +64,7 @@ def create_grant(
         identity=to.identity,
         number=number,
         sealed=PublicIdentity.parse(to.public).seal(key, secret),
-        not_after=credentials.not_after,
+        not_after=credentials.ends,
         lasts_s=lasts_s,
         role=role,
     )
@@ -125,7 +127,8 @@ class LentCredentials:
     """Temporary credentials of a machine with a link, in files below `folder` that only this user reads.
 
     Processes with the variables of `environ` find them as any AWS SDK does, by a profile whose `credential_process`
-    prints them, and so read newer ones before these end.
+    prints them, and so read newer ones before these end. Another profile, which stores of this package use alone, has
+    those that create objects: stores that are opened before `find` has found them create nothing.
 
     Args:
         link: with the first ones.
@@ -135,15 +138,16 @@ class LentCredentials:
 
     def __init__(self, link: Link, credentials: Credentials, folder: Path, clock: Clock) -> None:
         self._identity = Identity(from_text(link.seed, KEY_BYTES))
-        self._file = folder / "credentials.json"
+        self._file, self._writing = folder / "credentials.json", folder / "writing.json"
         self._clock = clock
-        self._number = 1
-        self._look_at = 0.0
+        self._number = 0
         self.secrets: dict[str, str] = {}  # all that were used, by name, for redaction
         self._use(credentials)
         config = folder / "config"
-        config.write_text(f"[default]\ncredential_process = cat {quote(str(self._file))}\n")
-        self._variables = {"AWS_CONFIG_FILE": str(config), "AWS_SHARED_CREDENTIALS_FILE": os.devnull, **link.environ()}
+        profiles = {"default": self._file, f"profile {_WRITING}": self._writing}
+        config.write_text("".join(f"[{p}]\ncredential_process = cat {quote(str(f))}\n" for p, f in profiles.items()))
+        self._variables = {"AWS_CONFIG_FILE": str(config), "AWS_SHARED_CREDENTIALS_FILE": os.devnull}
+        self._variables |= {ENV_WRITING_PROFILE: _WRITING, **link.environ()}
 
     def environ(self, others: Mapping[str, str]) -> dict[str, str]:
         """The variables `others` without those of accounts, and those by which a process finds these credentials."""
@@ -160,13 +164,16 @@ class LentCredentials:
             _replace_environ(before)
 
     def look(self, store: Store) -> None:
-        """Use newer credentials if they were granted: a LIST request, sixteen times in the life of those in use.
+        """Use newer credentials if they were granted, sixteen times in the life of those in use. Raises as `find`."""
+        if self._clock.now() >= self._look_at:
+            self._pause()
+            self.find(store)
+
+    def find(self, store: Store) -> None:
+        """Use the newest credentials that were granted to the link: a LIST request, and a GET if they are newer.
 
         What cannot be opened is passed over. Raises the store's errors.
         """
-        if self._clock.now() < self._look_at:
-            return
-        self._pause()
         for (_, _, identity), newest_first in _newest(store).items():
             if identity != self._identity.public.digest:
                 continue
@@ -181,21 +188,23 @@ class LentCredentials:
                 log.warning("passed over: %s: %s", key, error)
 
     def _use(self, credentials: Credentials) -> None:
-        said = {
-            "Version": 1,
-            "AccessKeyId": credentials.key,
-            "SecretAccessKey": credentials.secret,
-            "SessionToken": credentials.token,
-        }
-        if credentials.not_after:
-            said["Expiration"] = datetime.fromtimestamp(credentials.not_after, UTC).isoformat()
-        new = self._file.with_suffix(".new")
-        new.touch(mode=0o600)
-        new.write_text(json.dumps(said))
-        new.replace(self._file)
-        for name, value in (("SECRET_ACCESS_KEY", credentials.secret), ("SESSION_TOKEN", credentials.token)):
-            self.secrets[f"AWS_{name}_{len(self.secrets)}"] = value
-        self._ends = credentials.not_after
+        for file, each in ((self._file, credentials), (self._writing, credentials.creates or credentials)):
+            said = {
+                "Version": 1,
+                "AccessKeyId": each.key,
+                "SecretAccessKey": each.secret,
+                "SessionToken": each.token,
+            }
+            if each.not_after:
+                said["Expiration"] = datetime.fromtimestamp(each.not_after, UTC).isoformat()
+            new = file.with_suffix(".new")
+            new.touch(mode=0o600)
+            new.write_text(json.dumps(said))
+            new.replace(file)
+            for name, value in (("SECRET_ACCESS_KEY", each.secret), ("SESSION_TOKEN", each.token)):
+                if value not in self.secrets.values():
+                    self.secrets[f"AWS_{name}_{len(self.secrets)}"] = value
+        self._ends = credentials.ends
         self._pause()
 
     @property

@@ -19,12 +19,23 @@ _CHECK_DIGITS = 16  # of the digest before the content, with which a damaged lin
 
 
 class Credentials(Part):
-    """Temporary credentials of an S3 store."""
+    """Temporary credentials of an S3 store: one set, or one that reads and one that creates objects."""
 
     key: str = Field(repr=False)
     secret: str = Field(repr=False)
     token: str = Field(repr=False)
     not_after: float = 0.0  # seconds since 1970, at which the store ends them; 0: not known, in older links
+    creates: "Credentials | None" = None  # those that create objects; None: the same ones
+
+    @property
+    def reads(self) -> Self:
+        """Those that read, alone."""
+        return self.model_copy(update={"creates": None})
+
+    @property
+    def ends(self) -> float:
+        """Seconds since 1970 at which the first of them end; 0 if that is not known."""
+        return self.not_after if self.creates is None else min(self.not_after, self.creates.not_after)
 
 
 class Link(Part):
@@ -38,7 +49,8 @@ class Link(Part):
     signed_by: PublicKey
     replica_id: int = Field(ge=0)
     seed: str = Field(repr=False)  # of the identity to which keys are sealed, 43 characters
-    credentials: Credentials | None = None  # None: the machine has its own, or needs none
+    # Of two sets those that read: with them the machine finds both in the bucket. None: it has its own, or needs none.
+    credentials: Credentials | None = None
     not_after: float  # seconds since 1970; for people: the machine's own clock decides nothing
 
     def text(self) -> str:

@@ -1,6 +1,7 @@
 """Mints temporary S3 credentials for one invited replica: it reads the run, and creates objects of its own alone.
 
-The store's security token service (STS) makes them, and forgets them when their time is over.
+The store's security token service (STS) makes them, and forgets them when their time is over. Where the store is
+Cloudflare's, `r2_credentials` does.
 """
 
 import json
@@ -8,13 +9,17 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.join import r2_credentials
 from diloco_orchestrator.join.link import Credentials
 from diloco_orchestrator.redaction import redact
+from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.open_store import options_elsewhere
 
 SHORTEST_S = 900.0  # for which AWS gives temporary credentials
 _HOUR_S = 3600.0
-LONGEST_S = {"role": 12 * _HOUR_S, "user": 36 * _HOUR_S}  # likewise, of a role and of a user's federation token
+_LONGEST_S = {"role": 12 * _HOUR_S, "user": 36 * _HOUR_S}  # likewise, of a role and of a user's federation token
 _LONGEST_POLICY = 2048  # characters, of AWS
 # What an invited replica creates, below the run's folder; the policy of infra/iam/one-replica.json without what any
 # replica may write: commits, averages, snapshots, the first base, segments, results.
@@ -51,17 +56,29 @@ def policy_of(bucket: str, prefix: str, replica_id: int) -> dict[str, Any]:
     }
 
 
+def longest_s(url: str, role: str | None) -> float:
+    """The most seconds for which the store of a run gives temporary credentials."""
+    is_r2 = r2_credentials.account_of(_endpoint_of(url, {}))
+    return r2_credentials.LONGEST_S if is_r2 else _LONGEST_S["role" if role else "user"]
+
+
 def mint(
-    url: str, replica_id: int, lasts_s: float, role: str | None, storage_options: Mapping[str, Any] | None = None
+    store: Store, replica_id: int, lasts_s: float, role: str | None, storage_options: Mapping[str, Any] | None = None
 ) -> Credentials:
-    """Credentials for an invited replica of the run in `url`, which end after `lasts_s` seconds, at least 900.
+    """Credentials for an invited replica of the run in `store`, which end after `lasts_s` seconds, at least 900.
 
     They can do no more than this process's own. `role`: the role to assume; None: a federation token of the account's
     user. `storage_options`: credentials and endpoint of the store, beside this process's environment. Raises
     `ConfigError` for a store without a token service, and in its words if it refuses.
     """
-    from diloco_orchestrator.store.s3 import token_service
+    from diloco_orchestrator.store.s3 import keys_of_account, token_service
 
+    url = store.url
+    if r2_credentials.account_of(endpoint := _endpoint_of(url, storage_options or {})):
+        if role is not None:
+            raise ConfigError(f"{url} is in Cloudflare R2, which has no roles: leave --role out.")
+        parent, now = keys_of_account(url, storage_options or {}), SystemClock().wall_time()
+        return r2_credentials.mint_r2(store, replica_id, lasts_s, endpoint, parent, now)
     if not url.startswith(("s3://", "s3a://")):
         raise ConfigError(
             f"{url} mints no temporary credentials here, only S3 stores with AWS's token service do. Pass "
@@ -94,3 +111,7 @@ def mint(
         token=found["SessionToken"],
         not_after=found["Expiration"].timestamp(),
     )
+
+
+def _endpoint_of(url: str, storage_options: Mapping[str, Any]) -> str:
+    return str(options_elsewhere(url, storage_options).get("endpoint_url") or "")

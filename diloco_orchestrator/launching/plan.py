@@ -111,14 +111,7 @@ def prepare_launch(
     signed = settings.pop("signed", None)
     name = entrypoint if isinstance(entrypoint, str) else entrypoint_of(entrypoint)
     config = make_config({"entrypoint": name, "heldout_items": list(heldout_items), **settings})
-    rule = rule_of(config.guard.rule)
-    if 0 < len(heldout_items) < config.most_replicas:
-        raise ConfigError(
-            f"{len(heldout_items)} held-out items cannot be dealt over {config.most_replicas} replicas: give at least "
-            "one for each, better a hundred, or a smaller max_replicas."
-        )
-    if heldout_items:
-        rule.check_set(config.guard, len(heldout_items))
+    _check_heldout(config, len(heldout_items))
     try:
         executor = executor_of("local" if executor is None else executor)
     except ValueError as error:
@@ -169,6 +162,18 @@ def prepare_launch(
     if pin == "require" and archive is not None and not executor.shares_machine:
         check_pinned(archive, prepared.images())
     return prepared
+
+
+def _check_heldout(config: RunConfig, items: int) -> None:
+    """Raise `ConfigError` for a guard rule that nobody has, or a number of held-out items that is too small."""
+    rule = rule_of(config.guard.rule)
+    if 0 < items < config.most_replicas:
+        raise ConfigError(
+            f"{items} held-out items cannot be dealt over {config.most_replicas} replicas: give at least one for each, "
+            "better a hundred, or a smaller max_replicas."
+        )
+    if items:
+        rule.check_set(config.guard, items)
 
 
 @dataclass(frozen=True)
@@ -289,7 +294,7 @@ class LaunchPlan:
         price = "not known here: say it with --hourly-usd"
         if self.hourly_usd is not None:
             price = f"${self.hourly_usd:.2f} an hour together ({'; '.join(self.price_sources)})"
-        fees = f"${each.requests_usd * rounds_an_hour:.2f} an hour on S3"
+        fees = f", ${each.requests_usd * rounds_an_hour:.2f} an hour on S3" if "://" in self.url else ""
         counts = ", ".join(f"{count:.0f} {kind}" for kind, count in each.requests.items())
         limits = [f"{self.max_hours:g} hours"] if self.max_hours else []
         limits += [self._cost_limit()] if self.max_cost_usd else []
@@ -302,7 +307,7 @@ class LaunchPlan:
             *([f"packages:  {self.packages}"] if self.packages else []),
             *([f"images:    {images_words(self.images)}"] if self.images else []),
             f"machines:  {price}",
-            f"requests:  {counts} a round of {self.round_s:g} s, {fees}",
+            f"requests:  {counts} a round of {self.round_s:g} s{fees}",
             *self._requests_at_hugging_face(),
             f"traffic:   {_traffic(each, rounds_an_hour)}",
             *([f"one round: {_dollars(self.round_usd)}, the run's {self.rounds}: {_dollars(self.run_usd)}"]),

@@ -104,7 +104,9 @@ class DefaultBase:
 
 
 class DefaultBases:
-    """Finds a run's default base from its commits, oldest first: the newest, after a halt by the guard the best."""
+    """Finds the base from which a resume starts unless the user names a round: the newest, or after a halt by the guard
+    the best. Reads the run's commits, oldest first.
+    """
 
     def __init__(self) -> None:
         self.scores = BaseScores()

@@ -327,10 +327,9 @@ class Score(Part):
 
 
 class VaultScore(Part):
-    """Change of the scores on one share of the confirmation set (see `VaultSet`), from an earlier base to the scored
-    one.
+    """Change of the scores, from an earlier base to the scored one, on one share of the confirmation set.
 
-    Higher is better.
+    That set has held-out items that are scored only to confirm a halt. Higher is better.
     """
 
     share: int = Field(ge=0)

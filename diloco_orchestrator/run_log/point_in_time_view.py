@@ -47,7 +47,7 @@ class PointInTimeView:
 
     @property
     def beneath(self) -> Store:
-        """The store that is shown as it was."""
+        """The store of the run as it is now, from which this view shows an earlier state."""
         return self._store
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:

@@ -29,7 +29,7 @@ class HeldoutItem(_Part):
 
 
 class SplitSettings(_Part):
-    """The settings of a split, with which it can be repeated."""
+    """The settings of a split of a data set into training and held-out items, with which it can be repeated."""
 
     share: float
     salt: str

@@ -1,4 +1,4 @@
-"""The files of a store that is a folder: opens and lists them, and checks whether mapping them into memory is safe.
+"""The files of a store that is a folder: opens and lists them; whether they may be mapped into memory; the disk's room.
 
 Others may write to the folder too. Only regular files are objects: opening a FIFO would block, and a link may point
 anywhere.

@@ -111,7 +111,8 @@ class ObstoreEngine:
 
     `multipart`: writes the objects above `single_put_limit` bytes. Without it every object is written in one request,
     which a folder and GCS accept at any size, Azure up to 5,000 MiB. `gives_files`: whether a folder's objects may be
-    mapped into memory. `endpoint`: as `base.KnowsEndpoint`.
+    mapped into memory. `endpoint`: as `base.KnowsEndpoint`. `writes`: the same store with the credentials
+    that write, where those of `store` read alone.
     """
 
     def __init__(
@@ -122,8 +123,10 @@ class ObstoreEngine:
         single_put_limit: int = OBJECT_LIMIT,
         gives_files: bool = False,
         endpoint: str = "",
+        writes: "ObjectStore | None" = None,
     ) -> None:
         self._store = store
+        self._writes = writes or store
         self._gives_files = gives_files
         self.url = url
         self.endpoint = endpoint
@@ -170,7 +173,7 @@ class ObstoreEngine:
         if self._multipart is not None and len(data) > self._single_put_limit:
             return self._multipart.put(key, data)
         with self._translating("write", key):
-            obstore.put(self._store, key, data, use_multipart=False)
+            obstore.put(self._writes, key, data, use_multipart=False)
 
     def create(self, key: str, data: bytes) -> bool:
         if self._multipart is not None and len(data) > self._single_put_limit:
@@ -178,7 +181,7 @@ class ObstoreEngine:
         with self._translating("create", key):
             try:
                 # obstore's own multipart uploads have no create-only mode.
-                obstore.put(self._store, key, data, mode="create", use_multipart=False)
+                obstore.put(self._writes, key, data, mode="create", use_multipart=False)
             except AlreadyExistsError as error:
                 if (code := _CODE.search(str(error))) and BY_CODE.get(code[1], (None,))[0] is StoreUnavailable:
                     raise  # a 409: perhaps no object exists yet
@@ -199,7 +202,7 @@ class ObstoreEngine:
 
     def delete(self, key: str) -> None:
         with suppress(ObjectMissing), self._translating("delete", key):
-            obstore.delete(self._store, key)
+            obstore.delete(self._writes, key)
 
     def readable_url(self, key: str, lifetime_s: float) -> str:
         """A presigned URL for GET; the file's path if the store is a folder. Raises `StoreError` if signing fails."""
@@ -266,6 +269,7 @@ def open_local(path: Path) -> ObstoreEngine:
         return ObstoreEngine(store, str(path), gives_files=is_on_local_disk(path))
     except Exception as error:  # obstore's kinds share no base
         text = str(error).split("\n\nDebug source", 1)[0].strip()
+        text = next((f"{each} is a file" for each in (path, *path.parents) if each.is_file()), text)
         raise StoreDenied(
             f"cannot open the folder {path} as a store: {text}. Choose a folder that you may write."
         ) from error

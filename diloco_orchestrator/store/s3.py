@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreError, unknown_name
 from diloco_orchestrator.store.base import OBJECT_LIMIT
 from diloco_orchestrator.store.obstore_engine import CLIENT_OPTIONS, NO_RETRIES, ObstoreEngine
+from diloco_orchestrator.store.s3_credentials import ENV_WRITING_PROFILE
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
@@ -38,14 +39,21 @@ def open_s3(url: str, options: Mapping[str, Any], single_put_limit: int = OBJECT
     credentials = _credentials(session, settings, url)
     endpoint = settings.get("endpoint_url") or _endpoint_of(session)
     store = _obstore(parts.netloc, prefix, credentials, endpoint, session.region_name)
+    writing = {**options, "profile": profile} if (profile := os.environ.get(ENV_WRITING_PROFILE)) else options
+    writes = None
+    if writing is not options:
+        writes = _obstore(
+            parts.netloc, prefix, _credentials(*_session_of(url, writing), url), endpoint, session.region_name
+        )
 
     from diloco_orchestrator.store.s3_multipart import MultipartUploads
 
     def client() -> Any:  # over a session of its own: `BotocoreCredentials` says why
-        return _client(_session_of(url, options)[0], endpoint, _anonymous(settings))
+        return _client(_session_of(url, writing)[0], endpoint, _anonymous(settings))
 
     uploads = MultipartUploads(client, parts.netloc, prefix)
-    return ObstoreEngine(store, url.rstrip("/"), uploads, single_put_limit, endpoint=plain_endpoint(endpoint or ""))
+    plain = plain_endpoint(endpoint or "")
+    return ObstoreEngine(store, url.rstrip("/"), uploads, single_put_limit, endpoint=plain, writes=writes)
 
 
 def open_hf(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
@@ -122,6 +130,19 @@ def token_service(url: str, options: Mapping[str, Any]) -> Any:
     region, endpoint = session.region_name or _DEFAULT_REGION, plain_endpoint(settings.get("endpoint_url") or "")
     config = Config(connect_timeout=5, read_timeout=10, retries={"mode": "standard", "total_max_attempts": 2})
     return session.client("sts", region_name=region, endpoint_url=endpoint or None, config=config)
+
+
+def keys_of_account(url: str, options: Mapping[str, Any]) -> dict[str, str]:
+    """`key`, `secret` and `token` with which this process opens the store at `url`; no token: they do not end.
+
+    `options`: of the store. Raises `ConfigError` for requests without a signature, and as `open_s3` does.
+    """
+    session, settings = _session_of(url, options)
+    credentials = _credentials(session, settings, url)
+    if credentials is None:
+        raise ConfigError(f"this process has no account for {url}: its requests go without a signature.")
+    found = credentials.get_frozen_credentials()
+    return {"key": found.access_key, "secret": found.secret_key, "token": found.token or ""}
 
 
 def _is_tls(endpoint: str | None) -> bool:

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from obstore.store import S3Config, S3Credential
 
+# The profile whose credentials write, where others read: a variable that a machine with a link sets for its replica.
+ENV_WRITING_PROFILE = "DILOCO_WRITING_PROFILE"
+
 # Seconds until botocore is asked again: the first that is at most half of what the credentials have left; in the last
 # two seconds of their life every request asks. botocore renews what has less than 15 minutes left if it can, and below
 # 10 it must; some sources hand out the next credentials only 5 minutes before the end of the last ones.

@@ -51,7 +51,7 @@ class PlaceView:
         return (self.hourly_usd or 0.0) / 3600 * self.start_s
 
     def accepts(self, now: float) -> bool:
-        """Whether launches there have succeeded lately, as far as is known, at a cost per token that is measured."""
+        """Whether the place has refused no launch since an attempt trained there, and its price and speed are known."""
         known = self.known_by == "measured" and self.hourly_usd is not None and not self.offers
         return known and self.refused_since is None and now >= self.rests_until
 

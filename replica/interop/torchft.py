@@ -87,7 +87,7 @@ class TorchftManager:
         rounds.base.copy_into(parameters)
 
     def start(self, own: OwnModel, outer: OuterConfig | None) -> Rounds:
-        """Join the rounds with a model, for `make_diloco_outer_loop` (`RoundsManager.start`)."""
+        """Join the rounds with a model; returns them. `outer`: the outer optimizer's settings; None: the run's own."""
         raise NotImplementedError
 
     def leave(self) -> None:

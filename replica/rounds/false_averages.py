@@ -125,7 +125,9 @@ class FalseAverages:
     # -- what this replica reports -------------------------------------------------------------------------------
 
     def to_report(self) -> tuple[AverageCheck, ...]:
-        """The findings to report in the open round: false averages not reported before, answers to accusations."""
+        """The findings to report in the open round: averages found false and not reported before, and the result for
+        each average that another replica reported as false.
+        """
         due = [
             AverageCheck(average=average, false=is_false)
             for average, is_false in self._found.items()

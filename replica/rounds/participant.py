@@ -106,8 +106,6 @@ class _InFlight:
 class Participant:
     """One replica's part in the rounds of a run, one call at a time. Created by `join`; `RunRounds` documents its
     methods.
-
-    Late contributions are carried into the next round.
     """
 
     def __init__(self, attempt: Attempt, tip: HeldTip, requests: ReuploadRequests, files: ModelFiles) -> None:

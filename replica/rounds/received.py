@@ -54,7 +54,7 @@ Dealing = Callable[[Iterable[Contribution]], list[PayloadShard]]
 
 
 def everything(manifests: Iterable[Contribution]) -> list[PayloadShard]:
-    """All payload shards of `manifests`, as those to download, the same for every replica, as in an all-gather."""
+    """All payload shards of `manifests`: those that a replica downloads where each reads everything (gather)."""
     return [PayloadShard(m, index) for m in manifests if m.payload for index in range(len(m.payload.shards))]
 
 

@@ -66,7 +66,7 @@ class GuardEvidence:
         return self._scorer.values_of(model, items)
 
     @property
-    def items_dealt(self) -> int:
+    def items_scored(self) -> int:
         """The number of held-out items that this replica scored last."""
         return sum(score.count for score in self._scorer.scores) if self._scorer else 0
 

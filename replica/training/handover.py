@@ -89,7 +89,10 @@ class SideStream:
         self._stream = torch.cuda.Stream(device)
 
     def copy(self, pairs: Pairs) -> Callable[[], None]:
-        """Copy each second tensor into the first, in pinned memory, with its value after the work queued so far."""
+        """Copy the second tensor of each pair, as queued GPU work will leave it, into the first, in pinned memory.
+
+        Returns without waiting; the result is a function that waits until all are copied.
+        """
         training, done = torch.cuda.current_stream(self._device), torch.cuda.Event()
         self._stream.wait_stream(training)
         with torch.cuda.stream(self._stream):

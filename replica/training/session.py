@@ -232,7 +232,7 @@ class TrainingSession:
     ) -> tuple[list[float], list[float]]:
         """Scores of a base on training items that the open round deals to a contribution's author and to others."""
         assert self._evidence.items is not None
-        most = min(self._evidence.items_dealt, _MOST_ITEMS)
+        most = min(self._evidence.items_scored, _MOST_ITEMS)
         how = self._rounds.open.roster, self._evidence.items.items_of, most
         own, others = dealt.items_beside(contribution, *how)
         self._attempt.pulse.phase = "scoring"

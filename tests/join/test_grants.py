@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
@@ -75,12 +76,13 @@ class Seat(Invited):
 
 
 def in_use(lent: LentCredentials) -> str:
-    """The id of the credentials that an AWS SDK on the machine reads: what the profile's program prints."""
-    config = Path(lent.environ({})["AWS_CONFIG_FILE"]).read_text()
-    program = config.partition("credential_process = ")[2]
-    said = json.loads(subprocess.check_output(program, shell=True))
-    assert said["Version"] == 1
-    return said["AccessKeyId"][-1]
+    """The id of the credentials that an AWS SDK on the machine reads: what the program of each profile prints."""
+    config = ConfigParser()
+    config.read(lent.environ({})["AWS_CONFIG_FILE"])
+    programs = [config[each]["credential_process"] for each in ("default", "profile diloco-writing")]
+    said, writing = (json.loads(subprocess.check_output(each, shell=True)) for each in programs)
+    assert said == writing and said["Version"] == 1
+    return str(said["AccessKeyId"][-1])
 
 
 @pytest.fixture
@@ -119,7 +121,7 @@ def test_nobody_reads_them_in_the_bucket_and_only_this_user_on_the_machine(seat:
 def test_a_machine_uses_no_account_of_its_user(seat: Seat):
     mine = {"AWS_PROFILE": "work", "AWS_ACCESS_KEY_ID": "mine", "AWS_WEB_IDENTITY_TOKEN_FILE": "/t", "HOME": "/home/me"}
     environ = seat.lent.environ(mine)
-    assert environ.keys() == {"HOME", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"}
+    assert environ.keys() == {*("HOME", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "DILOCO_WRITING_PROFILE")}
     with seat.lent.in_this_process():
         assert os.environ["AWS_CONFIG_FILE"] == environ["AWS_CONFIG_FILE"]
     assert "AWS_CONFIG_FILE" not in os.environ

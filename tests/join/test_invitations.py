@@ -32,6 +32,7 @@ from diloco_orchestrator.run_log.run_store import of_run, unsigned_in
 from diloco_orchestrator.signing.identity import Identity
 from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY
 from diloco_orchestrator.signing.keys import RunKey
+from diloco_orchestrator.store.memory import MemoryStore
 from executors.contract import ReplicaState
 
 
@@ -315,6 +316,6 @@ def test_the_policy_of_a_stranger_is_short_and_lets_it_write_its_own_objects_alo
 
 def test_stores_without_a_token_service_say_what_to_do(tmp_path: Path):
     with pytest.raises(ConfigError, match="--own-credentials"):
-        mint(str(tmp_path), 3, HOUR, None)
+        mint(MemoryStore(str(tmp_path)), 3, HOUR, None)
     with pytest.raises(ConfigError, match="folder's name is too long"):
-        mint(f"s3://bucket/{'x' * 300}", 3, HOUR, None)
+        mint(MemoryStore(f"s3://bucket/{'x' * 300}"), 3, HOUR, None)

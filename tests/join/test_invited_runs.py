@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from iam_server import ADMIN, BUCKET, ROLE, IamServer, running_iam_server
 from joined import ROOT
+from loopback_r2 import SECRET, running_r2
 from real_runs import FAST
 
 from diloco_orchestrator import RunReader, launch
@@ -18,8 +19,10 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_store import identity_of_user, of_run
 from diloco_orchestrator.store.open_store import open_store
+from diloco_orchestrator.store.s3 import open_s3
 
 pytestmark = pytest.mark.slow
+ON_R2 = "s3://bucket/runs/a"
 URL = f"s3://{BUCKET}/run"
 TOKEN_S = 120.0  # of life of temporary credentials: the stranger's seat lasts longer
 SETTINGS = {**FAST, "replicas": 3, "invited": [2], "aggregate": "mean", "rounds": 4, "sync_every": 3, "quorum": "all"}
@@ -43,6 +46,11 @@ def diloco(folder: Path, environ: dict[str, str], *args: str) -> "subprocess.Pop
     environ = {**kept, "XDG_STATE_HOME": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ}
     program = [sys.executable, "-m", "diloco_orchestrator.cli.main", *args]
     return subprocess.Popen(program, env=environ, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def none_left(machines: "list[subprocess.Popen[str]]") -> None:
+    left = [each for each in machines if each.poll() not in (None, 0)]
+    assert not left, [each.communicate()[1] for each in left]
 
 
 def test_a_machine_without_an_account_takes_part_by_a_link(server: IamServer, tmp_path: Path, monkeypatch):
@@ -85,7 +93,9 @@ def test_a_machine_without_an_account_takes_part_by_a_link(server: IamServer, tm
     reader = RunReader(open_store(URL))
     commits = reader.commits()
     averaged = [{answer.replica_id for answer in each.answers if answer.averaged} for each in commits if each.applied]
-    assert averaged == 4 * [{0, 1, 2}]
+    assert averaged == 4 * [{0, 1, 2}], [
+        out.reason for each in commits for out in (*each.quarantined, *each.answers) if out.reason
+    ]
     read = ContributionReader(of_run(open_store(URL)))
     for commit in commits[:4]:  # both launched replicas have scored the stranger's work before it was averaged
         checks = [read.checked(commit, each) for each in commit.checks or ()]
@@ -99,3 +109,44 @@ def test_a_machine_without_an_account_takes_part_by_a_link(server: IamServer, tm
     bucket = open_store(URL)
     for info in bucket.list(""):
         assert link.strip().encode() not in bucket.get(info.key), info.key
+
+
+def test_a_machine_without_an_account_takes_part_by_a_link_to_a_run_on_r2(tmp_path: Path, monkeypatch):
+    with running_r2() as server:
+        account = server.environ()
+        for name, value in account.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [ROOT, ROOT / "tests/support"])))
+        executor = JoinExecutor(machines=(identity_of_user().public.text(),))
+        run = launch("tiny_workloads:train", store=ON_R2, executor=executor, **SETTINGS)
+        mine = {**account, "XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]}
+        made = diloco(tmp_path, mine, "invite", ON_R2, "--replica", "2", "--expires", "1h")
+        link, said = made.communicate()
+        assert made.returncode == 0 and len(link) < 2500, said
+        (tmp_path / "stranger").mkdir()
+        key = RunReader(of_run(open_store(ON_R2))).run.signed_by
+        assert key is not None
+        machines = [
+            diloco(tmp_path, mine, "join", ON_R2, "--signed-by", key.key, "--replica", str(each), "--every", EVERY_S)
+            for each in (0, 1)
+        ]
+        alone = {"http_proxy": account["http_proxy"]}
+        machines.append(diloco(tmp_path / "stranger", alone, "join", link.strip(), "--every", EVERY_S))
+        try:
+            result = run.wait(on_poll=lambda: none_left(machines))
+            said = "".join(each.communicate(timeout=60)[1] for each in machines)
+        finally:
+            for each in machines:
+                each.kill()
+        assert result.status == "completed" and [each.returncode for each in machines] == [0, 0, 0], said
+        store = of_run(open_store(ON_R2))
+        commits = RunReader(store).commits()
+        averaged = [
+            {answer.replica_id for answer in each.answers if answer.averaged} for each in commits if each.applied
+        ]
+        assert averaged == 4 * [{0, 1, 2}]
+        assert not any(str(each.by).startswith("replica 2") for each in commits)
+        assert verify_run(store).agrees
+        bucket = open_s3(ON_R2, {})
+        everything = b"".join(bucket.get(info.key) for info in bucket.list(""))
+        assert SECRET.encode() not in everything and link.strip().encode() not in everything

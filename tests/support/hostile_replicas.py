@@ -298,12 +298,13 @@ class HostileFleet(Fleet):
 # -- the scripts ------------------------------------------------------------------------------------------------------
 
 
-def _drift(writer: Writer) -> None:
+def drift(writer: Writer, size: float = 1.0) -> None:
+    """Honest work and one constant direction, `size` times as large."""
     memory = writer.memory
     if "way" not in memory:
         way = torch.randn(writer.delta.shape, generator=memory["draw"])
         memory["way"] = way / way.norm()
-    writer.send(writer.delta + memory["way"] * writer.delta.norm())
+    writer.send(writer.delta + memory["way"] * (size * writer.delta.norm()))
 
 
 def _noise(writer: Writer) -> None:
@@ -389,7 +390,7 @@ ATTACKS: dict[str, Attack] = {
     "3e38 in every seventh value": _with_value(3e38),
     "NaN in every seventh value": _with_value(math.nan),
     "infinity in every seventh value": _with_value(math.inf),
-    "drift: a constant direction added": _drift,
+    "drift: a constant direction added": drift,
     "random noise of the usual norm": _noise,
     "zero update": lambda w: w.send(torch.zeros_like(w.delta)),
     "replay of its first payload": _replay,

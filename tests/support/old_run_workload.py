@@ -1,7 +1,7 @@
-"""The training function of the run folders in `tests/fixtures/old_runs`.
+"""A training function whose model and batches `kept_run_workload`, that of the runs in `tests/fixtures`, has too.
 
-The folders name it, and a test resumes one of them and compares digests with those that version 0.1.0 ended with. So
-its arithmetic must never change, and gives the same bits on every machine: data and gradients are Python floats
+A test resumes such a run and compares digests with those that the version that made it ended with. So the arithmetic
+must never change, and gives the same bits on every machine: data and gradients are Python floats
 without transcendental functions, and the optimizer's factors are powers of two, so that a fused multiply-add rounds
 as multiply and add do. Batches depend on every random generator whose state a manifest carries. It uses no name of
 ours but those that every user's training function uses.

@@ -23,7 +23,6 @@ from s3_server import _signature
 
 KEY, SECRET = "AKIASIGNED", "a/secret+with=signs"
 _CREDENTIALS = Credentials(KEY, SECRET)
-_SCOPE = "/us-east-1/s3/aws4_request"
 _MOST_SKEW_S = 900.0
 
 
@@ -73,7 +72,7 @@ class _Guarded(_Handler):
     def _serve(self) -> None:
         connection, body = self.rfile, self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if refusal := self._refusal(body):
-            return self._error(403, refusal, self.path)
+            return self._error(401 if refusal == "Unauthorized" else 403, refusal, self.path)
         self.rfile = io.BytesIO(body)
         try:
             return super()._serve()
@@ -103,13 +102,19 @@ class _Guarded(_Handler):
         digest = self.headers["x-amz-content-sha256"]
         if digest not in ("UNSIGNED-PAYLOAD", hashlib.sha256(body).hexdigest()):
             return "XAmzContentSHA256Mismatch"
-        if not told["Credential"].startswith(f"{KEY}/") or not told["Credential"].endswith(_SCOPE):
+        key, _, region, *service = told["Credential"].split("/")
+        credentials = self._credentials_of(key, region)
+        if credentials is None or service != ["s3", "aws4_request"]:
             return "InvalidAccessKeyId"
         sorted_query = "&".join(f"{quote(n, safe='-_.~')}={quote(v, safe='-_.~')}" for n, v in query.items())
         request = AWSRequest(self.command, f"http://{self.headers['Host']}{path}?{sorted_query}")
         for name in told["SignedHeaders"].split(";"):
             request.headers[name] = self.headers[name]
         request.context["timestamp"] = self.headers["x-amz-date"]
-        signer = S3SigV4Auth(_CREDENTIALS, "s3", "us-east-1")
+        signer = S3SigV4Auth(credentials, "s3", region)
         text = signer.string_to_sign(request, signer.canonical_request(request))
         return "" if signer.signature(text, request) == told["Signature"] else "SignatureDoesNotMatch"
+
+    def _credentials_of(self, key: str, region: str) -> Credentials | None:
+        """Those with which a request of this access key must be signed; None for a key or region that is not known."""
+        return _CREDENTIALS if (key, region) == (KEY, "us-east-1") else None
