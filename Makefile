@@ -93,12 +93,13 @@ mutants: venv
 # Whole runs with faults on virtual time: `make simulate SEEDS=100000`, or one of them with its log: `make simulate SEED=7`;
 # with `WIDE=1` those with more replicas, settings and faults, with `FLIPS=1` those in which bits flip in memory, with
 # `FORGED=1` those in which somebody with a key to the bucket forges well-formed records, with `SIGNED=1` signed ones in
-# which somebody does, with `SCALED=1` those that grow and shrink, with `PLACED=1` those at places whose vendors lie.
+# which somebody does, with `SCALED=1` those that grow and shrink, with `PLACED=1` those at places whose vendors lie,
+# with `ISLANDS=1` those whose replicas have several ranks, which die one by one.
 # An interrupted call goes on with `FIRST=` the seed after the last one that it printed.
 SEEDS := 1000
 FIRST := 0
 simulate: venv
-	PYTHONPATH=tests/support $(BIN)/python tests/simulation/run.py $(if $(FLIPS),--kind flips,$(if $(FORGED),--kind forged,$(if $(SIGNED),--kind signed,$(if $(SCALED),--kind scaled,$(if $(PLACED),--kind placed,$(if $(WIDE),--kind wide)))))) $(if $(SEED),--seed $(SEED),--seeds $(SEEDS) --first $(FIRST))
+	PYTHONPATH=tests/support $(BIN)/python tests/simulation/run.py $(if $(FLIPS),--kind flips,$(if $(FORGED),--kind forged,$(if $(SIGNED),--kind signed,$(if $(SCALED),--kind scaled,$(if $(PLACED),--kind placed,$(if $(ISLANDS),--kind islands,$(if $(WIDE),--kind wide))))))) $(if $(SEED),--seed $(SEED),--seeds $(SEEDS) --first $(FIRST))
 
 # Mutated records and buckets through every reading command: `make fuzz RECORDS=1000000 BUCKETS=10000`.
 RECORDS := 100000

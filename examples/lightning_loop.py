@@ -7,6 +7,8 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 
 from diloco_orchestrator import ReplicaContext, ReplicaSession, launch
 
@@ -33,9 +35,16 @@ class Shuffled(torch.utils.data.Sampler[int]):
 
 
 class Regression(lightning.LightningModule):
-    def __init__(self) -> None:
+    """`sharded`: over the ranks of this replica, by ModelParallelStrategy."""
+
+    def __init__(self, sharded: bool) -> None:
         super().__init__()
+        self.sharded = sharded
         self.net = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+
+    def configure_model(self) -> None:
+        if self.sharded:
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         return torch.nn.functional.mse_loss(self.net(batch[0]), batch[0].sum(1, keepdim=True))
@@ -66,7 +75,8 @@ class Replica(lightning.Callback):
 
 
 def train(ctx: ReplicaContext) -> None:
-    x = torch.randn(512, 4, generator=torch.Generator().manual_seed(ctx.replica_id))  # this replica's part of the data
+    part = ctx.replica_id * ctx.ranks + ctx.rank  # of the data, this rank's own
+    x = torch.randn(512, 4, generator=torch.Generator().manual_seed(part))
     order = Shuffled(len(x), seed=ctx.replica_id)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=16, sampler=order)
     quiet = {
@@ -75,8 +85,12 @@ def train(ctx: ReplicaContext) -> None:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    trainer = lightning.Trainer(accelerator="cpu", max_epochs=-1, callbacks=[Replica(ctx, order)], **quiet)
-    trainer.fit(Regression(), loader)
+    strategy: Any = "ddp" if ctx.ranks > 1 else "auto"
+    if sharded := ctx.ranks > 1 and bool(ctx.args.get("sharded")):
+        strategy = ModelParallelStrategy(data_parallel_size=ctx.ranks, tensor_parallel_size=1)
+    ranks: dict[str, Any] = {"devices": ctx.ranks, "strategy": strategy, "use_distributed_sampler": False}
+    trainer = lightning.Trainer(accelerator="cpu", max_epochs=-1, callbacks=[Replica(ctx, order)], **ranks, **quiet)
+    trainer.fit(Regression(sharded), loader)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from diloco_orchestrator.protocol.process import (
     unpacked_code,
 )
 from diloco_orchestrator.replica.process.machines import Link, MachinePlace, other_machines, serve_machine_0
+from diloco_orchestrator.replica.process.rank_children import RankProgram
 from diloco_orchestrator.replica.process.rank_processes import RankProcesses
 from diloco_orchestrator.replica.process.run_attempt import (
     LeavingNotice,
@@ -42,11 +43,12 @@ def main() -> int:
     notice.install()
     arguments = ["--store", options.store, "--replica-id", str(options.replica_id)]
     arguments += ["--attempt", str(options.attempt), *Launched.of_options(options).arguments()]
+    program = RankProgram(arguments, environ)
     others: list[Link] = []
     if (place := MachinePlace.of(environ)) is not None:
         configure_logging(options.replica_id, options.attempt)
         if place.number:
-            return serve_machine_0(place, arguments, environ, clock, notice)
+            return serve_machine_0(place, program, clock, notice)
         try:
             others = other_machines(place, clock, notice)
         except (Preempted, OSError) as error:  # nothing is claimed, so that no record can hold it
@@ -68,9 +70,7 @@ def main() -> int:
         load_entrypoint=load_entrypoint,
         interrupt_if=notice.interrupt_if,
         ranks=options.ranks,
-        train_in_ranks=lambda attempt, ranks: RankProcesses(
-            attempt, ranks, arguments, environ, clock, notice, others=others
-        ).run(),
+        train_in_ranks=lambda attempt, ranks: RankProcesses(attempt, ranks, program, clock, notice, others).run(),
         # By a thread of C, which runs also where a library holds the lock of the interpreter and never comes back.
         dump_stacks_after=lambda seconds: faulthandler.dump_traceback_later(seconds, file=2),
     )

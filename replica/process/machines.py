@@ -7,6 +7,7 @@ start their ranks, pass on what those print, report and how they die, and end th
 
 import fcntl
 import hmac
+import ipaddress
 import json
 import logging
 import selectors
@@ -15,6 +16,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from diloco_orchestrator.clock import Clock
@@ -28,7 +30,7 @@ from diloco_orchestrator.protocol.process import (
     EXIT_PREEMPTED,
 )
 from diloco_orchestrator.replica.process.rank import RankPlace
-from diloco_orchestrator.replica.process.rank_children import LOOK_S, RANK, RankChildren
+from diloco_orchestrator.replica.process.rank_children import LOOK_S, RankChildren, RankProgram
 
 log = logging.getLogger(__name__)
 
@@ -156,14 +158,7 @@ def _tries(clock: Clock, should_leave: Callable[[], bool]) -> Iterator[None]:
         clock.sleep(_AGAIN_S)
 
 
-def serve_machine_0(
-    place: MachinePlace,
-    arguments: Sequence[str],
-    environ: Mapping[str, str],
-    clock: Clock,
-    should_leave: Callable[[], bool],
-    program: str = RANK,
-) -> int:
+def serve_machine_0(place: MachinePlace, program: RankProgram, clock: Clock, should_leave: Callable[[], bool]) -> int:
     """In another machine: run the ranks that machine 0 names, until it ends them or is gone. Returns the exit code.
 
     How the attempt ends is machine 0's to say: this one exits with 0 once the two were connected, and with
@@ -174,7 +169,7 @@ def serve_machine_0(
     if link is None:
         return EXIT_PREEMPTED
     link.send({"machine": place.number, "key": place.key})
-    children = RankChildren(arguments, environ, link.send, program)
+    children = RankChildren(program, link.send)
     served = _Served(link, children)
     children.also_read(link, served.obey)
     was_asked = False
@@ -231,9 +226,13 @@ def start_message(places: Sequence[RankPlace]) -> dict[str, Any]:
 
 
 def interface_of(address: str) -> str:
-    """The name of this machine's network interface with an IPv4 address; empty if none has it."""
+    """The name of this machine's network interface with an IPv4 or IPv6 address; empty if none has it."""
     if address.startswith("127."):
         return "lo"
+    if ":" in address:
+        packed = ipaddress.IPv6Address(address.partition("%")[0]).packed.hex()
+        known = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
+        return next((words[-1] for words in known if words[0] == packed), "")
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked, suppress(OSError):
             found = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))

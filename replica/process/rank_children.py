@@ -32,6 +32,19 @@ _NOT_OF_RANKS = {ENV_LEAVE_AFTER, ENV_MACHINE, ENV_MACHINES, ENV_MEETING, ENV_ME
 Message = Mapping[str, Any]  # {"rank": number} with "output": a line, "event": an object, or "died": an exit code
 
 
+@dataclass(frozen=True)
+class RankProgram:
+    """The command of every rank of an attempt, on each of its machines.
+
+    `arguments`: of the process above: store, replica, attempt and digests, which every rank gets too. `module`: that
+    each rank runs.
+    """
+
+    arguments: Sequence[str]
+    environ: Mapping[str, str] = field(repr=False)
+    module: str = RANK
+
+
 @dataclass
 class _Child:
     """The process of one rank."""
@@ -45,19 +58,12 @@ class _Child:
 class RankChildren:
     """Starts ranks on this machine and passes on what becomes of them.
 
-    Args:
-        arguments: of the process above: store, replica, attempt and digests, which every rank gets too.
-        said: called with each `Message`, in the order in which the rank printed or sent; "died" is a rank's last.
-        program: the module that each rank runs.
+    `said`: called with each `Message`, in the order in which the rank printed or sent; "died" is a rank's last.
     """
 
-    def __init__(
-        self, arguments: Sequence[str], environ: Mapping[str, str], said: Callable[[Message], None], program: str = RANK
-    ) -> None:
-        self._arguments = arguments
-        self._environ = environ
-        self._said = said
+    def __init__(self, program: RankProgram, said: Callable[[Message], None]) -> None:
         self._program = program
+        self._said = said
         self._children: list[_Child] = []
         self._selector = selectors.DefaultSelector()
 
@@ -70,11 +76,11 @@ class RankChildren:
         read_end, write_end = os.pipe()
         here = replace(place, events=write_end, parent=os.getpid())
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", self._program, *self._arguments, "--place", here.to_text()],
+            [sys.executable, "-P", "-m", self._program.module, *self._program.arguments, "--place", here.to_text()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=_environment(self._environ, here, interface),
+            env=_environment(self._program.environ, here, interface),
             pass_fds=[each for each in (write_end, here.listener) if each >= 0],
             process_group=0,  # a signal to this process's group must not reach ranks, nor their data loaders
         )

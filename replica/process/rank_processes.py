@@ -27,7 +27,7 @@ from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.process.machines import Link, interface_of, start_message
 from diloco_orchestrator.replica.process.rank import STACKS, RankPlace
-from diloco_orchestrator.replica.process.rank_children import LOOK_S, RANK, Message, RankChildren
+from diloco_orchestrator.replica.process.rank_children import LOOK_S, Message, RankChildren, RankProgram
 from diloco_orchestrator.replica.process.run_attempt import Ending
 
 log = logging.getLogger(__name__)
@@ -70,9 +70,8 @@ class RankProcesses:
 
     Args:
         ranks: their number.
-        arguments: of this process: store, replica, attempt and digests, which every rank gets too.
+        program: what each of them runs.
         should_leave: whether this process was asked to leave; rank 0 is then asked, and signals the others.
-        program: the module that each rank runs.
         others: the connections to the replica's other machines, each of which has as many ranks as this one.
     """
 
@@ -80,15 +79,13 @@ class RankProcesses:
         self,
         attempt: Attempt,
         ranks: int,
-        arguments: Sequence[str],
-        environ: Mapping[str, str],
+        program: RankProgram,
         clock: Clock,
         should_leave: Callable[[], bool],
-        program: str = RANK,
         others: Sequence[Link] = (),
     ) -> None:
         self._attempt = attempt
-        self._environ = environ
+        self._environ = program.environ
         self._clock = clock
         self._should_leave = should_leave
         self._timeout_s = attempt.config.retry.hung_after_s
@@ -96,7 +93,7 @@ class RankProcesses:
         self._ranks = [RankState(number) for number in range(ranks)]
         self._on_machine = ranks // (1 + len(others))
         self._others = dict(enumerate(others, start=1))  # by number of the machine
-        self._children = RankChildren(arguments, environ, self._heard, program)
+        self._children = RankChildren(program, self._heard)
         self._other_is_asked = False
         self._was_asked = False
 

@@ -26,6 +26,7 @@ from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.attempt.heartbeat import Pulse
 from diloco_orchestrator.replica.process.range_record import RangeRecord
 from diloco_orchestrator.replica.process.rank import RankPlace, train_as_rank
+from diloco_orchestrator.replica.process.rank_children import RankProgram
 from diloco_orchestrator.replica.process.rank_processes import RankProcesses
 from diloco_orchestrator.replica.process.rerun_result import RerunResult
 from diloco_orchestrator.replica.process.run_attempt import (
@@ -144,6 +145,12 @@ def rerun(
         return RerunResult(not_auditable=f"training it again ended without a contribution: {words}")
     from diloco_orchestrator.replica.process import range_comparison  # imports torch, whose threads are set now
 
+    reader, most = ContributionReader(store, repetition.attempt.background), repetition.attempt.config.most_replicas
+    if range_comparison.is_of_an_earlier_order(found, reader.in_round(manifest.round, most)):
+        return RerunResult(
+            not_auditable="an earlier version wrote this round, which drew the order of a trainer's data from each "
+            "replica's own random numbers: audit it with that version"
+        )
     return range_comparison.compare(store, view.written, manifest, found, record.delta_before(), output, earlier)
 
 
@@ -196,9 +203,8 @@ def main() -> int:
     def trained(attempt: Attempt) -> Ending:
         if manifest.ranks is None:
             return train(attempt, load_entrypoint)
-        program = "diloco_orchestrator.replica.process.rerun_range"
-        given = attempt, manifest.ranks, sys.argv[1:], environ, SystemClock(), lambda: False, program
-        return RankProcesses(*given).run()
+        program = RankProgram(sys.argv[1:], environ, "diloco_orchestrator.replica.process.rerun_range")
+        return RankProcesses(attempt, manifest.ranks, program, SystemClock(), lambda: False).run()
 
     load_training_libraries(environ)
     found = rerun(store, manifest, repetition(ThreadBackground()), trained, options.output, options.earlier)

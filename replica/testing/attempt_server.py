@@ -21,6 +21,7 @@ from diloco_orchestrator.clock import SystemClock, ThreadBackground
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import load_entrypoint
 from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.process.rank_children import RankProgram
 from diloco_orchestrator.replica.process.rank_processes import RankProcesses
 from diloco_orchestrator.replica.process.run_attempt import (
     Ending,
@@ -143,7 +144,7 @@ def _take_part(job: Job) -> int:
     arguments += launched.arguments()
 
     def train_in_ranks(attempt: Attempt, ranks: int) -> Ending:
-        return RankProcesses(attempt, ranks, arguments, environ, clock, lambda: False, WATCHED_RANK).run()
+        return RankProcesses(attempt, ranks, RankProgram(arguments, environ, WATCHED_RANK), clock, lambda: False).run()
 
     ending = run_attempt(
         job.url,

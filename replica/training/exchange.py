@@ -70,11 +70,6 @@ class ExchangePlan:
     gathered: Sequence[Move]
     scattered: Sequence[Move]
 
-    @property
-    def is_local(self) -> bool:
-        """Whether gathering needs no message: each owner holds all that it owns, as with DDP or a single rank."""
-        return all(move.holder == move.owner for move in self.gathered)
-
 
 def owned_by_shard(layout: BaseLayout, ranks: int) -> Owned:
     """The rank that owns each range of a base's parameters: the owner of the shard in which the range lies."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from diloco_orchestrator.allreduce.owners import ALONE, Owners
+from diloco_orchestrator.allreduce.spool import held
 from diloco_orchestrator.allreduce.vectors import empty
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.replica.training.exchange import (
@@ -217,7 +218,8 @@ class Exchange:
     def gather(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """In rank 0, if it owns every tensor: the tensors `names`, whole, by name; elsewhere nothing.
 
-        A tensor that rank 0 holds whole is the tensor itself, not a copy; any other is new, on the CPU.
+        A tensor that rank 0 holds whole is the tensor itself, not a copy; any other is new, on the CPU, within the
+        memory budget or in a temporary file.
         """
         whole: dict[str, torch.Tensor] = {}
         for name in names if not self._ranks.rank else ():
@@ -225,7 +227,7 @@ class Exchange:
             if local_part(tensor).numel() == tensor.numel():
                 whole[name] = local_part(tensor).view(tensor.shape)
             else:
-                whole[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                whole[name] = held(tensor.numel(), name, tensor.dtype).view(tensor.shape)
 
         def put(move: Move, values: torch.Tensor) -> None:
             if local_part(self._tensors[move.name]).numel() < whole[move.name].numel():

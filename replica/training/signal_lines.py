@@ -4,15 +4,19 @@ They are beside torch.distributed: a broadcast of gloo wakes several threads in 
 of a short inner step where ranks share cores (`benchmarks/island_steps.py`).
 """
 
+import os
+import socket
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
 from diloco_orchestrator.clock import random_token
 
-_LOOPBACK = ("127.0.0.1", "localhost")
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_STRANGER_S = 10  # for which rank 0 waits for a connected process to show the key
 _TAKEN = b""
 
 
@@ -31,17 +35,20 @@ class SignalLines:
     def joined(cls, rank: int, ranks: int, host: str, everyone: Callable[[Any], Sequence[Any]]) -> "SignalLines":
         """The connections of this rank. Every rank calls it at the same time.
 
-        `host`: name or IPv4 address by which all ranks reach the machine of rank 0; from a loopback address rank 0 is
+        `host`: name or address by which all ranks reach the machine of rank 0; from a loopback address rank 0 is
         reached by ranks of its own machine alone. `everyone`: called with an object in every rank, it returns those of
         all, in rank order.
         """
         if rank:
             port, key = everyone(None)[0]
-            return cls([Client((host, port), authkey=key)])
+            connection: Connection[Any, Any] = Connection(socket.create_connection((host, port)).detach())
+            answer_challenge(connection, key)
+            deliver_challenge(connection, key)
+            return cls([connection])
         key = (random_token() + random_token()).encode()
-        with Listener((host if host in _LOOPBACK else "", 0), backlog=ranks, authkey=key) as listener:
-            everyone((listener.address[1], key))
-            return cls([_accepted(listener) for _ in range(1, ranks)])
+        with _listening(host, ranks) as server:
+            everyone((server.getsockname()[1], key))
+            return cls([_accepted(server, key) for _ in range(1, ranks)])
 
     def send(self, message: bytes) -> None:
         """Send a message from rank 0 to every other rank."""
@@ -65,13 +72,28 @@ class SignalLines:
             connection.close()
 
 
-def _accepted(listener: Listener) -> "Connection[Any, Any]":
-    """The next connection of a process that knows the listener's key; one of anybody else is closed."""
+def _listening(host: str, ranks: int) -> socket.socket:
+    """A socket on a free port: of a loopback address if `host` is one, else of all addresses, IPv4 and IPv6."""
+    own = host if host in _LOOPBACK else ""
+    both = not own and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in own else socket.AF_INET
+    return socket.create_server((own, 0), family=family, backlog=ranks, dualstack_ipv6=both)
+
+
+def _accepted(server: socket.socket, key: bytes) -> "Connection[Any, Any]":
+    """The next connection of a process that knows the key; one of anybody else, who may also be silent, is closed."""
     while True:
-        try:
-            return listener.accept()
-        except (AuthenticationError, EOFError, ConnectionError):
-            continue
+        with server.accept()[0] as joined:
+            connection: Connection[Any, Any] = Connection(os.dup(joined.fileno()))
+            joined.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _STRANGER_S, 0))
+            try:
+                deliver_challenge(connection, key)
+                answer_challenge(connection, key)
+            except (AuthenticationError, EOFError, OSError):
+                connection.close()
+                continue
+            joined.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+            return connection
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.replica.context import ReplicaSession
 from diloco_orchestrator.replica.testing import ConformanceReport, Finding, ReplicaUnsound, check_replica
 from diloco_orchestrator.replica.testing.jobs import Seen
-from diloco_orchestrator.replica.testing.rows import NAMES, Checked, findings
+from diloco_orchestrator.replica.testing.rows import NAMES, CheckResults, findings
 from diloco_orchestrator.replica.testing.watched import Notes, PlainSession
 
 ROOT = Path(__file__).parent.parent.parent
@@ -46,7 +46,7 @@ FLEET = replace(FIRST, notes=Notes(at_round=["x", "y", "z"]))
 KILLED = replace(FIRST, code=None, digests=("a", "b"))
 
 
-def checked(**changed: Seen) -> Checked:
+def checked(**changed: Seen) -> CheckResults:
     """What a sound function leaves, but for some processes; a name's spaces are underscores here."""
     seen = {
         "first": FIRST,
@@ -60,10 +60,12 @@ def checked(**changed: Seen) -> Checked:
         **{f"killed {place}": KILLED for place in ("inside a round", "at a round's end")},
         **{f"resumed {place}": FIRST for place in ("inside a round", "at a round's end")},
     }
-    return Checked(rounds=3, sync_every=4, replicas=2, seen=seen | {n.replace("_", " "): s for n, s in changed.items()})
+    return CheckResults(
+        rounds=3, sync_every=4, replicas=2, seen=seen | {n.replace("_", " "): s for n, s in changed.items()}
+    )
 
 
-def outcomes(checked: Checked) -> dict[str, str]:
+def outcomes(checked: CheckResults) -> dict[str, str]:
     return {found.name: found.outcome for found in findings(checked) if found.outcome != "passed"}
 
 
@@ -221,16 +223,41 @@ def test_a_schedule_that_follows_the_training_metric_is_the_same_with_and_withou
     assert report["evaluation"].outcome == "passed"
 
 
+RANKED = {  # functions of several ranks, by what each shows
+    "fully_shard": ("island_fsdp:train", {}),
+    "fully_shard, tied, bf16": ("island_workloads:train", {"model": "fsdp", "bf16": True, "hidden": 31}),
+    "DDP": ("island_workloads:train", {"model": "ddp", "hidden": 31}),
+    "averaged by the loop": ("island_workloads:train", {"model": "plain", "hidden": 31}),
+    "tensor-parallel": ("island_workloads:train", {"model": "tp", "hidden": 32}),
+    "accelerate": ("accelerate_loop:train", {}),
+    "Lightning, DDP": ("lightning_loop:train", {}),
+    "Lightning, fully_shard": ("lightning_loop:train", {"sharded": True}),
+    "Trainer, DDP": ("tiny_trainers:train", {"kind": "trainer"}),
+    "Trainer, fully_shard": ("tiny_trainers:train", {"kind": "trainer", "sharded": True}),
+    "SFT, DDP": ("tiny_trainers:train", {"kind": "sft"}),
+    "SFT, fully_shard": ("tiny_trainers:train", {"kind": "sft", "sharded": True}),
+    "DPO, DDP": ("tiny_trainers:train", {"kind": "dpo"}),
+    "GRPO, DDP": ("tiny_trainers:train", {"kind": "grpo"}),
+    "LoRA, DDP": ("tiny_trainers:train_lora", {}),
+    "LoRA, fully_shard": ("tiny_trainers:train_lora", {"sharded": True}),
+}
+# Rows that do not apply: the data of a loop are compared with held-out items only where it has any.
+ABSENT = {"accelerate_loop": {"evaluation", "planted", "frozen"}, "lightning_loop": {"evaluation", "planted", "frozen"}}
+NEEDED = {"accelerate_loop": "accelerate", "lightning_loop": "lightning", "tiny_trainers": "peft"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("train", "args"), [("island_fsdp:train", {}), ("island_workloads:train", {"model": "ddp", "hidden": 31})]
-)
-def test_functions_of_several_ranks_are_sound(train: str, args: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("shown", RANKED)
+def test_functions_of_several_ranks_are_sound(shown: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    train, args = RANKED[shown]
+    module = train.partition(":")[0]
+    pytest.importorskip(NEEDED.get(module, "torch"))
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    report = check_replica(train, args=args, ranks=2)
+    args = {**args, "folder": str(tmp_path)} if module == "tiny_trainers" else args
+    report = check_replica(train, args=args, ranks=2, limit_s=600)
     report.raise_if_unsound()
-    passed = {found.name for found in report.findings if found.outcome == "passed"}
-    assert passed == {*NAMES} - {"planted", "frozen"}, str(report)
+    absent = {found.name for found in report.findings if found.outcome != "passed"}
+    assert absent <= ABSENT.get(module, {"planted", "frozen"}), str(report)
 
 
 @pytest.mark.slow

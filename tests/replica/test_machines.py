@@ -30,6 +30,7 @@ from diloco_orchestrator.replica.process.machines import (
     other_machines,
     serve_machine_0,
 )
+from diloco_orchestrator.replica.process.rank_children import RankProgram
 from diloco_orchestrator.replica.process.rank_processes import RankProcesses
 from diloco_orchestrator.replica.process.run_attempt import Ending
 
@@ -42,9 +43,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def places(count: int, key: str = KEY) -> list[MachinePlace]:
+def places(count: int, host: str = "127.0.0.1") -> list[MachinePlace]:
     port = free_port()
-    return [MachinePlace(number, count, "127.0.0.1", port, key) for number in range(count)]
+    return [MachinePlace(number, count, host, port, KEY) for number in range(count)]
 
 
 def hello(place: MachinePlace, text: bytes) -> socket.socket:
@@ -92,21 +93,23 @@ def test_a_machine_that_is_asked_to_leave_before_the_others_are_there_claims_not
     answers = iter([False, True])  # the first is asked for before the machine listens
     with pytest.raises(Preempted, match=r"while 1 of the replica's 2 machines ran"):
         other_machines(first, SystemClock(), lambda: next(answers))
-    assert serve_machine_0(second, [], {}, SystemClock(), lambda: True) == EXIT_PREEMPTED
+    assert serve_machine_0(second, RankProgram([], {}), SystemClock(), lambda: True) == EXIT_PREEMPTED
 
 
 def test_the_interface_of_an_address_is_found():
-    assert interface_of("127.0.0.1") == interface_of("127.0.3.4") == "lo"
-    assert interface_of("203.0.113.9") == ""
+    assert interface_of("127.0.0.1") == interface_of("127.0.3.4") == interface_of("::1") == "lo"
+    assert interface_of("203.0.113.9") == interface_of("2001:db8::9") == interface_of("fe80::9%lo") == ""
 
 
 @contextmanager
-def island(folder: Path, *do: str, others: int = 1) -> Iterator[tuple[RankProcesses, SimpleNamespace, Any]]:
+def island(
+    folder: Path, *do: str, others: int = 1, host: str = "127.0.0.1"
+) -> Iterator[tuple[RankProcesses, SimpleNamespace, Any]]:
     """The judge of an island of two ranks a machine, what it is asked to do, and the futures of the other machines."""
-    first, *rest = places(1 + others)
-    arguments = ["--folder", str(folder), *do]
-    notices = SimpleNamespace(here=False, there=False)
+    first, *rest = places(1 + others, host)
     environ = {"OMP_NUM_THREADS": "2", ENV_MEETING_KEY: KEY}
+    program = RankProgram(["--folder", str(folder), *do], environ, "rank_program")
+    notices = SimpleNamespace(here=False, there=False)
     ranks, serving = 2 * (1 + others), list[Future[int]]()
     config = RunConfig(entrypoint="any:function", replicas=1, rounds=1, sync_every=1, ranks_per_replica=ranks)
     begin, pulse = SimpleNamespace(leg=1), SimpleNamespace(round=0)
@@ -114,21 +117,22 @@ def island(folder: Path, *do: str, others: int = 1) -> Iterator[tuple[RankProces
     with ThreadPoolExecutor() as threads:
         waiting = threads.submit(other_machines, first, SystemClock(), lambda: False)
         _connect(first).close()  # it listens
-        there: Any = (arguments, environ, SystemClock(), lambda: notices.there, "rank_program")
+        there = program, SystemClock(), lambda: notices.there
         serving.extend(threads.submit(serve_machine_0, each, *there) for each in rest)
         links = waiting.result(timeout=10)
-        here: Any = (arguments, environ, SystemClock(), lambda: notices.here, "rank_program", links)
-        yield RankProcesses(attempt, ranks, *here), notices, (serving, links, pulse)
+        judge = RankProcesses(attempt, ranks, program, SystemClock(), lambda: notices.here, links)
+        yield judge, notices, (serving, links, pulse)
 
 
-def test_ranks_of_two_machines_run_and_end_as_one_island(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    with island(tmp_path, "--do", '{"3": "end"}') as (judge, _, (serving, _, pulse)):
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_ranks_of_two_machines_run_and_end_as_one_island(tmp_path: Path, capfd: pytest.CaptureFixture[str], host: str):
+    with island(tmp_path, "--do", '{"3": "end"}', host=host) as (judge, _, (serving, _, pulse)):
         assert judge.run() == Ending(0, "done")
         assert [each.result(timeout=10) for each in serving] == [EXIT_DONE]
     assert pulse.round == 7  # of rank 0
     printed = sorted(line for line in capfd.readouterr().err.splitlines() if line.startswith("[rank"))
     assert printed == [
-        f"[rank {rank}] RANK={rank} LOCAL_RANK={rank % 2} LOCAL_WORLD_SIZE=2 DILOCO_MEETING_KEY=None"
+        f"[rank {rank}] RANK={rank} LOCAL_RANK={rank % 2} LOCAL_WORLD_SIZE=2 DILOCO_MEETING_KEY=None own group"
         for rank in range(4)
     ]
 

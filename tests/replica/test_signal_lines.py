@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 
 from diloco_orchestrator.replica.training.signal_lines import SignalLines
 
@@ -26,20 +27,23 @@ def _everyone(rank: int, barrier: threading.Barrier, said: dict[int, Any]) -> Ca
     return everyone
 
 
-@pytest.fixture
-def lines() -> Iterator[list[SignalLines]]:
-    barrier, said = threading.Barrier(RANKS), {}
+def _joined(everyone: Callable[[int], Callable[[Any], list[Any]]], host: str = "127.0.0.1") -> list[SignalLines]:
     with ThreadPoolExecutor(RANKS) as pool:
-        made = [
-            pool.submit(SignalLines.joined, rank, RANKS, "127.0.0.1", _everyone(rank, barrier, said))
-            for rank in range(RANKS)
-        ]
-        joined = [each.result(10) for each in made]
+        made = [pool.submit(SignalLines.joined, rank, RANKS, host, everyone(rank)) for rank in range(RANKS)]
+        return [each.result(PATIENCE_S) for each in made]
+
+
+@pytest.fixture
+def lines(request: pytest.FixtureRequest) -> Iterator[list[SignalLines]]:
+    """Parametrized by the host of rank 0, where that is not 127.0.0.1."""
+    barrier, said = threading.Barrier(RANKS), {}
+    joined = _joined(lambda rank: _everyone(rank, barrier, said), getattr(request, "param", "127.0.0.1"))
     yield joined
     for each in joined:
         each.close()
 
 
+@pytest.mark.parametrize("lines", ["127.0.0.1", "::1", "localhost", "0.0.0.0", "::"], indirect=True)
 def test_every_rank_receives_every_message_in_order(lines: list[SignalLines]):
     def sent() -> None:
         for number in range(50):
@@ -80,33 +84,36 @@ def test_a_rank_that_has_ended_ends_the_wait_of_the_others(lines: list[SignalLin
         lines[2].receive()
 
 
-def test_a_process_without_the_key_is_no_rank():
-    barrier, said = threading.Barrier(RANKS), {}
-    known = threading.Event()
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\0\0\0\5hello",
+        b"GET / HTTP/1.1\r\n\r\n",
+        pytest.param(b"", marks=pytest.mark.slow, id="nothing, and stays"),
+    ],
+)
+def test_a_process_without_the_key_is_no_rank(said: bytes):
+    barrier, known = threading.Barrier(RANKS), threading.Event()
+    ports: dict[int, Any] = {}
+    strangers: list[socket.socket] = []
 
     def stranger_first(rank: int) -> Callable[[Any], list[Any]]:
-        everyone = _everyone(rank, barrier, said)
+        everyone = _everyone(rank, barrier, ports)
 
         def called(value: Any) -> list[Any]:
             found = everyone(value)
-            if found[0] is not None:
-                if rank == 1:
-                    stranger = socket.create_connection(("127.0.0.1", found[0][0]), timeout=10)
-                    stranger.sendall(b"\0\0\0\5hello")
-                    stranger.close()
-                    known.set()
-                elif rank == 2:
-                    known.wait(10)
+            if rank == 1:
+                strangers.append(socket.create_connection(("127.0.0.1", found[0][0]), timeout=10))
+                strangers[0].sendall(said)
+                known.set()
+            elif rank == 2:
+                known.wait(10)
             return found
 
         return called
 
-    with ThreadPoolExecutor(RANKS) as pool:
-        made = [
-            pool.submit(SignalLines.joined, rank, RANKS, "127.0.0.1", stranger_first(rank)) for rank in range(RANKS)
-        ]
-        lines = [each.result(10) for each in made]
+    lines = _joined(stranger_first)
     lines[0].send(b"1")
     assert [each.receive() for each in lines[1:]] == [b"1", b"1"]
-    for each in lines:
+    for each in [*lines, *strangers]:
         each.close()

@@ -1,24 +1,25 @@
 """Replicas of several ranks, with real processes over gloo: the same training as by one, deaths, and bad input."""
 
 import json
+import math
 import os
 import re
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fast_s3 import running_fast_s3
-from island_workloads import WIDTH
-from real_runs import FAST, digests, reader_of, wait_for
+from island_workloads import WIDTH, memory_group
+from real_runs import FAST, digests, reader_of, taken_away_in_mid_round
 
-from diloco_orchestrator import LocalProcessExecutor, Run, RunResult, launch
+from diloco_orchestrator import LocalProcessExecutor, Run, RunResult, launch, pull, whatif
 from diloco_orchestrator import audit as audit_run
 from diloco_orchestrator.errors import RunFailed
-from diloco_orchestrator.inspection.audit.findings import Outcome
+from diloco_orchestrator.inspection.audit.findings import AuditOutcome
 from diloco_orchestrator.inspection.verify import verify
+from diloco_orchestrator.run_log.attempts import AttemptRecords
 
 pytestmark = pytest.mark.slow
 
@@ -86,14 +87,24 @@ def test_a_bucket_says_nothing_of_ranks_but_their_number_in_manifests(alone, isl
     assert [path.read_bytes() for path in first[1]] == [path.read_bytes() for path in first[0]]
 
 
-def test_the_run_of_islands_verifies(islands):
-    report = verify(str(islands[1]))
+def test_all_islands_have_the_same_base_in_every_round(islands):
+    for folder in sorted(islands[1].glob("rounds/*/contributions")):
+        manifests = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+        assert len(manifests) == 2 and len({manifest["base_digest"] for manifest in manifests}) == 1
+
+
+def test_the_run_of_islands_verifies_and_its_models_are_pulled_and_asked_for_what_would_be(islands, tmp_path):
+    url = str(islands[1])
+    report = verify(url)
     assert report.agrees, report
+    assert pull(url, tmp_path / "model", 2) == 2
+    found = whatif(url, round=2, without=[1])
+    assert found.digest not in digests(islands[1]) and found.digest_as_it_was == digests(islands[1])[1]
 
 
 def test_what_islands_have_trained_is_trained_again_by_as_many_ranks(islands):
     done = audit_run(str(islands[1]), draw=6, seed=1)
-    assert [(each.outcome, each.words) for each in done.findings] == [(Outcome.EQUAL, "")] * 6
+    assert [(each.outcome, each.words) for each in done.findings] == [(AuditOutcome.EQUAL, "")] * 6
 
 
 def test_a_rank_that_lies_is_found_by_an_audit(start, monkeypatch):
@@ -102,7 +113,7 @@ def test_a_rank_that_lies_is_found_by_an_audit(start, monkeypatch):
     run.wait()
     monkeypatch.delenv("ISLAND_LIE")
     found = {each.range_.round: each.outcome for each in audit_run(str(bucket), draw=2, seed=1).findings}
-    assert found == {1: Outcome.EQUAL, 2: Outcome.DIFFERS}
+    assert found == {1: AuditOutcome.EQUAL, 2: AuditOutcome.DIFFERS}
 
 
 @pytest.mark.parametrize(("model", "ranks"), [("tp", [2, 1]), ("tp_fsdp", [4, 1])])
@@ -117,9 +128,9 @@ def test_tensor_parallel_islands_train_what_single_processes_do(start, model, ra
     assert [row.tokens for row in results[1].metrics] == [row.tokens for row in results[0].metrics]
 
 
-@pytest.mark.parametrize("model", ["ddp", "plain"])
-def test_unequal_islands_train_together(start, alone, model):
-    run, bucket = start(args={"model": model}, ranks_per_replica=[2, 1])
+@pytest.mark.parametrize(("model", "ranks"), [("ddp", 2), ("ddp", [2, 1]), ("plain", [2, 1])])
+def test_islands_of_any_sizes_train_what_single_processes_do(start, alone, model, ranks):
+    run, bucket = start(args={"model": model}, ranks_per_replica=ranks)
     assert _scores(run.wait()) == pytest.approx(_scores(alone[0]), abs=NEAR)
     assert verify(str(bucket)).agrees
 
@@ -162,12 +173,20 @@ def test_islands_train_what_single_processes_do_however_shards_are_averaged(star
     assert scores[1] == pytest.approx(scores[0], abs=NEAR)
 
 
-def test_each_rank_holds_and_moves_its_part_of_the_base(start, tmp_path, monkeypatch):
-    """Of 64 shards each of four ranks has 16: base and momenta, and the bytes up and down.
+@pytest.mark.parametrize(
+    ("model", "mib", "tied"),
+    [("fsdp", 64, 0.0), ("fsdp", 41.4, 0.6), ("ddp", 41.4, 0.6), ("ddp", 64, 0.0)],
+    ids=lambda value: str(value),
+)
+def test_each_rank_holds_and_moves_its_part_of_the_base(start, tmp_path, monkeypatch, model, mib, tied):
+    """Each of four ranks owns a quarter of the shards: base and momenta, and the bytes up and down.
 
-    A rank's part is 16 MiB, beside which the blocks of 512 KiB of arithmetic, some in each thread, are few.
+    `mib`: of the model, in shards of 1 MiB. `tied`: the embedding's share of it, which is also the head. Beside a
+    rank's part the blocks of 512 KiB of arithmetic, some in each thread, are few.
     """
-    hidden, c = 64 * 2**18 // (2 * WIDTH + 1), 64 * 2**20
+    c = mib * 2**20
+    vocabulary = max(29, round(tied * c / 4 / WIDTH))
+    hidden = round((c / 4 - vocabulary * WIDTH) / (2 * WIDTH + 1))
     measured = tmp_path / "measured"
     measured.mkdir()
     with running_fast_s3() as server:
@@ -175,17 +194,22 @@ def test_each_rank_holds_and_moves_its_part_of_the_base(start, tmp_path, monkeyp
             monkeypatch.setenv(name, value)
         settings = {"store": "s3://bucket/run", "ranks_per_replica": [4, 1], "snapshot_every": 100, "rounds": 3}
         # Without scores: the activations of scoring are the model's, and larger than what is measured.
-        args = {"model": "fsdp", "hidden": hidden, "measured": str(measured), "heldout": False}
+        args = {"model": model, "hidden": hidden, "vocabulary": vocabulary, "measured": str(measured), "heldout": False}
         run, _ = start(args=args, replica_state="none", guard={"rule": "off"}, **settings)
         run.wait()
         moved = server.payload_bytes()
     up, down = ([moved[f"{way} 0.{rank}"] for rank in range(4)] for way in ("up", "down"))
-    assert up == pytest.approx([3 * c / 4] * 4, rel=0.01) and sum(up) == moved["up 1.0"]  # of three rounds
-    assert down == pytest.approx([sum(down) / 4] * 4, rel=0.01)  # of the rounds, and to verify the last base
+    shards = [len(range(rank, math.ceil(mib), 4)) * 2**20 for rank in range(4)]  # of each rank, bytes
+    shards[(math.ceil(mib) - 1) % 4] -= math.ceil(mib) * 2**20 - c  # the last one is shorter
+    assert (
+        up == pytest.approx([3 * each for each in shards], rel=0.01) and sum(up) == moved["up 1.0"]
+    )  # of three rounds
+    assert down == pytest.approx([each * sum(down) / c for each in shards], rel=0.01)  # and to verify the last base
     assert sum(down) >= 3 * c
     for rank in range(4):
         held, most = (int(number) for number in (measured / f"0.{rank}").read_text().split())
-        assert 2 * c / 4 <= held <= 2.5 * c / 4, (rank, held / c)
+        print(f"rank {rank}: held {4 * held / c:.2f}, at the peak {4 * most / c:.2f} times its part of {mib} MiB")
+        assert 1.99 * shards[rank] <= held <= 2.5 * c / 4, (rank, held / c)
         assert most <= 3.5 * c / 4, (rank, most / c)
 
 
@@ -199,6 +223,15 @@ def test_each_rank_holds_and_moves_its_part_of_the_base(start, tmp_path, monkeyp
         ("SIGKILL", 0, r"rank 0 of 2 was killed by signal 9 \(SIGKILL", "rank 1 ended too"),
         ("raise", 1, "rank 1 of 2: RuntimeError", "planted"),
         ("memory", 1, "rank 1 of 2: RuntimeError", "can't allocate memory: you tried to allocate 4294967296 bytes"),
+        pytest.param(
+            *(
+                "memory of the group",
+                1,
+                r"rank 1 of 2 was killed by signal 9 \(SIGKILL, as the kernel",
+                "rank 0 ended too",
+            ),
+            marks=pytest.mark.skipif(memory_group() is None, reason="no memory cgroup can be made here"),
+        ),
         ("SIGSTOP", 1, "rank 1 of 2 gave no sign of life for 10 s", "the stacks of rank 1"),
         ("sleep", 1, "rank 1 of 2 did not come to a collective in which rank 0 waited for 10 s", "in _fault"),
         ("supervisor", 1, "", ""),
@@ -219,6 +252,10 @@ def test_an_island_that_loses_a_rank_is_named_relaunched_and_ends_with_the_same_
         assert re.search(reason, ended.reason), ended.reason
         assert log in (bucket / "replicas/1/attempts/1/log.txt").read_text()
     assert not _processes_of(bucket)
+    if what == "memory of the group":
+        group = Path((tmp_path / "once").read_text())
+        assert "oom_kill 1\n" in (group / "memory.oom_control").read_text()
+        group.rmdir()
 
 
 def test_a_rank_that_imports_for_longer_than_a_hung_one_may_be_silent_is_waited_for(start, tmp_path, monkeypatch):
@@ -263,24 +300,13 @@ def test_a_preempted_island_publishes_its_part_and_goes_on(start, tmp_path, entr
     """The notice goes to all processes of the group, as at many providers; loaders' worker processes do not get it."""
     args = {"model": "ddp", "hidden": 31, "folder": str(tmp_path)}
     run, bucket = start(entrypoint, args=args, rounds=1, sync_every=10_000, quorum=1, ranks_per_replica=[2, 1])
-    waiting = threading.Thread(target=run.wait)
-    waiting.start()
-    attempts = reader_of(bucket).attempts
 
-    def is_training() -> bool:
-        beat = attempts.heartbeat(0, 1)
-        return beat is not None and beat.inner_step > 5
+    def notify(attempts: AttemptRecords) -> None:
+        claim = attempts.claim(0, 1)
+        assert claim is not None and os.getpgid(claim.pid) == claim.pid
+        os.killpg(claim.pid, signal.SIGTERM)
 
-    wait_for(is_training, "an inner step")
-    claim = attempts.claim(0, 1)
-    assert os.getpgid(claim.pid) == claim.pid
-    os.killpg(claim.pid, signal.SIGTERM)
-    waiting.join()
-    ended = attempts.exit(0, 1)
-    assert (ended.code, ended.reason) == (75, "preempted")
-    manifest = json.loads((bucket / "rounds/00000001/contributions/0.json").read_text())
-    assert 5 < manifest["origins"][0]["steps"] < 10_000
-    assert attempts.exit(0, 2).code == 0
+    taken_away_in_mid_round(run, bucket, notify)
     workers = [path.name.partition("-")[0] for path in tmp_path.iterdir()]
     assert set(workers) == ({"worker"} if entrypoint == "train_with_workers" else set())
     assert len(workers) >= 3 * 2 * (entrypoint == "train_with_workers")  # two of each rank that began to train
@@ -296,6 +322,7 @@ def test_a_preempted_island_publishes_its_part_and_goes_on(start, tmp_path, entr
         ("train_a_stage_of_a_pipeline", "stages of a pipeline cannot be attached"),
         ("train_with_ties_in_two_groups", "belong into one group: fully_shard([model.embedding, model.head])"),
         ("train_attached_in_rank_0", "not every rank of this replica reached ctx.attach"),
+        ("train_that_never_attaches_in_rank_1", "returned without calling ctx.attach"),
         ("train_without_ddp", "has other values in rank 1 than in rank 0"),
         ("train_that_ends_early_in_rank_1", "rank 1 of 2: ended early"),
         ("train_with_fsdp1", "fully_shard (FSDP2) instead"),

@@ -2,9 +2,9 @@
 
 With `WIDE=1` the runs have more replicas, settings and faults, with `FLIPS=1` they are those in which bits flip in
 memory, with `FORGED=1` those in which somebody forges records, with `SIGNED=1` signed ones in which somebody does, with
-`SCALED=1` those that grow and shrink, with `PLACED=1` those at places whose vendors lie; `--kind all` plays every kind
-in turn. Each line printed names the seeds that
-were played, so an interrupted call goes on with `--first`.
+`SCALED=1` those that grow and shrink, with `PLACED=1` those at places whose vendors lie, with `ISLANDS=1` those whose
+replicas have several ranks; `--kind all` plays every kind in turn. Each line printed names the seeds that were played,
+so an interrupted call goes on with `--first`.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from simulation import simulate, simulate_flips, simulate_forged, simulate_scaled, simulate_wide
+from simulation import simulate, simulate_flips, simulate_forged, simulate_islands, simulate_scaled, simulate_wide
 from simulation_places import simulate_placed
 from simulation_signed import simulate_signed
 
@@ -31,6 +31,7 @@ KINDS = {
     "scaled": simulate_scaled,
     "signed": simulate_signed,
     "placed": simulate_placed,
+    "islands": simulate_islands,
 }
 MOST_TOGETHER = 50  # seeds that one process plays for one line of output
 COLLECTED_TOGETHER = 5  # seeds after which their garbage, up to 10 MB each, is collected

@@ -73,12 +73,13 @@ def hf_jobs(folder: Path) -> Iterator[Cloud]:
 
 
 @contextmanager
-def kubernetes(folder: Path, **options: Any) -> Iterator[Cloud]:
+def kubernetes(folder: Path, pod_ip: str = "", **options: Any) -> Iterator[Cloud]:
     from loopback_kubernetes import TOKEN, running_kubernetes
 
     from executors.kubernetes_jobs import KubernetesExecutor
 
     with running_kubernetes() as cluster:
+        cluster.pod_ip = pod_ip or cluster.pod_ip
         config = cluster.write_kubeconfig(folder / "kubeconfig")
         given = {"kubeconfig": config, "image": "any", **options}
         yield Cloud(
@@ -93,6 +94,11 @@ def kubernetes(folder: Path, **options: Any) -> Iterator[Cloud]:
 def kubernetes_pods(folder: Path) -> AbstractContextManager[Cloud]:
     """A pod for each rank."""
     return kubernetes(folder, ranks_per_machine=1)
+
+
+def kubernetes_pods_with_ipv6(folder: Path) -> AbstractContextManager[Cloud]:
+    """The same, in a cluster whose only replica of several pods has IPv6 addresses."""
+    return kubernetes(folder, "::1", ranks_per_machine=1)
 
 
 @contextmanager

@@ -24,14 +24,14 @@ HIDDEN = 20_011  # 741 k parameters: three shards of 1 MiB, the last one shorter
 class TinyModel(torch.nn.Module):
     """A language model whose head is tied to its embedding, with a normalisation that has buffers."""
 
-    def __init__(self, hidden: int = HIDDEN) -> None:
+    def __init__(self, hidden: int = HIDDEN, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
+        self.embedding = torch.nn.Embedding(vocabulary, WIDTH)
         inwards, outwards = torch.nn.Linear(WIDTH, hidden), torch.nn.Linear(hidden, WIDTH)
         self.hidden = torch.nn.Sequential(inwards, torch.nn.ReLU(), outwards)
         self.norm = torch.nn.LayerNorm(WIDTH)
         self.register_buffer("seen", torch.zeros(()))
-        self.head = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head = torch.nn.Linear(WIDTH, vocabulary, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ def train(ctx: Any) -> None:
 
     Faults by `args["fault"]`; `args["noise"]`: the rank whose losses get random weights.
     """
-    model: torch.nn.Module = TinyModel(ctx.args.get("hidden", HIDDEN))
+    model: torch.nn.Module = TinyModel(ctx.args.get("hidden", HIDDEN), ctx.args.get("vocabulary", VOCABULARY))
     kind = ctx.args.get("model", "ddp")
     _fault(ctx, -1)
     if kind == "ddp" and ctx.ranks > 1:
@@ -209,12 +209,12 @@ def _fault(ctx: Any, step: int) -> None:
             raise RuntimeError("planted")
         case "sleep":
             time.sleep(3600)
-        case "return":
-            sys.exit(0)
         case "flip":
             Path(fault["once"]).write_text(str(_flip_a_bit()))
         case "memory":
             _use_up_the_memory()
+        case "memory of the group":
+            _use_up_the_memory_of_a_group(Path(fault["once"]))
         case "supervisor":
             os.kill(os.getppid(), signal.SIGKILL)
         case name:
@@ -228,6 +228,28 @@ def _use_up_the_memory() -> None:
     limit = pages * resource.getpagesize() + 64 * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     torch.zeros(2**30)
+
+
+def memory_group() -> Path | None:
+    """The folder of a new memory cgroup below this process's, as a container has it; None where none can be made."""
+    controllers = (line.split(":") for line in Path("/proc/self/cgroup").read_text().splitlines())
+    own = next((path for _, names, path in controllers if "memory" in names.split(",")), None)  # cgroup v1
+    group = Path(f"/sys/fs/cgroup/memory{own}/island-{os.getpid()}")
+    return group if own is not None and os.access(group.parent, os.W_OK) else None
+
+
+def _use_up_the_memory_of_a_group(once: Path) -> None:
+    """Use 1 GiB in a memory cgroup of 64 MiB in which this process is alone: the kernel kills it.
+
+    The group's folder is written to `once`. Its limit counts what the process has used since it came.
+    """
+    group = memory_group()
+    assert group is not None
+    group.mkdir()
+    once.write_text(str(group))
+    (group / "memory.limit_in_bytes").write_text(str(64 * 2**20))
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    torch.ones(2**28)
 
 
 def _flip_a_bit() -> int:
@@ -299,6 +321,11 @@ def train_attached_in_rank_0(ctx: Any) -> None:
     if ctx.rank == 0:
         ctx.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     dist.barrier()
+
+
+def train_that_never_attaches_in_rank_1(ctx: Any) -> None:
+    if ctx.rank == 0:
+        train(ctx)
 
 
 def train_without_ddp(ctx: Any) -> None:

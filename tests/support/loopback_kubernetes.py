@@ -55,6 +55,7 @@ class LoopbackKubernetes:
         self.may_list_events = True
         self.hides: set[str] = set()  # names that exist and are not found yet, as behind a cache
         self.repeats = False  # a listing names everything twice
+        self.pod_ip = "127.0.1.{}"  # of the pods; {}: a number of each
         self.refused_replicas: set[int] = set()
         self.drops: set[str] = set()  # fields of a Job's spec that it does not know, as an old server
         self._objects: dict[tuple[str, str, str], _Object] = {}  # by namespace, kind, name
@@ -324,7 +325,7 @@ class LoopbackKubernetes:
                 **about,
             },
             "spec": template["spec"],
-            "status": {"phase": "Pending", "podIP": f"127.0.1.{1 + len(self._objects) % 250}"},
+            "status": {"phase": "Pending", "podIP": self.pod_ip.format(1 + len(self._objects) % 250)},
         }
 
     def _control_pod(self, pod: _Object) -> None:

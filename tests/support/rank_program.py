@@ -27,7 +27,8 @@ def end(code: int, reason: str) -> None:
     os._exit(code)
 
 
-print(*(f"{name}={os.environ.get(name)}" for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "DILOCO_MEETING_KEY")))
+said = [f"{name}={os.environ.get(name)}" for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "DILOCO_MEETING_KEY")]
+print(*said, "own group" if os.getpgrp() == os.getpid() else "group of others")
 print(json.dumps({"pulse": {"round": 7 + place["rank"]}}), file=events, flush=True)
 (options.folder / f"ready-{place['rank']}").touch()
 do = json.loads(options.do).get(str(place["rank"]), "")

@@ -1,17 +1,20 @@
 """Real runs of tiny workloads in local processes, and ways to disturb them."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from patience import PATIENCE_S
 
-from diloco_orchestrator import RunReader
+from diloco_orchestrator import Run, RunReader
+from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.store.open_store import open_store
 
 FAST: dict[str, Any] = {
@@ -54,6 +57,27 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
 
 def reader_of(folder: Path) -> RunReader:
     return RunReader(open_store(str(folder)))
+
+
+def taken_away_in_mid_round(run: Run, bucket: Path, take_away: Callable[[AttemptRecords], object]) -> None:
+    """Wait for a run, whose round 1 has 10,000 steps, and have replica 0 leave in it. Checks that what it had trained
+    is published, and that its next attempt ends well."""
+    attempts = reader_of(bucket).attempts
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(run.wait)
+
+        def is_training() -> bool:
+            beat = attempts.heartbeat(0, 1)
+            return beat is not None and beat.inner_step > 5
+
+        wait_for(is_training, "an inner step")
+        take_away(attempts)
+        waiting.result()
+    ended, again = attempts.exit(0, 1), attempts.exit(0, 2)
+    assert ended is not None and (ended.code, ended.reason) == (75, "preempted")
+    manifest = json.loads((bucket / "rounds/00000001/contributions/0.json").read_text())
+    assert 5 < manifest["origins"][0]["steps"] < 10_000
+    assert again is not None and again.code == 0
 
 
 def launcher(tmp_path: Path, entrypoint: str = "train", wait: bool = True, **settings: Any) -> subprocess.Popen[str]:

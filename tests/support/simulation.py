@@ -510,7 +510,7 @@ def simulate(seed: int, replicas: int | None = None, rounds: int | None = None, 
 
 def simulate_islands(seed: int) -> Simulation:
     """Play the run of a seed whose replicas have several ranks. Raises `InvariantBroken`, likewise."""
-    return played(islands_of(seed), f"simulation.simulate_islands({seed})")
+    return played(islands_of(seed), f"make simulate ISLANDS=1 SEED={seed}")
 
 
 def simulate_flips(seed: int) -> Simulation:

@@ -404,5 +404,6 @@ def train_lora(ctx: Any) -> None:
     own = {"r": 2, "lora_alpha": 4, **ctx.args.get("adapter", {})}
     own |= ctx.args.get("adapter_of_replica_1", {}) if ctx.replica_id == 1 else {}
     adapter = LoraConfig(**own, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    trainer = sft(Path(ctx.args["folder"]) / f"trainer-{ctx.replica_id}", peft_config=adapter)
+    changes = sharded() if ctx.args.get("sharded") and ctx.ranks > 1 else {}
+    trainer = sft(Path(ctx.args["folder"]) / f"trainer-{ctx.replica_id}", peft_config=adapter, **changes)
     train_as_replica(trainer, ctx, heldout=heldout, heldout_items=list(range(ITEMS)))
