@@ -2,12 +2,15 @@
 
     make bench-overlap
     make bench-overlap SOURCES="--source OLD_CHECKOUT --source ."
+    python benchmarks/overlap.py --busy --codec topk64 --up .76 --down 3.5 --delay 12 --before 30    # utilisation
 
 Every replica has a link of its own to the S3 server (tests/support/shaped_proxy.py), at which a fragment moves in about
 .7 of the delay. An inner step is a sleep of fixed length, as of a CPU whose GPU computes, and then the optimizer's
 step, in which the loop publishes and synchronises. Reported are, of the slower replica in each round, the largest time
 by which one inner step took longer than its sleep, and the share of the sleeps in the wall clock. Checkouts take turns,
-round by round.
+round by round. With `--busy` a step uses CPU time instead, on a core for each replica: what remains of a core beside
+other work is measured before each round, by the same steps without us. A round synchronises one fragment, so a cycle
+has as many rounds as there are fragments.
 """
 
 import argparse
@@ -19,6 +22,8 @@ from measuring import Results, Sample, Source, fleets, markdown, middle, pick, r
 from replica_programs import numel_of
 from shaped_proxy import links_before
 from svg_chart import Bar, Group, bars
+
+from diloco_orchestrator.codecs.table import CODECS, get_codec
 
 GOAL_BLOCKED_S = 0.05
 GOAL_UTILISATION = 0.95
@@ -35,8 +40,10 @@ def measure(given: argparse.Namespace, sources: Sequence[Source], results: Resul
         "round_steps": delay + given.before,
         "fragments": given.fragments,
         "delay": delay,
+        "codec": given.codec,
+        "busy": given.busy,
     }
-    size = 4 * numel_of(parameters) // given.fragments
+    size = get_codec(given.codec).encoded_size(numel_of(parameters) // given.fragments)
     limit_s = rates.limit_s(size, (replicas - 1) * size)
     with running_fast_s3() as server, links_before(server.url, replicas) as links, fleets() as start:
         environ = [server.environ(link.url) for link in links]
@@ -47,6 +54,7 @@ def measure(given: argparse.Namespace, sources: Sequence[Source], results: Resul
         rates.shape(links)
         for repetition in range(-1, given.repetitions):  # the first one warms up
             for name, arm in arms.items():
+                alone = [each["utilisation"] for each in arm.call("alone")] if given.busy else [1.0]
                 found = arm.call("round")
                 steps = {each["step"] for each in found}
                 if len(steps) != 1:
@@ -58,6 +66,7 @@ def measure(given: argparse.Namespace, sources: Sequence[Source], results: Resul
                         **{**common, "arm": name, "repetition": repetition},
                         blocked_s=max(each["blocked_s"] for each in found),
                         utilisation=min(each["utilisation"] for each in found),
+                        alone=min(alone),
                         wall_s=max(each["wall_s"] for each in found),
                         transfer_s=max(said, default=None),
                         link_s=limit_s,
@@ -79,18 +88,19 @@ def table(samples: Sequence[Sample]) -> str:
             seconds = middle(said, "transfer_s")
             transfer = [f"{seconds:.1f}", f"{seconds / own[0]['delay_s']:.2f}"]
         blocked = [*spread(own, "blocked_s", 3), f"{GOAL_BLOCKED_S:g}"]
-        utilisation = [*spread(own, "utilisation", 3), f"{GOAL_UTILISATION:g}"]
+        utilisation = [*spread(own, "utilisation", 4), f"{GOAL_UTILISATION:g}", f"{middle(own, 'alone'):.4f}"]
         rows.append([name, *transfer, *blocked, *utilisation])
     columns = ("arm", "transfer, s", "of the delay", "largest blocking of an inner step, s", "min", "max", "limit")
     first = samples[0]
+    step = f"{first['step_s']:g} s{' of CPU' if first['busy'] else ''}"
     words = (
         f"{first['link']}, N={first['replicas']}, {first['parameters'] / 1e6:g} million parameters in "
-        f"{first['fragments']} fragments, {first['round_steps']} inner steps of {first['step_s']:g} s a round, a delay "
-        f"of {first['delay']} of them ({first['delay_s']:g} s). The bytes of a fragment and the round trips take "
+        f"{first['codec']}, {first['fragments']} fragments, {first['round_steps']} inner steps of {step} a round, a "
+        f"delay of {first['delay']} of them ({first['delay_s']:g} s). The bytes of a fragment and the round trips take "
         f"{first['link_s']:.1f} s on this link. Utilisation is inner-step time over wall clock. The limits hold while "
         "a transfer takes at most .7 of the delay."
     )
-    return f"{words}\n\n{markdown((*columns, 'utilisation', 'min', 'max', 'limit'), rows)}"
+    return f"{words}\n\n{markdown((*columns, 'utilisation', 'min', 'max', 'limit', 'without us'), rows)}"
 
 
 def picture(samples: Sequence[Sample]) -> str:
@@ -112,6 +122,8 @@ def main() -> None:
     parser.add_argument("--fragments", type=int, default=4)
     parser.add_argument("--step", type=float, default=0.1, help="seconds of an inner step; default 0.1")
     parser.add_argument("--delay", type=float, default=4.0, help="seconds a transfer may take; default 4")
+    parser.add_argument("--codec", choices=CODECS, default="fp32")
+    parser.add_argument("--busy", action="store_true", help="inner steps use a core each instead of sleeping")
     parser.add_argument("--before", type=int, default=20, help="inner steps of a round before it is published")
     run("overlap", parser, measure, table, picture)
 

@@ -115,7 +115,11 @@ def ours(given: Mapping[str, Any]) -> dict[str, Handler]:
 
 
 def paced(given: Mapping[str, Any]) -> dict[str, Handler]:
-    """A replica that trains fragments with a delay. Its inner steps sleep, as a CPU does beside a GPU that computes."""
+    """A replica that trains fragments with a delay. Its inner steps sleep, as a CPU does beside a GPU that computes.
+
+    With `busy` a step takes `step_s` of CPU time in the training thread instead, so that a replica has one core or less
+    for its steps and the synchronisation together.
+    """
     import torch
 
     from diloco_orchestrator import ObjectStoreManager, make_diloco_outer_loop
@@ -124,21 +128,38 @@ def paced(given: Mapping[str, Any]) -> dict[str, Handler]:
     logging.basicConfig(level=logging.INFO)
     logging.getLogger().addHandler(said)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    codec, busy = given.get("codec", "fp32"), given.get("busy", False)
     manager = ObjectStoreManager.join(
-        given["url"], given["rank"], given["replicas"], rounds=_FOREVER, snapshot_every=_FOREVER
+        given["url"], given["rank"], given["replicas"], rounds=_FOREVER, codec=codec, snapshot_every=_FOREVER
     )
+    train, factor = train_a_little if codec == "fp32" else train_randomly, torch.randn(256, 256)
     fragments, delay = given["fragments"], given["delay"]
     make_diloco_outer_loop(
         model, optimizer, manager, steps * fragments, fragments=fragments, fragment_sync_delay=delay
     ).__enter__()
 
+    def inner_step() -> None:
+        if not busy:
+            time.sleep(step_s)
+            return
+        began = time.thread_time()
+        while time.thread_time() - began < step_s:
+            torch.mm(factor, factor)
+
+    def alone(_: Mapping[str, Any]) -> Reply:
+        """The utilisation of a round's steps without us: what other work leaves of a core."""
+        began = time.perf_counter()
+        for _step in range(steps):
+            inner_step()
+        return {"utilisation": steps * step_s / (time.perf_counter() - began)}
+
     def train_round(_: Mapping[str, Any]) -> Reply:
         blocked, began = [], time.perf_counter()
         for step in range(steps):
             step_began = time.perf_counter()
-            time.sleep(step_s)
+            inner_step()
             if step == 0:
-                train_a_little(model, given["rank"])
+                train(model, given["rank"])
             optimizer.step()  # the loop's hook publishes and synchronises in here
             blocked.append(time.perf_counter() - step_began - step_s)
         wall_s = time.perf_counter() - began
@@ -151,7 +172,7 @@ def paced(given: Mapping[str, Any]) -> dict[str, Handler]:
             "step": manager.current_step(),
         }
 
-    return {"round": train_round}
+    return {"round": train_round, "alone": alone}
 
 
 class _LastWait(logging.Handler):

@@ -205,7 +205,7 @@ def _records(n: int, shards: int, dealt: int) -> Records:
     for round_ in (7, 8):
         folded = fold_round(state, config.guard, round_, heldout, range(n), manifests, manifests)  # type: ignore[arg-type]
         state = folded.state if folded else None
-    view = rounds.View(9, answers, range(n), 0.0, 1200.0, 1200.0, StragglerDeadline.of([1200.0] * 9))
+    view = rounds.View(answers, range(n), 0.0, 1200.0, 1200.0, StragglerDeadline.of([1200.0] * 9))
     commit = Commit(
         **STAMP(),
         round=9,
@@ -358,7 +358,7 @@ def waits(config: RunConfig, times: Seconds, dead: NDArray[np.bool_], compute_s:
         for i in there
     ]
     last = float(times.max())
-    view = rounds.View(9, answers, range(config.replicas), 0.0, last, last, deadline)
+    view = rounds.View(answers, range(config.replicas), 0.0, last, last, deadline)
     later = 0.0
     while rounds.decide(view, last + later, policy).action is rounds.Action.WAIT:
         later = max(1.0, later * 1.25)
@@ -463,7 +463,7 @@ def main() -> None:
     parser.add_argument("--dying", type=float, default=0.0, help="chance that a replica is missing in a round")
     parser.add_argument("--prefixes", type=float, default=1, help="into which the store has split the run's keys")
     parser.add_argument("--no-grid", action="store_true", help="leave out the comparison of paths over a grid")
-    parser.add_argument("--docs", action="store_true", help="write the tables into docs/inside/performance.md")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/inside/performance.md")
     given = parser.parse_args()
     command = " ".join(["benchmarks/scale.py", *sys.argv[1:]])
     heading = (

@@ -190,9 +190,12 @@ def path_of(config: RunConfig, fragments: Iterable[int]) -> Literal["gather", "s
 
 
 def scatters(config: RunConfig, start: Start) -> bool:
-    """Whether a run averages by scatter-reduce. With `path="auto"` its start record says which way was chosen."""
+    """Whether a run averages by scatter-reduce. With `path="auto"` its start record says which way was chosen.
+
+    In a start record of an earlier version, which does not say it, shards shorter than the setting mean scatter-reduce.
+    """
     if config.path == "auto":
-        return start.path == "scatter_reduce"
+        return start.path == "scatter_reduce" if start.path else start.shard_numel < config.shard_numel
     return config.path == "scatter_reduce" and config.replicas >= _FEWEST_DEALERS
 
 

@@ -123,15 +123,14 @@ class WeightedMean:
             yield summed.div_(self._total)
 
 
-def mean_into(shards: Sequence[torch.Tensor], parts: Sequence[Part], only: Sequence[int] | None = None) -> None:
+def mean_into(shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
     """Write the weighted mean of all contributions into `shards`, flat tensors of the payload shards' lengths.
 
-    `only`: indices of the shards to average; None: all. Raises `PayloadCorrupt` for bytes that are not the shard in the
-    manifest, and for other lengths or shards.
+    Raises `PayloadCorrupt` for bytes that are not the shard in the manifest, and for other lengths or shards.
     """
     mean = WeightedMean(parts, [shard.numel() for shard in shards])
-    for index in range(len(shards)) if only is None else only:
-        write_blocks(mean.shard(index), shards[index])
+    for index, shard in enumerate(shards):
+        write_blocks(mean.shard(index), shard)
 
 
 def write_blocks(blocks: ShardBlocks, target: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -59,6 +60,16 @@ def executor_options(specs: Sequence[str], taken: Collection[str]) -> list[click
     for option in found:
         option.hidden = not specs  # help without --executor lists no place's options
     return [executor, limit, *found]
+
+
+def places_with(flag: str) -> list[str]:
+    """Names of the executors that have the option `flag`, such as "--gpu", of those that load."""
+    found = []
+    for name in executor_names():
+        with suppress(ValueError):
+            if flag in (f"--{option.name.replace('_', '-')}" for option in constructor_options(name)):
+                found.append(name)
+    return found
 
 
 def _click_option(executor: str, option: Option, prefixed: bool) -> click.Option:

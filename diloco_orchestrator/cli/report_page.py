@@ -9,6 +9,7 @@ from diloco_orchestrator.cli.html_page import document, section, table
 from diloco_orchestrator.inspection.charts import Bar, Line, chart, timeline
 from diloco_orchestrator.inspection.report import Influence, InfluenceRow, Points, Report, RoundTimes, RunFacts, leaves
 from diloco_orchestrator.inspection.status import AttemptRow, RoundRow, RunStatus
+from diloco_orchestrator.inspection.terminal import megabytes
 from diloco_orchestrator.protocol.head import Head
 
 _MOST_BYTES = 2_000_000  # so that a page can be mailed
@@ -74,7 +75,7 @@ def _summary(report: Report) -> str:
         "tokens": f"{sum(row.tokens for row in status.rounds):,}{speed}",
         "cost": _cost(facts),
         "places": "; ".join(status.place_words()),
-        "payload moved": f"{moved / 1e6:,.1f} MB",
+        "payload moved": megabytes(moved),
         "snapshots": ", ".join(map(str, status.snapshots)) or "none",
         "verdict": _verdict(status),
         "address": status.url,
@@ -201,7 +202,9 @@ def _participation(rows: Sequence[RoundRow], replicas: int, detail: int) -> str:
             for first in range(0, len(rows), step)
         )
         share = f"{sum(there)}/{len(there)}"
-        lines.append(f"<tr><th>replica {replica_id}</th><td>{share}</td><td><div class=strip>{boxes}</div></td></tr>")
+        lines.append(
+            f"<tr><th>replica&nbsp;{replica_id}</th><td>{share}</td><td><div class=strip>{boxes}</div></td></tr>"
+        )
     return f"<table>{''.join(lines)}</table>"
 
 

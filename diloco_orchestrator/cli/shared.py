@@ -46,10 +46,15 @@ class ExecutorCommand(click.Command):
     """A command with `--executor` and the options of the executors that the command line names."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        from diloco_orchestrator.cli.executor_options import named
+        from diloco_orchestrator.cli.executor_options import named, places_with
 
         ctx.meta["executors"] = named(args)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if places := places_with(error.option_name):
+                ctx.fail(f"{error.option_name} is no option here. It goes with --executor {' or '.join(places)}.")
+            raise
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         from diloco_orchestrator.cli.executor_options import executor_options

@@ -101,7 +101,7 @@ def check_defined(entrypoint: str, source: Path) -> None:
     """
     wanted = entrypoint.partition(":")[2].partition(".")[0]
     try:
-        module = ast.parse(source.read_text())
+        module = ast.parse(source.read_text(), source.name)
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"entrypoint {entrypoint!r}: {source} is not Python: {error}.") from None
     names = _top_level_names(module)

@@ -226,7 +226,7 @@ class Encoded:
 
     @property
     def sparse(self) -> list[tuple[int, int]]:
-        """[start, stop) of the elements in a sparse codec, of which a 0 was not sent; ascending, apart."""
+        """[start, stop) of each span in a sparse codec, where a decoded 0 means that the element was not sent."""
         return [(span.start, span.stop) for span in self._spans if span.codec.sparse]
 
     def values(self, start: int = 0, stop: int | None = None) -> "torch.Tensor":

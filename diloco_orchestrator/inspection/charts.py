@@ -9,6 +9,7 @@ from math import ceil, floor, isfinite
 
 _WIDTH, _HEIGHT = 640, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 16, 14, 34  # room for texts of 20 units, as a page on a phone has them
+_NAMES, _ROW = 124, 23  # of a timeline: room for the name of a row, such as "replica 100", and from row to row
 _MOST_TICKS = 6
 _COLOURS = ("#2563a8", "#c2410c", "#3f7d3a", "#7a4fa0", "#8a6d1a", "#0f766e", "#be185d", "#475569")
 
@@ -121,23 +122,23 @@ def timeline(bars: Sequence[Bar]) -> str:
     rows = list(dict.fromkeys(bar.row for bar in bars))
     last = max(bar.end_s for bar in bars) or 1.0
     name, unit = ("hours", 3600.0) if last > 7200 else ("minutes", 60.0) if last > 120 else ("seconds", 1.0)
-    x_of = _scale(0.0, last / unit, _LEFT, _WIDTH - _RIGHT)
-    foot, parts = 18 * len(rows) + 4, list[str]()
+    x_of = _scale(0.0, last / unit, _NAMES, _WIDTH - _RIGHT)
+    foot, parts = _ROW * len(rows) + 4, list[str]()
     for bar in bars:
         left, right = x_of(bar.begin_s / unit), x_of(bar.end_s / unit)
         parts.append(
-            f'<rect class="bar {bar.kind}" x="{left:.1f}" y="{18 * rows.index(bar.row) + 3}" height="13" rx="2" '
+            f'<rect class="bar {bar.kind}" x="{left:.1f}" y="{_ROW * rows.index(bar.row) + 3}" height="17" rx="2" '
             f'width="{max(2.0, right - left - 1):.1f}"><title>{escape(bar.name)}</title></rect>'
         )
     parts += [
-        f'<text x="{_LEFT - 6}" y="{18 * number + 14}" text-anchor="end">{escape(row)}</text>'
+        f'<text x="{_NAMES - 6}" y="{_ROW * number + 17}" text-anchor="end">{escape(row)}</text>'
         for number, row in enumerate(rows)
     ]
     parts += [
-        f'<text x="{x_of(x):.1f}" y="{foot + 16}" text-anchor="middle">{x:g}</text>'
+        f'<text x="{x_of(x):.1f}" y="{foot + 17}" text-anchor="middle">{x:g}</text>'
         for x in Axis(name, 0.1).ticks(0.0, last / unit)
     ]
-    parts.append(f'<text x="{_LEFT - 6}" y="{foot + 16}" text-anchor="end">{name}</text>')
+    parts.append(f'<text x="{_NAMES - 6}" y="{foot + 17}" text-anchor="end">{name}</text>')
     return (
         f'<figure><svg aria-label="attempts by {name}" viewBox="0 0 {_WIDTH} {foot + 24}" role="img">'
         f"{''.join(parts)}</svg></figure>"

@@ -321,11 +321,6 @@ class RunReader:
         begins = self.log.begins()
         return Spent({begin.leg: begin.at for begin in begins}, {begin.leg: self.spent(begin) for begin in begins})
 
-    def replicas(self) -> list[ReplicaRow]:
-        """One row of facts for the newest attempt of every replica."""
-        beats = self._newest_heartbeats(self.attempts.all_numbers())
-        return self._replicas(beats, self.log.newest_leg())
-
     def all_attempts(self) -> list[AttemptRow]:
         """One row of facts for every attempt, by replica id, oldest first."""
         numbers = self.attempts.all_numbers()

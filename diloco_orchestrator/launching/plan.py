@@ -294,7 +294,7 @@ class LaunchPlan:
         price = "not known here: say it with --hourly-usd"
         if self.hourly_usd is not None:
             price = f"${self.hourly_usd:.2f} an hour together ({'; '.join(self.price_sources)})"
-        fees = f"${each.requests_usd * rounds_an_hour:.2f} an hour on S3"
+        fees = f", ${each.requests_usd * rounds_an_hour:.2f} an hour on S3" if "://" in self.url else ""
         counts = ", ".join(f"{count:.0f} {kind}" for kind, count in each.requests.items())
         limits = [f"{self.max_hours:g} hours"] if self.max_hours else []
         limits += [self._cost_limit()] if self.max_cost_usd else []
@@ -307,7 +307,7 @@ class LaunchPlan:
             *([f"packages:  {self.packages}"] if self.packages else []),
             *([f"images:    {images_words(self.images)}"] if self.images else []),
             f"machines:  {price}",
-            f"requests:  {counts} a round of {self.round_s:g} s, {fees}",
+            f"requests:  {counts} a round of {self.round_s:g} s{fees}",
             *self._requests_at_hugging_face(),
             f"traffic:   {_traffic(each, rounds_an_hour)}",
             *([f"one round: {_dollars(self.round_usd)}, the run's {self.rounds}: {_dollars(self.run_usd)}"]),

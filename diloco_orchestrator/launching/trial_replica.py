@@ -6,7 +6,6 @@ For `diloco doctor --executor … URL`, before a run costs money. `inspection.ex
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 from diloco_orchestrator.clock import Clock, random_token
 from diloco_orchestrator.code_archive import bootstrap
@@ -47,7 +46,6 @@ def examine_over_there(
     *,
     env: Mapping[str, str] | None = None,
     secrets: Mapping[str, str] | None = None,
-    storage_options: Mapping[str, Any] | None = None,
 ) -> Iterator[Finding]:
     """Findings of one process that is launched like replica 0; objects it left in the bucket are deleted.
 
@@ -58,11 +56,11 @@ def examine_over_there(
     launching = part_of(executor, LaunchRequest(f"doctor-{token}", 0, 1, []))
     who = f"{launching.name} over there"
     key = f"{keys.DOCTOR}{token}/code.zip"
-    give_store(executor, url, storage_options)
+    give_store(executor, url, None)
     try:
-        request = _request(launching, url, token, key, env or {}, secrets or {}, storage_options or {})
-        check_route(url, storage_options or {}, request, executor)
-        store = open_store(url, storage_options, clock=clock, retry=INTERACTIVE)
+        request = _request(launching, url, token, env or {}, secrets or {})
+        check_route(url, {}, request, executor)
+        store = open_store(url, clock=clock, retry=INTERACTIVE)
     except DilocoError as error:
         what, _, todo = str(error).partition(". ")
         yield Finding(f"{who}: launch", False, f"{what}.", todo)
@@ -72,7 +70,7 @@ def examine_over_there(
         if images := sorted(set(images_by_tag(launching.plan(request)))):
             words, _, todo = images_words(images).partition("; ")
             yield Finding(f"{who}: image", True, words, todo)
-        yield from _launched(launching, request, store, key, url, storage_options or {}, who, clock)
+        yield from _launched(launching, request, store, key, url, who, clock)
     except (ExecutorError, DilocoError) as error:
         yield Finding(f"{who}: launch", False, str(error))
     finally:
@@ -86,17 +84,14 @@ def _request(
     executor: ServerlessExecutor,
     url: str,
     token: str,
-    key: str,
     env: Mapping[str, str],
     secrets: Mapping[str, str],
-    storage_options: Mapping[str, Any],
 ) -> LaunchRequest:
     wanted = ["--gpu-wanted"] if _wants_gpu(executor) else []
     where = ["--store", url, *wanted]
     sent = dict(secrets)
     given = {**env, **names_of(secrets)}
-    options = dict(storage_options) if executor.shares_machine else options_elsewhere(url, storage_options)
-    if options:
+    if options := {} if executor.shares_machine else options_elsewhere(url, {}):
         sent[ENV_STORAGE_OPTIONS] = json.dumps(options)
     if executor.shares_machine:
         command = ["python", "-P", "-m", _PROGRAM, *where]
@@ -117,7 +112,6 @@ def _launched(
     store: Store,
     key: str,
     url: str,
-    storage_options: Mapping[str, Any],
     who: str,
     clock: Clock,
 ) -> Iterator[Finding]:
@@ -126,7 +120,7 @@ def _launched(
         listed = pinned("auto", None, False, extras, (), request.secrets, request.env)  # as a launch without a list
         archive = pack_ours(extras, listed.requirements)
         store.create(key, archive.data)
-        signed = readable_url(url, storage_options, key, _URL_LIFETIME_S)
+        signed = readable_url(url, None, key, _URL_LIFETIME_S)
         env, secrets = {bootstrap.ENV_SHA256: archive.sha256}, {bootstrap.ENV_URL: signed}
         request = replace(request, env={**request.env, **env}, secrets={**request.secrets, **secrets})
     began, began_at = clock.now(), clock.wall_time()

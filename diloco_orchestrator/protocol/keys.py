@@ -20,8 +20,9 @@ _N = "(?:0|[1-9][0-9]{0,8})"
 _ROUND = "[0-9]{8}"
 _JOB = "dl-[a-z0-9-]{1,60}"  # the name of an offered attempt, as `attempt_name` of executors makes it
 _OFFER_DIGITS = 32  # of the digest of an offer, in the keys of the records about it
-# Takes of nine digits are random, where somebody was in the way: of the first base, and of any in a signed run.
-_TAKE = rf"[1-9][0-9]{{8}}|r{_N}|rebuilt"
+# Takes "2" to "9" are of earlier versions; those of nine digits are random, where somebody was in the way: of the first
+# base, and of any in a signed run.
+_TAKE = rf"[2-9]|[1-9][0-9]{{8}}|r{_N}|rebuilt"
 _WORDS = {
     "token": "[0-9a-f]{16}",
     "sha256": "[0-9a-f]{64}",
@@ -71,6 +72,8 @@ LEGS = "legs/"
 ROUNDS = "rounds/"
 LOG = "log/"
 RETENTION = "retention.json"
+KL_REFERENCE = "probe.safetensors"
+KL_RECORD = "probe.json"
 PROBE = ".probe/"  # test objects of `store.probe`, deleted at once
 DOCTOR = ".doctor/"  # test objects of `diloco doctor`, deleted at once
 KEYS = "keys/"  # records about the keys of a signed run
@@ -398,6 +401,7 @@ def _snapshot_name(round_: int, take: str) -> str:
 
 SNAPSHOT_RECORDS = (Form("snapshots/<round>/snapshot.json"), Form("snapshots/<round>.<take>/snapshot.json"))
 _SNAPSHOT_FILE = re.compile(rf"snapshots/({_ROUND})(?:\.({_TAKE}))?/(.*)", re.DOTALL)
+_REPLAY = re.compile(rf"snapshots/{_ROUND}/replays/[^/]+\.json")
 
 
 def is_take(take: str) -> bool:
@@ -415,3 +419,8 @@ def parse_snapshot_record(key: str) -> tuple[int, str] | None:
     """(round, version) of the key of a `snapshot.json`, else None. The shared version has the name ""."""
     found = parse_snapshot_file(key)
     return found if found and key == snapshot(found[0], SNAPSHOT_RECORD, found[1]) else None
+
+
+def is_replay(key: str) -> bool:
+    """Whether this is the key of a record of rebuilt bases, which only earlier versions wrote and nothing reads."""
+    return _REPLAY.fullmatch(key) is not None

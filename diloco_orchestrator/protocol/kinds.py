@@ -69,7 +69,7 @@ class Kind:
         texts = (form.text.replace("<job>", "dl-<run>-r<id>-a<attempt>") for form in self.forms)
         forms = " or ".join(f"`{text}`" for text in texts)
         writers = ", ".join("its attempt" if self.by_itself else role for role in self.writers)
-        return f"| {self.record.__name__} | {forms} | {writers} | {self.most_bytes // MIB} MiB |"
+        return f"| {self.record.__name__} | {forms} | {writers or 'earlier versions'} | {self.most_bytes // MIB} MiB |"
 
 
 _FIELDS = {"id": "replica_id", "version": "take"}  # of records, where parts of keys have other names
@@ -82,6 +82,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(of_runs.Start, (Form(keys.START), keys.start_take), _ATTEMPT, _LARGER),
     Kind(of_runs.Began, (keys.began,), _ATTEMPT, by_itself=True),
     Kind(of_runs.Follows, (keys.follows,), _ATTEMPT, by_itself=True),
+    Kind(of_runs.Probe, (Form(keys.KL_RECORD),), ()),  # of earlier versions
     Kind(of_runs.Begin, (keys.begin,), _LAUNCHER),
     Kind(of_runs.Halt, (keys.halt,), _ANYBODY),
     Kind(of_runs.Scale, (keys.scale,), _ANYBODY),

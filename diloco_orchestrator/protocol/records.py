@@ -178,6 +178,17 @@ class Follows(Record):
     take: str  # of snapshot 0, as this replica has read or written it
 
 
+class Probe(Record):
+    """probe.json of earlier versions: names the reference from which `KLProbe` measured drift since the run's start."""
+
+    record: ClassVar[str] = "probe"
+    base_digest: BulkDigest  # of the run's first base, whose predictions the reference holds
+    items: Sha256  # over the content hashes of the probe's items, in their order
+    digest: BulkDigest  # of probe.safetensors
+    size: int = Field(ge=0)  # bytes
+    tokens: int = Field(ge=1)  # that are averaged
+
+
 class Begin(Record):
     """legs/<leg>/begin.json: begins a leg (start or resume to stop): its base and its number of outer steps."""
 

@@ -48,7 +48,6 @@ class Policy:
 class View:
     """An open round as one replica has seen it: responses and times, in seconds on its own monotonic clock."""
 
-    round: int
     answers: Sequence[Answer]  # verified responses, in replica_id order; `averaged` is not set yet
     roster: Collection[int]  # replicas that the round waits for
     opened_at: float  # when this replica took the base that the round starts from

@@ -18,7 +18,7 @@ from diloco_orchestrator.protocol.signatures import to_text
 # Not named: run.json, which is found without a key; code, whose key is its digest; the files of snapshots, whose
 # folders other libraries read, and whose digests are in a record that is named; trial objects.
 _NAMED = (keys.LEGS, keys.STARTS, keys.REPLICAS, keys.ROUNDS, keys.LOG, keys.KEYS, "join/")
-_NAMED_ALONE = {keys.START, keys.RETENTION}
+_NAMED_ALONE = {keys.START, keys.KL_RECORD, keys.KL_REFERENCE, keys.RETENTION}
 _RECORD_OF_SNAPSHOT = re.compile(rf"{keys.SNAPSHOTS}[^/]+/{re.escape(keys.SNAPSHOT_RECORD)}(?:/.*)?", re.DOTALL)
 _NAME = re.compile(r"(.+)/(?:([1-9][0-9]{0,8})\.)?([A-Za-z0-9_-]{86})", re.DOTALL)
 

@@ -209,9 +209,9 @@ class Manifests:
         return self._by_sha256.get(sha256)
 
 
-def list_segments(store: Store, after: SegmentKey | None = None) -> list[SegmentKey]:
-    """The segments (each joins many rounds' commits or manifests) that exist, in key order, after `after`. One LIST."""
-    parsed = (keys.parse_segment(info.key) for info in store.list(keys.LOG, str(after) if after else ""))
+def list_segments(store: Store) -> list[SegmentKey]:
+    """The segments (each joins many rounds' commits or manifests) that exist, in key order. One LIST."""
+    parsed = (keys.parse_segment(info.key) for info in store.list(keys.LOG))
     return [segment for segment in parsed if segment is not None]
 
 

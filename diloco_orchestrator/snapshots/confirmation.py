@@ -18,6 +18,8 @@ from diloco_orchestrator.run_log.run_log import RunLog
 
 log = logging.getLogger(__name__)
 
+_OLD_TAKES = ("2", "3", "4")  # of earlier versions
+
 
 class ConfirmedSnapshots:
     """The complete snapshots of a run (one LIST), and which of them the commit log confirms by their base digest."""
@@ -84,7 +86,7 @@ class ConfirmedSnapshots:
 
     def _is_of_run(self, round_: int, take: str) -> bool:
         replicas = range(self._log.run.config.most_replicas)
-        own = (keys.own_take(None), *map(keys.own_take, replicas))
+        own = (keys.own_take(None), *_OLD_TAKES, *map(keys.own_take, replicas))
         if round_ == 0:
             return take == first_take(self._log)
         return take in (keys.SHARED_TAKE, *own) or self._log.run.signed_by is not None  # whose records replicas signed

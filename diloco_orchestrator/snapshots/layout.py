@@ -105,7 +105,6 @@ class SnapshotFile:
     name: str
     size: int  # bytes
     encode: Callable[[], bytes]
-    tensors: tuple[str, ...] = ()  # names of those in it
     of_ranks: FileOfRanks | None = None  # for a base whose shards are in several ranks
 
 
@@ -211,10 +210,9 @@ def _group(
     several ranks.
     """
     planned = plan_files(group, specs, limit)
-
     for each in planned:
         of_each = replace(of_ranks, specs=each.specs) if of_ranks else None
-        yield SnapshotFile(each.name, each.size, partial(encode_each, each.specs, read), tuple(each.specs), of_each)
+        yield SnapshotFile(each.name, each.size, partial(encode_each, each.specs, read), of_each)
     if len(planned) > 1:
         index = index_bytes(planned)
         yield SnapshotFile(index_name(group), len(index), partial(bytes, index))

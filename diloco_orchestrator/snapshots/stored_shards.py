@@ -84,7 +84,10 @@ class StoredShards:
         return shard
 
     def base(self, owners: Owners) -> Base:
-        """A base with the shards that this process owns, of `owners`. Nothing is verified. Raises as `read` does."""
+        """The snapshot's base, of which this process, a rank of `owners`, holds its own shards. Nothing is verified.
+
+        Raises as `read` does.
+        """
         where = self.layout.shapes, self.layout.fragments, self.layout.shard_numel, owners
         base = Base.zeros(*where, momenta=bool(self._momenta))
         for fragment in range(len(self.layout.fragments)):

@@ -269,6 +269,7 @@ def open_local(path: Path) -> ObstoreEngine:
         return ObstoreEngine(store, str(path), gives_files=is_on_local_disk(path))
     except Exception as error:  # obstore's kinds share no base
         text = str(error).split("\n\nDebug source", 1)[0].strip()
+        text = next((f"{each} is a file" for each in (path, *path.parents) if each.is_file()), text)
         raise StoreDenied(
             f"cannot open the folder {path} as a store: {text}. Choose a folder that you may write."
         ) from error

@@ -6,6 +6,7 @@ divided without a change to the loader. The position, and the random state at th
 """
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -17,6 +18,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.replica.training.dealt_order import DealtOrder
+
+log = logging.getLogger(__name__)
 
 # Settings of a DataLoader, beside those that say which items a batch has.
 _SETTINGS = (
@@ -93,7 +96,7 @@ class LoaderStream:
         self._deal, self._seed = deal, seed
         self._ended, self._prepare = ended, begin
         base = _undivided(loader)
-        self._order, self._chance = DealtOrder(shared=deal.of > deal.ranks), rng.Apart()
+        self._order, self._chance = DealtOrder(shared=deal.of > deal.ranks), rng.SeparateDraws()
         kind = _MapEpochs if _has_indices(base) else _Epochs
         self._epochs: _Epochs = kind(base, deal.takes, self._order, self._chance)
         self._generators = _generators_in(loader)
@@ -101,6 +104,7 @@ class LoaderStream:
         self._taken = 0  # by this rank, of this epoch
         self._batches: Iterator[Any] | None = None
         self._states: list[dict[str, Any]] = []  # of the loader's own generators when the epoch began
+        self._unseeded: dict[str, Any] | None = None  # the process's when it began, in an epoch of an earlier version
         self._earlier: Mapping[str, Any] = {}  # the order of the epoch that an earlier attempt was in
 
     @property
@@ -109,9 +113,9 @@ class LoaderStream:
         return getattr(self._loader, "dataset", None)
 
     @property
-    def dealt(self) -> DealtOrder:
-        """Digests of the order in which replicas share the epoch's batches."""
-        return self._order
+    def dealt(self) -> DealtOrder | None:
+        """Digests of the order in which replicas share the epoch's batches; None if an old version began the epoch."""
+        return self._order if self._unseeded is None else None
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -137,11 +141,11 @@ class LoaderStream:
             # More than this epoch has: where rank 0 of the replica is in it still, another rank may be in the next.
             self._taken -= min(self._taken, self._deal.count(self._before) - self._deal.count(before))
             self.epoch, self._batches = self.epoch + 1, None
-            self._earlier = {}
+            self._unseeded, self._earlier = None, {}
 
     def state_dict(self) -> dict[str, Any]:
         drawn = self._batches is not None
-        return {
+        state = {
             "epoch": self.epoch,
             "taken": self._taken,
             "before": self._before,
@@ -149,6 +153,7 @@ class LoaderStream:
             "generators": self._states if drawn else self._capture(),
             "order": self._order.state() if drawn else dict(self._earlier),
         }
+        return state if self._unseeded is None else {**state, "chance": {"process": self._unseeded}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, which rank 0 of this replica returned. The caller restores the process's random state.
@@ -162,7 +167,16 @@ class LoaderStream:
             cycles = -(-self._before // dealt) - (-self._taken // deal.block)
             taken = -(-cycles * dealt // cycle) * deal.block
         self._taken = taken - self._deal.count(self._before)
-        self._earlier, states = state.get("order", {}), state["generators"]
+        self._earlier, chance = state.get("order", {}), state.get("chance", {})
+        self._unseeded = chance.get("process")
+        if self._unseeded is not None:
+            log.warning(
+                "this run began with a version that drew the order of the training data from each replica's own random "
+                "numbers, so that replicas may have trained the same items. Epoch %d goes on in the order that it has; "
+                "later ones have an order of the whole run.",
+                self.epoch,
+            )
+        states = state["generators"] if "generators" in state else chance["generators"]
         if len(states) != len(self._generators):
             raise ConfigError(
                 f"the trainer's data loader has {len(self._generators)} random generators, and had {len(states)} in an "
@@ -184,6 +198,9 @@ class LoaderStream:
             self._batches = self._epochs.begin(self._before, self._taken)
 
     def _seed_epoch(self) -> None:
+        if self._unseeded is not None:
+            rng.restore(self._unseeded)
+            return
         digest = hashlib.sha256(f"{self._seed} {self.epoch}".encode()).digest()
         rng.seed_all(int.from_bytes(digest[:4], "little"))
 
@@ -195,7 +212,7 @@ class _Epochs:
     """Iterates over one epoch of a loader after another. All batches are made, and those of other replicas dropped."""
 
     def __init__(
-        self, base: Iterable[Any], is_ours: Callable[[int], bool], order: DealtOrder, chance: rng.Apart
+        self, base: Iterable[Any], is_ours: Callable[[int], bool], order: DealtOrder, chance: rng.SeparateDraws
     ) -> None:
         self.seen = 0  # batches of the epoch so far, whoever takes them
         self._base = base
@@ -239,7 +256,7 @@ class _MapEpochs(_Epochs):
     """`_Epochs` for a DataLoader with indices: items of others, and of skipped batches, are never loaded."""
 
     def __init__(
-        self, base: DataLoader[Any], is_ours: Callable[[int], bool], order: DealtOrder, chance: rng.Apart
+        self, base: DataLoader[Any], is_ours: Callable[[int], bool], order: DealtOrder, chance: rng.SeparateDraws
     ) -> None:
         super().__init__(base, is_ours, order, chance)
         self._indices = base.sampler if base.batch_sampler is None else base.batch_sampler

@@ -16,7 +16,8 @@ log = logging.getLogger(__name__)
 def check_trainer(trainer: Any, config: RunConfig, ranks: int = 1, said: int | None = None) -> None:
     """Raise `ConfigError`, naming setting, value and remedy, for a trainer that cannot be a replica.
 
-    `ranks`: processes of the replica. `said`: number of ranks in the run's configuration, if batches are dealt by it.
+    `ranks`: processes of the replica. `said`: the number of ranks that the run's configuration gives the replica, by
+    which its batches are dealt; None if they are not dealt so.
     """
     args = trainer.args
     check_not_trained(trainer.state.global_step)

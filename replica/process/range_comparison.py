@@ -4,7 +4,7 @@ Such a training is called a range. `inspection.audit` judges the differences.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from diloco_orchestrator.protocol.records import Contribution, Payload
 from diloco_orchestrator.replica.attempt.attempt import differences
 from diloco_orchestrator.replica.process.rerun_result import RerunResult
 from diloco_orchestrator.replica.training.dealt_batches import DEAL
+from diloco_orchestrator.replica.training.dealt_order import ORDER
 from diloco_orchestrator.replica.training.tensor_tree import unpack
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.contributions import ContributionReader
@@ -68,6 +69,15 @@ def compare(
         follows=before.round if before else 0,
         micro_batches=_takes_micro_batches(before, found),
     )
+
+
+def is_of_an_earlier_order(found: Contribution, recorded: Sequence[Contribution]) -> bool:
+    """Whether the repeated training drew data in another order than all replicas of the round, by an older version.
+
+    `recorded`: all manifests of the round, so that no single replica can name another version for itself.
+    """
+    cursors = [each.progress.cursor for each in recorded if each.progress]
+    return found.progress is not None and ORDER in found.progress.cursor and not any(ORDER in each for each in cursors)
 
 
 def _facts(recorded: Contribution, found: Contribution) -> Mapping[str, tuple[Any, Any]]:

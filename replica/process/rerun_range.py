@@ -145,6 +145,12 @@ def rerun(
         return RerunResult(not_auditable=f"training it again ended without a contribution: {words}")
     from diloco_orchestrator.replica.process import range_comparison  # imports torch, whose threads are set now
 
+    reader, most = ContributionReader(store, repetition.attempt.background), repetition.attempt.config.most_replicas
+    if range_comparison.is_of_an_earlier_order(found, reader.in_round(manifest.round, most)):
+        return RerunResult(
+            not_auditable="an earlier version wrote this round, which drew the order of a trainer's data from each "
+            "replica's own random numbers: audit it with that version"
+        )
     return range_comparison.compare(store, view.written, manifest, found, record.delta_before(), output, earlier)
 
 

@@ -202,7 +202,6 @@ class RoundTiming:
         if self._quorum_since is None and sum(map(rounds.contributes, answers)) >= self.policy.quorum:
             self._quorum_since = self._now()
         return rounds.View(
-            round=self._tip.open.round,
             answers=answers,
             roster=self._tip.open.roster,
             opened_at=self._opened_at,

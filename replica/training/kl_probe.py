@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.guard.shares import content_hash
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.replica.training.heldout_scorer import undisturbed
 
 ForwardFn = Callable[[torch.nn.Module, Any], tuple[torch.Tensor, torch.Tensor]]
@@ -73,6 +75,7 @@ class KLProbe:
         if every < 1:
             raise ConfigError(f"KLProbe(every={every}): the number of rounds between measurements is at least 1.")
         self.every = every
+        self.items_digest = sha256_hex("".join(_item_digest(item) for item in items).encode())
         self._items = list(items)
         self._forward = forward
         self._reference: Mapping[str, torch.Tensor] = {}
@@ -140,6 +143,12 @@ class KLProbe:
                 "token of the logits."
             )
         return logits[mask.bool()]
+
+
+def _item_digest(item: Any) -> str:
+    if isinstance(item, Mapping):
+        return sha256_hex("".join(f"{name}\0{_item_digest(item[name])}" for name in sorted(item)).encode())
+    return content_hash(item)
 
 
 def _name(index: int) -> str:

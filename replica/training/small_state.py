@@ -66,6 +66,8 @@ class SmallState:
 
         Raises `RecordInvalid` for any other text.
         """
+        if not text:
+            return set()  # a manifest of an earlier version
         try:
             data = zlib.decompress(base64.b64decode(text, validate=True))
         except (ValueError, zlib.error) as error:

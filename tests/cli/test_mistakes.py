@@ -53,6 +53,7 @@ MISTAKES = {  # by what was done: the command, and a part of the answer that say
     "a misspelt codec": ((*RUN, "--codec", "int3"), "did you mean 'int8'?"),
     "a misspelt executor": ((*RUN, "--executor", "modall"), "did you mean 'modal'?"),
     "an option of the place misspelt": ((*RUN, "--executor", "modal", "--gpus", "A100"), "'--gpu'"),
+    "an option of another place": ((*RUN, "--hardware", "t4-small"), "It goes with --executor hf-jobs"),
     "a quorum of more than all": (
         (*RUN, "--quorum", "5", "--replicas", "2"),
         'choose 1..2 (the number of replicas), or "all"',
@@ -60,6 +61,7 @@ MISTAKES = {  # by what was done: the command, and a part of the answer that say
     "another scheme": (("run", RUN[1], "--store", "s4://b/x"), "did you mean 's3'?"),
     "half a scheme": (("run", RUN[1], "--store", "s3:/b/x"), "write s3://"),
     "a scheme without its colon": (("run", RUN[1], "--store", "gcs//b/x"), "write gcs://"),
+    "a file as a store": ((*RUN[:2], "--store", "of_mistakes.py/a"), "of_mistakes.py is a file. Choose a folder"),
     "no bucket": (("run", RUN[1], "--store", "s3://"), "Write s3://bucket/folder"),
     "a web address": (
         ("run", RUN[1], "--store", "https://b.s3.amazonaws.com/x"),
@@ -82,6 +84,12 @@ def test_a_mistake_is_answered_by_what_to_do_and_starts_nothing(mistake: str, tm
     assert done.returncode in (1, 2) and words in done.stderr and not done.stdout, done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) <= 5
     assert [each.name for each in tmp_path.iterdir()] == ["of_mistakes.py"]
+
+
+def test_a_file_that_is_not_python_is_named_with_the_line(tmp_path: Path):
+    (source := tmp_path / "cut_off.py").write_text("def train(ctx):\n    x = (\n")
+    with pytest.raises(ConfigError, match=r"never closed \(cut_off.py, line 2\)"):
+        check_defined("cut_off:train", source)
 
 
 @pytest.mark.parametrize("function", ["fine", "decorated", "either"])

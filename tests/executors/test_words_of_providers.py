@@ -91,7 +91,7 @@ def test_why_a_pod_is_refused_is_logged_once_and_ends_no_attempt(tmp_path: Path,
         assert coordinator.alive() == [0, 1] and scene.executor.cancelled == []
         words = f"replica 0, attempt 1: it has not started yet: its pod is refused: Error creating: {QUOTA}"
         assert [record.getMessage() for record in caplog.records].count(words) == 1
-        rows = RunReader(scene.fleet.store).replicas()
+        rows = RunReader(scene.fleet.store).status().replicas
         assert [row.words() for row in rows] == [f"launching: its pod is refused: Error creating: {QUOTA}"] * 2
 
 
@@ -102,11 +102,11 @@ def test_what_a_provider_says_of_a_launch_that_it_refuses_is_in_the_status_until
     coordinator = scene.coordinator()
     scene.steps(coordinator, 2.0)
     reader = RunReader(scene.fleet.store)
-    assert {row.words() for row in reader.replicas()} == {"launching: overloaded, says the provider"}
+    assert {row.words() for row in reader.status().replicas} == {"launching: overloaded, says the provider"}
     scene.executor.refuse_launch.clear()
     scene.steps(coordinator, 300.0, every=5.0)
     beat(scene, 0, counter=1)
-    assert next(row.words() for row in reader.replicas()) == "training"
+    assert next(row.words() for row in reader.status().replicas) == "training"
 
 
 def test_a_providers_words_are_recorded_without_the_secrets_that_it_was_sent():

@@ -69,6 +69,7 @@ def test_what_no_commit_names_is_not_pinned():
         keys.want(1, 0, 2, 0, 2),
         keys.halt(1),
         keys.out(1, 2),
+        "snapshots/00000001/replays/x.json",
         named=named,
     )
     assert dict(done.pinned) == {"manifests": 1, "payloads and states": 3}
@@ -79,6 +80,7 @@ def test_what_no_commit_names_is_not_pinned():
         "wants": 1,
         "halt requests": 1,
         "replicas that are out": 1,
+        "replays": 1,
     }
 
 

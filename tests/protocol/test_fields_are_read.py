@@ -11,12 +11,16 @@ from diloco_orchestrator.protocol.record_format import Part, Record
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = (records, attempt_records)
+_EARLIER = "people who look into a run of an earlier version; this one writes no such record"
 _WHO = "people who ask who wrote it; nothing shows a program that it is true"
 FOR_READERS = {  # by class and field: for whom it is, beside our code
     "Contribution.snapshot_round": "people who look for the machine that rebuilt a base wrongly",
     "Exit.round": "people who read the record of an attempt alone",
     "Halt.by": _WHO,
     "Out.by": _WHO,
+    "Probe.items": _EARLIER,
+    "Probe.size": _EARLIER,
+    "Probe.tokens": _EARLIER,
     "Retention.by": _WHO,
     "Retention.payloads": "one value today, which the record's name does not say",
     "ReuploadRequest.by": _WHO,

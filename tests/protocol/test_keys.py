@@ -30,9 +30,11 @@ def test_the_layout_is_the_documented_one():
 @given(NUMBERS, NUMBERS)
 def test_keys_parse_back(round_: int, replica_id: int):
     assert keys.contribution.parse(keys.contribution(round_, replica_id)) == (round_, replica_id)
-    for take in (keys.SHARED_TAKE, keys.own_take(None), keys.own_take(replica_id), "123456789"):
+    for take in (keys.SHARED_TAKE, keys.own_take(None), keys.own_take(replica_id), "2"):
         record = keys.snapshot(round_, keys.SNAPSHOT_RECORD, take)
         assert keys.parse_snapshot_record(record) == keys.parse_snapshot_file(record) == (round_, take)
+    replay = f"snapshots/{keys.round_name(round_)}/replays/token-1.json"  # of an earlier version
+    assert keys.is_replay(replay) and keys.parse_snapshot_record(replay) is None
     for build in (keys.intent, keys.handle, keys.cancel, keys.exit_record, keys.heartbeat, keys.log_text):
         key = build(replica_id, round_)
         assert keys.parse_attempt(key) == keys.AttemptKey(replica_id, round_, key.rpartition("/")[2])

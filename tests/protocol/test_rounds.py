@@ -35,7 +35,7 @@ def answer(replica_id: int, kind: str = "delta") -> Answer:
 def view(*answers: Answer, roster: Sequence[int] = (0, 1, 2), **fields: Any) -> View:
     """Opened at 980, answered at 1000, the quorum seen then."""
     times = {"opened_at": 980.0, "waiting_since": 1000.0, "quorum_since": 1000.0, "deadline": USUAL, **fields}
-    return View(round=4, answers=answers, roster=roster, **times)
+    return View(answers=answers, roster=roster, **times)
 
 
 def decide(seen: View, waited_s: float = 10.0, policy: Policy = STRICT) -> Decision:

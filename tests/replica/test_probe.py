@@ -11,8 +11,11 @@ from in_one_process import SmallRun
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.verify import verify_run
-from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import bulk_digest
+from diloco_orchestrator.protocol.records import Contribution, Probe
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.tensor_file import encode
 from replica.context import ReplicaContext
 from replica.training.kl_probe import KLProbe, token_mean_kl
 
@@ -148,6 +151,14 @@ def test_a_probe_that_cannot_measure_says_why():
         probe.measure(model)
 
 
+def test_items_of_every_kind_have_a_digest_that_depends_on_their_order():
+    digest = KLProbe(ITEMS, forward).items_digest
+    assert KLProbe([i.clone() for i in ITEMS], forward).items_digest == digest
+    assert KLProbe(ITEMS[::-1], forward).items_digest != digest
+    mappings = [KLProbe([{"input_ids": ITEMS[k], "text": "a"}], forward).items_digest for k in (0, 0, 1)]
+    assert mappings[0] == mappings[1] != mappings[2]
+
+
 # -- in a run ---------------------------------------------------------------------------------------------------------
 
 
@@ -198,6 +209,33 @@ def test_all_replicas_measure_the_same_drift_and_store_no_reference():
     for round_ in (1, 2, 3):
         assert drift(run.manifest(round_, 0)) == drift(run.manifest(round_, 1)) is not None
     assert not list(run.store.list("probe"))
+
+
+REFERENCES = ["junk", "of a later version", "of another model", "of other items"]
+
+
+@pytest.mark.parametrize(
+    "kind", [REFERENCES[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in REFERENCES[1:])]
+)
+def test_a_reference_that_somebody_put_there_first_is_read_by_nobody(kind: str):
+    """As earlier versions stored it: whoever created it first chose what all replicas measured from."""
+    run, undisturbed = SmallRun(rounds=4), SmallRun(rounds=4)
+    other = {name: each.flip(0) for name, each in KLProbe(ITEMS[:3], forward).reference_of(tiny()).items()}
+    data = encode(other)
+    fields = {"base_digest": "b3:" + "0" * 64, "items": "0" * 64, "digest": bulk_digest(data), "size": len(data)}
+    record = Probe(write_id="x", at=0.0, tokens=15, **fields)
+    if kind == "of another model":
+        record = record.model_copy(update={"items": KLProbe(ITEMS[:3], forward).items_digest})
+    version = b'{"record":"probe","schema_version":99}\n'
+    run.store.create(keys.KL_RECORD, {"junk": b"[", "of a later version": version}.get(kind, record.to_bytes()))
+    run.store.create(keys.KL_REFERENCE, data)
+    workload(run.context(), steps=7)
+    workload(run.context())
+    workload(undisturbed.context())
+    found, expected = ([drift(each.manifest(round_)) for round_ in range(1, 6)] for each in (run, undisturbed))
+    assert found == expected
+    done = verify_run(run.store)
+    assert done.disagreement is not None and done.disagreement.key == keys.KL_RECORD
 
 
 def test_a_probe_measures_from_the_start_of_the_run_that_it_is_used_in():

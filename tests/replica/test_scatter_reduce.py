@@ -170,7 +170,9 @@ def test_what_auto_took_is_fixed_by_the_start_record():
     start = RunLog(fleet.store).start()
     assert start is not None and start.record.path == "gather" and not scatters(fleet.config, start.record)
     other = start.record.model_copy(update={"path": "scatter_reduce"})
-    assert scatters(fleet.config, other)
+    before = start.record.model_copy(update={"path": None})
+    assert scatters(fleet.config, other) and not scatters(fleet.config, before)
+    assert scatters(fleet.config, before.model_copy(update={"shard_numel": 4096}))
     assert played(participants).checks is None
     assert_right(fleet, participants)
     assert fleet_of("gather")[0].engine.get(keys.START).count(b'"path"') == 0

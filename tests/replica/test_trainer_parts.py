@@ -217,6 +217,36 @@ def test_another_order_after_a_restart_is_refused_where_batches_are_dealt_and_el
         next(again)
 
 
+# Of replica 1 of 2, after batches 6 and 7 of a shuffled epoch of 8, as an earlier version wrote it.
+OLD_STATE: dict[str, Any] = {
+    "epoch": 0,
+    "taken": 2,
+    "before": 0,
+    "chance": {
+        "process": {
+            "seed": 5,
+            "random": "sR5QbQB42u3BAQ0AAADCoPdPbQ43oAAAuDYJ0QAB",
+            "torch": "flHOhgB42u3BMQEAAADCoPVPbQ0PoAAAAACAVwMTwAAB",
+            "numpy": "IL30jAB42u3BAQ0AAADCoPdPbQ43oAAAeDYJ0AAB",
+        },
+        "generators": [],
+    },
+}
+
+
+def test_a_run_of_an_earlier_version_ends_its_epoch_in_the_order_that_it_has_and_says_so(caplog: Any):
+    loader = DataLoader(range(8), batch_size=1, shuffle=True)  # type: ignore[arg-type]
+    stream = LoaderStream(loader, Deal.over([1] * 2, 1))
+    stream.load_state_dict(OLD_STATE)
+    assert "Epoch 0 goes on in the order that it has" in caplog.text
+    assert items_of(stream, 1) == [3] and stream.dealt is None
+    again = LoaderStream(loader, Deal.over([1] * 2, 1))
+    again.load_state_dict(stream.state_dict())
+    assert items_of(again, 1) == [0]
+    items_of(again, 1)
+    assert again.dealt is not None and "chance" not in again.state_dict()
+
+
 @pytest.mark.parametrize("replicas", [2, 3, 5])
 def test_each_batch_is_one_replicas_and_none_is_left_out(replicas: int):
     """Seven batches an epoch: over `replicas` epochs everybody has taken seven."""

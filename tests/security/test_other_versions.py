@@ -17,7 +17,7 @@ from replica.rounds.participant import Participant
 
 JOB, OFFER = "dl-1-r2-a1", "0" * 64
 PLACES = [
-    *(keys.began(2, 5), keys.follows(2), keys.start_take("0" * 16)),
+    *(keys.began(2, 5), keys.follows(2), keys.start_take("0" * 16), keys.KL_RECORD),
     *(keys.scale(1, 1), keys.out(1, 2), keys.result(1), keys.RETENTION),
     *(each(2, 1) for each in (keys.handle, keys.waiting, keys.heartbeat, keys.cancel, keys.exit_record)),
     *(keys.intent(2, 2), keys.claim(2, 2, "0" * 16), keys.join_offer(JOB)),
@@ -73,7 +73,7 @@ def test_records_of_another_version_beside_the_log_end_nobody(tmp_path, places, 
     verify_run(fleet.store)
 
 
-@pytest.mark.parametrize("key", [keys.result(1), keys.snapshot(3, keys.SNAPSHOT_RECORD, "r2")])
+@pytest.mark.parametrize("key", [keys.result(1), keys.KL_RECORD, keys.snapshot(3, keys.SNAPSHOT_RECORD, "r2")])
 def test_verify_names_such_a_record(key):
     fleet = Fleet(replicas=2, rounds=4, snapshot_every=2)
     participants = fleet.join_all()

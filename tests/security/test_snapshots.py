@@ -104,6 +104,14 @@ def forged_snapshot(store: Store, participant: Participant, round_: int, by: int
     return base.digest()
 
 
+def forged_replay(store: Store, round_: int, digest: str) -> None:
+    """The record with which earlier versions said that they had rebuilt a base."""
+    replay = {"record": "replay", "schema_version": 2, "round": round_, "base_digest": digest, "snapshot_round": 0}
+    replay |= {"by": "replica 1, attempt 1", "write_id": "x", "at": 0.0}
+    line = json.dumps(replay, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+    store.create(f"snapshots/{keys.round_name(round_)}/replays/x.json", line)
+
+
 def pulled(fleet: Fleet, folder: Path, round_: int | None = None) -> dict[str, bytes]:
     copy_model(RunLog(fleet.store), folder, round_)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -163,10 +171,10 @@ def test_where_the_base_cannot_be_derived_any_more_no_model_is_handed_out(tmp_pa
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["after the final evaluation round", "before it"])
-def test_one_replica_that_forges_the_last_snapshot_early_gives_nobody_its_model(tmp_path, closed):
+def test_one_replica_that_forges_the_last_snapshot_early_with_a_replay_gives_nobody_its_model(tmp_path, closed):
     fleet, participants, attacker = running()
     go_on(participants, 1)
-    forged_snapshot(attacker, participants[0], 4, by=0)
+    forged_replay(attacker, 4, forged_snapshot(attacker, participants[0], 4, by=0))
     go_on(participants, 4 if closed else 3)
     if closed:
         finish(participants)
@@ -190,7 +198,7 @@ def test_a_claim_of_the_forged_base_under_the_attackers_name_confirms_nothing(tm
 
 def test_after_a_halt_a_leg_does_not_start_from_a_forged_base():
     fleet, participants, attacker = running()
-    forged_snapshot(attacker, participants[0], 3, by=0)
+    forged_replay(attacker, 3, forged_snapshot(attacker, participants[0], 3, by=0))
     go_on(participants, 2)
     request_halt(RunLog(fleet.store), "test", "lunch", STAMP)
     go_on(participants, 1)
@@ -204,7 +212,7 @@ def test_a_finished_run_whose_last_snapshot_was_forged_is_resumed_from_what_the_
     fleet, participants = finished()
     for info in list(fleet.store.list("snapshots/00000004")):
         fleet.store.delete(info.key)
-    forged_snapshot(fleet.store, participants[0], 4, by=0)
+    forged_replay(fleet.store, 4, forged_snapshot(fleet.store, participants[0], 4, by=0))
     begin_next_leg(RunLog(fleet.store), rounds=2, from_round=None, by="test", why="test", stamp=STAMP)
     again = [fleet.join(replica_id) for replica_id in range(3)]
     assert {each.digest for each in again} == {participants[0].digest}

@@ -166,6 +166,7 @@ def starts(run: Attacked) -> Objects:
 
 def of_the_run(run: Attacked) -> Objects:
     yield keys.RETENTION, EXAMPLES["retention"].to_bytes()
+    yield keys.KL_RECORD, EXAMPLES["probe"].to_bytes()
     for round_ in range(6):
         yield keys.snapshot(round_, keys.SNAPSHOT_RECORD), EXAMPLES["snapshot"].to_bytes()
     yield str(keys.SegmentKey(1, 10, "commits")), b"{}\n"

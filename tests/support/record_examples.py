@@ -166,6 +166,7 @@ EXAMPLES: dict[str, Record] = {
     "snapshot": records.Snapshot(
         **STAMP, round=3, base_digest=B3, by=1, files={"model.safetensors": records.FileInfo(digest=B3, size=9)}
     ),
+    "probe": records.Probe(**STAMP, base_digest=B3, items=SHA, digest=B3, size=9, tokens=3),
     "want": records.ReuploadRequest(
         **STAMP, round=3, replica_id=1, attempt=2, shard=0, take=2, by="replica 0, attempt 1", reason="it is gone"
     ),

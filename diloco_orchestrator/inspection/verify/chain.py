@@ -17,17 +17,19 @@ from diloco_orchestrator.inspection.verify.findings import (
     Verification,
     check_canonical,
     equal,
+    fetch,
     needed,
     optional,
+    parse,
 )
 from diloco_orchestrator.inspection.verify.guard import check_claims, check_conclusion
 from diloco_orchestrator.inspection.verify.inventory import NamedByTheLog, take_stock
 from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys, rounds
-from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.head import Head, Noted
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Probe, Start
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.reader import read_optional
@@ -94,6 +96,14 @@ class _Derived:
     last: Commit | None = None  # of the leg
 
 
+def _as_checked(entry: CommitEntry) -> Commit:
+    """The commit to compare with the log: as readers take it, or one that contradicts the log as it was written.
+
+    The latter is void for every reader; here it has to disagree.
+    """
+    return entry.written if entry.contradicts else entry.commit
+
+
 class _Verifier:
     def __init__(
         self, log: RunLog, done: Verification, on_round: Callable[[int], None], noted: Sequence[Noted]
@@ -130,6 +140,7 @@ class _Verifier:
             return
         self._start = start.record
         equal(keys.START, "run_sha256", self._start.run_sha256, self._log.run_sha256, f"the digest of {keys.RUN}")
+        check_probe(self._log.store, self._start)
         self._bases = BaseDeriver(self._log, self._start, self._snapshots, self._done)
         self._digests[0], self._outer_steps[0], self._guards[0] = self._start.base_digest, 0, None
         legs = range(1, max(1, self._log.newest_leg()) + 1)
@@ -284,39 +295,13 @@ class _Verifier:
 
     def _commit(self, derived: _Derived, entry: Entry[Begin]) -> bool:
         """Check the leg's next commit and advance `derived`; False if the leg (start to stop) has no further one."""
-        begin, round_ = entry.record, derived.position.round + 1
-        key = keys.commit(round_)
-        commit_entry = self._next
+        begin, commit_entry = entry.record, self._next_of_leg(derived, entry.record)
         if commit_entry is None:
-            if derived.position.stop == "none" and self._log.newest_leg() > begin.leg:
-                raise Differs(key, f"is missing, though leg {begin.leg + 1} began after it")
-            self._check_nothing_after(round_)
             return False
-        if commit_entry.unreadable:
-            raise Differs(key, f"is void: {commit_entry.unreadable}")
-        # One that contradicts the log is void for everybody; here it is compared as it was written, and disagrees.
-        commit = commit_entry.written if commit_entry.contradicts else commit_entry.commit
+        commit, key = _as_checked(commit_entry), keys.commit(commit_entry.commit.round)
         void = "" if commit_entry.contradicts else commit_entry.void
-        if commit.leg != begin.leg:
-            if commit.leg == begin.leg + 1 and (why := self._log.why_foreign(commit.leg)):
-                raise Differs(keys.begin(commit.leg), why)
-            if commit.leg != begin.leg + 1 or self._log.newest_leg() < commit.leg:
-                raise Differs(key, f"says leg {commit.leg}, in the middle of leg {begin.leg}")
-            return False
-        self._on_round(round_)
-        for each in self._noted:
-            if each.head.round == round_ and not each.head.is_of(round_, commit_entry.sha256):
-                raise Differs(
-                    key, f"has the digest {commit_entry.sha256[:16]}; the head {each.head.short} {each.words}"
-                )
-        self._bases.segments.check_commit(round_, len(commit_entry.written.to_bytes()))
-        equal(key, "previous", commit.previous, derived.position.sha256, "the record before it")
-        equal(key, "begin_sha256", commit.begin_sha256, entry.sha256, f"the digest of {keys.begin(begin.leg)}")
-        if derived.position.stop != "none":
-            raise Differs(key, f"follows round {round_ - 1}, which stopped the leg")
-        ids, replicas = [answer.replica_id for answer in commit.answers], self._config.most_replicas
-        if ids != sorted(set(ids)) or any(i >= replicas for i in ids):
-            raise Differs(key, f"lists the answers of replicas {ids}, of {replicas} replicas")
+        self._on_round(commit.round)
+        self._check_link(derived, entry, commit_entry)
         manifests = self._bases.manifests(commit)
         check_claims(key, commit, manifests, derived.digest, self._done)
         check_conclusion(
@@ -341,8 +326,48 @@ class _Verifier:
         self._check_step(key, commit, derived, manifests)
         self._move(derived, commit, commit_entry.sha256)
         self._done.checked["rounds"] += 1
-        self._next_commit(round_ + 1)
+        self._next_commit(commit.round + 1)
         return True
+
+    def _next_of_leg(self, derived: _Derived, begin: Begin) -> CommitEntry | None:
+        """The next commit if it is of the leg that `begin` begins; None if the leg has no further one.
+
+        Raises `Differs` for one that cannot be read or is of a leg that does not follow, and where one is missing.
+        """
+        round_, found = derived.position.round + 1, self._next
+        key = keys.commit(round_)
+        if found is None:
+            if derived.position.stop == "none" and self._log.newest_leg() > begin.leg:
+                raise Differs(key, f"is missing, though leg {begin.leg + 1} began after it")
+            self._check_nothing_after(round_)
+            return None
+        if found.unreadable:
+            raise Differs(key, f"is void: {found.unreadable}")
+        if (leg := _as_checked(found).leg) == begin.leg:
+            return found
+        if leg == begin.leg + 1 and (why := self._log.why_foreign(leg)):
+            raise Differs(keys.begin(leg), why)
+        if leg != begin.leg + 1 or self._log.newest_leg() < leg:
+            raise Differs(key, f"says leg {leg}, in the middle of leg {begin.leg}")
+        return None
+
+    def _check_link(self, derived: _Derived, entry: Entry[Begin], found: CommitEntry) -> None:
+        """Raise `Differs` unless a commit follows the one before it, in the leg of `entry`, and names replicas in
+        order.
+        """
+        commit, leg = _as_checked(found), entry.record.leg
+        key = keys.commit(commit.round)
+        for each in self._noted:
+            if each.head.round == commit.round and not each.head.is_of(commit.round, found.sha256):
+                raise Differs(key, f"has the digest {found.sha256[:16]}; the head {each.head.short} {each.words}")
+        self._bases.segments.check_commit(commit.round, len(found.written.to_bytes()))
+        equal(key, "previous", commit.previous, derived.position.sha256, "the record before it")
+        equal(key, "begin_sha256", commit.begin_sha256, entry.sha256, f"the digest of {keys.begin(leg)}")
+        if derived.position.stop != "none":
+            raise Differs(key, f"follows round {commit.round - 1}, which stopped the leg")
+        ids, replicas = [answer.replica_id for answer in commit.answers], self._config.most_replicas
+        if ids != sorted(set(ids)) or any(i >= replicas for i in ids):
+            raise Differs(key, f"lists the answers of replicas {ids}, of {replicas} replicas")
 
     def _next_commit(self, round_: int) -> None:
         """Read the commit of `round_` into `_next`: None if there is none. Raises `Differs` if it is invalid."""
@@ -391,3 +416,14 @@ class _Verifier:
             self._outer_steps[commit.round] = commit.outer_step
             self._guards[commit.round] = commit.guard
             self._made_in[commit.round] = commit.leg
+
+
+def check_probe(store: Store, start: Start) -> None:
+    """Raise `Differs` if `probe.json` or `probe.safetensors` was changed. A run without a `KLProbe` has neither."""
+    data = read_optional(store, keys.KL_RECORD)
+    if data is None:
+        return
+    record = parse(Probe, keys.KL_RECORD, data)
+    equal(keys.KL_RECORD, "base_digest", record.base_digest, start.base_digest, keys.START)
+    reference = fetch(store, keys.KL_REFERENCE, f"{keys.KL_RECORD} names it")
+    equal(keys.KL_REFERENCE, "digest", bulk_digest(reference), record.digest, keys.KL_RECORD)

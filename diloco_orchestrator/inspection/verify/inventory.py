@@ -46,6 +46,7 @@ _WHY_NOT: Mapping[str, str] = {
     "reduced shards": "averages that any reader derives from payloads; nothing is derived from them",
     "wants": "requests for a payload",
     "payloads put again": "checked against the manifest where they were needed",
+    "replays": "of an earlier version; nobody reads them",
     "keys": "certificates and rotations, which the run's key has signed",
     "retention": "what somebody asked to delete, beyond the run's own settings",
     "snapshot records": "when and by whom a snapshot was written; its files and base are checked",
@@ -97,7 +98,7 @@ def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
             records[key] = record
         if (segment := keys.parse_segment(key)) is not None:
             segments.append(segment)
-        elif (of_snapshot := keys.parse_snapshot_file(key)) is not None:
+        elif (of_snapshot := keys.parse_snapshot_file(key)) is not None and not keys.is_replay(key):
             folder = keys.snapshot(of_snapshot[0], "", of_snapshot[1])
             snapshots.setdefault(folder, set()).add(key.removeprefix(folder))
             continue
@@ -161,6 +162,8 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
         return "what replicas began with", False
     if keys.rotation.parse(key) or keys.colleague.parse(key):
         return "keys", False
+    if key in (keys.KL_RECORD, keys.KL_REFERENCE):
+        return "drift reference", True
     if (leg := keys.begin.parse(key) or keys.halt.parse(key) or keys.result.parse(key)) is not None:
         if not 1 <= leg[0] <= named.legs:
             return None, False
@@ -187,6 +190,8 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
         return "checks", False
     if keys.reduced.parse(key) is not None or keys.parse_reduced_shard(key) is not None:
         return "reduced shards", False
+    if keys.is_replay(key):
+        return "replays", False
     if key == keys.RETENTION:
         return "retention", False
     if keys.parse_join_record(key) is not None or keys.is_join_piece(key):
