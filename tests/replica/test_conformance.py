@@ -230,6 +230,7 @@ RANKED = {  # functions of several ranks, by what each shows
     "Lightning, DDP": ("lightning_loop:train", {}),
     "Lightning, fully_shard": ("lightning_loop:train", {"sharded": True}),
     "Trainer, DDP": ("tiny_trainers:train", {"kind": "trainer"}),
+    "GRPO, DDP": ("tiny_trainers:train", {"kind": "grpo"}),
 }
 # Rows that do not apply: the data of a loop are compared with held-out items only where it has any.
 ABSENT = {"accelerate_loop": {"evaluation", "planted", "frozen"}, "lightning_loop": {"evaluation", "planted", "frozen"}}
