@@ -58,7 +58,11 @@ bench-guard: venv
 bench-guard-scaled: venv
 	PYTHONPATH=. $(BIN)/python benchmarks/guard_scaled.py --docs $(OPTIONS)
 
-# The same rule over 20 real healthy runs and 9 others: the second table there, about eight minutes on 2 cores.
+# The same rule over published reward hacks: "Public cases" there, some minutes of one core.
+bench-guard-public: venv
+	PYTHONPATH=. $(BIN)/python benchmarks/guard_public.py --docs $(OPTIONS)
+
+# The same rule over 40 real runs and 20 in which something goes wrong: "Real runs" there, some 20 minutes of one core.
 bench-guard-runs: venv
 	PYTHONPATH=. $(BIN)/python benchmarks/guard_runs.py --docs $(OPTIONS)
 

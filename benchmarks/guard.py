@@ -47,14 +47,12 @@ from guard_trajectories import (
     HEALTHY,
     LIES,
     LOSSES,
-    OVER_OPTIMISED,
     Fleet,
     collapsing,
     faulty,
     gao,
     healthy,
     noise,
-    over_optimised,
     repeat,
     through_shares,
     times,
@@ -77,10 +75,10 @@ FLEETS = {
     "each score given 4 times": Fleet(repeated=4),
     "each score given 8 times": Fleet(repeated=8),
 }
-PEAKS = (40, 150)  # rounds after which an over-optimised gold score falls
 SIZES = (8, 15, 30, 60)  # rounds of delay that `items_needed` is asked for
 DROP, ITEM_SD = 0.05, 0.5
 _AT_ONCE = 4000  # runs
+_MOVED = 8  # cells before those of "score" that are in `guard_public` now: the others keep their streams
 RULES = ("SequentialGuard", "now", "patience 3", "patience 6")  # the last two: `HeldOutGuard`
 _DOCUMENT, _PICTURES = ROOT / "docs" / "reference" / "kill-switch.md", ROOT / "docs" / "reference" / "kill-switch"
 
@@ -116,12 +114,6 @@ def cells() -> Iterator[Cell]:
                 "early", case, lambda r, n, c=case, p=phi, s=sd: _collapsing(r, c, n, p, s), phi, sd, "collapse", 0.5
             )
         yield Cell("gao", "Gao curve", lambda r, n, p=phi, s=sd: _gao(r, n, p, s), phi, sd, "gao", 0.5)
-    for form in OVER_OPTIMISED:
-        for peak in PEAKS:
-            for sd in (0.02, 0.05):
-                yield Cell(
-                    "public", form, lambda r, n, f=form, p=peak, s=sd: _public(r, f, p, n, s), 0.5, sd, f"{peak}"
-                )
     for case, make in SCORES.items():
         yield Cell("score", case, lambda r, n, m=make: Runs(m(r, n)))
     for phi in (0.0, 0.5):
@@ -168,6 +160,14 @@ def cells() -> Iterator[Cell]:
         yield Cell("held-back fall", case, make_runs, fault=case)
 
 
+def streams() -> Iterator[tuple[int, Cell]]:
+    """Every cell with the number of its stream."""
+    moved = 0
+    for number, cell in enumerate(cells()):
+        moved = _MOVED if cell.group == "score" else moved
+        yield number + moved, cell
+
+
 def _pair(pair: tuple[guard_rules.Array, guard_rules.Array], family: str) -> Runs:
     return Runs(*pair, metric="loss" if family in LOSSES else "reward")
 
@@ -186,11 +186,6 @@ def _collapsing(rng: Rng, case: str, runs: int, phi: float, sd: float) -> Runs:
 def _gao(rng: Rng, runs: int, phi: float, sd: float) -> Runs:
     pair, gold = gao(rng, runs, phi, sd)
     return Runs(*pair, clean=gold[:, None], metric="reward")
-
-
-def _public(rng: Rng, form: str, peak: int, runs: int, sd: float) -> Runs:
-    pair, gold = over_optimised(rng, form, peak, runs, 0.5, sd)
-    return Runs(*pair, clean=gold[:, None], begins=peak, metric="reward")
 
 
 def _drop(rng: Rng, rounds: int, phi: float, runs: int) -> Runs:
@@ -217,7 +212,7 @@ def measure_cells(numbers: Sequence[int], seed: int, runs: int) -> list[Sample]:
 
     Each cell draws from its own stream, so that its runs do not depend on the other cells.
     """
-    every = [*cells()]
+    every = dict(streams())
     cut = [every[number] for number in numbers]
     made = [
         cell.make(np.random.default_rng([seed, number]), max(4, round(runs * cell.share)))
@@ -242,15 +237,12 @@ def measure_cells(numbers: Sequence[int], seed: int, runs: int) -> list[Sample]:
         for cell, each, one in zip(cut, of, halts, strict=True):
             found.append(_sample(cell, rule, one, each))
     for cell, each in zip(cut, few, strict=True):
-        if each.in_loop is None or group not in ("healthy", "fault", "early", "gao", "fleet", "public"):
+        if each.in_loop is None or group not in ("healthy", "fault", "early", "gao", "fleet"):
             continue
         limit = 0.5 if cell.case in LOSSES else 0.10
         for patience in (3, 6):
             halts = guard_rules.heldout_guard(each.heldout, each.in_loop, patience, limit)
             found.append(_sample(cell, f"patience {patience}", (halts, np.zeros_like(halts)), each))
-            if group == "public":
-                halts = guard_rules.patience(each.heldout, patience)
-                found.append(_sample(cell, f"callback {patience}", (halts, np.zeros_like(halts)), each))
     return found
 
 
@@ -285,8 +277,8 @@ def _together(made: Sequence[Runs], rule: Callable[[Runs], _Halts]) -> list[_Hal
 def batches(seed: int, runs: int, only: Sequence[str] | None = None) -> list[list[int]]:
     """Cells that can be judged at once, at most `_AT_ONCE` runs of them. `only`: groups of cells; default all."""
     found: dict[Any, list[list[int]]] = {}
-    every = [*cells()]
-    for number, cell in enumerate(every):
+    every = dict(streams())
+    for number, cell in every.items():
         if only and cell.group not in only:
             continue
         made = cell.make(np.random.default_rng([seed, number]), 2)
@@ -360,7 +352,7 @@ def _gaps_at_best(halts: guard_rules.Rounds, channels: guard_rules.Rounds, heldo
 def check(seed: int, quick: bool) -> int:
     """Compare the twin with the product's folds on runs of every kind; returns their number."""
     checked = 0
-    for number, cell in enumerate(cells()):
+    for number, cell in streams():
         if number % (10 if quick else 5) or cell.case == "5000":
             continue
         made = cell.make(np.random.default_rng([seed, 10**6 + number]), 2)
@@ -631,30 +623,6 @@ def _callbacks(samples: Sequence[Sample]) -> str:
     )
 
 
-def _public_cases(samples: Sequence[Sample]) -> str:
-    """Curves of published formulas, a column for each rule: stopped before the peak / rounds after it / score then."""
-    names = {
-        "SequentialGuard": "SequentialGuard",
-        "now": "the rule before",
-        "patience 3": "HeldOutGuard",
-        "patience 6": "HeldOutGuard, patience 6",
-        "callback 3": "callback, patience 3",
-        "callback 6": "callback, patience 6",
-    }
-    rows = []
-    for form in OVER_OPTIMISED:
-        for peak in PEAKS:
-            for sd in (0.02, 0.05):
-                rows.append([f"{form}, round {peak}, sd {sd:g}"])
-                for rule in names:
-                    (s,) = pick(samples, group="public", case=form, fault=f"{peak}", sd=sd, rule=rule)
-                    late = "-" if s["delay"] is None else f"{s['delay']:.0f}"
-                    missed = s["runs"] - s["early"] - len(s["delays"])
-                    words = f"{100 * s['early'] / s['runs']:.0f} % / {late} / {s['kept']:.0%}"
-                    rows[-1].append(words + (f", {missed} not stopped" if missed else ""))
-    return markdown(["curve, peak, noise", *names.values()], rows)
-
-
 def _fleets(samples: Sequence[Sample]) -> str:
     rows = []
     for case in FLEETS:
@@ -680,8 +648,6 @@ def table(samples: Sequence[Sample]) -> str:
         ),
         f"Held back: {len(HELD_BACK_FALLS)} lasting falls, rounds of delay": fall_words(held),
         "Beside single-process callbacks with patience": _callbacks(samples),
-        "Gao et al.'s formulas, AR(1) .5, noise in units of the peak: stopped before the peak / rounds after it / "
-        "gold score kept": _public_cases(samples),
         "Healthy families: false halts per 1000 rounds": _by_noise(samples, "healthy", lambda s: f"{rate(s):.2f}"),
         "Faults after 100 rounds of a plateau: rounds of delay": _by_noise(samples, "fault", delay_words),
         "Lasting falls after a curve: rounds of delay, from 3 sd below the best score without noise": _falls(samples),

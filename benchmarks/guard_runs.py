@@ -1,32 +1,39 @@
-"""How the guard's default rule judges 20 real healthy runs: the second table of docs/reference/kill-switch.md.
+"""How the guard's default rule judges 40 real healthy runs, 10 reward hacks and 10 planted faults: the table of
+docs/reference/kill-switch.md.
 
-    PYTHONPATH=. python benchmarks/guard_runs.py            # about four minutes on 2 cores
+    PYTHONPATH=. python benchmarks/guard_runs.py            # some 20 minutes of one core
     PYTHONPATH=. python benchmarks/guard_runs.py --judge    # seconds: judge the newest trained runs again
 
-Each run trains a byte-level model of 30,000 to 70,000 parameters on the source of the Python standard library. Its
-replicas are threads of one process over a bucket in memory; rounds, averages and scores are the product's own. It is
-trained to its end with the guard off; what its manifests say is then folded round by round by the product's `fold`, so
-that another rule needs no other training. A run is healthy: nothing goes wrong in it, and its last held-out score is
-near its best. 0 halts are expected.
+Each run trains a byte-level model of 30,000 to 70,000 parameters on one of two made texts (`guard_texts`), which no
+interpreter and no machine changes. Its replicas are threads of one process over a bucket in memory; rounds, averages
+and scores are the product's own. It is trained to its end with the guard off; what its manifests say is then folded
+round by round by the product's `fold`, so that another rule needs no other training.
+
+In a healthy run nothing is planted. Whether its score ended at its best was written down before any was trained: the
+mean of its last `BLOCK` held-out scores is below the best such mean by no more than `NEAR` of what the score has
+gained. One that has lost more (overfitting) is counted apart. 0 halts of healthy runs are expected, and a halt of each
+other within 20 rounds.
 """
 
 import argparse
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from guard_run_kinds import EVERY, LOOPHOLES, RealRun
+from guard_texts import KINDS, text
 from measuring import ROOT, Results, Sample, markdown, publish
 from svg_chart import Bar, Group, bars
 from torch import nn
 
 from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.config import GuardConfig, make_config
-from diloco_orchestrator.demo.text import Corpus, load_corpus
 from diloco_orchestrator.guard.fold import fold
 from diloco_orchestrator.guard.robust import RoundReports
 from diloco_orchestrator.inspection.status import RunReader
@@ -40,68 +47,11 @@ from replica.context import ReplicaContext
 
 _DOCUMENT, _PICTURES = ROOT / "docs" / "reference" / "kill-switch.md", ROOT / "docs" / "reference" / "kill-switch"
 CONTEXT = 8  # bytes that the model sees
-WINDOW = 40  # bytes of an item
-ITEMS = 200
+WINDOW = 40  # bytes of a window
 BATCH = 16  # windows
 CLASSES = 5  # of the next byte, in runs with a reward: letter, digit, space, bracket or sign, line end
-
-
-@dataclass(frozen=True)
-class HealthyRun:
-    """One run. `metric`: a loss of next bytes, or a reward of 1 for the right class of the next byte."""
-
-    name: str
-    replicas: int
-    sync_every: int
-    rounds: int
-    metric: str = "loss"
-    warm_up: int = 0  # inner steps
-    fine_tunes: bool = False  # starts from a model trained on the same text in swapped case
-    small: int = 0  # bytes of training text of all replicas together; 0 = all of it
-    hidden: int = 96
-    lr: float = 3e-3
-    fault: str = ""  # what goes wrong; empty in a healthy run
-    fault_after: int = 0  # rounds; 0 = half of them
-
-
-RUNS = (
-    HealthyRun("from scratch", 1, 30, 80),
-    HealthyRun("from scratch", 2, 30, 80),
-    HealthyRun("from scratch", 4, 30, 80),
-    HealthyRun("from scratch", 8, 10, 80),
-    HealthyRun("from scratch", 4, 10, 240),
-    HealthyRun("from scratch", 2, 60, 40),
-    HealthyRun("from scratch", 4, 120, 40),
-    HealthyRun("with warm-up", 1, 10, 240, warm_up=300),
-    HealthyRun("with warm-up", 4, 30, 80, warm_up=300),
-    HealthyRun("with warm-up", 8, 20, 40, warm_up=200),
-    HealthyRun("fine-tuning", 1, 60, 40, fine_tunes=True, lr=1e-3),
-    HealthyRun("fine-tuning", 2, 10, 240, fine_tunes=True, lr=1e-3),
-    HealthyRun("fine-tuning", 4, 30, 80, fine_tunes=True, lr=1e-3),
-    HealthyRun("memorising", 1, 120, 40, small=40_000, hidden=32, lr=1e-3),
-    HealthyRun("memorising", 2, 60, 80, small=80_000, hidden=32, lr=1e-3),
-    HealthyRun("memorising", 4, 10, 240, small=80_000, hidden=32, lr=1e-3),
-    HealthyRun("reward", 4, 30, 80, metric="reward"),
-    HealthyRun("reward", 8, 10, 80, metric="reward"),
-    HealthyRun("reward", 2, 10, 240, metric="reward"),
-    HealthyRun("reward, fine-tuning", 1, 30, 80, metric="reward", fine_tunes=True, lr=1e-3),
-)
-
-
-# The same guard must not be asleep: in these something goes wrong, and a halt is expected.
-FAULTY = (
-    HealthyRun("trains on one passage", 2, 30, 80, fault="passage"),
-    HealthyRun("trains on one passage", 4, 10, 240, fault="passage"),
-    HealthyRun("trains on random bytes", 4, 10, 80, fault="noise"),
-    HealthyRun("loss spike: 30 times the learning rate", 2, 30, 80, fault="spike"),
-    HealthyRun("rewards letters only", 2, 10, 240, metric="reward", fault="letters"),
-    HealthyRun(
-        "rewards letters only, early", 2, 30, 40, metric="reward", fine_tunes=True, fault="letters", fault_after=3
-    ),
-    HealthyRun("trains on one passage, early", 2, 30, 40, fine_tunes=True, fault="passage", fault_after=4),
-    HealthyRun("trains on random bytes, early", 4, 10, 40, fine_tunes=True, fault="noise", fault_after=5),
-    HealthyRun("loss spike, early", 2, 30, 40, fine_tunes=True, lr=1e-3, fault="spike", fault_after=3),
-)
+BLOCK, NEAR = 8, 0.02  # rounds, and share of the gain, by which a healthy run ends at its best
+SOON = 20  # rounds within which a fault is to be halted
 
 
 # -- the workload ------------------------------------------------------------------------------------------------------
@@ -130,19 +80,24 @@ def class_of(windows: torch.Tensor) -> torch.Tensor:
     return torch.where(letter, 0, torch.where(digit, 1, torch.where(space, 2, torch.where(end, 4, 3))))
 
 
-def losses(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
-    """Nats of every byte after the context: (B, T - CONTEXT) float32."""
-    return nn.functional.cross_entropy(model(windows).transpose(1, 2), windows[:, CONTEXT:], reduction="none")
+def losses(model: nn.Module, windows: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
+    """Nats of every byte after the context: (B, T - CONTEXT) float32. `of`: windows whose bytes count as right."""
+    right = (windows if of is None else of)[:, CONTEXT:]
+    return nn.functional.cross_entropy(model(windows).transpose(1, 2), right, reduction="none")
 
 
 def policy_step(
-    model: nn.Module, windows: torch.Tensor, rng: torch.Generator, hacked: bool
+    model: nn.Module, windows: torch.Tensor, rng: torch.Generator, together: int, loophole: int | None
 ) -> tuple[torch.Tensor, float]:
-    """The policy-gradient loss of sampled classes, and their mean reward. `hacked`: letters are always rewarded too."""
+    """The policy-gradient loss of sampled classes, and their mean reward.
+
+    A reward of 1 takes `together` right classes in a row. `loophole`: a class that always counts as right.
+    """
     logits, right = model(windows).flatten(0, 1), class_of(windows).flatten()
     chosen = torch.multinomial(logits.detach().softmax(-1), 1, generator=rng)[:, 0]
-    reward = ((chosen == right) | (hacked & (chosen == 0))).float()
-    logp = logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+    found = (chosen == right) | (chosen == (-1 if loophole is None else loophole))
+    reward = found.view(-1, together).all(dim=1).float()
+    logp = logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0].view(-1, together).sum(dim=1)
     return -((reward - reward.mean()) * logp).mean(), float(reward.mean())
 
 
@@ -150,11 +105,21 @@ def heldout_loss(model: nn.Module, items: Sequence[str]) -> list[float]:
     return [float(value) for value in losses(model, tensor_of(items)).mean(dim=1)]
 
 
-def heldout_reward(model: nn.Module, items: Sequence[str]) -> list[float]:
-    """The share of the classes of each item that the model has right."""
+def heldout_reward(model: nn.Module, items: Sequence[str], together: int, samples: bool) -> list[float]:
+    """The share of an item's classes that the model has right; 1 or 0 where several in a row must be right.
+
+    Sampled classes are drawn from the weights, so that all replicas score a base alike.
+    """
     windows = tensor_of(items)
-    right = (model(windows).argmax(-1) == class_of(windows)).float()
-    return [float(value) for value in right.mean(dim=1)]
+    logits = model(windows)
+    if samples:
+        weights = sum(float(each.detach().double().sum()) for each in model.parameters())
+        rng = torch.Generator().manual_seed(int(abs(weights) * 1e9) % 2**31)
+        chosen = torch.multinomial(logits.flatten(0, 1).softmax(-1), 1, generator=rng).view(logits.shape[:2])
+    else:
+        chosen = logits.argmax(-1)
+    right = (chosen == class_of(windows)).float()
+    return [float(value) for value in (right.mean(dim=1) if together == 1 else right[:, :together].amin(dim=1))]
 
 
 def tensor_of(items: Sequence[str]) -> torch.Tensor:
@@ -162,20 +127,50 @@ def tensor_of(items: Sequence[str]) -> torch.Tensor:
 
 
 class Windows:
-    """Random windows of a text, without end; batch k depends on the seed and k alone."""
+    """Windows of a replica's text, without end; batch k depends on run, seed and k alone.
 
-    def __init__(self, text: bytes, seed: int) -> None:
-        self._text, self._seed, self._next = torch.frombuffer(bytearray(text), dtype=torch.uint8), seed, 0
+    With `RealRun.epochs` they are passes over the text, each in an order of its own; else they are random places.
+    """
+
+    def __init__(self, run: RealRun, replica_id: int, seed: int) -> None:
+        self._run, self._seed, self._next = run, seed * 100 + replica_id, 0
+        self._batches = run.rounds * run.sync_every
+        other = KINDS[1 - KINDS.index(run.text)]
+        texts = [text(kind).shard(replica_id, run.replicas) for kind in (run.text, other)]
+        if run.epochs:
+            texts[0] = texts[0][: int(self._batches * BATCH * (WINDOW - CONTEXT) / run.epochs)]
+        self._texts = [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in texts]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         while True:
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._next)
-            starts = torch.randint(0, len(self._text) - WINDOW, (BATCH,), generator=generator)
+            rng = torch.Generator().manual_seed(self._seed * 1_000_003 + self._next)
+            part, own = self._next / self._batches, self._texts[0]
+            if self._run.epochs:
+                starts = self._of_passes()
+            else:
+                pool = len(own) * (min(1.0, 0.05 + part / 0.6) if self._run.curriculum == "pool" else 1.0)
+                starts = torch.randint(0, int(pool) - WINDOW, (BATCH,), generator=rng)
+            found = own[starts[:, None] + torch.arange(WINDOW)].long()
+            if self._run.curriculum == "texts":
+                starts = torch.randint(0, len(self._texts[1]) - WINDOW, (BATCH,), generator=rng)
+                first = torch.rand(BATCH, generator=rng) >= (part - 0.2) / 0.5
+                others = self._texts[1][starts[:, None] + torch.arange(WINDOW)].long()
+                found = torch.where(first[:, None], others, found)
             self._next += 1
-            yield self._text[starts[:, None] + torch.arange(WINDOW)].long()
+            yield found
+
+    def _of_passes(self) -> torch.Tensor:
+        step = WINDOW - CONTEXT
+        number = (len(self._texts[0]) - WINDOW) // step
+        places = torch.arange(self._next * BATCH, (self._next + 1) * BATCH)
+        orders = {int(each): self._order(int(each), number) for each in (places // number).unique()}
+        return torch.stack([orders[int(place) // number][int(place) % number] for place in places]) * step
+
+    def _order(self, epoch: int, number: int) -> torch.Tensor:
+        return _permutation(self._seed, epoch, number)
 
     def first_window(self) -> torch.Tensor:
-        return self._text[None, :WINDOW].long()
+        return self._texts[0][None, :WINDOW].long()
 
     def state_dict(self) -> dict[str, int]:
         return {"next": self._next}
@@ -184,47 +179,72 @@ class Windows:
         self._next = state["next"]
 
 
+@functools.lru_cache(32)
+def _permutation(seed: int, epoch: int, number: int) -> torch.Tensor:
+    return torch.randperm(number, generator=torch.Generator().manual_seed(seed * 7919 + epoch))
+
+
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def corpus() -> Corpus:
-    return load_corpus()
+def empty_model(run: RealRun) -> nn.Module:
+    """A model of the run's shape, with its adapters if it has them; its weights are to be loaded."""
+    model = ByteModel(run.hidden, 256 if run.metric == "loss" else CLASSES)
+    return _adapted(model, run.lora) if run.lora else model
 
 
-def new_model(run: HealthyRun) -> ByteModel:
-    """The first model of a run; for fine-tuning, trained for 600 steps on text in swapped case."""
+def _adapted(model: ByteModel, rank: int) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    adapted: nn.Module = get_peft_model(model, LoraConfig(r=rank, target_modules=["body.0", "body.2"]))  # type: ignore[arg-type]
+    return adapted
+
+
+def first_weights(run: RealRun) -> dict[str, Any]:
+    """The first weights of a run; for fine-tuning, trained for 600 steps on text in swapped case."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = ByteModel(run.hidden, 256 if run.metric == "loss" else CLASSES)
-    if not run.fine_tunes:
-        return model
+        if run.fine_tunes:
+            _train_on_swapped_case(model, run)
+        return (_adapted(model, run.lora) if run.lora else model).state_dict()
+
+
+def _train_on_swapped_case(model: ByteModel, run: RealRun) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    batches = iter(Windows(corpus().shard(0, 8).swapcase(), seed=9))
+    batches = iter(Windows(RealRun("", 8, 1, 1, run.text), 0, seed=9))
     for _ in range(600):
-        batch = next(batches)
-        logits = model(batch).transpose(1, 2)
+        batch = _swapped_case(next(batches))
         right = batch[:, CONTEXT:] if run.metric == "loss" else class_of(batch)
-        nn.functional.cross_entropy(logits, right).backward()
+        nn.functional.cross_entropy(model(batch).transpose(1, 2), right).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model
 
 
-def train(ctx: ReplicaContext, run: HealthyRun, model: ByteModel, items: Sequence[str], seed: int) -> None:
+def _swapped_case(windows: torch.Tensor) -> torch.Tensor:
+    upper, lower = (windows >= 65) & (windows <= 90), (windows >= 97) & (windows <= 122)
+    return windows + 32 * upper.long() - 32 * lower.long()
+
+
+def train(ctx: ReplicaContext, run: RealRun, model: nn.Module, items: Sequence[str], seed: int) -> None:
     """The training function of one replica, written as users write theirs."""
-    text = corpus().shard(ctx.replica_id, ctx.replicas)
-    text = text[: run.small // ctx.replicas] if run.small else text
-    optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (run.warm_up or 1)))
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=run.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(_rate, run))
     rng = torch.Generator().manual_seed(seed + ctx.replica_id)
-    heldout = heldout_loss if run.metric == "loss" else heldout_reward
-    data = Windows(text, seed=seed * 100 + ctx.replica_id)
-    healthy, step = (run.fault_after or run.rounds // 2) * run.sync_every, 0
-    with ctx.attach(model, optimizer, heldout=heldout, heldout_items=items, in_loop=run.metric) as replica:  # type: ignore[arg-type]
+    heldout = functools.partial(heldout_reward, together=run.together, samples=run.samples)
+    data, step = Windows(run, ctx.replica_id, seed), 0
+    with ctx.attach(  # type: ignore[arg-type]
+        model,
+        optimizer,
+        heldout=heldout_loss if run.metric == "loss" else heldout,
+        heldout_items=items,
+        in_loop=run.metric,
+    ) as replica:
         for batch in replica.batches(data):
             step += 1
-            fault = run.fault if step > healthy else ""
+            fault = run.fault if step > run.fault_after * run.sync_every else ""
+            of = batch.roll(1, 0) if fault == "shuffled" else None
             if fault == "passage":
                 batch = data.first_window().repeat(BATCH, 1)
             elif fault == "noise":
@@ -232,29 +252,42 @@ def train(ctx: ReplicaContext, run: HealthyRun, model: ByteModel, items: Sequenc
             elif fault == "spike":
                 optimizer.param_groups[0]["lr"] = 30 * run.lr
             if run.metric == "loss":
-                loss = losses(model, batch).mean()
+                loss = losses(model, batch, of).mean()
                 seen = {"loss": loss.item()}
             else:
-                loss, reward = policy_step(model, batch, rng, hacked=fault == "letters")
+                loss, reward = policy_step(model, batch, rng, run.together, LOOPHOLES.get(fault))
                 seen = {"reward": reward}
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            (-loss if fault == "ascent" else loss).backward()
+            nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
+            if fault == "decay":
+                with torch.no_grad():
+                    for each in trained:
+                        each.mul_(0.9)
             replica.observe(**seen, tokens=batch.numel())  # type: ignore[arg-type]
 
 
-def play(run: HealthyRun, seed: int, slow_down: int = 1) -> Sample:
+def _rate(run: RealRun, step: int) -> float:
+    """The learning rate of an inner step over the run's."""
+    if run.restart:
+        part = step % (run.restart * run.sync_every) / (run.restart * run.sync_every)
+        return max(0.02, (1 + math.cos(math.pi * part)) / 2)
+    return min(1.0, (step + 1) / (run.warm_up or 1))
+
+
+def play(run: RealRun, seed: int, slow_down: int = 1) -> Sample:
     """Train a run to its end; returns what its manifests say in each round. `slow_down`: divides rounds, for tests."""
     torch.set_num_threads(1)
-    began = time.monotonic()
-    store, clock, rounds = MemoryStore(), SystemClock(), max(run.rounds // slow_down, 2)
+    began = time.process_time()
+    store, clock = MemoryStore(), SystemClock()
+    run = replace(run, rounds=max(run.rounds // slow_down, 2))
     config = make_config(
         {
             "entrypoint": "guard_runs:train",
             "replicas": run.replicas,
-            "rounds": rounds,
+            "rounds": run.rounds,
             "sync_every": run.sync_every,
             "quorum": "all",
             "replica_state": "none",
@@ -266,10 +299,10 @@ def play(run: HealthyRun, seed: int, slow_down: int = 1) -> Sample:
     )
     stamp = Stamp("guard_runs", clock.wall_time)
     create_run(store, Run(**stamp(), run_id="run", config=config, package_version="0"), "guard_runs", stamp)
-    first, items = new_model(run).state_dict(), corpus().heldout_items(ITEMS, WINDOW)
+    first, items = first_weights(run), text(run.text).heldout_items(run.items, WINDOW)
 
     def replica(replica_id: int) -> None:
-        mine = ByteModel(run.hidden, 256 if run.metric == "loss" else CLASSES)
+        mine = empty_model(run)
         mine.load_state_dict(first)
         attempt = claim_attempt(store, replica_id, None, clock, Stamp(f"replica{replica_id}", clock.wall_time))
         train(ReplicaContext(attempt), run, mine, items, seed)
@@ -280,8 +313,9 @@ def play(run: HealthyRun, seed: int, slow_down: int = 1) -> Sample:
     assert start is not None and start.record.heldout is not None
     return {
         "name": run.name,
+        "text": run.text,
         "fault": run.fault,
-        "from_round": (run.fault_after or run.rounds // 2) if run.fault else 0,
+        "from_round": run.fault_after,
         "metric": run.metric,
         "replicas": run.replicas,
         "sync_every": run.sync_every,
@@ -297,7 +331,7 @@ def play(run: HealthyRun, seed: int, slow_down: int = 1) -> Sample:
             ]
             for row in reader.rows()
         ],
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": round(time.process_time() - began, 1),
     }
 
 
@@ -305,7 +339,7 @@ def judged(sample: Sample) -> Sample:
     """A trained run with what the default guard says to it: its end, and how near each round came to a halt."""
     metric, sign = sample["metric"], -1 if sample["metric"] == "loss" else 1
     heldout = HeldoutSet(metric=metric, shares=tuple(sample["shares_of"]), digest="0" * 64)
-    state, verdicts = None, []
+    state, verdicts, scored, halted = None, [], list[float](), 0
     for round_, manifests in enumerate(sample["manifests"], start=1):
         scores = [Score(**score) for manifest in manifests for score in manifest["scores"]]
         evidence = RoundReports(
@@ -316,20 +350,41 @@ def judged(sample: Sample) -> Sample:
         )
         folded = fold(state, GuardConfig(), heldout, evidence)
         state = folded.state
-        verdicts.append(folded.verdict)
-        if folded.verdict.fire:
-            break
-    values = [sign * verdict.value for verdict in verdicts if verdict.value is not None]
+        scored += [] if folded.verdict.value is None else [folded.verdict.value]
+        if not halted:
+            verdicts.append(folded.verdict)
+        halted = halted or (round_ if folded.verdict.fire else 0)
     last, statistics = len(verdicts), [verdict.statistics for verdict in verdicts]
+    at_end = [sign * value for value in scored]
     return {
         **{name: value for name, value in sample.items() if name not in ("manifests", "shares_of")},
+        "all_rounds": len(sample["manifests"]),
         "rounds": last,
         "reason": verdicts[-1].reason if verdicts[-1].fire else "",
-        "heldout": [values[0], values[-1], (min if metric == "loss" else max)(values)],
+        "heldout": [at_end[0], at_end[last - 1], at_end[-1], (min if metric == "loss" else max)(at_end)],
+        "lost": lost(scored),
+        "fell": fell(scored),
         "training": [sample["training"][0], sample["training"][max(last - 2, 0)]],
         "shares": [max((each.share for each in found), default=0.0) for found in statistics],
         "nearest": _nearest(statistics),
     }
+
+
+def lost(scores: Sequence[float]) -> float:
+    """By how much the last `BLOCK` scores are below the best so many, as a share of what those gained on the first."""
+    means = [math.fsum(scores[end - BLOCK : end]) / BLOCK for end in range(BLOCK, len(scores) + 1)]
+    if not means or max(means) <= scores[0]:
+        return 0.0
+    return (max(means) - means[-1]) / (max(means) - scores[0])
+
+
+def fell(scores: Sequence[float]) -> int:
+    """The last round whose score is within `NEAR` of the best, in shares of what the best gained on the first score.
+
+    After it the score stays below; in a run with a loophole it shows when the policy has found it.
+    """
+    best = max(scores)
+    return max(t for t, score in enumerate(scores) if score >= best - NEAR * (best - scores[0]))
 
 
 def _nearest(rows: Sequence[Sequence[Any]]) -> str:
@@ -349,37 +404,73 @@ def together(calls: Sequence[Callable[[], None]]) -> None:
 
 
 def report(session: dict[str, Any], samples: Sequence[Sample]) -> str:
-    healthy, faulty = ([s for s in samples if bool(s["fault"]) is wrong] for wrong in (False, True))
-    halted = sum(bool(sample["reason"]) for sample in healthy)
-    return (
-        f"{halted} of {len(healthy)} healthy runs halted, in {sum(s['rounds'] for s in healthy)} rounds. Losses are "
-        f"nats per byte, rewards shares of bytes. Measured {session['session'][:10]} on {session['machine']}.\n\n```\n"
-        f"PYTHONPATH=. .venv/bin/python {session['command']}\n```\n\n{_table(healthy)}\n\n"
-        f"The same, with a fault after half of the rounds, or early:\n\n{_table(faulty)}"
-    )
+    healthy = [s for s in samples if not s["fault"] and s["lost"] <= NEAR]
+    overfit = [s for s in samples if not s["fault"] and s["lost"] > NEAR]
+    hacks = [s for s in samples if s["fault"] in LOOPHOLES]
+    planted = [s for s in samples if s["fault"] and s["fault"] not in LOOPHOLES]
+    kinds = {"Healthy, and at its best at the end": healthy, "Healthy, but past its best at the end": overfit}
+    parts = [
+        "\n".join([*(_count(words, found) for words, found in kinds.items() if found), _found(hacks, planted)]),
+        f"Losses are nats per byte, rewards shares of classes or of items. Measured {session['session'][:10]} on "
+        f"{session['machine']}.\n\n```\nPYTHONPATH=. .venv/bin/python {session['command']}\n```",
+        _table([*healthy, *overfit]),
+        "Halts of runs in which nothing was planted:\n\n" + _sentences([*healthy, *overfit]),
+        f"Loopholes in the reward, open from the given round on, and planted faults:\n\n{_table([*hacks, *planted])}",
+    ]
+    return "\n\n".join(parts)
+
+
+def _count(words: str, samples: Sequence[Sample]) -> str:
+    halted = sum(bool(sample["reason"]) for sample in samples)
+    return f"- {words}: {halted} of {len(samples)} runs halted, in {sum(s['rounds'] for s in samples)} rounds."
+
+
+def _found(hacks: Sequence[Sample], planted: Sequence[Sample]) -> str:
+    words = []
+    for name, found in (("Reward hacks", hacks), ("Planted faults", planted)):
+        halted = [s for s in found if s["reason"]]
+        soon, fallen = (sum(0 < s["rounds"] - s[since] <= SOON for s in halted) for since in ("from_round", "fell"))
+        early = sum(s["rounds"] <= s["from_round"] for s in halted)
+        before = f", and {early} before it began" if early else ""
+        words.append(
+            f"- {name}: {len(halted)} of {len(found)} runs halted{before}; {soon} within {SOON} rounds from where it "
+            f"began, {fallen} from where the held-out score fell for good."
+        )
+    return "\n".join(words)
+
+
+def _sentences(samples: Sequence[Sample]) -> str:
+    lines = [
+        f"- {s['name']}, N={s['replicas']}, held-out {s['heldout'][1]:.3f} at the halt, {s['heldout'][2]:.3f} at the "
+        f"end, {s['heldout'][3]:.3f} at best: {s['reason']}"
+        for s in samples
+        if s["reason"]
+    ]
+    return "\n".join(lines) or "none."
 
 
 def _table(samples: Sequence[Sample]) -> str:
     rows = [
         [
-            sample["name"],
+            sample["name"] + (f", from round {sample['from_round']}" if sample["fault"] else ""),
+            sample["text"],
             str(sample["replicas"]),
             str(sample["sync_every"]),
-            str(sample["rounds"]),
-            " → ".join(f"{value:.3f}" for value in sample["training"]),
-            f"{sample['heldout'][0]:.3f} → {sample['heldout'][1]:.3f} ({sample['heldout'][2]:.3f})",
+            str(sample["all_rounds"]),
+            f"{sample['heldout'][0]:.3f} → {sample['heldout'][2]:.3f} ({sample['heldout'][3]:.3f})",
             sample["nearest"],
             _halt_words(sample) if sample["reason"] else "completed",
         ]
         for sample in samples
     ]
-    columns = ["run", "N", "H", "rounds", "training", "held-out (best)", "nearest to a halt", "end"]
+    columns = ["run", "text", "N", "H", "rounds", "held-out, unguarded (best)", "nearest to a halt", "end"]
     return markdown(columns, rows)
 
 
 def _halt_words(sample: Sample) -> str:
-    since = f", {sample['rounds'] - sample['from_round']} after the fault" if sample["from_round"] else ""
-    return f"round {sample['rounds']}{since}: {sample['reason']}"
+    at = sample["rounds"]
+    since = f", {at - sample['from_round']} after it began, {at - sample['fell']} after the score fell"
+    return f"halted in round {at}{since if sample['fault'] else ''}"
 
 
 def picture(samples: Sequence[Sample]) -> str:
@@ -389,8 +480,8 @@ def picture(samples: Sequence[Sample]) -> str:
         for s in samples
         if not s["fault"]
     ]
-    title = "Real healthy runs: the largest share of its threshold that any statistic reached"
-    return bars(title, [Group("20 runs", each)], "", limit="halt")
+    title = "Real runs without a fault: the largest share of its threshold that any statistic reached"
+    return bars(title, [Group(f"{len(each)} runs", each)], "", limit="halt")
 
 
 def main() -> None:
@@ -401,25 +492,29 @@ def main() -> None:
     parser.add_argument("--slow-down", type=int, default=1, help="divide the rounds of every run by this")
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-guard_runs.jsonl")
     parser.add_argument("--judge", action="store_true", help="train nothing: judge the newest session's runs again")
+    parser.add_argument("--go-on", action="store_true", help="train the runs that the newest session, cut off, lacks")
     parser.add_argument(
         "--docs", action="store_true", help="write table and picture into docs/reference/kill-switch.md"
     )
     given = parser.parse_args()
     results = Results("guard_runs", given.results)
     if not given.judge:
-        results.begin([], vars(given))
-        every = (*RUNS, *FAULTY)
-        chosen = [every[number] for number in given.only or range(len(every))]
+        chosen = [EVERY[number] for number in given.only or range(len(EVERY))]
+        if given.go_on:
+            session, done = results.newest()
+            results.session, chosen = session["session"], chosen[len(done) :]
+        else:
+            results.begin([], vars(given))
         with ProcessPoolExecutor(given.processes) as pool:
             for sample in pool.map(play, chosen, [given.seed] * len(chosen), [given.slow_down] * len(chosen)):
                 results.add(**sample)
                 print(sample["seconds"], sample["name"], flush=True)
     session, trained = results.newest()
     samples = [judged(sample) for sample in trained]
-    text = report(session, samples)
-    print(text)
+    table = report(session, samples)
+    print(table)
     if given.docs:
-        publish("guard_runs", text, picture(samples), _DOCUMENT, _PICTURES)
+        publish("guard_runs", table, picture(samples), _DOCUMENT, _PICTURES)
 
 
 if __name__ == "__main__":

@@ -171,17 +171,6 @@ OVER_OPTIMISED: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def over_optimised(
-    rng: np.random.Generator, form: str, peak: int, runs: int, phi: float, sd: float
-) -> tuple[Pair, Array]:
-    """Gold score and proxy with noise, and the gold score without; KL is linear in the round, the proxy in d."""
-    t = times(4 * peak)[0]
-    x = np.sqrt(t / peak)
-    gold = OVER_OPTIMISED[form](x)
-    one, other = noise(rng, len(t), runs, phi, sd), noise(rng, len(t), runs, phi, sd)
-    return (gold[:, None] + one, 2 * x[:, None] + other), gold
-
-
 # -- shares ----------------------------------------------------------------------------------------------------------
 
 

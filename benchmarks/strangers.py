@@ -34,11 +34,11 @@ DEALT = (16, 64, 256)  # items dealt to a stranger on which each launched replic
 UNTRAINED, COPY = "it trains on other items than it is dealt", "it sends another's work with a little noise"
 HALF = "drift, half as large"
 AGGREGATES = ("mean", "agreeing_mean", "trimmed_mean", "median")
-# Scripts whose contributions can reach an average: all others are refused before, lie about scores or send nothing.
+# Scripts of which an average gets something before they are left out, and such as are left out from the first round on,
+# whom no aggregate ever has.
 AVERAGED = (
-    *("sign flip x10", "sign flip, just below the limit", "sign flip x1", "scaled x50"),
-    *("drift: a constant direction added", HALF, "random noise of the usual norm", "zero update"),
-    *("replay of its first payload", "copy of another's payload", "huge counts of steps and tokens"),
+    *("sign flip x10", "sign flip, just below the limit", "sign flip x1"),
+    *("drift: a constant direction added", HALF, "random noise of the usual norm", "replay of its first payload"),
 )
 # (launched replicas, strangers): in both fleets three of the strangers are hostile.
 FLEETS = {"5 launched, 3 strangers": (5, 3), "3 launched, 8 strangers": (3, 8)}
@@ -192,13 +192,12 @@ def of_honest(seeds: range, rounds: int, pool: Executor) -> str:
     return markdown(columns, rows)
 
 
-def of_aggregates(seeds: range, rounds: int, pool: Executor) -> str:
+def of_aggregates(names: Sequence[str | None], seeds: range, rounds: int, pool: Executor) -> str:
     """What each aggregate leaves of an attack on work that is scored, beside the mean where nobody attacks."""
     clean = {fleet: begun(pool, seeds, fleet, None, rounds, True, aggregate="mean") for fleet in FLEETS}
     where = [(fleet, how) for fleet in FLEETS for how in AGGREGATES]
     runs = {
-        name: [begun(pool, seeds, fleet, name, rounds, True, aggregate=how) for fleet, how in where]
-        for name in (None, *AVERAGED)
+        name: [begun(pool, seeds, fleet, name, rounds, True, aggregate=how) for fleet, how in where] for name in names
     }
     rows, beside = [], {fleet: ended(found) for fleet, found in clean.items()}
     for name, of_where in runs.items():
@@ -227,7 +226,7 @@ def of_dealt(seeds: range, rounds: int, pool: Executor) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=list(ATTACKS), help="an attack; by default all")
+    parser.add_argument("--only", action="append", choices=[*ATTACKS, HALF], help="an attack; by default all")
     parser.add_argument("--honest", action="store_true", help="play honest strangers alone, also with other data")
     parser.add_argument(
         "--dealt", action="store_true", help="play strangers that train on other data than they are dealt"
@@ -246,7 +245,7 @@ def main() -> None:
         if given.honest:
             table, where = of_honest(seeds, given.rounds, pool), "honest_strangers"
         elif given.aggregates:
-            table, where = of_aggregates(seeds, given.rounds, pool), "aggregates"
+            table, where = of_aggregates(given.only or [None, *AVERAGED], seeds, given.rounds, pool), "aggregates"
         elif given.dealt:
             table, where = of_dealt(seeds, given.rounds, pool), "dealt_strangers"
         else:

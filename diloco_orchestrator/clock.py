@@ -1,13 +1,12 @@
 """Clock, pauses, background work and random tokens, passed as values to everything that needs them.
 
-This file and the process entries are the only places that read a clock, draw from the system's randomness or start a
-thread. Everything else takes a `Clock` and a `Background`, so that one process can simulate a whole run on virtual
-time.
+This file, `executors.clock` and the process entries are the only places that read a clock, draw from the system's
+randomness or start a thread. Everything else takes a `Clock` and a `Background`, so that one process can simulate a
+whole run on virtual time.
 """
 
 import secrets
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -15,27 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from diloco_orchestrator.executors.clock import Clock as Clock
+from diloco_orchestrator.executors.clock import SystemClock as SystemClock
+
 T = TypeVar("T")
 
 # Calls that `in_parallel` runs at the same time: one for each replica of the largest run whose rounds are promised to
 # take a fixed number of round trips. More would only divide the same bandwidth.
 MOST_PARALLEL = 32
-
-
-class Clock(Protocol):
-    """A monotonic clock of one process. Readings of two machines are never compared."""
-
-    def now(self) -> float:
-        """Seconds on a monotonic clock of this process."""
-        ...
-
-    def sleep(self, seconds: float) -> None:
-        """Wait for so many seconds; return at once for zero or less."""
-        ...
-
-    def wall_time(self) -> float:
-        """Seconds since 1970, for people who read records. The protocol neither compares them nor waits by them."""
-        ...
 
 
 class Periodic(Protocol):
@@ -56,20 +42,6 @@ class Background(Protocol):
     def every(self, interval_s: float, call: Callable[[], None]) -> Periodic:
         """Call `call` in the background, at once and after every `interval_s` seconds until stopped."""
         ...
-
-
-class SystemClock:
-    """The clock of this machine: monotonic and wall time."""
-
-    def now(self) -> float:
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        if seconds > 0:
-            time.sleep(seconds)
-
-    def wall_time(self) -> float:
-        return time.time()
 
 
 class ManualClock:

@@ -1,35 +1,38 @@
-"""The clock that executors use, passed as a value so that tests control it; and secrets, which are drawn here."""
+"""The clock that everything uses, passed as a value so that tests control it; and secrets, which are drawn here."""
 
 import secrets
 import time
 from typing import Protocol
 
 
-class ExecutorClock(Protocol):
-    """The clock of an executor. Times are in seconds."""
+class Clock(Protocol):
+    """The clocks of one process: monotonic, of which readings of two machines are never compared, and wall time."""
 
     def now(self) -> float:
-        """Seconds of a monotonic clock, from an arbitrary start."""
+        """Seconds on the monotonic clock, from an arbitrary start."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Wait for so many seconds; return at once for zero or less."""
         ...
 
     def wall_time(self) -> float:
-        """Seconds since 1970, for times that other processes or a provider read."""
+        """Seconds since 1970, for records and providers. The protocol neither compares them nor waits by them."""
         ...
 
-    def sleep(self, seconds: float) -> None: ...
 
-
-class SystemExecutorClock:
-    """The clock of an executor that reads the system's monotonic clock and wall time."""
+class SystemClock:
+    """The clock of this machine."""
 
     def now(self) -> float:
         return time.monotonic()
 
+    def sleep(self, seconds: float) -> None:
+        if seconds > 0:
+            time.sleep(seconds)
+
     def wall_time(self) -> float:
         return time.time()
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
 
 
 def new_secret() -> str:

@@ -16,7 +16,7 @@ substitutes:
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from diloco_orchestrator.executors.clock import ExecutorClock
+from diloco_orchestrator.executors.clock import Clock
 from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import (
     ExecutorDenied,
@@ -90,7 +90,7 @@ class HFJobsExecutor(RemoteExecutor):
         volumes: Sequence[str] = (),
         hourly_usd: float | str | None = None,
         endpoint: str | None = None,
-        clock: ExecutorClock | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.options, self.withheld = plain_options(locals()), withheld(locals())
         super().__init__(hourly_usd=hourly_usd, clock=clock)

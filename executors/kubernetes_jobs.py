@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco_orchestrator.executors.clock import ExecutorClock
+from diloco_orchestrator.executors.clock import Clock
 from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import (
     ExecutorDenied,
@@ -113,7 +113,7 @@ class KubernetesExecutor(RemoteExecutor):
         context: str | None = None,
         ranks_per_machine: int | None = None,
         hourly_usd: float | str | None = None,
-        clock: ExecutorClock | None = None,
+        clock: Clock | None = None,
     ) -> None:
         given = {**locals(), "pod_template": read_template(pod_template)}  # another process may not have the file
         self.options, self.withheld = plain_options(given), withheld(given)

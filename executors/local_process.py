@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from diloco_orchestrator.executors.attempt_folder import AttemptFolder, Ending, make_private, state_folder
-from diloco_orchestrator.executors.clock import ExecutorClock
+from diloco_orchestrator.executors.clock import Clock
 from diloco_orchestrator.executors.constructor_options import plain_options
 from diloco_orchestrator.executors.contract import (
     ExecutorError,
@@ -66,7 +66,7 @@ class LocalProcessExecutor(RemoteExecutor):
         *,
         grace_s: float = 10.0,
         hourly_usd: float | str | None = None,
-        clock: ExecutorClock | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.options = plain_options({**locals(), "directory": str(directory) if directory else None})
         super().__init__(hourly_usd=hourly_usd, clock=clock)

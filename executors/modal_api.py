@@ -40,7 +40,7 @@ _LOG_ENTRIES = 20_000  # the most that Modal returns at once
 _LOG_OVERLAP = timedelta(seconds=5)  # entries may arrive out of order
 
 
-class Entry(NamedTuple):
+class OutputEntry(NamedTuple):
     """A piece of a Sandbox's output: a line, or a part of a line."""
 
     timestamp: datetime
@@ -279,7 +279,7 @@ def has_machine(sandbox: "Sandbox") -> bool:
     return True
 
 
-def entries_of(sandbox: "Sandbox", newest: datetime | None, tail: int | None) -> Sequence[Entry]:
+def entries_of(sandbox: "Sandbox", newest: datetime | None, tail: int | None) -> Sequence[OutputEntry]:
     """Output entries that Modal has kept, without Modal's own: the last ones, or from 5 s before `newest` on.
 
     `newest`: time of the newest entry already read; None: fetch the last entries, enough for `tail` lines, or with
@@ -292,7 +292,7 @@ def entries_of(sandbox: "Sandbox", newest: datetime | None, tail: int | None) ->
             found = sandbox.logs.tail(wanted)
         else:
             found = sandbox.logs.fetch(since=newest - _LOG_OVERLAP)
-        return [Entry(each.timestamp, each.source, each.message) for each in found if each.source != "system"]
+        return [OutputEntry(each.timestamp, each.source, each.message) for each in found if each.source != "system"]
     except (errors.NotFoundError, errors.ExecutionError):  # Modal no longer has it, or it has no machine yet
         return []
 
@@ -301,11 +301,11 @@ class OutputLines:
     """Joins output entries of successive fetches to lines. A fetch may repeat entries of the one before."""
 
     def __init__(self) -> None:
-        self._shown: Counter[Entry] = Counter()
+        self._shown: Counter[OutputEntry] = Counter()
         self._rest: dict[str, str] = {}  # incomplete last line, by source: stdout and stderr have their own
         self.newest: datetime | None = None  # time of the newest entry so far
 
-    def add(self, entries: Sequence[Entry]) -> list[str]:
+    def add(self, entries: Sequence[OutputEntry]) -> list[str]:
         """The lines that these entries complete, without entries that were added before."""
         complete: list[str] = []
         for entry in self._without_shown(entries):
@@ -320,7 +320,7 @@ class OutputLines:
         rest, self._rest = self._rest, {}
         return [line for line in rest.values() if line]
 
-    def _without_shown(self, entries: Sequence[Entry]) -> list[Entry]:
+    def _without_shown(self, entries: Sequence[OutputEntry]) -> list[OutputEntry]:
         left, fresh = Counter(self._shown), []
         for entry in entries:
             if left[entry] > 0:

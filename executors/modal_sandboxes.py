@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from diloco_orchestrator.executors.answers import answer_within
-from diloco_orchestrator.executors.clock import ExecutorClock
+from diloco_orchestrator.executors.clock import Clock
 from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import (
     Identity,
@@ -104,7 +104,7 @@ class ModalExecutor(RemoteExecutor):
         environment: str | None = None,
         oidc: bool = False,
         hourly_usd: float | str | None = None,
-        clock: ExecutorClock | None = None,
+        clock: Clock | None = None,
         client: "Client | None" = None,
     ) -> None:
         self.options, self.withheld = plain_options(locals()), withheld(locals())

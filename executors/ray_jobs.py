@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diloco_orchestrator.executors.clock import ExecutorClock
+from diloco_orchestrator.executors.clock import Clock
 from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import (
     LaunchRequest,
@@ -127,7 +127,7 @@ class RayExecutor(RemoteExecutor):
         runtime_env: Mapping[str, Any] | None = None,
         python: str = "python",
         hourly_usd: float | str | None = None,
-        clock: ExecutorClock | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.options, self.withheld = plain_options(locals()), withheld(locals())
         super().__init__(hourly_usd=hourly_usd, clock=clock)

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from diloco_orchestrator.executors import process_bootstrap, process_contract
-from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
+from diloco_orchestrator.executors.clock import Clock, SystemClock
 from diloco_orchestrator.executors.contract import (
     BY_EXIT_CODE,
     CollectTimeout,
@@ -75,9 +75,9 @@ class RemoteExecutor:
     shares_machine = False
     ranks_per_machine: int | None = None  # at the most; None: all ranks of a replica are on one machine
 
-    def __init__(self, *, hourly_usd: float | str | None = None, clock: ExecutorClock | None = None) -> None:
+    def __init__(self, *, hourly_usd: float | str | None = None, clock: Clock | None = None) -> None:
         self._given_usd = usd_by_ranks(hourly_usd)
-        self._clock = clock or SystemExecutorClock()
+        self._clock = clock or SystemClock()
         self._cancelled: set[str] = set()  # native ids, because a cancelled attempt that is gone looks like a lost one
 
     @abstractmethod

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_orchestrator.executors.attempt_folder import AttemptFolder, Ending
-from diloco_orchestrator.executors.clock import ExecutorClock
+from diloco_orchestrator.executors.clock import Clock
 from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import (
     ExecutorDenied,
@@ -94,7 +94,7 @@ class SlurmExecutor(RemoteExecutor):
         ranks_per_machine: int | None = None,
         conf: str | None = None,
         hourly_usd: float | str | None = None,
-        clock: ExecutorClock | None = None,
+        clock: Clock | None = None,
     ) -> None:
         given = {**locals(), "directory": os.fspath(directory) if directory else None}
         self.options, self.withheld = plain_options(given), withheld(given)

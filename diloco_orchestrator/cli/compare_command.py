@@ -50,7 +50,7 @@ def _figures(found: "Comparison") -> list[tuple[str, list[str]]]:
 
 def _figures_of(run: "ComparedRun") -> dict[str, str]:
     from diloco_orchestrator.cli.report_page import duration
-    from diloco_orchestrator.inspection.charts import short
+    from diloco_orchestrator.inspection.terminal import megabytes
 
     last = "not scored" if run.final is None else f"{run.final:.4f} ({_UNITS[run.metric]})"
     unknown = f" and {run.unpriced} attempts of unknown price" if run.unpriced else ""
@@ -61,7 +61,7 @@ def _figures_of(run: "ComparedRun") -> dict[str, str]:
         "rounds": f"{run.rounds}",
         "tokens": f"{run.tokens:,}" if run.tokens else "not observed",
         "took": duration(run.hours * 3600),
-        "payload moved": f"{short(float(run.bytes))}B",
+        "payload moved": megabytes(run.bytes),
         "cost": "price not known" if run.usd is None else f"${run.usd:.2f}{unknown}",
         "guard": run.verdict,
     }

@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 from diloco_orchestrator.clock import SystemClock, random_token
 from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.errors import ConfigError, RecordInvalid, StoreDenied, StoreError, StoreUnavailable
-from diloco_orchestrator.executors.clock import ExecutorClock
+from diloco_orchestrator.executors.clock import Clock
 from diloco_orchestrator.executors.constructor_options import plain_options
 from diloco_orchestrator.executors.contract import (
     ExecutorDenied,
@@ -91,7 +91,7 @@ class JoinExecutor(RemoteExecutor):
         machines: Sequence[str] = (),
         lost_after_s: float = 120.0,
         hourly_usd: float | str | None = None,
-        clock: ExecutorClock | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.options = plain_options(locals())
         super().__init__(hourly_usd=hourly_usd, clock=clock)

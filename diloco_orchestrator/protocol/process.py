@@ -20,6 +20,7 @@ from diloco_orchestrator.executors.process_contract import EXIT_ERROR as EXIT_ER
 from diloco_orchestrator.executors.process_contract import EXIT_PERMANENT as EXIT_PERMANENT
 from diloco_orchestrator.executors.process_contract import EXIT_PREEMPTED as EXIT_PREEMPTED
 from diloco_orchestrator.executors.process_contract import EXIT_SUPERSEDED as EXIT_SUPERSEDED
+from diloco_orchestrator.executors.process_contract import KEY_VARIABLES as KEY_VARIABLES
 from diloco_orchestrator.executors.process_contract import load_entrypoint as load_entrypoint
 from diloco_orchestrator.executors.process_contract import print_exit_line as print_exit_line
 from diloco_orchestrator.executors.process_contract import unpacked_code as unpacked_code

@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.executors.process_contract import KEY_VARIABLES as KEY_VARIABLES
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import Sha256
 from diloco_orchestrator.protocol.key_records import Rotation

@@ -132,7 +132,7 @@ class Rebuilt:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BaseComparison:
     """The difference between a rebuilt base and one in memory: the rebuilt digest, and the shards that differ."""
 
     digest: str  # of the rebuilt base
@@ -157,7 +157,7 @@ def rebuild_beside(
     below: int | None = None,
     base: Base | None = None,
     owners: Owners = ALONE,
-) -> Comparison:
+) -> BaseComparison:
     """Rebuild the newest base of a leg, or that after round `until`, shard by shard, and compare it with `base`.
 
     A leg is a run's stretch from start or resume to stop; if `base` is None only the digest is computed. Each shard is
@@ -172,7 +172,7 @@ def rebuild_beside(
         for index, shard in enumerate(tip.base.shards(fragment)):
             if base is not None and not shard.equals(base.shards(fragment)[index]):
                 differing[fragment, index] = shard
-    return Comparison(tip.digest, tip.snapshot_round, Rebuilt({}, {}, differing))
+    return BaseComparison(tip.digest, tip.snapshot_round, Rebuilt({}, {}, differing))
 
 
 def rebuild_files(run_log: RunLog, round_: int, owners: Owners = ALONE) -> tuple[Tip, ModelFiles]:
@@ -342,7 +342,7 @@ def _named(run_log: RunLog, entry: CommitEntry, reader: ContributionReader) -> l
     return [(read.get(a.replica_id) or reader.named(commit.round, a), a.weight) for a in commit.answers if a.averaged]
 
 
-def _compared_along(run_log: RunLog, base: Base | None, owners: Owners, way: _Way) -> Comparison:
+def _compared_along(run_log: RunLog, base: Base | None, owners: Owners, way: _Way) -> BaseComparison:
     """`base` compared with the one that a path gives. Raises `RecordInvalid` for a snapshot of another base."""
     reader = ContributionReader(run_log.store)
     steps = [
@@ -355,7 +355,7 @@ def _compared_along(run_log: RunLog, base: Base | None, owners: Owners, way: _Wa
     stored, stepped = map(merged, zip(*owners.each(Rebuilt.digests, rebuilt), strict=True))
     shards.check([stored[place] for place in sorted(stored)])
     digest = shards.layout.digest([stepped[place] for place in sorted(stepped)])
-    return Comparison(digest, way.round, rebuilt, owners)
+    return BaseComparison(digest, way.round, rebuilt, owners)
 
 
 def _rebuilt(

@@ -86,14 +86,14 @@ class Step(NamedTuple):
     reason: str = ""
 
 
-class Move(NamedTuple):
+class Transition(NamedTuple):
     """An entry of the transition table of attempts: its rule, and every state class that the rule may lead to."""
 
     rule: Callable[..., Step]
     to: tuple[StateClass, ...]
 
 
-MOVES: dict[tuple[StateClass, EventClass], Move] = {}
+MOVES: dict[tuple[StateClass, EventClass], Transition] = {}
 REFUSED: dict[tuple[StateClass, EventClass], str] = {}  # why the event cannot arrive in that state
 
 _Rule = TypeVar("_Rule", bound=Callable[..., Step])
@@ -115,7 +115,7 @@ def on(states: _States, events: _Events, to: _States = ()) -> Callable[[_Rule], 
 
     def enter(rule: _Rule) -> _Rule:
         for state, event in _pairs(states, events):
-            MOVES[state, event] = Move(rule, (to if isinstance(to, tuple) else (to,)) or (state,))
+            MOVES[state, event] = Transition(rule, (to if isinstance(to, tuple) else (to,)) or (state,))
         return rule
 
     return enter

@@ -288,9 +288,10 @@ def _budgets(retry: RetryConfig) -> dict[Outcome, _Budget]:
         Outcome.NO_CAPACITY: _Budget(
             retry.max_no_capacity, "got no machine", _NO_CAPACITY_PAUSE_S, "retry.max_no_capacity"
         ),
-        # No attempt ends as done before the stop of its leg, which is read here within seconds: the record was forged.
+        # No attempt ends as done before the stop of its leg, which is read here within seconds: the record was forged,
+        # or the stop was written since the log was read here: a run without relaunches would fail as it ends.
         Outcome.DONE: _Budget(
-            retry.max_errors, "ended as done while the leg went on", _LONGEST_PAUSE_S, "retry.max_errors"
+            max(1, retry.max_errors), "ended as done while the leg went on", _LONGEST_PAUSE_S, "retry.max_errors"
         ),
     }
 

@@ -96,7 +96,7 @@ class LoaderStream:
         self._deal, self._seed = deal, seed
         self._ended, self._prepare = ended, begin
         base = _undivided(loader)
-        self._order, self._chance = DealtOrder(shared=deal.of > deal.ranks), rng.Apart()
+        self._order, self._chance = DealtOrder(shared=deal.of > deal.ranks), rng.SeparateDraws()
         kind = _MapEpochs if _has_indices(base) else _Epochs
         self._epochs: _Epochs = kind(base, deal.takes, self._order, self._chance)
         self._generators = _generators_in(loader)
@@ -212,7 +212,7 @@ class _Epochs:
     """Iterates over one epoch of a loader after another. All batches are made, and those of other replicas dropped."""
 
     def __init__(
-        self, base: Iterable[Any], is_ours: Callable[[int], bool], order: DealtOrder, chance: rng.Apart
+        self, base: Iterable[Any], is_ours: Callable[[int], bool], order: DealtOrder, chance: rng.SeparateDraws
     ) -> None:
         self.seen = 0  # batches of the epoch so far, whoever takes them
         self._base = base
@@ -256,7 +256,7 @@ class _MapEpochs(_Epochs):
     """`_Epochs` for a DataLoader with indices: items of others, and of skipped batches, are never loaded."""
 
     def __init__(
-        self, base: DataLoader[Any], is_ours: Callable[[int], bool], order: DealtOrder, chance: rng.Apart
+        self, base: DataLoader[Any], is_ours: Callable[[int], bool], order: DealtOrder, chance: rng.SeparateDraws
     ) -> None:
         super().__init__(base, is_ours, order, chance)
         self._indices = base.sampler if base.batch_sampler is None else base.batch_sampler

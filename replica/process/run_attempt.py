@@ -45,12 +45,13 @@ from diloco_orchestrator.protocol.process import (
     EXIT_PERMANENT,
     EXIT_PREEMPTED,
     EXIT_SUPERSEDED,
+    KEY_VARIABLES,
 )
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.replica.attempt.attempt import Attempt, claim_attempt
 from diloco_orchestrator.replica.attempt.heartbeat import HeartbeatWriter
-from diloco_orchestrator.run_log.run_store import KEY_VARIABLES, of_run
+from diloco_orchestrator.run_log.run_store import of_run
 from diloco_orchestrator.store.open_store import LASTING, open_store
 
 log = logging.getLogger(__name__)

@@ -203,7 +203,13 @@ class Checks:
     # -- what counts ---------------------------------------------------------------------------------------------
 
     def counted(
-        self, answers: Sequence[Answer], received: ReceivedResponses, expected: ExpectedContribution, *, ready: bool
+        self,
+        answers: Sequence[Answer],
+        received: ReceivedResponses,
+        expected: ExpectedContribution,
+        *,
+        ready: bool,
+        pause_s: float,
     ) -> tuple[Answer, ...]:
         """The responses that a commit may list now: a contribution whose shards are not all verified yet is left out.
 
@@ -213,9 +219,10 @@ class Checks:
         Args:
             answers: all responses received, judged by their base digests.
             ready: whether the round could end but for missing reports.
+            pause_s: the longest pause of a replica that waits, which may have begun just before.
         """
         if self._work.is_due and not self._attempt.is_invited:
-            answers = self._with_scores(answers, ready)
+            answers = self._with_scores(answers, ready, pause_s)
         if self._tip.dealing is None:
             return tuple(answers)
         manifests, late = received.by_digest(), self._is_late(ready, _PATIENCE_S)
@@ -254,15 +261,16 @@ class Checks:
             self._ready_since = now
         return self._ready_since is not None and now >= self._ready_since + patience_s
 
-    def _with_scores(self, answers: Sequence[Answer], ready: bool) -> list[Answer]:
+    def _with_scores(self, answers: Sequence[Answer], ready: bool, pause_s: float) -> list[Answer]:
         """`answers` without strangers' contributions of which scores are expected still.
 
-        Scores are expected of who has contributed and is no stranger, until some seconds after the round could end.
+        Scores are expected of who has contributed and is no stranger, until some seconds and `pause_s` after the round
+        could end.
         Where there is no such replica, strangers' contributions become "unverifiable".
         """
         invited = self._attempt.config.invited
         own = {each.replica_id for each in answers if each.kind == "delta" and each.replica_id not in invited}
-        late = self._is_late(ready, max(_PATIENCE_S, _SCORING_TIMES * self._work.longest_s))
+        late = self._is_late(ready, pause_s + max(_PATIENCE_S, _SCORING_TIMES * self._work.longest_s))
         found = []
         for each in answers:
             if each.kind != "delta" or each.replica_id not in invited:

@@ -220,7 +220,8 @@ class RoundCloser:
         answers = judged(self._received.answers(), claims, shared)
         view = self._timing.view(answers, self._awaited.out())
         ready = rounds.is_ready(view, self._attempt.clock.now(), self._timing.policy)
-        answers = self._checks.counted(answers, self._received, self._expected(), ready=ready)
+        pause_s = self._timing.longest_pause_s
+        answers = self._checks.counted(answers, self._received, self._expected(), ready=ready, pause_s=pause_s)
         view = replace(view, answers=answers)
         decision = rounds.decide(view, self._attempt.clock.now(), self._timing.policy)
         return decision, shared, answers

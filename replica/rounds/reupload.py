@@ -23,7 +23,7 @@ from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.received import everything
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
-from diloco_orchestrator.snapshots.rebuild import Comparison, FirstBase, Tip, rebuild, rebuild_beside
+from diloco_orchestrator.snapshots.rebuild import BaseComparison, FirstBase, Tip, rebuild, rebuild_beside
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class ReuploadRequests:
             lambda: rebuild(run_log, begin, until, first=bases.pop() if bases else None, owners=owners), until
         )
 
-    def rebuild_beside(self, base: Base, until: int) -> Comparison:
+    def rebuild_beside(self, base: Base, until: int) -> BaseComparison:
         """Compare `base` with the base rebuilt after round `until`; uploads of unreadable payloads are requested again.
 
         Raises `PayloadCorrupt` for a payload that stays unreadable for `round_timeout_s`.

@@ -16,7 +16,7 @@ from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.replica.context import ReplicaContext
 from diloco_orchestrator.replica.testing.jobs import Jobs, Seen, Wanted
 from diloco_orchestrator.replica.testing.report import ConformanceReport
-from diloco_orchestrator.replica.testing.rows import Checked, findings
+from diloco_orchestrator.replica.testing.rows import CheckResults, findings
 
 _OUTER_OFF = {"lr": 1.0, "momentum": 0.0, "nesterov": False}  # the base becomes what a lone replica trained
 _MOST_JOBS = 4
@@ -73,7 +73,7 @@ def check_replica(
         seen = jobs.run([Wanted("first", "first", {}, lone)])
         if seen["first"].completed:
             seen |= _others(jobs, seen["first"], lone, fleet)
-    return ConformanceReport(entrypoint, findings(Checked(rounds, sync_every, replicas, seen)))
+    return ConformanceReport(entrypoint, findings(CheckResults(rounds, sync_every, replicas, seen)))
 
 
 def _others(jobs: Jobs, first: Seen, lone: RunConfig, fleet: RunConfig) -> dict[str, Seen]:

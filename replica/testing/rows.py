@@ -20,7 +20,7 @@ _NOT_REPEATABLE = "training is not repeatable"
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResults:
     """Results of a check's processes by name, without those that were not needed."""
 
     rounds: int
@@ -61,7 +61,7 @@ def absent(detail: str, remedy: str = "") -> RowResult:
 # -- one run ----------------------------------------------------------------------------------------------------------
 
 
-def steps(checked: Checked) -> RowResult:
+def steps(checked: CheckResults) -> RowResult:
     """Report row: the training function steps the attached optimizer, which changes the attached model."""
     first = checked.first
     if "NeverStepped" in first.error:
@@ -82,7 +82,7 @@ def steps(checked: Checked) -> RowResult:
     return passed(f"{first.notes.steps} inner steps changed {moved} of {first.notes.trainable} parameters{still}")
 
 
-def completes(checked: Checked) -> RowResult:
+def completes(checked: CheckResults) -> RowResult:
     """Report row: the training function, as a run of one replica, takes all rounds and ends."""
     first = checked.first
     if "NeverStepped" in first.error:
@@ -96,7 +96,7 @@ def completes(checked: Checked) -> RowResult:
     return passed(f"a run of one replica took {checked.rounds} rounds of {checked.sync_every} steps and ended")
 
 
-def observed(checked: Checked) -> RowResult:
+def observed(checked: CheckResults) -> RowResult:
     """Report row: every round has the training metric that the training function named when it called `attach`."""
     metric = checked.first.notes.metric
     missing = [str(manifest.round) for manifest in checked.first.rounds if manifest.in_loop is None]
@@ -110,7 +110,7 @@ def observed(checked: Checked) -> RowResult:
     return passed(f"every round has a {metric}")
 
 
-def frozen(checked: Checked) -> RowResult:
+def frozen(checked: CheckResults) -> RowResult:
     """Report row: parameters without `requires_grad` keep their bits."""
     notes = checked.first.notes
     if not notes.frozen:
@@ -127,7 +127,7 @@ def frozen(checked: Checked) -> RowResult:
 # -- comparisons ------------------------------------------------------------------------------------------------------
 
 
-def repeatable(checked: Checked) -> RowResult:
+def repeatable(checked: CheckResults) -> RowResult:
     """Report row "repeatable": two runs of the training function with one seed have equal bits after every round."""
     again = checked.seen["again"]
     if checked.repeatable:
@@ -139,7 +139,7 @@ def repeatable(checked: Checked) -> RowResult:
     )
 
 
-def plain(checked: Checked) -> RowResult:
+def plain(checked: CheckResults) -> RowResult:
     """Report row: one replica with outer rate 1 and no momentum ends with the parameters of training without a run."""
     run, alone = checked.seen.get("unscored", checked.first), checked.seen["plain"]
     if not checked.repeatable:
@@ -170,7 +170,7 @@ def plain(checked: Checked) -> RowResult:
     )
 
 
-def kept(checked: Checked) -> RowResult:
+def kept(checked: CheckResults) -> RowResult:
     """Report row: the next inner step starts from the parameters written into the model at the end of a round."""
     straight, disturbed = checked.seen["plain"], checked.seen["disturbed"]
     if not checked.repeatable:
@@ -195,7 +195,7 @@ def kept(checked: Checked) -> RowResult:
     return passed(f"the next step starts from what a round's end writes, in {len(able)} parameters")
 
 
-def digests(checked: Checked) -> RowResult:
+def digests(checked: CheckResults) -> RowResult:
     """Report row: all replicas have equal models at every round's first step."""
     fleet = [checked.seen[f"fleet-{i}"] for i in range(checked.replicas)]
     for index, seen in enumerate(fleet):
@@ -217,7 +217,7 @@ def digests(checked: Checked) -> RowResult:
     return passed(f"{checked.replicas} replicas begin each of {checked.rounds} rounds with equal models")
 
 
-def saved(checked: Checked) -> RowResult:
+def saved(checked: CheckResults) -> RowResult:
     """Report row: the optimizers' state, saved and loaded again, has the same dtypes and bits."""
     notes = checked.first.notes
     if notes.state_lost:
@@ -236,7 +236,7 @@ def saved(checked: Checked) -> RowResult:
     return passed(f"the optimizer's state of {notes.state_tensors} tensors is the same once saved and loaded")
 
 
-def resumed(checked: Checked) -> RowResult:
+def resumed(checked: CheckResults) -> RowResult:
     """Report row: a replica that was killed and restarted ends with the bits of the undisturbed run."""
     if not checked.repeatable:
         return absent(_NOT_REPEATABLE)
@@ -260,7 +260,7 @@ def resumed(checked: Checked) -> RowResult:
     return passed("killed inside a round and at its end, the run ends with the undisturbed bits")
 
 
-def evaluation(checked: Checked) -> RowResult:
+def evaluation(checked: CheckResults) -> RowResult:
     """Report row: scoring the held-out set does not affect training."""
     if not checked.first.notes.scores:
         return absent("nothing is scored", "attach(heldout=…) is what the kill-switch needs.")
@@ -280,7 +280,7 @@ def evaluation(checked: Checked) -> RowResult:
     return passed("training is bit for bit the same with and without scoring")
 
 
-def planted(checked: Checked) -> RowResult:
+def planted(checked: CheckResults) -> RowResult:
     """Report row: a held-out item among the training items ends the run before it is trained on."""
     notes = checked.first.notes
     if not notes.compares:
@@ -326,7 +326,7 @@ def _names(names: list[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-Row = Callable[[Checked], RowResult]
+Row = Callable[[CheckResults], RowResult]
 ALONE: tuple[Row, ...] = (steps, completes)  # what one run shows, even one that failed
 ROWS: tuple[Row, ...] = (
     *ALONE,
@@ -344,7 +344,7 @@ ROWS: tuple[Row, ...] = (
 NAMES = tuple(row.__name__ for row in ROWS)
 
 
-def findings(checked: Checked) -> tuple[Finding, ...]:
+def findings(checked: CheckResults) -> tuple[Finding, ...]:
     """All rows of the report, in order. If the first run did not end, the later ones are not applicable."""
     applicable = ROWS if checked.first.completed else ALONE
     return tuple(

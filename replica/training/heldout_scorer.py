@@ -139,7 +139,9 @@ def values_of(heldout: HeldoutFn, model: torch.nn.Module, items: Sequence[Any], 
     describes the items, for errors.
     """
     try:
-        values = [float(value) for value in heldout(model, items)]
+        given = heldout(model, items)
+        one = not hasattr(given, "__iter__") or getattr(given, "ndim", 1) == 0  # their mean, say, or a tensor of it
+        values = [float(value) for value in ([given] if one else given)]
     except Exception as error:  # the training function runs here
         error.add_note(f"heldout(model, items) raised this, for the {len(items)} items of {where}.")
         raise

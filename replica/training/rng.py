@@ -61,7 +61,7 @@ def kept() -> Iterator[None]:
         states.restore()
 
 
-class Apart:
+class SeparateDraws:
     """A separate sequence of random numbers, drawn inside `drawing`; training's generators are not affected."""
 
     def __init__(self) -> None:

@@ -1,5 +1,6 @@
 """The guard's benchmark at a tiny size: twins equal the product's folds, every cell has a row, pictures are SVG."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -48,17 +49,29 @@ def test_the_pictures_are_svg():
 
 
 def test_real_runs_are_trained_and_judged(tmp_path):
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks/guard_runs.py"),
-        "--only",
-        "3",
-        "--only",
-        "24",
-        "--slow-down",
-        "20",
-    ]
-    command += ["--processes", "1", "--results", str(tmp_path / "results.jsonl")]
+    command = [sys.executable, str(ROOT / "benchmarks/guard_runs.py"), "--only", "2", "--only", "40"]
+    command += ["--slow-down", "20", "--processes", "1", "--results", str(tmp_path / "results.jsonl")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert "0 of 1 healthy runs halted, in 5 rounds" in ended.stdout and "| rewards letters only |" in ended.stdout
+    assert (
+        "0 of 1 runs halted, in 5 rounds" in ended.stdout and "| any letter is rewarded, from round 3 |" in ended.stdout
+    )
+
+
+def test_their_texts_are_the_same_bytes_on_every_interpreter(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import guard_texts
+
+    texts = [guard_texts.text(kind) for kind in guard_texts.KINDS]
+    digests = [hashlib.sha256(b"".join((*each.training, *each.heldout))).hexdigest()[:16] for each in texts]
+    assert digests == ["518e99753e134be7", "6f4ae63372fad57c"]
+    assert not {*texts[0].training} & {*texts[0].heldout}
+
+
+def test_published_runs_are_judged(tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks/guard_public.py"), "--runs", "2"]
+    ended = subprocess.run(
+        [*command, "--results", str(tmp_path / "results.jsonl")], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("\n| instructions, ") == 3 and ended.stdout.count("\n| RL, round ") == 4

@@ -50,7 +50,7 @@ def test_the_table_has_figures_with_units_and_only_settings_that_differ(runs, tm
     assert rows["held-out, best"] == ["0.6157, as round 4 began", "0.1476, as round 6 began"]
     assert rows["tokens"] == ["496", "88"]
     assert rows["took"] == ["1 min 18 s", "16 s"]
-    assert rows["payload moved"][0] == "7.2kB"
+    assert rows["payload moved"][0] == "7.2 kB"
     assert rows["guard"] == ["did not stop it"] * 2
     assert rows["machines"] == ["5 x AMD EPYC, 1 thread", "2 x AMD EPYC, 1 thread"]
     assert rows["codec"] == ["fp32", "bf16"]

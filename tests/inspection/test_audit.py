@@ -15,7 +15,7 @@ from diloco_orchestrator.inspection.audit import audit
 from diloco_orchestrator.inspection.audit.auditor import Auditor, state_bytes
 from diloco_orchestrator.inspection.audit.findings import (
     Audit,
-    Outcome,
+    AuditOutcome,
     RangeFinding,
     TrainingRange,
     bound_of,
@@ -115,42 +115,42 @@ NEAR = replace(FAR, distance=1e-6, state_distance=1e-5)
 @pytest.mark.parametrize(
     ("found", "again", "options", "expected"),
     [
-        (SAME, None, {}, Outcome.EQUAL),
-        (FAR, FAR, {}, Outcome.DIFFERS),
-        (NEAR, NEAR, {}, Outcome.DIFFERS),  # on the same class every bit counts
-        (replace(SAME, differing=("scores",)), SAME, {}, Outcome.DIFFERS),
-        (replace(SAME, other_class=OTHER_CLASS), None, {}, Outcome.EQUAL),
-        (replace(NEAR, other_class=OTHER_CLASS), None, {}, Outcome.WITHIN_BOUND),
-        (replace(FAR, other_class=OTHER_CLASS), None, {}, Outcome.DIFFERS),
-        (replace(NEAR, state_distance=0.2, other_class=OTHER_CLASS), None, {}, Outcome.DIFFERS),
-        (replace(NEAR, differing=("payload", "cursor"), other_class=OTHER_CLASS), None, {}, Outcome.DIFFERS),
+        (SAME, None, {}, AuditOutcome.EQUAL),
+        (FAR, FAR, {}, AuditOutcome.DIFFERS),
+        (NEAR, NEAR, {}, AuditOutcome.DIFFERS),  # on the same class every bit counts
+        (replace(SAME, differing=("scores",)), SAME, {}, AuditOutcome.DIFFERS),
+        (replace(SAME, other_class=OTHER_CLASS), None, {}, AuditOutcome.EQUAL),
+        (replace(NEAR, other_class=OTHER_CLASS), None, {}, AuditOutcome.WITHIN_BOUND),
+        (replace(FAR, other_class=OTHER_CLASS), None, {}, AuditOutcome.DIFFERS),
+        (replace(NEAR, state_distance=0.2, other_class=OTHER_CLASS), None, {}, AuditOutcome.DIFFERS),
+        (replace(NEAR, differing=("payload", "cursor"), other_class=OTHER_CLASS), None, {}, AuditOutcome.DIFFERS),
         # Two re-runs that differ from each other: training is not deterministic.
-        (NEAR, replace(NEAR, payload="z", noise=1e-6), {}, Outcome.WITHIN_BOUND),
-        (FAR, replace(FAR, payload="z", noise=1e-6), {}, Outcome.DIFFERS),
-        (FAR, replace(FAR, payload="z", noise=0.2), {}, Outcome.NOT_AUDITABLE),
-        (RerunResult(not_auditable="gone"), None, {}, Outcome.NOT_AUDITABLE),
-        (RerunResult(lost="removed"), None, {}, Outcome.DIFFERS),
+        (NEAR, replace(NEAR, payload="z", noise=1e-6), {}, AuditOutcome.WITHIN_BOUND),
+        (FAR, replace(FAR, payload="z", noise=1e-6), {}, AuditOutcome.DIFFERS),
+        (FAR, replace(FAR, payload="z", noise=0.2), {}, AuditOutcome.NOT_AUDITABLE),
+        (RerunResult(not_auditable="gone"), None, {}, AuditOutcome.NOT_AUDITABLE),
+        (RerunResult(lost="removed"), None, {}, AuditOutcome.DIFFERS),
         # A round that was cut, perhaps between two batches of one step.
-        (replace(SAME, differing=("cursor",), micro_batches=True), None, {"partial": True}, Outcome.EQUAL),
-        (replace(SAME, differing=("cursor",)), None, {"partial": True}, Outcome.DIFFERS),
-        (replace(FAR, micro_batches=True), None, {"after_cut": True}, Outcome.NOT_AUDITABLE),
-        (FAR, FAR, {"after_cut": True}, Outcome.DIFFERS),
+        (replace(SAME, differing=("cursor",), micro_batches=True), None, {"partial": True}, AuditOutcome.EQUAL),
+        (replace(SAME, differing=("cursor",)), None, {"partial": True}, AuditOutcome.DIFFERS),
+        (replace(FAR, micro_batches=True), None, {"after_cut": True}, AuditOutcome.NOT_AUDITABLE),
+        (FAR, FAR, {"after_cut": True}, AuditOutcome.DIFFERS),
     ],
 )
 def test_what_follows_from_a_rerun(found, again, options, expected):
     outcome, words = judged(found, bound_of(10), again, **options)
-    assert outcome is expected and bool(words) is (outcome is not Outcome.EQUAL)
+    assert outcome is expected and bool(words) is (outcome is not AuditOutcome.EQUAL)
 
 
 def test_the_findings_say_what_they_prove():
     done = Audit("url", str(HEAD), 7, 24, {"abstentions": 2})
-    done.findings = [RangeFinding(range_, Outcome.EQUAL, "") for range_ in RANGES[:5]]
+    done.findings = [RangeFinding(range_, AuditOutcome.EQUAL, "") for range_ in RANGES[:5]]
     assert done.agrees and "12 or more of them been dishonest" not in done.words() and "2 abstentions" in done.words()
     assert done.to_json()["caught"]["50%"] == caught_probability(24, 12, 5)
-    done.findings.append(RangeFinding(RANGES[5], Outcome.NOT_AUDITABLE, "gone"))
+    done.findings.append(RangeFinding(RANGES[5], AuditOutcome.NOT_AUDITABLE, "gone"))
     assert done.agrees and done.audited == 5 and "1 not auditable" in done.words()
     assert "Of those that could not be audited nothing is known" in done.words()
-    done.findings.append(RangeFinding(RANGES[6], Outcome.DIFFERS, "payload differ"))
+    done.findings.append(RangeFinding(RANGES[6], AuditOutcome.DIFFERS, "payload differ"))
     assert not done.agrees and done.to_json()["findings"][-1]["outcome"] == "DIFFERS"
 
 
@@ -247,7 +247,7 @@ def test_a_point_in_time_view_shows_the_bucket_of_then_and_keeps_what_is_written
 def test_a_simulated_run_with_a_preemption_is_repeated_bit_for_bit(tmp_path):
     plan = calm(settings={"replica_state": "round"}, replicas=2, rounds=3, paces=(1.0, 1.0), notices=((9.0, 1),))
     found = audited(played(plan), tmp_path)
-    assert {outcome for outcome, _, _ in found.values()} == {Outcome.EQUAL} and len(found) >= 4
+    assert {outcome for outcome, _, _ in found.values()} == {AuditOutcome.EQUAL} and len(found) >= 4
     assert any(result.follows > 0 for _, _, result in found.values())
 
 

@@ -15,7 +15,7 @@ from s3_server import S3Server, running_server
 
 from diloco_orchestrator import LocalProcessExecutor, launch
 from diloco_orchestrator import audit as audit_run
-from diloco_orchestrator.inspection.audit.findings import Outcome
+from diloco_orchestrator.inspection.audit.findings import AuditOutcome
 
 pytestmark = pytest.mark.slow
 
@@ -37,8 +37,8 @@ def test_a_run_over_s3_is_audited_from_its_bucket_and_a_lie_is_found(scheme, ser
     monkeypatch.delenv(LIE)
     done = audit_run(store, draw=4, seed=1, storage_options=options)
     found = {(each.range_.round, each.range_.replica_id): each.outcome for each in done.findings}
-    assert len(found) == 4 and found.pop((2, LIAR)) is Outcome.DIFFERS
-    assert set(found.values()) == {Outcome.EQUAL}
+    assert len(found) == 4 and found.pop((2, LIAR)) is AuditOutcome.DIFFERS
+    assert set(found.values()) == {AuditOutcome.EQUAL}
     assert "secret" not in json.dumps(done.to_json()) and server.secret not in done.words()
 
 
@@ -65,7 +65,7 @@ def test_own_optimizers_bf16_workers_and_accumulation_are_repeated_bit_for_bit_a
     assert launch("own_loops:train", store=str(tmp_path / "bucket"), executor=executor, **settings).wait()
     assert (tmp_path / "killed").exists()
     done = audit_run(str(tmp_path / "bucket"), draw=6, seed=1)
-    assert [(each.outcome, each.words) for each in done.findings] == [(Outcome.EQUAL, "")] * 6
+    assert [(each.outcome, each.words) for each in done.findings] == [(AuditOutcome.EQUAL, "")] * 6
 
 
 @pytest.mark.parametrize("kind", ["trainer", "grpo"])
@@ -76,4 +76,4 @@ def test_a_run_of_a_trainer_is_trained_again_bit_for_bit(kind, tmp_path: Path):
     executor = LocalProcessExecutor(tmp_path / "executor")
     assert launch("tiny_trainers:train", store=str(tmp_path / "bucket"), executor=executor, **settings).wait()
     done = audit_run(str(tmp_path / "bucket"), draw=4, seed=1)
-    assert [(each.outcome, each.words) for each in done.findings] == [(Outcome.EQUAL, "")] * 4
+    assert [(each.outcome, each.words) for each in done.findings] == [(AuditOutcome.EQUAL, "")] * 4

@@ -21,7 +21,7 @@ from diloco_orchestrator import LocalProcessExecutor, attach, launch
 from diloco_orchestrator import audit as audit_run
 from diloco_orchestrator.inspection.audit.auditor import Auditor
 from diloco_orchestrator.inspection.audit.findings import (
-    Outcome,
+    AuditOutcome,
     RangeFinding,
     TrainingRange,
     caught_probability,
@@ -70,10 +70,10 @@ def dishonest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AuditedRun]:
 
 def test_every_honest_segment_is_equal_and_every_lie_is_found(dishonest):
     assert len(dishonest.findings) == 16
-    differing = {range_ for range_, found in dishonest.findings.items() if found.outcome is Outcome.DIFFERS}
+    differing = {range_ for range_, found in dishonest.findings.items() if found.outcome is AuditOutcome.DIFFERS}
     assert {(s.round, s.replica_id) for s in differing} == {(round_, LIAR) for round_ in LIES}
     equal = [found for range_, found in dishonest.findings.items() if range_ not in differing]
-    assert {found.outcome for found in equal} == {Outcome.EQUAL} and {found.distance for found in equal} == {0.0}
+    assert {found.outcome for found in equal} == {AuditOutcome.EQUAL} and {found.distance for found in equal} == {0.0}
     assert all(found.steps == 4 and found.follows == found.range_.round - 1 for found in dishonest.findings.values())
     scaled = next(found for s, found in dishonest.findings.items() if LIES.get(s.round) == "scale" and s in differing)
     assert scaled.distance == pytest.approx(0.001 / 1.001, rel=1e-3) and scaled.words == "payload differ"
@@ -90,8 +90,8 @@ def test_honest_segments_of_a_run_with_a_lossy_codec_are_equal_and_a_lie_is_foun
     monkeypatch.delenv(LIE)
     done = audit_run(str(tmp_path / "bucket"), draw=6, seed=1)
     found = {(each.range_.round, each.range_.replica_id): each.outcome for each in done.findings}
-    assert len(found) == 6 and found.pop((3, LIAR)) is Outcome.DIFFERS
-    assert set(found.values()) == {Outcome.EQUAL}
+    assert len(found) == 6 and found.pop((3, LIAR)) is AuditOutcome.DIFFERS
+    assert set(found.values()) == {AuditOutcome.EQUAL}
 
 
 def test_nothing_is_written_to_the_bucket(dishonest):
@@ -104,7 +104,7 @@ def test_liars_are_caught_as_often_as_the_draw_promises(dishonest, draw, lies):
     """Over 1,000 seeds: each range was trained again once, and a draw is a function of its seed."""
     ranges, head = dishonest.auditor.ranges, dishonest.auditor.head
     kept = set(list(LIES)[:lies])  # a liar of so many ranges: the findings about the other lies are left out
-    guilty = {s for s, found in dishonest.findings.items() if found.outcome is Outcome.DIFFERS and s.round in kept}
+    guilty = {s for s, found in dishonest.findings.items() if found.outcome is AuditOutcome.DIFFERS and s.round in kept}
     caught = sum(bool(guilty & set(drawn(ranges, draw, seed, head))) for seed in range(SEEDS))
     expected = caught_probability(len(ranges), lies, draw)
     assert expected >= 1 - (1 - lies / len(ranges)) ** draw
@@ -114,8 +114,8 @@ def test_liars_are_caught_as_often_as_the_draw_promises(dishonest, draw, lies):
 
 def test_the_command_prints_a_table_and_exits_with_4_for_a_lie(dishonest):
     auditor = dishonest.auditor
-    liar = next(s for s, found in dishonest.findings.items() if found.outcome is Outcome.DIFFERS)
-    honest = next(s for s, found in dishonest.findings.items() if found.outcome is Outcome.EQUAL)
+    liar = next(s for s, found in dishonest.findings.items() if found.outcome is AuditOutcome.DIFFERS)
+    honest = next(s for s, found in dishonest.findings.items() if found.outcome is AuditOutcome.EQUAL)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     for wanted, code in ((liar, 4), (honest, 0)):
         seed = next(seed for seed in range(10_000) if drawn(auditor.ranges, 1, seed, auditor.head) == [wanted])
@@ -163,10 +163,10 @@ def test_another_class_of_machine_is_held_to_the_bound(dishonest, tmp_path):
             for s in auditor.ranges
             if s.replica_id == LIAR and (s.round in (1, 5) or LIES.get(s.round) == "skip")
         }
-    assert found["honest"].outcome is Outcome.EQUAL and found["honest"].bound is None
-    assert found["scale"].outcome is Outcome.WITHIN_BOUND and found["scale"].bound == 0.25 / 4
+    assert found["honest"].outcome is AuditOutcome.EQUAL and found["honest"].bound is None
+    assert found["scale"].outcome is AuditOutcome.WITHIN_BOUND and found["scale"].bound == 0.25 / 4
     assert "cpu Z80 there" in found["scale"].words
-    assert found["skip"].outcome is Outcome.DIFFERS and found["skip"].distance > found["skip"].bound
+    assert found["skip"].outcome is AuditOutcome.DIFFERS and found["skip"].distance > found["skip"].bound
 
 
 def test_four_replicas_a_second_leg_and_code_that_travelled(tmp_path):
@@ -186,7 +186,7 @@ def test_four_replicas_a_second_leg_and_code_that_travelled(tmp_path):
         sys.path.remove(str(code))
     (code / "travelling_workload.py").unlink()
     done = audit_run(store, draw=8, seed=1)
-    assert {found.outcome for found in done.findings} == {Outcome.EQUAL}
+    assert {found.outcome for found in done.findings} == {AuditOutcome.EQUAL}
     assert len(done.findings) == done.ranges == 8 and done.audited == 8
     assert {found.range_.round for found in done.findings} == {1, 3} and "All of the run" in done.words()
 
@@ -198,7 +198,7 @@ def test_simulated_runs_with_all_kinds_of_faults_are_repeated_bit_for_bit(first,
     for seed in range(first, first + 4):
         found = audited(played(replace(plan_of(seed, replica_state="round"), collapse=False)), tmp_path)
         for range_, (outcome, words, _) in found.items():
-            assert outcome is not Outcome.DIFFERS, f"seed {seed}, {range_}: {words}"
-            assert outcome is Outcome.EQUAL or words
+            assert outcome is not AuditOutcome.DIFFERS, f"seed {seed}, {range_}: {words}"
+            assert outcome is AuditOutcome.EQUAL or words
         total += counts(found)
-    assert total[Outcome.EQUAL] > total[Outcome.NOT_AUDITABLE]
+    assert total[AuditOutcome.EQUAL] > total[AuditOutcome.NOT_AUDITABLE]

@@ -93,7 +93,9 @@ def test_a_machine_without_an_account_takes_part_by_a_link(server: IamServer, tm
     reader = RunReader(open_store(URL))
     commits = reader.commits()
     averaged = [{answer.replica_id for answer in each.answers if answer.averaged} for each in commits if each.applied]
-    assert averaged == 4 * [{0, 1, 2}]
+    assert averaged == 4 * [{0, 1, 2}], [
+        out.reason for each in commits for out in (*each.quarantined, *each.answers) if out.reason
+    ]
     read = ContributionReader(of_run(open_store(URL)))
     for commit in commits[:4]:  # both launched replicas have scored the stranger's work before it was averaged
         checks = [read.checked(commit, each) for each in commit.checks or ()]

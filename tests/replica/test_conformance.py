@@ -16,7 +16,7 @@ from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.replica.context import ReplicaSession
 from diloco_orchestrator.replica.testing import ConformanceReport, Finding, ReplicaUnsound, check_replica
 from diloco_orchestrator.replica.testing.jobs import Seen
-from diloco_orchestrator.replica.testing.rows import NAMES, Checked, findings
+from diloco_orchestrator.replica.testing.rows import NAMES, CheckResults, findings
 from diloco_orchestrator.replica.testing.watched import Notes, PlainSession
 
 ROOT = Path(__file__).parent.parent.parent
@@ -46,7 +46,7 @@ FLEET = replace(FIRST, notes=Notes(at_round=["x", "y", "z"]))
 KILLED = replace(FIRST, code=None, digests=("a", "b"))
 
 
-def checked(**changed: Seen) -> Checked:
+def checked(**changed: Seen) -> CheckResults:
     """What a sound function leaves, but for some processes; a name's spaces are underscores here."""
     seen = {
         "first": FIRST,
@@ -60,10 +60,12 @@ def checked(**changed: Seen) -> Checked:
         **{f"killed {place}": KILLED for place in ("inside a round", "at a round's end")},
         **{f"resumed {place}": FIRST for place in ("inside a round", "at a round's end")},
     }
-    return Checked(rounds=3, sync_every=4, replicas=2, seen=seen | {n.replace("_", " "): s for n, s in changed.items()})
+    return CheckResults(
+        rounds=3, sync_every=4, replicas=2, seen=seen | {n.replace("_", " "): s for n, s in changed.items()}
+    )
 
 
-def outcomes(checked: Checked) -> dict[str, str]:
+def outcomes(checked: CheckResults) -> dict[str, str]:
     return {found.name: found.outcome for found in findings(checked) if found.outcome != "passed"}
 
 

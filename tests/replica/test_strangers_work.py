@@ -8,7 +8,7 @@ import torch
 from protocol_fleet import FAST, Fleet, HurriedClock, answer, close, report, together
 from sessions import constant_steps, context_of
 
-from diloco_orchestrator.clock import SystemClock
+from diloco_orchestrator.clock import ManualClock, SystemClock
 from diloco_orchestrator.guard.round_fold import fields_of, fold_of_commit
 from diloco_orchestrator.inspection.status import NewRows
 from diloco_orchestrator.inspection.verify.chain import verify_run
@@ -104,6 +104,26 @@ def test_what_half_of_the_others_have_scored_is_not_averaged():
     out = left_out(played(participants, [GOOD] * 5))
     assert list(out) == [3, 4] and out[3].startswith("1 of 3 replicas have scored its work")
     assert_right(fleet, participants)
+
+
+def test_who_polls_seldom_has_its_scores_counted():
+    """Two replicas pause for ten seconds when the last contribution comes in, and the third polls at once."""
+    clock, timing = ManualClock(), {**FAST, "poll_s": 10.0}
+    given = {"replicas": 5, "invited": list(STRANGERS), "quorum": None, "timing": timing, "aggregate": "mean"}
+    fleet = Fleet(scored=True, scores_strangers=True, clock=clock, **given)
+    participants = fleet.join_all()
+    for i in LAUNCHED:
+        participants[i].score_strangers_by(scores(i))
+    for each in participants:
+        answer(each, GOOD, report(share=each._attempt.replica_id, score=1.0))
+    closers = [each._closer for each in participants]
+    counted = []
+    for seconds, polls in ((0.0, (0,)), (10.0, (0, 1, 2)), (0.5, (0,))):
+        clock.advance(seconds)
+        for i in polls:
+            closers[i]._observe(waited=False)
+        counted.append({each.replica_id for each in closers[0]._decide()[2]})
+    assert counted == [set(LAUNCHED), set(LAUNCHED), {*LAUNCHED, *STRANGERS}]
 
 
 def test_scores_that_are_not_finite_are_harm():

@@ -17,7 +17,7 @@ from real_runs import FAST, digests, reader_of, taken_away_in_mid_round
 from diloco_orchestrator import LocalProcessExecutor, Run, RunResult, launch, pull, whatif
 from diloco_orchestrator import audit as audit_run
 from diloco_orchestrator.errors import RunFailed
-from diloco_orchestrator.inspection.audit.findings import Outcome
+from diloco_orchestrator.inspection.audit.findings import AuditOutcome
 from diloco_orchestrator.inspection.verify import verify
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 
@@ -104,7 +104,7 @@ def test_the_run_of_islands_verifies_and_its_models_are_pulled_and_asked_for_wha
 
 def test_what_islands_have_trained_is_trained_again_by_as_many_ranks(islands):
     done = audit_run(str(islands[1]), draw=6, seed=1)
-    assert [(each.outcome, each.words) for each in done.findings] == [(Outcome.EQUAL, "")] * 6
+    assert [(each.outcome, each.words) for each in done.findings] == [(AuditOutcome.EQUAL, "")] * 6
 
 
 def test_a_rank_that_lies_is_found_by_an_audit(start, monkeypatch):
@@ -113,7 +113,7 @@ def test_a_rank_that_lies_is_found_by_an_audit(start, monkeypatch):
     run.wait()
     monkeypatch.delenv("ISLAND_LIE")
     found = {each.range_.round: each.outcome for each in audit_run(str(bucket), draw=2, seed=1).findings}
-    assert found == {1: Outcome.EQUAL, 2: Outcome.DIFFERS}
+    assert found == {1: AuditOutcome.EQUAL, 2: AuditOutcome.DIFFERS}
 
 
 @pytest.mark.parametrize(("model", "ranks"), [("tp", [2, 1]), ("tp_fsdp", [4, 1])])

@@ -189,6 +189,7 @@ def test_who_ended_as_done_is_left_alone_unless_the_leg_goes_on_for_a_minute():
     done = ended(Outcome.DONE)
     assert actions(replica(done), now=done.at + 59.0) == []
     assert actions(replica(done), now=done.at + 61.0) == [Launch(0, 2, "attempt 1 (done): because")]
+    assert actions(replica(done), now=done.at, retry=RetryConfig(max_errors=0)) == [], "the stop was not read yet"
 
 
 @pytest.mark.parametrize(("errors", "pause_s"), [(1, 4), (2, 8)])

@@ -12,7 +12,7 @@ from simulation_plan import Plan
 from tiny_workloads import batch_of
 
 from diloco_orchestrator.clock import NoBackground
-from diloco_orchestrator.inspection.audit.findings import Outcome, TrainingRange, bound_of, judged, ranges_of
+from diloco_orchestrator.inspection.audit.findings import AuditOutcome, TrainingRange, bound_of, judged, ranges_of
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -68,8 +68,8 @@ def rerun_of(simulation: Simulation, manifest: Contribution, folder: Path) -> Re
     return rerun(store, manifest, repetition, lambda attempt: train(attempt, lambda _: simulation._train), folder)
 
 
-def audited(simulation: TrainedSimulation, folder: Path) -> dict[TrainingRange, tuple[Outcome, str, RerunResult]]:
-    """Outcome of every range that can be drawn, and what its re-run found."""
+def audited(simulation: TrainedSimulation, folder: Path) -> dict[TrainingRange, tuple[AuditOutcome, str, RerunResult]]:
+    """AuditOutcome of every range that can be drawn, and what its re-run found."""
     store, found = simulation.bucket, {}
     run_log, reader = RunLog(store), ContributionReader(store)
     for range_ in ranges_of(run_log.commits()):
@@ -83,5 +83,5 @@ def audited(simulation: TrainedSimulation, folder: Path) -> dict[TrainingRange, 
     return found
 
 
-def counts(found: dict[TrainingRange, tuple[Outcome, str, RerunResult]]) -> Counter[str]:
+def counts(found: dict[TrainingRange, tuple[AuditOutcome, str, RerunResult]]) -> Counter[str]:
     return Counter(outcome for outcome, _, _ in found.values())

@@ -17,9 +17,8 @@
 
   function table(told) {
     const tables = told.lines.map((line) => [line.x, line.y]);
-    const xs = told.lines.flatMap((line) => [line.x[0], line.x[line.x.length - 1]]);
-    const ends = [...new Set([Math.min(...xs), Math.max(...xs)])];
-    if (told.limit !== null) tables.push([ends, ends.map(() => told.limit)]);
+    const xs = [...new Set(told.lines.flatMap((line) => line.x))].sort((a, b) => a - b);
+    if (told.limit !== null) tables.push([xs, xs.map(() => told.limit)]);
     return uPlot.join(tables);
   }
 

@@ -6,10 +6,10 @@ from typing import Any
 from diloco_orchestrator.clock import random_token
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.audit.auditor import Auditor
-from diloco_orchestrator.inspection.audit.findings import Audit, Outcome, RangeFinding, drawn
+from diloco_orchestrator.inspection.audit.findings import Audit, AuditOutcome, RangeFinding, drawn
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
-__all__ = ["Audit", "Outcome", "RangeFinding", "SegmentFinding", "audit"]
+__all__ = ["Audit", "AuditOutcome", "RangeFinding", "SegmentFinding", "audit"]
 
 SegmentFinding = RangeFinding  # the name that it had first
 

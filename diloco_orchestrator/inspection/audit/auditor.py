@@ -21,7 +21,7 @@ from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.code_archive.entrypoint import check_importable
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, RecordInvalid
 from diloco_orchestrator.inspection.audit.findings import (
-    Outcome,
+    AuditOutcome,
     RangeFinding,
     TrainingRange,
     bound_of,
@@ -116,20 +116,20 @@ class Auditor:
         try:
             manifest = self._reader.exact(range_.round, range_.replica_id, range_.manifest_sha256)
         except ObjectMissing as error:
-            return RangeFinding(range_, Outcome.NOT_AUDITABLE, str(error))
+            return RangeFinding(range_, AuditOutcome.NOT_AUDITABLE, str(error))
         except RecordInvalid as error:
-            return RangeFinding(range_, Outcome.DIFFERS, str(error))
+            return RangeFinding(range_, AuditOutcome.DIFFERS, str(error))
         if manifest.kind != "delta":
             words = f"its manifest is an {manifest.kind} now: it was replaced"
-            return RangeFinding(range_, Outcome.DIFFERS, words)
+            return RangeFinding(range_, AuditOutcome.DIFFERS, words)
         whole = self._log.configs.of(manifest.leg).round_steps
         bound, partial, after_cut = bound_of(whole), manifest.own_steps < whole, self._follows_a_cut(manifest)
         found, again = self._rerun(range_, manifest), None
         outcome, words = judged(found, bound, partial=partial, after_cut=after_cut)
-        if outcome is Outcome.DIFFERS and not found.other_class:
+        if outcome is AuditOutcome.DIFFERS and not found.other_class:
             again = self._rerun(range_, manifest, earlier=self._output(self._count))
             outcome, words = judged(found, bound, again, partial=partial, after_cut=after_cut)
-        exact = outcome is Outcome.EQUAL or not (found.other_class or (again and again.payload != found.payload))
+        exact = outcome is AuditOutcome.EQUAL or not (found.other_class or (again and again.payload != found.payload))
         return RangeFinding(
             range_,
             outcome,

@@ -80,7 +80,7 @@ def fraction_caught(ranges: int, draw: int, probability: float = 0.95) -> int | 
 _CONFIDENT = 0.95
 
 
-class Outcome(StrEnum):
+class AuditOutcome(StrEnum):
     """The result of comparing one replica's training in one round with a repetition of it."""
 
     EQUAL = "equal"  # bit for bit
@@ -94,7 +94,7 @@ class RangeFinding:
     """The result of repeating one replica's training in one round."""
 
     range_: TrainingRange
-    outcome: Outcome
+    outcome: AuditOutcome
     words: str  # what differs, or why it was not audited; empty for equal bits
     steps: int = 0  # inner steps of the round that were trained again
     follows: int = 0  # round whose saved state training began from; 0: from the start
@@ -121,16 +121,16 @@ class Audit:
     @property
     def agrees(self) -> bool:
         """Whether no repeated training differs from what its replica published."""
-        return all(each.outcome is not Outcome.DIFFERS for each in self.findings)
+        return all(each.outcome is not AuditOutcome.DIFFERS for each in self.findings)
 
     @property
     def audited(self) -> int:
         """Number of ranges (one replica's training in one round) that were repeated and compared."""
-        return sum(each.outcome is not Outcome.NOT_AUDITABLE for each in self.findings)
+        return sum(each.outcome is not AuditOutcome.NOT_AUDITABLE for each in self.findings)
 
     def words(self) -> str:
         """A summary of the findings in two or three sentences."""
-        counts = {outcome: sum(each.outcome is outcome for each in self.findings) for outcome in Outcome}
+        counts = {outcome: sum(each.outcome is outcome for each in self.findings) for outcome in AuditOutcome}
         parts = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
         lines = [f"{len(self.findings)} of {self.ranges} ranges drawn: {parts or 'none'}."]
         fewest = fraction_caught(self.ranges, self.audited, _CONFIDENT)
@@ -196,7 +196,7 @@ def judged(
     *,
     partial: bool = False,
     after_cut: bool = False,
-) -> tuple[Outcome, str]:
+) -> tuple[AuditOutcome, str]:
     """The outcome for a range (one replica's training in one round), and a sentence with the reason.
 
     Args:
@@ -207,37 +207,37 @@ def judged(
         after_cut: whether the contribution before the range was partial.
     """
     if found.lost:
-        return Outcome.DIFFERS, found.lost
+        return AuditOutcome.DIFFERS, found.lost
     if found.not_auditable:
-        return Outcome.NOT_AUDITABLE, found.not_auditable
+        return AuditOutcome.NOT_AUDITABLE, found.not_auditable
     differing = set(found.differing)
     if partial and found.micro_batches:
         differing -= _PLACE  # the cut fell between two batches of one step, of which the record has no number
     if not differing:
-        return Outcome.EQUAL, ""
+        return AuditOutcome.EQUAL, ""
     if after_cut and found.micro_batches:
-        return Outcome.NOT_AUDITABLE, (
+        return AuditOutcome.NOT_AUDITABLE, (
             "the round before was cut, perhaps between two batches of one step: gradients in memory are in no record"
         )
     words = f"{', '.join(each for each in found.differing if each in differing)} differ"
     if differing & _EXACT:
-        return Outcome.DIFFERS, words
+        return AuditOutcome.DIFFERS, words
     distance = max(found.distance or 0.0, found.state_distance or 0.0)
     if found.other_class:
         return _by_distance(distance, bound, differing, f"another hardware class ({'; '.join(found.other_class)})")
     if again is None or again.payload == found.payload:
-        return Outcome.DIFFERS, words
+        return AuditOutcome.DIFFERS, words
     noise = again.noise or 0.0
     why = f"training is not deterministic here (two re-runs are {noise:.2g} apart)"
     outcome, why = _by_distance(distance, bound, differing, why)
-    if outcome is Outcome.DIFFERS and distance <= _NOISES * noise:
-        return Outcome.NOT_AUDITABLE, f"{why}, which is more than the bound tolerates"
+    if outcome is AuditOutcome.DIFFERS and distance <= _NOISES * noise:
+        return AuditOutcome.NOT_AUDITABLE, f"{why}, which is more than the bound tolerates"
     return outcome, why
 
 
-def _by_distance(distance: float, bound: float, differing: set[str], why: str) -> tuple[Outcome, str]:
+def _by_distance(distance: float, bound: float, differing: set[str], why: str) -> tuple[AuditOutcome, str]:
     if "payload" not in differing and "state" not in differing:
-        return Outcome.WITHIN_BOUND, why
+        return AuditOutcome.WITHIN_BOUND, why
     if distance <= bound:
-        return Outcome.WITHIN_BOUND, why
-    return Outcome.DIFFERS, f"{why}; a distance of {distance:.2g} is above {bound:.2g}"
+        return AuditOutcome.WITHIN_BOUND, why
+    return AuditOutcome.DIFFERS, f"{why}; a distance of {distance:.2g} is above {bound:.2g}"

@@ -69,7 +69,7 @@ class CannotLoad(Exception):
     """A class or package needed to load a snapshot is missing here. The message is a clause."""
 
 
-class HeldoutScorer:
+class ModelScorer:
     """Scores models on the held-out set of one run, as its replicas do. Executes only the caller's code.
 
     Args:
@@ -142,7 +142,7 @@ class SnapshotLoader:
         self._tolerance = tolerance
         self._start = start
         self._build = build
-        self._scorer = None if score is None else HeldoutScorer(run_log, start, score, items)
+        self._scorer = None if score is None else ModelScorer(run_log, start, score, items)
 
     def check_all(self, done: Verification) -> None:
         """Load every confirmed snapshot, one at a time, and score it. Raises `Differs` at the first that disagrees."""

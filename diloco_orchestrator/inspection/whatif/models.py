@@ -9,7 +9,7 @@ import torch
 
 from diloco_orchestrator.errors import ConfigError, NoSuchRun
 from diloco_orchestrator.inspection.pull import write_folder
-from diloco_orchestrator.inspection.verify.loading import CannotLoad, HeldoutScorer, load_model, logged_scores, sign_of
+from diloco_orchestrator.inspection.verify.loading import CannotLoad, ModelScorer, load_model, logged_scores, sign_of
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.records import Answer
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -77,7 +77,7 @@ class BaseScorer:
     ) -> None:
         self._writer = writer
         self._build = build
-        self._scorer = HeldoutScorer(run_log, writer.start, score, items)
+        self._scorer = ModelScorer(run_log, writer.start, score, items)
         self.items = self._scorer.items
 
     def mean(self, base: Base, round_: int, averaged: Sequence[Answer]) -> float:
