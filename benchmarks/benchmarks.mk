@@ -1,7 +1,7 @@
 # Targets of the benchmarks; the Makefile above includes it, so all are called from there: `make bench-sync`, `make chaos`.
 
 .PHONY: chaos chaos-table soak soak-table transfer large-model requests requests-live bench-allreduce bench bench-sync bench-link bench-overlap bench-latency bench-memory \
-	bench-busy bench-history bench-startup bench-heldout_split bench-heldout_leaks bench-guard bench-guard-scaled bench-guard-runs bench-gpu bench-gpu-sync bench-quality bench-unequal bench-fleet
+	bench-busy bench-history bench-startup bench-heldout_split bench-heldout_leaks bench-guard bench-guard-scaled bench-guard-runs bench-gpu bench-gpu-sync bench-quality bench-unequal bench-fleet bench-scale
 
 # What faults cost: `make chaos MINUTES=10 RATE=15` as often as wished (RATE=0 for the undisturbed twin), then the table.
 MINUTES := 10
@@ -62,13 +62,17 @@ bench-guard-scaled: venv
 bench-guard-public: venv
 	PYTHONPATH=. $(BIN)/python benchmarks/guard_public.py --docs $(OPTIONS)
 
-# The same rule over 40 real runs and 20 in which something goes wrong: "Real runs" there, some 20 minutes of one core.
+# The same rule over 40 real runs and 20 in which something goes wrong: "Real runs" there, some 17 minutes on 2 cores.
 bench-guard-runs: venv
 	PYTHONPATH=. $(BIN)/python benchmarks/guard_runs.py --docs $(OPTIONS)
 
 # Tokens per dollar of the choice of places, on virtual time: docs/inside/performance.md, some ten minutes a core; `--bound` (scipy) doubles it.
 bench-fleet: venv
 	PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/fleet.py --days 4 --repetitions 6 --docs
+
+# Rounds of 4 to 1,024 replicas over a model of a store: docs/inside/performance.md, a minute of one core.
+bench-scale: venv
+	PYTHONPATH=tests/support $(BIN)/python benchmarks/scale.py --docs $(OPTIONS)
 
 # What a slower machine costs the others, with steps="equal" and "equal_time": docs/inside/performance.md, some ten minutes a core; `--bound` (scipy) doubles it.
 bench-unequal: venv

@@ -463,7 +463,7 @@ def main() -> None:
     parser.add_argument("--dying", type=float, default=0.0, help="chance that a replica is missing in a round")
     parser.add_argument("--prefixes", type=float, default=1, help="into which the store has split the run's keys")
     parser.add_argument("--no-grid", action="store_true", help="leave out the comparison of paths over a grid")
-    parser.add_argument("--docs", action="store_true", help="write the tables into docs/inside/performance.md")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/inside/performance.md")
     given = parser.parse_args()
     command = " ".join(["benchmarks/scale.py", *sys.argv[1:]])
     heading = (

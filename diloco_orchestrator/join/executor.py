@@ -253,7 +253,7 @@ class JoinExecutor(RemoteExecutor):
         self._renew_at, why = now + _RENEW_S, ""
         try:
             renew_grants(store, minted, self._stamp)
-        except ConfigError as error:
+        except (ConfigError, RecordInvalid) as error:  # the latter of the log, by which R2's are for rounds
             why = str(error)
         if why and why != self._not_renewed:
             log.warning("temporary credentials of invited machines are not renewed, and end: %s", why)

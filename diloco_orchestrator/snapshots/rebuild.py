@@ -89,16 +89,14 @@ def rebuild(
     """
 
     def rebuilt(way: _Way) -> Tip:
-        start, reader = _start(run_log), ContributionReader(run_log.store)
+        start, reader = start_of(run_log), ContributionReader(run_log.store)
         in_memory = first is not None and not way.round and first.digest == start.base_digest
         base = first.base if first is not None and in_memory else stored_base(_stored(run_log, way), start, owners)
         position, last = _position_at(run_log, way)
         tip = Tip(base, way.round, way.round, position, last)
         for entry in _commits(run_log, way):
             if entry.commit.applied:
-                named, config = _named(run_log, entry, reader), run_log.configs.of(entry.commit.leg)
-                what = start.adapters, base, entry.commit, named, config, reader
-                owners.each(_step_from_bucket, *what)
+                owners.each(take_step, base, _logged(run_log, entry, reader), start.adapters, reader)
                 log.info("rebuilt round %d", entry.commit.round)
                 tip = replace(tip, base_round=entry.commit.round)
             tip = replace(tip, position=entry.position, last=entry)
@@ -165,7 +163,7 @@ def rebuild_beside(
     that owns it. With exactly averaged adapters the whole base is rebuilt, because their steps need several shards.
     Raises as `rebuild` does.
     """
-    if not _start(run_log).adapters:
+    if not start_of(run_log).adapters:
         return _by_first_way(run_log, begin, until, below, partial(_compared_along, run_log, base, owners))
     tip, differing = rebuild(run_log, begin, until, below), {}
     for fragment in range(len(tip.base.fragments)) if base is not None else ():
@@ -191,7 +189,7 @@ def rebuild_files(run_log: RunLog, round_: int, owners: Owners = ALONE) -> tuple
             f"round {round_} of {run_log.store.url} cannot be rebuilt any more: {gone} It was deleted, by retention or "
             f"by hand, or the store lost it. Snapshots are there of rounds {names}; the nearest is {nearest}."
         ) from None
-    changed = {} if _start(run_log).buffers is None else buffers_of_base(run_log, round_)
+    changed = {} if start_of(run_log).buffers is None else buffers_of_base(run_log, round_)
     return tip, files_of_run(run_log).with_buffers(changed)
 
 
@@ -336,21 +334,18 @@ def _position_at(run_log: RunLog, way: _Way) -> tuple[Position, CommitEntry | No
     return entry.position, entry
 
 
-def _named(run_log: RunLog, entry: CommitEntry, reader: ContributionReader) -> list[tuple[Contribution, int]]:
-    """(manifest, weight) of each contribution that a commit averages."""
+def _logged(run_log: RunLog, entry: CommitEntry, reader: ContributionReader) -> "LoggedStep":
+    """The outer step of an applied commit."""
     read, commit = run_log.conclusions.manifests(entry), entry.commit
-    return [(read.get(a.replica_id) or reader.named(commit.round, a), a.weight) for a in commit.answers if a.averaged]
+    named = [(read.get(a.replica_id) or reader.named(commit.round, a), a.weight) for a in commit.answers if a.averaged]
+    return LoggedStep(commit, named, run_log.configs.of(commit.leg))
 
 
 def _compared_along(run_log: RunLog, base: Base | None, owners: Owners, way: _Way) -> BaseComparison:
     """`base` compared with the one that a path gives. Raises `RecordInvalid` for a snapshot of another base."""
     reader = ContributionReader(run_log.store)
-    steps = [
-        _Step(entry.commit, _named(run_log, entry, reader), run_log.configs.of(entry.commit.leg))
-        for entry in _commits(run_log, way)
-        if entry.commit.applied
-    ]
-    shards = StoredShards(run_log.store, _stored(run_log, way), _start(run_log))
+    steps = [_logged(run_log, entry, reader) for entry in _commits(run_log, way) if entry.commit.applied]
+    shards = StoredShards(run_log.store, _stored(run_log, way), start_of(run_log))
     rebuilt = owners.make(_rebuilt, owners, shards, base, steps, reader)
     stored, stepped = map(merged, zip(*owners.each(Rebuilt.digests, rebuilt), strict=True))
     shards.check([stored[place] for place in sorted(stored)])
@@ -359,7 +354,7 @@ def _compared_along(run_log: RunLog, base: Base | None, owners: Owners, way: _Wa
 
 
 def _rebuilt(
-    owners: Owners, shards: StoredShards, base: Base | None, steps: Sequence["_Step"], reader: ContributionReader
+    owners: Owners, shards: StoredShards, base: Base | None, steps: Sequence["LoggedStep"], reader: ContributionReader
 ) -> Rebuilt:
     """This process's shards of a snapshot, taken through `steps` one after another, and compared with those of `base`.
 
@@ -382,16 +377,16 @@ def _rebuilt(
 
 
 @dataclass(frozen=True)
-class _Step:
-    """One outer step: (manifest, weight) of the averaged contributions, and the settings then in force."""
+class LoggedStep:
+    """One outer step as the log has it, or as it would be with other contributions: all but the payloads' bytes."""
 
-    commit: Commit
-    named: Sequence[tuple[Contribution, int]]
-    config: RunConfig
+    commit: Commit  # of the round: fragment, and codec of the average
+    named: Sequence[tuple[Contribution, int]]  # the averaged contributions, each with its weight
+    config: RunConfig  # of the round's leg
 
 
 def _step_shard(
-    shard: BaseShard, layout: BaseLayout, index: int, steps: Sequence[_Step], reader: ContributionReader
+    shard: BaseShard, layout: BaseLayout, index: int, steps: Sequence[LoggedStep], reader: ContributionReader
 ) -> None:
     """Apply outer steps to one shard of a base, in place, with a live round's arithmetic. Raises as `take_step`."""
     for step in steps:
@@ -403,41 +398,18 @@ def _step_shard(
             outer_step.step_in_threads(shard, average.shard(index), step.config.outer)
 
 
-def take_step(
-    run_log: RunLog,
-    base: Base,
-    commit: Commit,
-    named: Sequence[tuple[Contribution, int]],
-    config: RunConfig,
-    reader: ContributionReader,
-) -> None:
-    """Step `base` in place by contributions read from the bucket, with the arithmetic of a live round.
+def take_step(base: Base, step: LoggedStep, adapters: Sequence[AdapterPair], reader: ContributionReader) -> None:
+    """Step this process's shards of `base` in place by payloads from the bucket, with the arithmetic of a live round.
 
-    Raises `PayloadGone` for a deleted payload and `PayloadCorrupt` for a damaged one, with the base partly stepped.
-
-    Args:
-        commit: of the round, from which fragment and codec of the average are taken.
-        named: (manifest, weight) of the averaged contributions.
-        config: of the round's leg.
+    `adapters`: those that the run averages exactly. Raises `PayloadGone` for a deleted payload and `PayloadCorrupt` for
+    a damaged one, with the base partly stepped.
     """
-    _step_from_bucket(_start(run_log).adapters, base, commit, named, config, reader)
-
-
-def _step_from_bucket(
-    adapters: Sequence[AdapterPair],
-    base: Base,
-    commit: Commit,
-    named: Sequence[tuple[Contribution, int]],
-    config: RunConfig,
-    reader: ContributionReader,
-) -> None:
-    """`take_step` in this process's shards of `base`. `adapters`: those that the run averages exactly."""
     with denormals_kept(), closing(PayloadCache()) as cache:
         read = partial(_read_through, cache, reader)
         outer_step.average_and_step(
-            *(base, commit.fragment, named, read, config.outer),
-            aggregate=config.aggregate,
-            codec=commit.average_codec,
+            *(base, step.commit.fragment, step.named, read, step.config.outer),
+            aggregate=step.config.aggregate,
+            codec=step.commit.average_codec,
             adapters=adapters,
         )
 
@@ -465,7 +437,8 @@ def stored_base(snapshot: StoredSnapshot, start: Start, owners: Owners = ALONE) 
     return base
 
 
-def _start(run_log: RunLog) -> Start:
+def start_of(run_log: RunLog) -> Start:
+    """The start record of a run that has one, as every run with a base does."""
     found = run_log.start()
     assert found is not None, "the caller has checked that start.json exists"
     return found.record

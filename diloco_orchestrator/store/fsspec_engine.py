@@ -94,14 +94,14 @@ class FsspecEngine:
 
     def put(self, key: str, data: bytes) -> None:
         if self._local:
-            self._do("write", key, lambda path: self._replace_locally(path, data))
+            self._do("write", key, lambda path: self._staged(path, data, os.replace))
         else:
             self._do("write", key, lambda path: self._fs.pipe_file(path, data, **self._bound))
 
     def create(self, key: str, data: bytes) -> bool:
         try:
             if self._local:
-                self._do("create", key, lambda path: self._create_locally(path, data))
+                self._do("create", key, lambda path: self._staged(path, data, os.link))
             else:
                 self._do("create", key, lambda path: self._fs.pipe_file(path, data, mode="create", **self._bound))
         except _Exists:
@@ -142,12 +142,6 @@ class FsspecEngine:
             return {}
 
     # -- a local disk: fsspec's own create checks first and writes then, which is no compare-and-set ------------------
-
-    def _create_locally(self, path: str, data: bytes) -> None:
-        self._staged(path, data, os.link)
-
-    def _replace_locally(self, path: str, data: bytes) -> None:
-        self._staged(path, data, os.replace)
 
     def _staged(self, path: str, data: bytes, publish: Callable[[Path, Path], None]) -> None:
         """Write `data` to a temporary file beside `path`; then `publish(temporary, path)` renames it atomically."""

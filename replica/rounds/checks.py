@@ -240,7 +240,7 @@ class Checks:
                 self._round,
                 len(shards),
             )
-            received.read(shards, expected)
+            received.verify(shards, expected)
             self._report(received)
         statuses = {each.replica_id: self._of(each, manifests, received, late) for each in contributions}
         alone = self._alone(answers, statuses, late)

@@ -273,7 +273,7 @@ class ReceivedResponses:
         Only the shards that `dealing` assigns to this replica are fetched. Caches the verified bytes.
         """
         shards = self._dealing(manifests)
-        errors = self._verify_each(shards, expected)
+        errors = self.verify(shards, expected)
         damaged: dict[int, str] = {}
         for shard, error in zip(shards, errors, strict=True):
             if error is not None and shard.manifest.replica_id not in damaged:
@@ -281,17 +281,15 @@ class ReceivedResponses:
                 _log_not_averaged(shard.manifest, error)
         return damaged
 
-    def read(self, shards: Sequence[PayloadShard], expected: ExpectedContribution) -> None:
-        """Fetch and verify payload shards that are not assigned to this replica. `why_not` returns the results."""
-        self._verify_each(shards, expected)
-
     def why_not(self, shard: PayloadShard) -> str | None:
         """Reason why a payload shard cannot be averaged, "" if it can; None if this replica has not read it."""
         return self._read_as.get(shard.name)
 
-    def _verify_each(
-        self, shards: Sequence[PayloadShard], expected: ExpectedContribution
-    ) -> Sequence[PayloadCorrupt | None]:
+    def verify(self, shards: Sequence[PayloadShard], expected: ExpectedContribution) -> Sequence[PayloadCorrupt | None]:
+        """Fetch and verify payload shards, assigned to this replica or not; the error of each, None if it is right.
+
+        `why_not` returns the results later.
+        """
         if not shards:
             return []
         what = self._owners, self._store, self._background, self._cache, shards, expected.shards_at_once

@@ -1,6 +1,7 @@
 """Every benchmark at a tiny size: it runs, its table has the rows that it promises, and no figure is checked."""
 
 import importlib
+import itertools
 import json
 import math
 import os
@@ -223,6 +224,17 @@ def test_pictures_are_well_formed_and_stay_inside(benchmark_module):
             for name in ("y", "y1", "y2"):
                 assert 0 <= float(shape.attrib.get(name, 0)) <= height
     assert "a &lt; b" in drawn and 'stroke-dasharray="4 2"' in drawn
+
+
+def test_by_scatter_reduce_the_payloads_that_a_replica_reads_do_not_grow_with_the_fleet(benchmark_module):
+    scale = benchmark_module("scale")
+    found = {
+        (path, n): scale.played(scale.config_of(n, "int4", path), 10**9, path != "gather", scale.Place(), 1200.0)
+        for path, n in itertools.product(("gather", "scatter_reduce"), (8, 32))
+    }
+    grows = {path: found[path, 32].payload_down / found[path, 8].payload_down for path in ("gather", "scatter_reduce")}
+    assert grows["gather"] > 4 and grows["scatter_reduce"] < 1.2
+    assert found["scatter_reduce", 32].sync_s < 0.5 * found["gather", 32].sync_s
 
 
 def test_heldout_split_has_a_row_for_every_length_and_search(tmp_path: Path):

@@ -75,7 +75,7 @@ def error(found: torch.Tensor, expected: torch.Tensor, of: torch.Tensor | None =
 
 
 @pytest.mark.parametrize("weights", [(1, 1, 1, 1), (3, 1, 2, 5), (1, 0.25)])
-@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+@pytest.mark.parametrize("codec", codecs.CODECS)
 def test_the_product_becomes_the_mean_of_the_replicas_products(weights, codec):
     exact = Rounds(PLAIN)
     for _ in range(4):

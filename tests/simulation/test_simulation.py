@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from simulation import MOST_CLOSES, Simulation, simulate, simulate_forged, simulate_wide
 from simulation_plan import NextLeg, Plan, calm, plan_of, wide_plan_of
+from simulation_residuals import FEEDBACK
 from simulation_store import InvariantBroken
 
 from diloco_orchestrator.allreduce import aggregate, agreement
@@ -115,13 +116,18 @@ def test_machines_that_join_are_lost_told_to_leave_and_replaced():
     assert len(simulation.replicas) > 2 * 3 and len(list(simulation.bucket.list(keys.JOINS))) > 4 * 6
 
 
-@pytest.mark.parametrize("settings", [{}, {"weights": "tokens", "fragment_sync_delay": 1, "codec": "bf16"}])
+ADAPTED = [{}, {"codec": "int4"}, {"codec": "2bit"}]
+ADAPTED += [{"weights": "tokens", "fragment_sync_delay": 1, "codec": codec} for codec in ("bf16", "topk64")]
+
+
+@pytest.mark.parametrize("settings", ADAPTED)
 def test_exactly_averaged_adapters_are_those_of_plain_arithmetic(settings: dict[str, Any]):
     plan = calm(width=5, tokens=(1, 3, 7), settings={"adapters": "exact", **settings}, kills=((14.0, 1),))
     simulation = Simulation(plan)
     simulation.run()
     (pair,) = RunLog(simulation.bucket).start().record.adapters  # type: ignore[union-attr]
     assert pair.residual == "layer.lora_residual.default" and len(simulation.replicas) == 4
+    assert bool(simulation.paid) == (settings.get("codec") in FEEDBACK)
 
 
 def after_commit(plan: Plan, round_: int) -> float:

@@ -26,7 +26,7 @@ from diloco_orchestrator.outer.outer_step import part_of, step_in_threads
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.snapshots.rebuild import rebuild_base, take_step
+from diloco_orchestrator.snapshots.rebuild import LoggedStep, rebuild_base, start_of, take_step
 
 _AS_IT_WAS = OtherDecision()
 
@@ -71,20 +71,18 @@ class _Round:
     """One applied round, to be repeated without each contribution. `before`: commit that made its base, or None."""
 
     def __init__(self, run_log: RunLog, commit: Commit, before: Commit | None, scorer: BaseScorer | None) -> None:
-        self._log = run_log
         self._commit = commit
         self._before = before
         self._scorer = scorer
         self._config = run_log.configs.of(commit.leg)
+        self._adapters = start_of(run_log).adapters
         self._reader = ContributionReader(run_log.store)
         self._pairs = _AS_IT_WAS.averaged(commit, self._config)
         self._ids = [answer.replica_id for answer, _ in self._pairs]
 
     def rows(self, base: Base) -> tuple[list[InfluenceRow], Base]:
         """The influence of each contribution, and the base after the round. `base`: the one before, overwritten."""
-        start = self._log.start()
-        assert start is not None, "an applied round has a first base"
-        whole = base.copy() if self._scorer is not None or start.record.adapters else None
+        whole = base.copy() if self._scorer is not None or self._adapters else None
         step, sums = self._by_shard(base)
         if whole is None:
             shifts = [each.shift**0.5 for each in sums]
@@ -166,7 +164,7 @@ class _Round:
         base, (pairs, config) = before.copy(), self._decided(without)
         named = [(self._reader.named(self._commit.round, answer), weight) for answer, weight in pairs]
         if named:
-            take_step(self._log, base, self._commit, named, config, self._reader)
+            take_step(base, LoggedStep(self._commit, named, config), self._adapters, self._reader)
         if self._scorer is None:
             return base, None
         source = self._commit if pairs else self._before

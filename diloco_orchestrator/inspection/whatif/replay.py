@@ -19,7 +19,7 @@ from diloco_orchestrator.protocol.legs import bases, check_base
 from diloco_orchestrator.protocol.records import Answer, Commit
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.snapshots.rebuild import rebuild_base, take_step
+from diloco_orchestrator.snapshots.rebuild import LoggedStep, rebuild_base, start_of, take_step
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _replayed(run_log: RunLog, line: Line, decision: OtherDecision, changed: Seq
     entry = run_log.commit(line.before) if line.before else None
     averaged = tuple(answer for answer in entry.commit.answers if answer.averaged) if entry else ()
     averaged_in, below, nobody = line.before, [], []
-    reader = ContributionReader(run_log.store)
+    adapters, reader = start_of(run_log).adapters, ContributionReader(run_log.store)
     for commit in line.commits:
         used = decision if commit.round in changed else OtherDecision()
         config = used.config(run_log.configs.of(commit.leg))
@@ -153,7 +153,7 @@ def _replayed(run_log: RunLog, line: Line, decision: OtherDecision, changed: Seq
             below.append(commit.round)
         averaged, averaged_in = tuple(answer for answer, _ in pairs), commit.round
         named = [(reader.named(commit.round, answer), weight) for answer, weight in pairs]
-        take_step(run_log, other, commit, named, config, reader)
+        take_step(other, LoggedStep(commit, named, config), adapters, reader)
     return Replayed(as_it_was, other, moved, averaged, averaged_in, tuple(below), tuple(nobody))
 
 
