@@ -13,7 +13,7 @@ from executors.contract import LaunchRequest, ReplicaHandle
 
 
 class BareImage(LocalProcessExecutor):
-    """Runs commands with an interpreter of its own and only the environment that requests name and pip's settings here."""
+    """Runs commands with an interpreter of its own and the environment that requests name, with pip's settings."""
 
     name = "bare"
     shares_machine = False
