@@ -62,7 +62,7 @@ bench-guard-scaled: venv
 bench-guard-public: venv
 	PYTHONPATH=. $(BIN)/python benchmarks/guard_public.py --docs $(OPTIONS)
 
-# The same rule over 40 real runs and 20 in which something goes wrong: "Real runs" there, some 20 minutes of one core.
+# The same rule over 40 real runs and 20 in which something goes wrong: "Real runs" there, some 17 minutes on 2 cores.
 bench-guard-runs: venv
 	PYTHONPATH=. $(BIN)/python benchmarks/guard_runs.py --docs $(OPTIONS)
 

@@ -1,7 +1,7 @@
 """How the guard's default rule judges 40 real healthy runs, 10 reward hacks and 10 planted faults: the table of
 docs/reference/kill-switch.md.
 
-    PYTHONPATH=. python benchmarks/guard_runs.py            # some 20 minutes of one core
+    PYTHONPATH=. python benchmarks/guard_runs.py            # some 17 minutes on 2 cores
     PYTHONPATH=. python benchmarks/guard_runs.py --judge    # seconds: judge the newest trained runs again
 
 Each run trains a byte-level model of 30,000 to 70,000 parameters on one of two made texts (`guard_texts`), which no

@@ -35,6 +35,7 @@ from diloco_orchestrator.replica.training.small_state import SmallState
 from diloco_orchestrator.snapshots.model_tensors import plain_name
 
 Values = Mapping[str, torch.Tensor]
+_BLOCK = 1 << 20  # elements, of a sum
 
 
 class RankMetrics(NamedTuple):
@@ -517,7 +518,7 @@ def _checksum(tensor: torch.Tensor) -> int:
     """A checksum of the bits of a tensor; other values give another one, unless they are contrived."""
     flat = tensor.detach().reshape(-1)
     bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-    return int(bits.sum(dtype=torch.int64))
+    return sum(int(part.sum(dtype=torch.int64)) for part in bits.split(_BLOCK))  # a sum copies what it adds up
 
 
 def _words(found: tuple[tuple[int, ...], str] | None) -> str:

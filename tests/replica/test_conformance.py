@@ -225,21 +225,11 @@ def test_a_schedule_that_follows_the_training_metric_is_the_same_with_and_withou
 
 RANKED = {  # functions of several ranks, by what each shows
     "fully_shard": ("island_fsdp:train", {}),
-    "fully_shard, tied, bf16": ("island_workloads:train", {"model": "fsdp", "bf16": True, "hidden": 31}),
     "DDP": ("island_workloads:train", {"model": "ddp", "hidden": 31}),
-    "averaged by the loop": ("island_workloads:train", {"model": "plain", "hidden": 31}),
-    "tensor-parallel": ("island_workloads:train", {"model": "tp", "hidden": 32}),
     "accelerate": ("accelerate_loop:train", {}),
     "Lightning, DDP": ("lightning_loop:train", {}),
     "Lightning, fully_shard": ("lightning_loop:train", {"sharded": True}),
     "Trainer, DDP": ("tiny_trainers:train", {"kind": "trainer"}),
-    "Trainer, fully_shard": ("tiny_trainers:train", {"kind": "trainer", "sharded": True}),
-    "SFT, DDP": ("tiny_trainers:train", {"kind": "sft"}),
-    "SFT, fully_shard": ("tiny_trainers:train", {"kind": "sft", "sharded": True}),
-    "DPO, DDP": ("tiny_trainers:train", {"kind": "dpo"}),
-    "GRPO, DDP": ("tiny_trainers:train", {"kind": "grpo"}),
-    "LoRA, DDP": ("tiny_trainers:train_lora", {}),
-    "LoRA, fully_shard": ("tiny_trainers:train_lora", {"sharded": True}),
 }
 # Rows that do not apply: the data of a loop are compared with held-out items only where it has any.
 ABSENT = {"accelerate_loop": {"evaluation", "planted", "frozen"}, "lightning_loop": {"evaluation", "planted", "frozen"}}
