@@ -64,7 +64,9 @@ def log_lines(
     """
     known = reader.attempts.numbers(replica_id)
     if not known or (attempt is not None and attempt not in known):
-        there = f"its attempts are {', '.join(map(str, known))}" if known else "it was never launched"
+        last = reader.run.config.most_replicas - 1
+        never = "it was never launched" if replica_id <= last else f"the run has replicas 0 to {last}"
+        there = f"its attempts are {', '.join(map(str, known))}" if known else never
         raise ConfigError(f"replica {replica_id}, attempt {attempt or 1} has no log: {there}.")
     number = attempt or known[-1]
     kept = reader.attempts.log_text(replica_id, number)

@@ -1,5 +1,6 @@
 """A replica in an image that has Python and pip, and nothing else: what it needs arrives or is installed."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ from executors.contract import LaunchRequest, ReplicaHandle
 
 
 class BareImage(LocalProcessExecutor):
-    """Runs commands with an interpreter of its own and only the environment that requests name."""
+    """Runs commands with an interpreter of its own and the environment that requests name, with pip's settings."""
 
     name = "bare"
     shares_machine = False
@@ -24,7 +25,8 @@ class BareImage(LocalProcessExecutor):
         subprocess.run([sys.executable, "-m", "venv", str(folder / "image")], check=True)
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
-        env = {"PATH": "/usr/bin:/bin", "HOME": str(self._home), **request.env, **request.secrets}
+        registry = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+        env = {"PATH": "/usr/bin:/bin", "HOME": str(self._home), **registry, **request.env, **request.secrets}
         given = [f"{name}={value}" for name, value in env.items()]
         return super().launch(replace(request, command=["env", "-i", *given, str(self._python), *request.command[1:]]))
 
