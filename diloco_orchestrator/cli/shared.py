@@ -52,7 +52,9 @@ class ExecutorCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            if places := places_with(error.option_name):
+            # With several executors, as --modal-gpu beside --eks-gpu.
+            told_apart = any(each.endswith(error.option_name[1:]) for each in error.possibilities or ())
+            if not told_apart and (places := places_with(error.option_name)):
                 ctx.fail(f"{error.option_name} is no option here. It goes with --executor {' or '.join(places)}.")
             raise
 

@@ -216,7 +216,7 @@ def test_logs_are_read_from_the_bucket(finished):
     done = diloco_here("logs", "bucket", "--replica", "1", "--attempt", "9", cwd=finished)
     assert done.returncode == 2 and "its attempts are 1" in done.stderr
     done = diloco_here("logs", "bucket", "--replica", "7", cwd=finished)
-    assert done.returncode == 2 and "it was never launched" in done.stderr
+    assert done.returncode == 2 and "the run has replicas 0 to 1" in done.stderr
 
 
 def test_snapshots_are_listed_with_their_scores(finished):
