@@ -31,7 +31,7 @@ from diloco_orchestrator.replica.training.signal_lines import SignalLines
 
 T = TypeVar("T")
 
-_MOST_BYTES = 2**20  # of a message, unless one range has more; larger ones are no faster over gloo
+_MOST_BYTES = 2**20  # of a message, unless one range has more; larger ones were no faster over gloo on one machine
 _NO_LIMIT = timedelta(days=365)
 GO, END, CALL = range(3)  # the signals of rank 0 to the others, at a step boundary
 _HEADER = struct.Struct("<3q")  # of a signal: its kind and two numbers; the arguments of a call follow it
