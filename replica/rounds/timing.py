@@ -175,7 +175,7 @@ class RoundTiming:
         partial contribution that is averaged is worth more than a whole one that is late every time.
 
         With `steps="equal_time"`: True if its next step would end more than half a step of the fastest replica after
-        that one's whole round; in a first round, whose length nobody knows, once another replica has contributed.
+        that one's whole round; in a first round, whose length is not known, once another replica has contributed.
         """
         deadline, elapsed, whole = self.deadline(), self.train_s, self._attempt.config.round_steps
         if not self.elastic or not 0 < steps < whole:

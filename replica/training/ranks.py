@@ -156,10 +156,9 @@ class Ranks:
         return Signal(kind, first, second, self._owners.loads_call(message[_HEADER.size :]))
 
     def kept(self, number: int | None, made: T) -> T:
-        """Store `made` in this rank under `number`, so that it stands for each rank's own object; with None nothing
-        happens.
+        """Store `made` in this rank under `number`, by which later calls from rank 0 name it in every rank.
 
-        Returns `made`.
+        Stores nothing if `number` is None. Returns `made`.
         """
         if self._owners is not None and number is not None:
             self._owners.keep(number, made)
