@@ -53,7 +53,8 @@ class DealtBatches:
         """Items of batches that the open round deals to a contribution's author, and as many that it deals to others.
 
         At most `most` of each, drawn by the digest of the payload and this replica's id, so that they cannot be
-        foreseen before the payload is published. The author's are those of steps that it says it took. `roster`: who was dealt the round.
+        foreseen before the payload is published. The author's are those of steps that it says it took. `roster`: who
+        was dealt the round.
         """
         assert contribution.payload is not None
         deal, author = self._of(contribution.round), contribution.replica_id
