@@ -191,13 +191,13 @@ class LentCredentials(Lent):
         self._use(credentials)
 
     def look(self, store: Store) -> None:
-        """As `Lent.look`, sixteen times in the life of the credentials in use."""
+        """Use newer credentials if they were granted, sixteen times in the life of those in use. Raises as `find`."""
         if self._clock.now() >= self._look_at:
             self._pause()
             self.find(store)
 
     def find(self, store: Store) -> None:
-        """As `Lent.find`: a LIST request, and a GET if there are newer credentials."""
+        """Use the newest credentials that were granted to the link: a LIST request, and a GET if they are newer."""
         for (_, _, identity), newest_first in _newest(store).items():
             if identity != self._identity.public.digest:
                 continue

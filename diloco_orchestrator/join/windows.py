@@ -254,11 +254,11 @@ class LentRequests(Lent):
         self._use(base64.urlsafe_b64decode(link.requests))
 
     def look(self, store: Store) -> None:
-        """As `find`: this machine knows of no object that is younger than its requests, so that it asks always."""
+        """Use newer requests each time: the machine knows of no object that came after those it has. Raises as `find`."""
         self.find(store)
 
     def find(self, store: Store) -> None:
-        """As `Lent.find`: a GET."""
+        """Use the newest requests that were written for the link: a GET. Raises the store's errors."""
         me = self._identity.public.digest
         for key in [info.key for info in store.list(keys.WINDOWS)]:
             if (who := keys.window.parse(key)) is None or who[2] != me:

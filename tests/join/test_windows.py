@@ -17,7 +17,7 @@ from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreDenied, StoreError, StoreUnavailable
 from diloco_orchestrator.join.invitations import create_invitation, revoke
 from diloco_orchestrator.join.link import Link
-from diloco_orchestrator.join.windows import MOST_READS, ROUNDS, LentRequests, Operation, Windows, may_write
+from diloco_orchestrator.join.windows import MOST_READS, ROUNDS, LentRequests, Operation, Windows, may_read, may_write
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Intent, Window
 from diloco_orchestrator.protocol.kinds import Role
@@ -177,6 +177,12 @@ def test_a_window_holds_as_many_requests_that_write_after_many_rounds_as_after_f
         assert keys.contribution(round_ + 1, 1) in creates and keys.payload(round_ + 1, 1, 1, 0) in creates
         counted.append(len(creates - there.keys()))
     assert max(counted) - min(counted) <= 4 and max(counted) < 100, counted
+
+
+def test_a_window_reads_the_run_but_no_output_and_no_saved_state_of_others():
+    read = [keys.RUN, keys.commit(1), keys.payload(1, 0, 1, 0), keys.state(3, 1, 1), keys.heartbeat(0, 1), keys.START]
+    others = [keys.state(0, 1, 1), keys.residual(0, 1, 1, 0), keys.log_text(0, 1), keys.join_piece("dl-run-1-r3-a1", 0)]
+    assert all(may_read(key, 3) for key in read) and not any(may_read(key, 3) for key in others)
 
 
 def test_a_run_of_too_many_objects_is_refused(seat: Seat):

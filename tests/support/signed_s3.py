@@ -25,12 +25,21 @@ _CREDENTIALS = Credentials(KEY, SECRET)
 _MOST_SKEW_S = 900.0
 
 
+class GuardedServer(Server):
+    """With the methods and paths of requests that were signed in their URL."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_url: set[tuple[str, str]] = set()
+        self.refused_urls: set[tuple[str, str]] = set()
+
+
 @dataclass(frozen=True)
 class SignedS3:
     """A running server, as its user sees it."""
 
     url: str
-    server: Server
+    server: GuardedServer
 
     @contextmanager
     def ahead_by(self, seconds: float) -> Iterator[None]:
@@ -56,7 +65,7 @@ class SignedS3:
 @contextmanager
 def running_signed_s3() -> Iterator[SignedS3]:
     """A server in a thread of this process."""
-    with Server() as server:
+    with GuardedServer() as server:
         server.RequestHandlerClass = _Guarded
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -68,6 +77,8 @@ def running_signed_s3() -> Iterator[SignedS3]:
 
 
 class _Guarded(_Handler):
+    server: GuardedServer
+
     def _serve(self) -> None:
         connection, body = self.rfile, self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if refusal := self._refusal(body):
@@ -88,7 +99,9 @@ class _Guarded(_Handler):
         if bucket == "requester-pays" and self.headers.get("x-amz-request-payer") != "requester":
             return "AccessDenied"
         if "X-Amz-Signature" in query:
-            return self._refusal_of_url(path, query)
+            refusal = self._refusal_of_url(path, query)
+            (self.server.refused_urls if refusal else self.server.by_url).add((self.command, path))
+            return refusal
         authorization = self.headers.get("Authorization", "")
         if not authorization:
             reads = bucket == "public" and self.command in ("GET", "HEAD")
