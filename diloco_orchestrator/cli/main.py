@@ -16,7 +16,10 @@ from diloco_orchestrator.cli.shared import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_U
 from diloco_orchestrator.import_names import registered, registered_names
 
 _HEAVY = ("torch", "transformers")  # what reads a bucket without computing works without
-_INSTALL = "pip install torch transformers. status, explain, logs, report, compare, track and join --help need neither."
+_INSTALL = (
+    "pip install torch transformers. status, explain, logs, report, compare, track and join --help need neither, and "
+    "verify checks all but tensors without."
+)
 _CLAUSE = 66  # characters beside the longest name, on 80 columns
 TROUBLESHOOTING = "docs/reference/troubleshooting.md"  # has a section for each error type
 ENTRY_POINTS = "diloco_orchestrator.commands"  # other packages' commands: each entry point is a `click.Command`
