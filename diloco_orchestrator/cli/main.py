@@ -17,8 +17,8 @@ from diloco_orchestrator.import_names import registered, registered_names
 
 _HEAVY = ("torch", "transformers")  # what reads a bucket without computing works without
 _INSTALL = (
-    "pip install torch transformers. status, explain, logs, report, compare, track and join --help need neither, and "
-    "verify checks all but tensors without."
+    "pip install torch transformers, or diloco-orchestrator[train]. status, explain, logs, report, compare, track and "
+    "join --help need neither, and verify checks all but tensors without."
 )
 _CLAUSE = 66  # characters beside the longest name, on 80 columns
 ENTRY_POINTS = "diloco_orchestrator.commands"  # other packages' commands: each entry point is a `click.Command`
