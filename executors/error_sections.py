@@ -1,7 +1,5 @@
 """`Documented`, the base of all errors: a traceback ends with the section of the docs about its error."""
 
-import functools
-
 TROUBLESHOOTING = "docs/reference/troubleshooting.md"  # has a section for each public type
 _PACKAGES = ("diloco_orchestrator", "executors", "replica")
 
@@ -15,7 +13,6 @@ class Documented(Exception):
         self.add_note(f"  More: {section_of(type(self))}")
 
 
-@functools.cache
 def section_of(kind: type[Exception]) -> str:
     """The section of the docs about an error type: that of its nearest public class that is defined in this project."""
     ours = (each for each in kind.__mro__ if each.__module__.partition(".")[0] in _PACKAGES)
