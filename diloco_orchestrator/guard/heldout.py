@@ -82,7 +82,7 @@ class HeldOutGuard:
     guard that has fired stays fired. Its limits are in the metrics' unit, and noise counts as decline: with the
     defaults about 1 in 100 rounds of a healthy noisy run fires, the third condition can hold while the held-out score
     still improves, and metrics that worsen together do not fire. `SequentialGuard` has none of these weaknesses;
-    docs/reference/kill-switch.md compares both. `entropy` and `reward_std` are averaged and kept in the state for
+    docs/inside/kill-switch-figures.md compares both. `entropy` and `reward_std` are averaged and kept in the state for
     readers; no condition uses them.
     """
 
