@@ -254,7 +254,7 @@ class LentRequests(Lent):
         self._use(base64.urlsafe_b64decode(link.requests))
 
     def look(self, store: Store) -> None:
-        """Use newer requests each time: the machine knows of no object that came after those it has. Raises as `find`."""
+        """Use newer requests, at each call: later objects are not known to the machine without. Raises as `find`."""
         self.find(store)
 
     def find(self, store: Store) -> None:
