@@ -32,12 +32,13 @@ _WRITTEN_AT_ONCE = 4  # payload shards
 # Requests a second of all ranks together, as S3 documents them for one prefix; bytes of fp32 a second that a rank
 # decodes, adds or hashes: 16 cores take more, two take less.
 _GETS_PER_S, _PUTS_PER_S, _ARITHMETIC = 5500.0, 3500.0, 10e9
+_SLOWEST = 1.75  # times a link's latency: a request among those that a round waits for
 
 
 class Link(NamedTuple):
     """The way of a rank to the store while all ranks use it. `path="auto"` predicts times from it."""
 
-    latency_s: float  # seconds of a small request
+    latency_s: float  # seconds of a small request, in the median
     up: float  # bytes a second
     down: float
 
@@ -156,7 +157,7 @@ def predicted_s(numel: int, codec: str, world_size: int, most: int, link: Link =
     together; parts follow one another. Payload shards are written four at a time, and up to `MOST_PARALLEL` objects
     read at the same time. `most`: the largest number of elements in a shard.
     """
-    n, at_all_s = world_size, 4 * numel / _ARITHMETIC
+    n, at_all_s, link = world_size, 4 * numel / _ARITHMETIC, link._replace(latency_s=_SLOWEST * link.latency_s)
     whole = [stop - start for start, stop in shard_ranges(numel, most)]
     size, requests = sum(map(get_codec(codec).encoded_size, whole)), (n - 1) * len(whole)
     gather_s = _writing_s(size, len(whole), n, link) + (2 * n - 1) * at_all_s

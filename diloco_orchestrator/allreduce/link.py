@@ -5,10 +5,10 @@
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
+from statistics import median
 
 from diloco_orchestrator.allreduce.dealing import ASSUMED, Link
 from diloco_orchestrator.clock import Background, Clock, in_parallel
@@ -23,8 +23,11 @@ log = logging.getLogger(__name__)
 
 # As payloads are written and read in a round: some objects at the same time. All ranks that begin together measure
 # together, so that what they share is shared in the measurement.
-_WRITTEN, _READ, _SIZE = 4, 16, 2 * 2**20
-_LEAST_S = 1e-4  # of a request, and of a byte's part in a transfer: a folder, or a clock that stands still
+_SIZE, _WRITTEN, _LOOKS = 2 * 2**20, 4, 16  # bytes of an object; objects; small requests
+# What took fewer latencies is read again, 128 MiB then: it says little about a wide and far link.
+_FEW_LATENCIES, _AGAIN = 6.0, 16
+_MOST_WAITED = 0.75  # of a transfer's time is latency
+_LEAST_S = 1e-4  # of a request, or a transfer, in a folder or by a clock that stands still
 
 
 def agreed_link(
@@ -32,16 +35,19 @@ def agreed_link(
 ) -> Link:
     """The link by which all ranks choose: the recorded one; where none is, this rank measures its own and records it.
 
-    8 MiB up and 16 MiB down are measured, over objects that are deleted again. A record that cannot be read counts, for
-    all ranks alike, as the link that is assumed without one. `write`: creates the record.
+    Measured are small requests, 8 MiB up and 8 or 136 MiB down, over objects that are deleted again. A record that
+    cannot be read counts, for all ranks alike, as the link that is assumed without one. `write`: creates the record.
     """
-    began = clock.now()
     if (known := recorded_link(store)) is not None:
         return known
-    latency_s = max(clock.now() - began, _LEAST_S)
-    link = _measured(store, clock, background, stamp.unforeseen(), latency_s)
-    write(MeasuredLink(**stamp(), rank=rank, latency_s=link.latency_s, up=link.up, down=link.down))
-    return recorded_link(store) or link
+    try:
+        link = _measured(store, clock, background, stamp.unforeseen())
+    except StoreDenied as error:
+        log.warning("the link to the store is not measured, but taken for that of 50 ms and 500 Mb/s: %s", error)
+        link = ASSUMED
+    with suppress(StoreDenied):
+        write(MeasuredLink(**stamp(), rank=rank, latency_s=link.latency_s, up=link.up, down=link.down))
+    return recorded_link(store) or ASSUMED
 
 
 def recorded_link(store: Store) -> Link | None:
@@ -56,22 +62,47 @@ def recorded_link(store: Store) -> Link | None:
     return Link(found.latency_s, found.up, found.down)
 
 
-def _measured(store: Store, clock: Clock, background: Background, token: str, latency_s: float) -> Link:
+def _measured(store: Store, clock: Clock, background: Background, token: str) -> Link:
     """This rank's own link. Its objects cannot be compressed."""
     names = [f"{keys.PROBE}{token}-{index}" for index in range(_WRITTEN)]
     data = [hashlib.shake_128(name.encode()).digest(_SIZE) for name in names]
-    reads = [partial(store.get, name, start, start + _SIZE // 2) for name in names for start in (0, _SIZE // 2)]
-    times = [clock.now()]
+
+    def took_s(call: Callable[[], object]) -> float:
+        began = clock.now()
+        call()
+        return clock.now() - began
+
+    def look() -> None:
+        with suppress(ObjectMissing):
+            store.get(names[0])
+
+    def read(name: str) -> int:
+        return len(store.get(name))  # nothing is kept
+
+    def together_s(calls: Sequence[Callable[[], object]]) -> float:
+        return took_s(partial(in_parallel, background, calls))
+
+    latency_s = max(median(in_parallel(background, [partial(took_s, look)] * _LOOKS)), _LEAST_S)
+
+    def rate(objects: int, seconds: float) -> float:
+        return objects * _SIZE / max(seconds - latency_s, (1 - _MOST_WAITED) * seconds, _LEAST_S)
+
+    reads = [partial(read, name) for name in names]
     try:
-        in_parallel(background, [partial(store.put, *each) for each in zip(names, data, strict=True)])
-        times.append(clock.now())
-        in_parallel(background, reads * (_READ // len(reads)))
-        times.append(clock.now())
-    except StoreDenied as error:
-        log.warning("the link to the store is not measured, but taken for that of 50 ms and 500 Mb/s: %s", error)
-        return ASSUMED
+        up = rate(_WRITTEN, together_s([partial(store.put, *each) for each in zip(names, data, strict=True)]))
+        read_s = together_s(reads)
+        down = rate(_WRITTEN, read_s)
+        if read_s < _FEW_LATENCIES * latency_s:
+            down = rate(_WRITTEN * _AGAIN, together_s(reads * _AGAIN))
     finally:
+        in_parallel(background, [partial(_drop, store, name) for name in names])
+    return Link(latency_s, up, down)
+
+
+def _drop(store: Store, name: str) -> None:
+    """Delete a test object, or empty it where replicas may not delete."""
+    try:
+        store.delete(name)
+    except StoreDenied:
         with suppress(StoreDenied):
-            in_parallel(background, [partial(store.delete, name) for name in names])
-    wrote_s, read_s = (max(b - a - latency_s, (b - a) / 2, _LEAST_S) for a, b in pairwise(times))
-    return Link(latency_s, _WRITTEN * _SIZE / wrote_s, _READ * _SIZE / 2 / read_s)
+            store.put(name, b"")

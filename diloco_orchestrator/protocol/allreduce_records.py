@@ -43,6 +43,6 @@ class MeasuredLink(Record):
 
     record: ClassVar[str] = "link"
     rank: int = Field(ge=0)  # of a run the replica id
-    latency_s: float = Field(gt=0, le=1e4)  # seconds of a small request
+    latency_s: float = Field(gt=0, le=1e4)  # seconds of a small request, in the median
     up: float = Field(ge=1, le=1e15)  # bytes a second
     down: float = Field(ge=1, le=1e15)

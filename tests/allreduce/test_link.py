@@ -1,5 +1,7 @@
 """`agreed_link`: one measurement of the store for all ranks, and what `path="auto"` makes of it."""
 
+from collections import Counter
+
 import pytest
 from record_examples import EXAMPLES, STAMP
 
@@ -43,9 +45,8 @@ def test_the_first_rank_measures_and_the_others_go_by_its_record():
     link = agreed(store, clock)
     assert link.latency_s == pytest.approx(0.1)
     # One request after the other: of each round trip but one the transfer has waited.
-    assert link.up == pytest.approx(2**23 / (2**23 / 10e6 + 0.3)) and link.down == pytest.approx(
-        2**24 / (2**24 / 40e6 + 1.5)
-    )
+    rates = [2**23 / (2**23 / rate + 0.3) for rate in (10e6, 40e6)]
+    assert [link.up, link.down] == pytest.approx(rates)
     assert [info.key for info in store.list("")] == [keys.LINK]
     began = clock.now()
     assert agreed(store, clock, 1) == link and clock.now() - began < 0.2
@@ -81,20 +82,52 @@ def test_a_record_that_cannot_be_read_is_the_assumed_link_for_all(data, caplog):
     assert "start/link.json" in caplog.text and store.get(keys.LINK) == data
 
 
-def test_where_nothing_may_be_tried_the_assumed_link_is_recorded(caplog):
-    class Denies(MemoryStore):
-        def put(self, key: str, data: bytes) -> None:
+class Limited(MemoryStore):
+    """A store whose objects at some keys may not be written, and none deleted."""
+
+    def __init__(self, *denied: str) -> None:
+        super().__init__()
+        self._denied = denied
+
+    def _check(self, key: str) -> None:
+        if key.startswith(self._denied):
             raise StoreDenied(f"no right to write {key}")
 
-    store = Denies()
+    def put(self, key: str, data: bytes) -> None:
+        self._check(key)
+        super().put(key, data)
+
+    def create(self, key: str, data: bytes) -> bool:
+        self._check(key)
+        return super().create(key, data)
+
+    def delete(self, key: str) -> None:
+        raise StoreDenied(f"no right to delete {key}")
+
+
+def test_without_the_right_to_try_or_to_record_the_assumed_link_counts(caplog):
+    store = Limited(keys.PROBE)
     assert agreed(store, ManualClock()) == ASSUMED
     assert MeasuredLink.from_bytes(store.get(keys.LINK), "").up == ASSUMED.up and "no right" in caplog.text
+    assert agreed(Limited(keys.LINK), ManualClock()) == ASSUMED
+    kept = Limited("nothing")
+    assert agreed(kept, ManualClock()) != ASSUMED
+    assert [info.size for info in kept.list(keys.PROBE)] == [0] * 4  # what may not be deleted takes no room
 
 
-def test_a_clock_that_stands_still_gives_a_link_that_can_be_recorded():
-    link = agreed(MemoryStore(), ManualClock())
+def test_a_transfer_as_short_as_a_request_is_repeated_with_more_bytes():
+    """Also with a clock that stands still, which gives a link that can be recorded."""
+    read = Counter[str]()
+
+    class Counts(MemoryStore):
+        def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+            data = super().get(key, start, end)
+            read[key] += len(data)
+            return data
+
+    link = agreed(Counts(), ManualClock())
+    assert sum(read.values()) - read[keys.LINK] == 17 * 2**23
     MeasuredLink(**STAMP, rank=0, latency_s=link.latency_s, up=link.up, down=link.down)
-    assert link.up < 1e12
 
 
 def test_auto_follows_the_link_and_the_requests_of_all_ranks():
