@@ -32,7 +32,7 @@ _WRITTEN_AT_ONCE = 4  # payload shards
 # Requests a second of all ranks together, as S3 documents them for one prefix; bytes of fp32 a second that a rank
 # decodes, adds or hashes: 16 cores take more, two take less.
 _GETS_PER_S, _PUTS_PER_S, _ARITHMETIC = 5500.0, 3500.0, 10e9
-_SLOWEST = 1.75  # times a link's latency: a request among those that a round waits for
+_SLOWEST = 1.75  # times the latency: the slowest request of those for which a round waits at one time
 
 
 class Link(NamedTuple):

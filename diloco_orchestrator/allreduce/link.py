@@ -21,13 +21,13 @@ from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
 
-# As payloads are written and read in a round: some objects at the same time. All ranks that begin together measure
-# together, so that what they share is shared in the measurement.
+# Some objects at the same time, like payloads in a round. All ranks that begin together measure together, so that what
+# they share is shared in the measurement.
 _SIZE, _WRITTEN, _LOOKS = 2 * 2**20, 4, 16  # bytes of an object; objects; small requests
 # What took fewer latencies is read again, 128 MiB then: it says little about a wide and far link.
 _FEW_LATENCIES, _AGAIN = 6.0, 16
 _MOST_WAITED = 0.75  # of a transfer's time is latency
-_LEAST_S = 1e-4  # of a request, or a transfer, in a folder or by a clock that stands still
+_LEAST_S = 1e-4  # of a request, or a transfer, in a folder or by a clock that does not move
 
 
 def agreed_link(
