@@ -105,6 +105,7 @@ began = Form("start/<id>/began.<attempt>.json")
 follows = Form("start/<id>/follows.json")
 # A start record if start.json holds another one. The token: 16 random hex digits.
 start_take = Form("start/takes/<token>.json")
+LINK = "start/link.json"  # of a run with path="auto", and of an all-reduce
 
 
 def is_start(key: str) -> bool:

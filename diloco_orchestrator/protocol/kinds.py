@@ -82,6 +82,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(of_runs.Start, (Form(keys.START), keys.start_take), _ATTEMPT, _LARGER),
     Kind(of_runs.Began, (keys.began,), _ATTEMPT, by_itself=True),
     Kind(of_runs.Follows, (keys.follows,), _ATTEMPT, by_itself=True),
+    Kind(of_averages.MeasuredLink, (Form(keys.LINK),), _ATTEMPT),
     Kind(of_runs.Probe, (Form(keys.KL_RECORD),), ()),  # of earlier versions
     Kind(of_runs.Begin, (keys.begin,), _LAUNCHER),
     Kind(of_runs.Halt, (keys.halt,), _ANYBODY),

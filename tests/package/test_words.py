@@ -139,6 +139,7 @@ def sample_keys() -> tuple[str, ...]:
             keys.began(1, 1),
             keys.follows(1),
             keys.start_take("0" * 16),
+            keys.LINK,
             keys.KL_RECORD,
             keys.KL_REFERENCE,
             keys.begin(1),

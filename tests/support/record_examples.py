@@ -36,6 +36,7 @@ EXAMPLES: dict[str, Record] = {
         adapters=(records.AdapterPair(a="l.lora_A", b="l.lora_B", weight="l.weight", residual="l.r", scaling=2.0),),
     ),
     "began": records.Began(**STAMP, replica_id=1, attempt=2, start_sha256="5" * 64, key="start/takes/00.json"),
+    "link": allreduce_records.MeasuredLink(**STAMP, rank=1, latency_s=0.05, up=62.5e6, down=62.5e6),
     "follows": records.Follows(**STAMP, replica_id=1, attempt=2, start_sha256="5" * 64, key="start.json", take=""),
     "begin": records.Begin(
         **STAMP,

@@ -159,7 +159,7 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
         return "run, start and commits", True
     if keys.is_start(key):
         return "other starts", False
-    if keys.began.parse(key) or keys.follows.parse(key):
+    if keys.began.parse(key) or keys.follows.parse(key) or key == keys.LINK:
         return "what replicas began with", False
     if keys.rotation.parse(key) or keys.colleague.parse(key):
         return "keys", False
