@@ -196,14 +196,12 @@ class Windows:
         signed = self._updated(before, wanted, min(self._stamp()["at"] + lasts_s, to.not_after))
         if signed == before:
             return
-        requests = _requests(signed)
         record = Window(
             **self._stamp(),
             epoch=to.epoch,
             replica_id=to.replica_id,
             identity=to.identity,
-            sealed=PublicIdentity.parse(to.public).seal(key, requests.to_bytes()),
-            not_after=requests.ends,
+            sealed=PublicIdentity.parse(to.public).seal(key, _requests(signed).to_bytes()),
             lasts_s=lasts_s,
         )
         Writer(self._store, Role.COORDINATOR).overwrite(record)

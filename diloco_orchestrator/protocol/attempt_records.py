@@ -168,7 +168,6 @@ class Window(Record):
     replica_id: int = Field(ge=0)
     identity: str = Field(pattern="^[0-9a-f]{32}$")
     sealed: str  # `store.presigned.Requests`, compressed
-    not_after: float  # seconds since 1970, at which the store accepts the first of them no more
     lasts_s: float = Field(gt=0)  # for which each is signed, and those to come will be
 
 

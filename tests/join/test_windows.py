@@ -153,7 +153,7 @@ def test_a_window_that_the_runs_keys_have_not_signed_does_not_exist(seat: Seat):
     found(machine, seat.store)
     before, key = seat.in_use(), keys.window(1, 3, seat.invitation.identity)
     evil = Requests(9e9, {keys.RUN: (1, "https://evil/")}, {}, {})
-    fields = {"epoch": 1, "replica_id": 3, "identity": seat.invitation.identity, "not_after": 9e9, "lasts_s": 1.0}
+    fields = {"epoch": 1, "replica_id": 3, "identity": seat.invitation.identity, "lasts_s": 1.0}
     record = Window(**STAMP(), **fields, sealed=seat.user.public.seal(key, evil.to_bytes()))
     seat.store.put(seat.name(key), record.to_bytes())
     found(machine, seat.store)

@@ -166,7 +166,6 @@ EXAMPLES: dict[str, Record] = {
         replica_id=5,
         identity="0" * 32,
         sealed="A" * 100,
-        not_after=1700043200.5,
         lasts_s=43200.0,
     ),
     "taken": attempt_records.Taken(**STAMP, by="0123456789abcdef", host="box", pid=7),
