@@ -1,6 +1,7 @@
 """Windows: requests that are signed for a stranger's machine, on an S3 server that checks each signature."""
 
 import base64
+import os
 import re
 import urllib.error
 import urllib.request
@@ -145,6 +146,13 @@ def test_a_window_is_read_by_the_machine_with_the_link_alone(seat: Seat, tmp_pat
     key = keys.window(1, 3, seat.invitation.identity)
     with pytest.raises(ConfigError, match="cannot be opened"):
         Identity(bytes([9] * 32)).opened(key, Window.from_bytes(seat.log.store.get(key), key).sealed)
+
+
+def test_a_machine_uses_no_account_of_its_user(seat: Seat):
+    machine = seat.machine_with(seat.windows.open(seat.invitation, LIFE_S))
+    environ = machine.environ({"AWS_PROFILE": "work", "AWS_ACCESS_KEY_ID": "mine", "HOME": "/home/me"})
+    nothing = {"AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull}
+    assert environ == {"HOME": "/home/me", "DILOCO_SIGNED_REQUESTS": str(seat.folder / "requests"), **nothing}
 
 
 def test_a_window_that_the_runs_keys_have_not_signed_does_not_exist(seat: Seat):
