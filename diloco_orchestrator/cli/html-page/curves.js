@@ -26,7 +26,7 @@
     const quiet = style("--quiet"), grid = { stroke: style("--grid"), width: 1 };
     const axis = { stroke: quiet, grid, ticks: grid, font: "12px system-ui, sans-serif" };
     const series = told.lines.map((line) => ({
-      label: line.name, stroke: line.colour, width: 2, value: (u, v) => words(v),
+      label: line.name, stroke: line.colour, width: 2, points: { fill: style("--back") }, value: (u, v) => words(v),
     }));
     if (told.limit !== null) {
       series.push({ label: "threshold", stroke: "#b91c1c", dash: [6, 4], points: { show: false }, value: (u, v) => words(v) });
