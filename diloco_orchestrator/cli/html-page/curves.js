@@ -35,7 +35,8 @@
     return {
       width, height: 240,
       scales: { x: { time: false }, y: { distr: log ? 3 : 1 } },
-      cursor: { sync: { key: told.axis }, drag: { x: true, y: false }, y: false },
+      cursor: { sync: { key: told.axis }, drag: { x: true, y: false }, y: false,
+                points: { fill: (u, i) => series[i - 1].stroke } },
       axes: [
         { ...axis, label: told.axis, labelSize: 18, labelFont: axis.font, size: 34, values: (u, vs) => vs.map(words),
           ...(told.whole ? { incrs: steps } : {}) },

@@ -20,7 +20,7 @@ from typing import Any
 from PIL import Image
 
 HERE = Path(__file__).parent
-_COLOURS = 48  # of a picture
+_COLOURS = 128  # of a picture
 # By picture: width and height of the window, colours, what is at its top; where the cursor is in the first plot below
 # that, as a share of its width, or None.
 PICTURES = {
