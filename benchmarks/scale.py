@@ -45,7 +45,7 @@ from diloco_orchestrator.config import RunConfig, make_config
 from diloco_orchestrator.errors import ObjectMissing
 from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.inspection.costs import forecast
-from diloco_orchestrator.protocol import pace, rounds, weights
+from diloco_orchestrator.protocol import keys, pace, rounds, weights
 from diloco_orchestrator.protocol.check_records import Checked, ReadShards
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.record_format import By, Stamp
@@ -453,7 +453,7 @@ def measured(place: Place, *seed: int) -> Link:
     def measure(clock: VirtualClock) -> None:
         store = FarStore(place, clock, seed)
         stamp, background = Stamp("0123456789abcdef", clock.wall_time), VirtualBackground(clock)
-        found.append(agreed_link(store, clock, background, stamp, 0, lambda _: None))
+        found.append(agreed_link(store, clock, background, stamp, 0, lambda it: store.create(keys.LINK, it.to_bytes())))
 
     world.spawn("replica", measure)
     world.run()
