@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 # uv takes a fourth of pip's time; what it does not read are pip's settings, of which it is told the index.
 UV_INSTALL = index=$$($(BIN)/pip config list | sed -n "s/^[a-z:]*\.index-url='\(.*\)'$$/\1/p" | tail -n 1); \
 	$(BIN)/uv pip install --quiet --native-tls --python $(BIN)/python -c constraints.txt $${index:+--default-index "$$index"}
-EXTRAS := s3,hf,modal,eks,fast,torchft,tensorboard,trackio,wandb,composer,dev
+EXTRAS := train,s3,hf,modal,eks,fast,torchft,tensorboard,trackio,wandb,composer,dev
 
 # Set in many containers: each process that a test starts would compile our modules again, and pytest its tests.
 unexport PYTHONDONTWRITEBYTECODE
@@ -35,8 +35,9 @@ demo: venv
 test: venv
 	$(if $(ONLY),@$(ONLY_THESE),@$(MAKE) --no-print-directory -j 2 lint quick-tests)
 
+# Three processes for two cores: tests wait for servers and processes a fifth of their time.
 quick-tests: venv
-	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
+	$(BIN)/pytest -n 3 --dist worksteal -m 'not slow'
 
 # Files first, because -k alone has pytest import every one of them: 15 s.
 ONLY_THESE = files=$$({ find tests -name 'test_*.py' -ipath '*$(ONLY)*'; grep -rliE --include='test_*.py' 'def test_\w*$(ONLY)' tests; } | sort -u); \
@@ -84,7 +85,7 @@ docker:
 # No verdict hangs on the wall clock: the same tests beside busy loops (see docs/inside/testing.md).
 LOOPS := 4
 test-loaded: venv
-	$(BIN)/python tests/support/busy.py $(LOOPS) $(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
+	$(BIN)/python tests/support/busy.py $(LOOPS) $(BIN)/pytest -n 3 --dist worksteal -m 'not slow'
 
 # Plants faults one after another and runs the tests that should notice: `make mutants ONLY=carry` for some of them.
 mutants: venv

@@ -50,7 +50,7 @@ bench: bench-sync bench-link bench-overlap bench-latency bench-memory bench-busy
 bench-sync bench-link bench-overlap bench-latency bench-memory bench-busy bench-history bench-startup bench-heldout_split: bench-%: venv
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/$*.py --docs $(SOURCES) $(OPTIONS)
 
-# False halts and delays of the guard's rules: the table of docs/reference/kill-switch.md, about five minutes.
+# False halts and delays of the guard's rules: the table of docs/inside/kill-switch-figures.md, about five minutes.
 bench-guard: venv
 	PYTHONPATH=. $(BIN)/python benchmarks/guard.py --runs 1000 --seed 2 --docs $(OPTIONS)
 

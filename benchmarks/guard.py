@@ -1,4 +1,4 @@
-"""How often the guard's default rule halts healthy runs, how late the others: docs/reference/kill-switch.md.
+"""How often the guard's default rule halts healthy runs, how late the others: docs/inside/kill-switch-figures.md.
 
     PYTHONPATH=. python benchmarks/guard.py --quick            # two minutes
     PYTHONPATH=. python benchmarks/guard.py --runs 300 --docs
@@ -80,7 +80,7 @@ DROP, ITEM_SD = 0.05, 0.5
 _AT_ONCE = 4000  # runs
 _MOVED = 8  # cells before those of "score" that are in `guard_public` now: the others keep their streams
 RULES = ("SequentialGuard", "now", "patience 3", "patience 6")  # the last two: `HeldOutGuard`
-_DOCUMENT, _PICTURES = ROOT / "docs" / "reference" / "kill-switch.md", ROOT / "docs" / "reference" / "kill-switch"
+_DOCUMENT, _PICTURES = ROOT / "docs" / "inside" / "kill-switch-figures.md", ROOT / "docs" / "inside" / "kill-switch"
 
 
 @dataclass(frozen=True)
@@ -703,7 +703,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-guard.jsonl")
     parser.add_argument("--table", action="store_true", help="simulate nothing: print the newest session's tables")
     parser.add_argument(
-        "--docs", action="store_true", help="write tables and pictures into docs/reference/kill-switch.md"
+        "--docs", action="store_true", help="write tables and pictures into docs/inside/kill-switch-figures.md"
     )
     given = parser.parse_args()
     given.runs = min(given.runs, 24) if given.quick else given.runs

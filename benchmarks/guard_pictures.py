@@ -1,4 +1,4 @@
-"""Pictures for docs/reference/kill-switch.md: single runs, the round in which each rule halts, rates as bars."""
+"""Pictures for docs/inside/kill-switch-figures.md: single runs, the round in which each rule halts, rates as bars."""
 
 from collections.abc import Mapping, Sequence
 from html import escape

@@ -1,6 +1,6 @@
 """Published reward hacks with a known onset, judged by the default rule and by what people use beside it.
 
-    PYTHONPATH=. python benchmarks/guard_public.py              # "Public cases" in docs/reference/kill-switch.md
+    PYTHONPATH=. python benchmarks/guard_public.py              # "Public cases" in docs/inside/kill-switch-figures.md
 
 *Formulas.* Gao et al. (arXiv 2210.10760) fit gold scores with d (a - b log d) for RL and d (a - b d) for the best of n,
 d the root of the KL divergence from the first policy. With x = d / d of the peak, and in units of the peak, they are
@@ -27,7 +27,7 @@ from measuring import ROOT, Results, Sample, heading, markdown, pick, publish, s
 
 from diloco_orchestrator.guard import SequentialGuard
 
-_DOCUMENT = ROOT / "docs" / "reference" / "kill-switch.md"
+_DOCUMENT = ROOT / "docs" / "inside" / "kill-switch-figures.md"
 PEAKS, SDS, PHI = (40, 150), (0.02, 0.05), 0.5  # rounds until the peak; noise in units of it
 STEPS = 5  # of a published run, in a round
 _OURS = SequentialGuard(gap_sigmas=5.0)
@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=100, help="simulated runs of a curve; default 100")
     parser.add_argument("--seed", type=int, default=1, help="default 1")
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-guard_public.jsonl")
-    parser.add_argument("--docs", action="store_true", help="write the tables into docs/reference/kill-switch.md")
+    parser.add_argument("--docs", action="store_true", help="write the tables into docs/inside/kill-switch-figures.md")
     given = parser.parse_args()
     results = Results("guard_public", given.results)
     results.begin(sources_of(None), vars(given))

@@ -1,5 +1,5 @@
 """How the guard's default rule judges 40 real healthy runs, 10 reward hacks and 10 planted faults: the table of
-docs/reference/kill-switch.md.
+docs/inside/kill-switch-figures.md.
 
     PYTHONPATH=. python benchmarks/guard_runs.py            # some 17 minutes on 2 cores
     PYTHONPATH=. python benchmarks/guard_runs.py --judge    # seconds: judge the newest trained runs again
@@ -45,7 +45,7 @@ from diloco_orchestrator.store.memory import MemoryStore
 from replica.attempt.attempt import claim_attempt
 from replica.context import ReplicaContext
 
-_DOCUMENT, _PICTURES = ROOT / "docs" / "reference" / "kill-switch.md", ROOT / "docs" / "reference" / "kill-switch"
+_DOCUMENT, _PICTURES = ROOT / "docs" / "inside" / "kill-switch-figures.md", ROOT / "docs" / "inside" / "kill-switch"
 CONTEXT = 8  # bytes that the model sees
 WINDOW = 40  # bytes of a window
 BATCH = 16  # windows
@@ -494,7 +494,7 @@ def main() -> None:
     parser.add_argument("--judge", action="store_true", help="train nothing: judge the newest session's runs again")
     parser.add_argument("--go-on", action="store_true", help="train the runs that the newest session, cut off, lacks")
     parser.add_argument(
-        "--docs", action="store_true", help="write table and picture into docs/reference/kill-switch.md"
+        "--docs", action="store_true", help="write table and picture into docs/inside/kill-switch-figures.md"
     )
     given = parser.parse_args()
     results = Results("guard_runs", given.results)

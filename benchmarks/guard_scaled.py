@@ -25,7 +25,7 @@ from diloco_orchestrator.guard import SequentialGuard
 from diloco_orchestrator.guard.shares import deal
 
 SHARES, ROUNDS, PHI, SD = 16, 400, 0.5, 0.02
-_DOCUMENT = ROOT / "docs" / "reference" / "kill-switch.md"
+_DOCUMENT = ROOT / "docs" / "inside" / "kill-switch-figures.md"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=200, help="simulated runs in a cell; default 200")
     parser.add_argument("--seed", type=int, default=1, help="default 1")
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-guard_scaled.jsonl")
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/reference/kill-switch.md")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/inside/kill-switch-figures.md")
     given = parser.parse_args()
     results = Results("guard_scaled", given.results)
     results.begin(sources_of(None), vars(given))

@@ -8,14 +8,15 @@ ones: their CPU seconds and sizes are measured here, on as many replicas. Modell
 latency of each request (lognormal), the requests a second that one prefix of a store takes, the bandwidth of each
 replica, requests that fail and are sent again, replicas that die, and the seconds of arithmetic. A replica's phases
 follow one another; what all replicas send in a phase takes at least its number over the store's rate. Behind the table
-stands, for a grid of links, how much slower the path that `"auto"` takes is than the other one.
+stands, for a grid of links, how much slower the path that `"auto"` takes is than the other one: by `agreed_link`, which
+measures over the same latencies and bandwidths.
 """
 
 import argparse
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
@@ -23,8 +24,10 @@ from itertools import product
 import numpy as np
 from measuring import machine, markdown, publish, sources_of
 from numpy.typing import NDArray
+from virtual_time import VirtualBackground, VirtualClock, VirtualTime
 
 from diloco_orchestrator.allreduce.dealing import (
+    Link,
     at_once_for,
     average_codec_of,
     bytes_down_of_round,
@@ -33,10 +36,12 @@ from diloco_orchestrator.allreduce.dealing import (
     reduced_size,
     shard_numel_of,
 )
+from diloco_orchestrator.allreduce.link import agreed_link
 from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.clock import MOST_PARALLEL
 from diloco_orchestrator.codecs.table import get_codec
 from diloco_orchestrator.config import RunConfig, make_config
+from diloco_orchestrator.errors import ObjectMissing
 from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.inspection.costs import forecast
 from diloco_orchestrator.protocol import pace, rounds, weights
@@ -56,6 +61,7 @@ from diloco_orchestrator.protocol.records import (
 )
 from diloco_orchestrator.protocol.straggler import StragglerDeadline
 from diloco_orchestrator.protocol.void_commits import why_unread
+from diloco_orchestrator.store.memory import MemoryStore
 
 Seconds = NDArray[np.float64]
 STAMP = Stamp("0123456789abcdef", lambda: 1_700_000_000.0)
@@ -374,6 +380,7 @@ def config_of(n: int, codec: str, path: str) -> RunConfig:
 
 def table(given: argparse.Namespace) -> str:
     place, rows = place_of(given), []
+    link = measured(place)
     for billions, codec, n in product(given.billions, given.codecs, given.replicas):
         numel, config = round(billions * 1e9), config_of(n, codec, "auto")
         by_path = {
@@ -381,7 +388,7 @@ def table(given: argparse.Namespace) -> str:
             for path in ("gather", "scatter_reduce")
             if n > 2 or path == "gather"
         }
-        chosen = path_of(config, [numel])
+        chosen = path_of(config, [numel], lambda: link)
         one = by_path[chosen]
         requests_usd = forecast(config_of(n, codec, chosen), given.compute, numel).requests_usd
         phases = ", ".join(f"{name} {s:.1f}" for name, s in one.phases.items() if s >= 0.05 * one.sync_s)
@@ -414,9 +421,51 @@ def table(given: argparse.Namespace) -> str:
     return f"{words}\n\n{markdown(columns, rows)}"
 
 
+class FarStore(MemoryStore):
+    """A store at a `Place`: requests of random latency, whose bytes pass one link one after the other."""
+
+    def __init__(self, place: Place, clock: VirtualClock, seed: Sequence[int]) -> None:
+        super().__init__()
+        self._place, self._clock, self._rng = place, clock, np.random.default_rng(seed)
+        self._free = {place.up: 0.0, place.down: 0.0}
+
+    def _pass(self, size: int, rate: float) -> None:
+        latency_s = self._place.latency_s * math.exp(self._place.sigma * self._rng.standard_normal())
+        began = self._clock.now()
+        self._free[rate] = max(began, self._free[rate]) + size / rate
+        self._clock.sleep(max(latency_s, self._free[rate] - began))
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        try:
+            data = super().get(key, start, end)
+        except ObjectMissing:
+            self._pass(0, self._place.down)
+            raise
+        self._pass(len(data), self._place.down)
+        return data
+
+    def put(self, key: str, data: bytes) -> None:
+        self._pass(len(data), self._place.up)
+        super().put(key, data)
+
+
+def measured(place: Place, *seed: int) -> Link:
+    """The link that a replica at a place measures, on virtual time."""
+    world, found = VirtualTime(), list[Link]()
+
+    def measure(clock: VirtualClock) -> None:
+        store = FarStore(place, clock, seed)
+        stamp, background = Stamp("0123456789abcdef", clock.wall_time), VirtualBackground(clock)
+        found.append(agreed_link(store, clock, background, stamp, 0, lambda _: None))
+
+    world.spawn("replica", measure)
+    world.run()
+    return found[0]
+
+
 def regret(given: argparse.Namespace) -> str:
     """How much slower than the other path the one is that "auto" takes, over a grid of fleets and links."""
-    worst, over, count = [], 0, 0
+    worst, over, count, links = [], 0, 0, dict[tuple[int, int, int], Link]()
     for n, millions, codec, mb, ms in product(
         (4, 8, 16, 64), (1, 25, 1000, 7000), ("fp32", "int8", "int4"), (100, 500, 1000, 10_000), (5, 30, 100)
     ):
@@ -426,7 +475,9 @@ def regret(given: argparse.Namespace) -> str:
             path: played(config_of(n, codec, path), numel, path == "scatter_reduce", place, given.compute).sync_s
             for path in ("gather", "scatter_reduce")
         }
-        chosen = path_of(config_of(n, codec, "auto"), [numel])
+        if (n, mb, ms) not in links:
+            links[n, mb, ms] = measured(place, n, mb, ms)
+        chosen = path_of(config_of(n, codec, "auto"), [numel], lambda link=links[n, mb, ms]: link)  # type: ignore[misc]
         slower = took[chosen] / min(took.values()) - 1
         count, over = count + 1, over + (slower > 0.1)
         worst.append((slower, f"N={n}, {millions} million, {codec}, {mb} Mb/s, {ms} ms: {chosen}"))

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self
 
 from diloco_orchestrator.config import GuardConfig
+from diloco_orchestrator.errors import Documented
 from diloco_orchestrator.guard.rule import LATCHED, Evidence, GuardRule, check_number
 from diloco_orchestrator.protocol.records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
@@ -30,7 +31,7 @@ class TripwireStatus:
     kl_ema: float | None = None  # None if `kl_to_init` was never given
 
 
-class CollapseStopError(RuntimeError):
+class CollapseStopError(Documented, RuntimeError):
     """The guard fired. `status` is the `TripwireStatus` of a guard used alone, or the `Verdict` of a run."""
 
     def __init__(self, status: Any) -> None:
@@ -81,7 +82,7 @@ class HeldOutGuard:
     guard that has fired stays fired. Its limits are in the metrics' unit, and noise counts as decline: with the
     defaults about 1 in 100 rounds of a healthy noisy run fires, the third condition can hold while the held-out score
     still improves, and metrics that worsen together do not fire. `SequentialGuard` has none of these weaknesses;
-    docs/reference/kill-switch.md compares both. `entropy` and `reward_std` are averaged and kept in the state for
+    docs/inside/kill-switch-figures.md compares both. `entropy` and `reward_std` are averaged and kept in the state for
     readers; no condition uses them.
     """
 

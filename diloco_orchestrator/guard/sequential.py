@@ -1,7 +1,7 @@
 """`SequentialGuard`: judges the rounds of a run one after another, at a stated rate of false halts.
 
 `guard.channels` has the statistics, `guard.fold` computes a round's numbers, and
-docs/reference/kill-switch.md has error rates and delays.
+docs/inside/kill-switch-figures.md has error rates and delays.
 """
 
 import copy

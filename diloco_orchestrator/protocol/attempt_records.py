@@ -158,6 +158,19 @@ class Grant(Record):
     role: str | None = None  # that was assumed for them; None: a federation token
 
 
+class Window(Record):
+    """Record join/windows/…, overwritten: the requests to the store that the machine of an invited replica may send,
+    signed for it by whoever supervises the run, and encrypted to the identity of its invitation.
+    """
+
+    record: ClassVar[str] = "window"
+    epoch: int = Field(ge=1)
+    replica_id: int = Field(ge=0)
+    identity: str = Field(pattern="^[0-9a-f]{32}$")
+    sealed: str  # `store.presigned.Requests`, compressed
+    lasts_s: float = Field(gt=0)  # for which each is signed, and those to come will be
+
+
 class Taken(Record):
     """join/attempts/<name>/<offer>.taken.json: a machine executes the offered attempt, or its offer is withdrawn."""
 

@@ -43,9 +43,9 @@ def test_the_tables_name_every_family_and_fault(done):
 
 
 def test_the_pictures_are_svg():
-    for picture in (ROOT / "docs/reference/kill-switch").glob("*.svg"):
+    for picture in (ROOT / "docs/inside/kill-switch").glob("*.svg"):
         assert ElementTree.fromstring(picture.read_text()).tag.endswith("svg")
-    assert len([*(ROOT / "docs/reference/kill-switch").glob("*.svg")]) == 6
+    assert len([*(ROOT / "docs/inside/kill-switch").glob("*.svg")]) == 6
 
 
 def test_real_runs_are_trained_and_judged(tmp_path):

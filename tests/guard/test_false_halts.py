@@ -1,8 +1,8 @@
 """The rates on the kill-switch's label, tested on the product's own fold with a stated chance of a wrong alarm.
 
 Seeds are fixed, so that the tests give the same answer each time. The chances say how often another seed would fail a
-guard that is exactly as good as docs/reference/kill-switch.md says; a guard at twice the bar fails each test almost
-surely. The full grid is `python benchmarks/guard.py`.
+guard that is exactly as good as docs/inside/kill-switch-figures.md says; a guard at twice the bar fails each test
+almost surely. The full grid is `python benchmarks/guard.py`.
 """
 
 import math

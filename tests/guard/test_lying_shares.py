@@ -51,7 +51,7 @@ def halted(seed: str, lie: Callable[[float, int], float] | None, rate: float, ro
 @pytest.mark.slow
 def test_a_quarter_of_liars_does_not_halt_healthy_runs_more_often_than_honest_noise():
     """24,000 rounds of liars that report too little by far: about 11 halts for .45 in 1000
-    (docs/reference/kill-switch.md); 24 or more have a chance of 1e-3. Without `FallingShares` all 80 runs halt."""
+    (docs/inside/kill-switch-figures.md); 24 or more have a chance of 1e-3. Without `FallingShares` all 80 runs halt."""
     halts = [halted(f"down {i}", lambda mean, since: mean - 1000, 0.0, 360) for i in range(80)]
     assert sum(at > 0 for at in halts) < 24
 

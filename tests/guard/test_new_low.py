@@ -176,7 +176,7 @@ def test_a_quarter_of_the_shares_that_lies_makes_no_new_low(since, lie):
 @pytest.mark.slow
 @pytest.mark.parametrize("phi", [0.0, 0.5, 0.7])
 def test_of_some_hundred_healthy_runs_none_is_halted(phi):
-    """320 runs of 240 rounds each. docs/reference/kill-switch.md counts those that were, of many more."""
+    """320 runs of 240 rounds each. docs/inside/kill-switch-figures.md counts those that were, of many more."""
     curves = {
         "plateau": lambda t: 0.5,
         "from scratch": lambda t: -10.5 + 7.0 * (1 - math.exp(-t / 8)),

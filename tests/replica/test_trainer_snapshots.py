@@ -28,7 +28,8 @@ from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import ModelMismatch
 from diloco_orchestrator.inspection.pull import pull
 from diloco_orchestrator.inspection.status import RunReader
-from diloco_orchestrator.inspection.verify import check_loading, verify_run
+from diloco_orchestrator.inspection.verify import verify_run
+from diloco_orchestrator.inspection.verify.loading import check_loading
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Stamp
