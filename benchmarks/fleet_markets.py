@@ -327,7 +327,7 @@ def preemptible(draw: random.Random, ticks: int) -> Market:
     return Market(sites)
 
 
-# -- prices that change faster than a start pays for: written after all those, and changed nothing -----------------------
+# -- prices that change faster than a start pays for: written after all those, and changed nothing --------------------
 
 
 def flips(draw: random.Random, ticks: int) -> Market:
