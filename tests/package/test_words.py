@@ -154,6 +154,7 @@ def sample_keys() -> tuple[str, ...]:
             keys.invitation(1, 5, "0" * 32),
             keys.revocation(1, 5, "0" * 32),
             keys.grant(1, 5, "0" * 32, 2),
+            keys.window(1, 5, "0" * 32),
         ),
         *(each(1, 1) for each in attempt),
         *(
