@@ -223,13 +223,18 @@ def test_a_schedule_that_follows_the_training_metric_is_the_same_with_and_withou
     assert report["evaluation"].outcome == "passed"
 
 
+HALF_AND_OFFLOADED = {"bf16": True, "offload": True}
 RANKED = {  # functions of several ranks, by what each shows
     "fully_shard": ("island_fsdp:train", {}),
     "DDP": ("island_workloads:train", {"model": "ddp", "hidden": 31}),
     "accelerate": ("accelerate_loop:train", {}),
     "Lightning, DDP": ("lightning_loop:train", {}),
     "Lightning, fully_shard": ("lightning_loop:train", {"sharded": True}),
+    "fully_shard, bf16, offload": ("island_workloads:train", {"model": "fsdp", "hidden": 31, **HALF_AND_OFFLOADED}),
+    "tensor-parallel": ("island_workloads:train", {"model": "tp", "hidden": 32}),
     "Trainer, DDP": ("tiny_trainers:train", {"kind": "trainer"}),
+    "Trainer, fully_shard": ("tiny_trainers:train", {"kind": "trainer", "sharded": True}),
+    "SFT, DDP": ("tiny_trainers:train", {"kind": "sft"}),
     "GRPO, DDP": ("tiny_trainers:train", {"kind": "grpo"}),
 }
 # Rows that do not apply: the data of a loop are compared with held-out items only where it has any.

@@ -159,7 +159,7 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
         return "run, start and commits", True
     if keys.is_start(key):
         return "other starts", False
-    if keys.began.parse(key) or keys.follows.parse(key):
+    if keys.began.parse(key) or keys.follows.parse(key) or key == keys.LINK:
         return "what replicas began with", False
     if keys.rotation.parse(key) or keys.colleague.parse(key):
         return "keys", False
@@ -197,7 +197,7 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
         return "retention", False
     if keys.parse_join_record(key) is not None or keys.is_join_piece(key):
         return "joined machines", False
-    if keys.invitation.parse(key) or keys.revocation.parse(key) or keys.grant.parse(key):
+    if keys.parse_invited(key) is not None:
         return "invitations", False
     if keys.parse_segment(key) is not None:
         return "segments of the log", True
