@@ -39,7 +39,7 @@ class Handle(Record):
 class Waiting(Record):
     """attempts/<attempt>/waiting.json, overwritten: the provider's reason why a launched attempt has not started.
 
-    Valid until the attempt sends a heartbeat or ends. Credentials are redacted.
+    Empty once it has a machine. Valid until the attempt sends a heartbeat or ends. Credentials are redacted.
     """
 
     record: ClassVar[str] = "waiting"
