@@ -18,7 +18,7 @@ from diloco_orchestrator.cli.shared import EXIT_INTERRUPTED, echo
 
 if TYPE_CHECKING:
     from diloco_orchestrator.clock import Clock
-    from diloco_orchestrator.join.grants import LentCredentials
+    from diloco_orchestrator.join.grants import Lent
     from diloco_orchestrator.join.link import Link
     from diloco_orchestrator.join.machine import JoinSettings
     from diloco_orchestrator.protocol.attempt_records import Offer
@@ -70,9 +70,10 @@ def join(
     """
     from diloco_orchestrator.clock import SystemClock, random_token
     from diloco_orchestrator.errors import StoreUnavailable
-    from diloco_orchestrator.join.grants import LentCredentials
+    from diloco_orchestrator.join.grants import Lent, LentCredentials
     from diloco_orchestrator.join.link import BEGINNING, Link
     from diloco_orchestrator.join.machine import Identity, JoinSettings, Machine
+    from diloco_orchestrator.join.windows import LentRequests
     from diloco_orchestrator.protocol.record_format import Stamp
     from diloco_orchestrator.run_log.run_store import of_run
     from diloco_orchestrator.store.open_store import open_store
@@ -88,7 +89,7 @@ def join(
         url = sys.stdin.read().strip()
     link = Link.parse(url) if url.startswith(BEGINNING) else None
     settings = JoinSettings(replica, once, hours, gpus, ranks, every_s, signed_by)
-    lent = None
+    lent: Lent | None = None
     if link is None:
         trusts = trust_bucket or signed_by is not None
         store = _folder_of_run(url, clock, patience, hours if trusts else 0.0, every_s)
@@ -96,13 +97,16 @@ def join(
     else:
         if trust_bucket or signed_by or replica is not None:
             raise click.UsageError("a link names the replica and the key: leave out the other options about them.")
-        if link.credentials is not None:
+        if link.credentials is not None or link.requests:
             command = click.get_current_context()
-            folder = command.with_resource(TemporaryDirectory(prefix="diloco-link-"))
-            lent = LentCredentials(link, link.credentials, Path(folder), clock)
+            folder = Path(command.with_resource(TemporaryDirectory(prefix="diloco-link-")))
+            if link.credentials is None:
+                lent = LentRequests(link, folder)
+            else:
+                lent = LentCredentials(link, link.credentials, folder, clock)
             command.with_resource(lent.in_this_process())
         with _explained(link, lent):
-            while lent is not None:  # the newest credentials, before what they open is opened
+            while lent is not None:  # the newest access, before what it opens is opened
                 try:
                     lent.find(of_run(open_store(link.url, link.storage_options(), clock=clock, retry=patience), {}))
                     break
@@ -158,7 +162,7 @@ def _folder_of_run(url: str, clock: "Clock", patience: "RetryPolicy", hours: flo
 
 
 @contextmanager
-def _explained(link: "Link | None", lent: "LentCredentials | None") -> Iterator[None]:
+def _explained(link: "Link | None", lent: "Lent | None") -> Iterator[None]:
     """Context in which a refusal of a link's credentials says what the machine's user can do."""
     from diloco_orchestrator.errors import ConfigError, StoreDenied
 

@@ -1,24 +1,31 @@
 """A whole run with a stranger: a link, a machine without any account, temporary credentials of a token service."""
 
+import base64
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from iam_server import ADMIN, BUCKET, ROLE, IamServer, running_iam_server
 from joined import ROOT
 from loopback_r2 import SECRET, running_r2
 from real_runs import FAST
+from signed_s3 import running_signed_s3
 
 from diloco_orchestrator import RunReader, launch
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.join.executor import JoinExecutor
+from diloco_orchestrator.join.link import Link
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_store import identity_of_user, of_run
 from diloco_orchestrator.store.open_store import open_store
+from diloco_orchestrator.store.presigned import Requests
 from diloco_orchestrator.store.s3 import open_s3
 
 pytestmark = pytest.mark.slow
@@ -111,42 +118,93 @@ def test_a_machine_without_an_account_takes_part_by_a_link(server: IamServer, tm
         assert link.strip().encode() not in bucket.get(info.key), info.key
 
 
+def take_part(
+    url: str,
+    account: dict[str, str],
+    alone: dict[str, str],
+    invitation: list[str],
+    tmp_path: Path,
+    monkeypatch: Any,
+    has_ended: Callable[[Link], bool] = lambda link: True,
+) -> str:
+    """Play a run of two machines with the account and a stranger's, all averaged in each round; returns the link.
+
+    `alone`: the environment of the stranger's machine, beside that of every process. `has_ended`: whether the access in
+    the link has; the stranger's replica waits for it in the second round.
+    """
+    for name, value in account.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [ROOT, ROOT / "tests/support"])))
+    monkeypatch.syspath_prepend(ROOT / "tests/support")
+    executor = JoinExecutor(machines=(identity_of_user().public.text(),))
+    args = {"folder": str(tmp_path), "hold": [2]}
+    run = launch("tiny_workloads:train_holding", store=url, executor=executor, args=args, **SETTINGS)
+    mine = {**account, "XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]}
+    made = diloco(tmp_path, mine, "invite", url, "--replica", "2", "--expires", "1h", *invitation)
+    link, said = made.communicate()
+    assert made.returncode == 0 and len(link) < 3000, said
+    (tmp_path / "stranger").mkdir()
+    key = RunReader(of_run(open_store(url))).run.signed_by
+    assert key is not None
+    machines = [
+        diloco(tmp_path, mine, "join", url, "--signed-by", key.key, "--replica", str(each), "--every", EVERY_S)
+        for each in (0, 1)
+    ]
+    machines.append(diloco(tmp_path / "stranger", alone, "join", link.strip(), "--every", EVERY_S))
+
+    def supervise() -> None:
+        none_left(machines)
+        if (tmp_path / "held-2").exists() and has_ended(Link.parse(link)):
+            (tmp_path / "release").touch()
+
+    try:
+        result = run.wait(on_poll=supervise)
+        said = "".join(each.communicate(timeout=60)[1] for each in machines)
+    finally:
+        for each in machines:
+            each.kill()
+    assert result.status == "completed" and [each.returncode for each in machines] == [0, 0, 0], said
+    store = of_run(open_store(url))
+    commits = RunReader(store).commits()
+    averaged = [{answer.replica_id for answer in each.answers if answer.averaged} for each in commits if each.applied]
+    assert averaged == 4 * [{0, 1, 2}]
+    assert not any(str(each.by).startswith("replica 2") for each in commits)
+    assert verify_run(store).agrees
+    return link.strip()
+
+
 def test_a_machine_without_an_account_takes_part_by_a_link_to_a_run_on_r2(tmp_path: Path, monkeypatch):
     with running_r2() as server:
         account = server.environ()
-        for name, value in account.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [ROOT, ROOT / "tests/support"])))
-        executor = JoinExecutor(machines=(identity_of_user().public.text(),))
-        run = launch("tiny_workloads:train", store=ON_R2, executor=executor, **SETTINGS)
-        mine = {**account, "XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]}
-        made = diloco(tmp_path, mine, "invite", ON_R2, "--replica", "2", "--expires", "1h")
-        link, said = made.communicate()
-        assert made.returncode == 0 and len(link) < 2500, said
-        (tmp_path / "stranger").mkdir()
-        key = RunReader(of_run(open_store(ON_R2))).run.signed_by
-        assert key is not None
-        machines = [
-            diloco(tmp_path, mine, "join", ON_R2, "--signed-by", key.key, "--replica", str(each), "--every", EVERY_S)
-            for each in (0, 1)
-        ]
         alone = {"http_proxy": account["http_proxy"]}
-        machines.append(diloco(tmp_path / "stranger", alone, "join", link.strip(), "--every", EVERY_S))
-        try:
-            result = run.wait(on_poll=lambda: none_left(machines))
-            said = "".join(each.communicate(timeout=60)[1] for each in machines)
-        finally:
-            for each in machines:
-                each.kill()
-        assert result.status == "completed" and [each.returncode for each in machines] == [0, 0, 0], said
-        store = of_run(open_store(ON_R2))
-        commits = RunReader(store).commits()
-        averaged = [
-            {answer.replica_id for answer in each.answers if answer.averaged} for each in commits if each.applied
-        ]
-        assert averaged == 4 * [{0, 1, 2}]
-        assert not any(str(each.by).startswith("replica 2") for each in commits)
-        assert verify_run(store).agrees
+        link = take_part(ON_R2, account, alone, [], tmp_path, monkeypatch)
         bucket = open_s3(ON_R2, {})
         everything = b"".join(bucket.get(info.key) for info in bucket.list(""))
-        assert SECRET.encode() not in everything and link.strip().encode() not in everything
+        assert SECRET.encode() not in everything and link.encode() not in everything
+
+
+def test_a_machine_without_an_account_takes_part_by_signed_requests_alone(tmp_path: Path, monkeypatch):
+    """Each of a minute: in the second round its replica waits until those of the link have ended."""
+
+    def has_ended(link: Link) -> bool:
+        requests = Requests.from_bytes(base64.urlsafe_b64decode(link.requests))
+        try:
+            urllib.request.urlopen(requests.read[keys.RUN][1]).close()
+        except urllib.error.HTTPError as error:
+            return error.code == 403
+        return False
+
+    with running_signed_s3() as server:
+        invitation = ["--presigned", "--credentials-last", "1m"]
+        link = take_part(ON_R2, server.environ(), {}, invitation, tmp_path, monkeypatch, has_ended)
+        by_url, refused = server.server.by_url, server.server.refused_urls
+        print(len(by_url), "different requests")
+        assert {path for _, path in refused} == {"/bucket/runs/a/run.json"}, refused  # ours, above
+        written = [path for method, path in by_url if method == "PUT"]
+        bucket = open_s3(ON_R2, {})
+        theirs = [
+            i.key for i in bucket.list(keys.ROUNDS) if "/contributions/2.json/" in i.key or "/payload/2/" in i.key
+        ]
+        assert len(theirs) >= 8 and all(any(path.endswith(each) for path in written) for each in theirs)
+        everything = b"".join(bucket.get(info.key) for info in bucket.list(""))
+        assert b"X-Amz-Signature" not in everything and link.encode() not in everything
