@@ -288,7 +288,7 @@ class _Window:
 
 
 class _Filled:
-    """The batches of a sampler, with an epoch's last one, if it is shorter, filled up with the epoch's first indices."""
+    """The batches of a sampler; an epoch's last one, if it is shorter, is filled up with the epoch's first indices."""
 
     def __init__(self, sampler: BatchSampler) -> None:
         self._sampler = sampler
