@@ -20,9 +20,9 @@ from diloco_orchestrator.protocol.records import Start
 log = logging.getLogger(__name__)
 
 EXACT = "fp32"  # codec that changes no bit
-# So many that a drawn shard is a small part of all, and the last one hardly shorter; but every rank writes and reads
-# objects by their number, and a store takes some thousand requests a second (`benchmarks/scale.py`).
-_SHARDS_A_RANK, _MOST_SHARDS = 4, 256
+# More shards than these spread bytes no better. Large fleets take fewer where that costs less: every rank writes and
+# reads objects by their number, and a store takes some thousand requests a second. Below 64 it hardly costs less.
+_SHARDS_A_RANK, _MOST_SHARDS, _FEW_SHARDS = 4, 256, 64
 _FEWEST_DEALERS = 3  # of two, each would read all payloads
 _FEWEST_AT_ONCE, _IN_FLIGHT = 4, 256 * 2**20  # reduced shards that are read at the same time, and their bytes
 _BYTES_IN_FLIGHT = 8  # of an element: the store engine's buffer and the bytes, in fp32
@@ -62,12 +62,6 @@ def average_codec_of(codec: str) -> str | None:
     """
     found = get_codec(codec).fine or codec
     return None if found == EXACT else found
-
-
-def shard_numel_for(numel: int, world_size: int, most: int) -> int:
-    """Elements per shard, at most `most`: a multiple of every codec's group, small enough that each rank has some."""
-    shards = max(world_size, min(_SHARDS_A_RANK * world_size, _MOST_SHARDS))
-    return min(most, max(1, -(-numel // (shards * LARGEST_GROUP))) * LARGEST_GROUP)
 
 
 def dealers(
@@ -150,6 +144,21 @@ def bytes_down_of_round(payload_bytes: float, lengths: Sequence[int], codec: str
     return round(2 * payload_bytes + drawn_bytes + replicas * (not_dealt - drawn) * averages / shards)
 
 
+def shard_numel_for(numel: int, world_size: int, most: int, codec: str = EXACT, link: Link = ASSUMED) -> int:
+    """Elements per shard, at most `most`, with which scatter-reduce takes the least time over `link`.
+
+    It is a multiple of every codec's group. Candidates are four shards a rank, but at most 256 or one a rank, and a
+    half, a quarter and so on of that number, down to 64 and to one for two ranks.
+    """
+    shards, cuts = max(world_size, min(_SHARDS_A_RANK * world_size, _MOST_SHARDS)), dict[int, float]()
+    while shards >= max(world_size // 2, _FEW_SHARDS) or not cuts:
+        cut = min(most, max(1, -(-numel // (shards * LARGEST_GROUP))) * LARGEST_GROUP)
+        if cut not in cuts:
+            cuts[cut] = _scatter_s(numel, codec, world_size, cut, link)
+        shards //= 2
+    return min(cuts, key=lambda cut: cuts[cut])
+
+
 def predicted_s(numel: int, codec: str, world_size: int, most: int, link: Link = ASSUMED) -> tuple[float, float]:
     """Seconds in which ranks average a vector over `link`: (by gather, by scatter-reduce), for three ranks or more.
 
@@ -157,36 +166,45 @@ def predicted_s(numel: int, codec: str, world_size: int, most: int, link: Link =
     together; parts follow one another. Payload shards are written four at a time, and up to `MOST_PARALLEL` objects
     read at the same time. `most`: the largest number of elements in a shard.
     """
-    n, at_all_s, link = world_size, 4 * numel / _ARITHMETIC, link._replace(latency_s=_SLOWEST * link.latency_s)
-    whole = [stop - start for start, stop in shard_ranges(numel, most)]
-    size, requests = sum(map(get_codec(codec).encoded_size, whole)), (n - 1) * len(whole)
-    gather_s = _writing_s(size, len(whole), n, link) + (2 * n - 1) * at_all_s
-    gather_s += _reading_s((n - 1) * size, n + requests, n + requests, n, link)
-    lengths = [stop - start for start, stop in shard_ranges(numel, shard_numel_for(numel, n, most))]
+    cut = shard_numel_for(numel, world_size, most, codec, link)
+    return _gather_s(numel, codec, world_size, most, link), _scatter_s(numel, codec, world_size, cut, link)
+
+
+def _gather_s(numel: int, codec: str, n: int, shard_numel: int, link: Link) -> float:
+    lengths = [stop - start for start, stop in shard_ranges(numel, shard_numel)]
+    size, requests = sum(map(get_codec(codec).encoded_size, lengths)), n + (n - 1) * len(lengths)
+    took_s = _writing_s(size, len(lengths), n, link) + _reading_s((n - 1) * size, requests, requests, n, link)
+    return took_s + (2 * n - 1) * 4 * numel / _ARITHMETIC
+
+
+def _scatter_s(numel: int, codec: str, n: int, shard_numel: int, link: Link) -> float:
+    lengths = [stop - start for start, stop in shard_ranges(numel, shard_numel)]
     shards, size = max(1, len(lengths)), sum(map(get_codec(codec).encoded_size, lengths))
     averages = sum(reduced_size(each, average_codec_of(codec)) for each in lengths)
     mean, dealt = 2 * shards / n, 2 * (shards // n) + min(shards % n, 2)  # shards that a rank deals; at the most
     rest = max(0.0, shards - mean - 1)  # averages that others make
-    scatter_s = _writing_s(size, shards, n, link) + (dealt * n + n) / shards * at_all_s + 2 * at_all_s
-    scatter_s += _reading_s(dealt / shards * n * size, n + n * dealt, n + n * mean, n, link)  # payloads
-    scatter_s += _reading_s(0, n + 2, n, n, link)  # check records
+    took_s = _writing_s(size, shards, n, link) + ((dealt + 1) * n / shards + 2) * 4 * numel / _ARITHMETIC
+    took_s += _reading_s(dealt / shards * n * size, n + n * dealt, n + n * mean, n, link)  # payloads
+    took_s += _reading_s(0, n + 2, n, n, link)  # check records
     # The shards that it owns, one after the other, and its record; the drawn one; records and averages of others.
-    own_s = (dealt / 2 + 1) * link.latency_s + averages / n / link.up
-    drawn_s = _reading_s((n - 1) / shards * size, n - 1, 0, n, link)
-    others_s = rest * max(averages / shards / link.down, link.latency_s / at_once_for(max(lengths, default=0)))
-    in_turn_s = own_s + drawn_s + _batches(n) * link.latency_s + others_s
-    return gather_s, scatter_s + max(in_turn_s, n * (2 * n + rest) / _GETS_PER_S)
+    slow_s = _SLOWEST * link.latency_s
+    in_turn_s = (dealt / 2 + 1 + _batches(n)) * slow_s + averages / n / link.up
+    in_turn_s += _reading_s((n - 1) / shards * size, n - 1, 0, n, link)
+    in_turn_s += rest * max(averages / shards / link.down, slow_s / at_once_for(max(lengths, default=0)))
+    return took_s + max(in_turn_s, n * (2 * n + rest) / _GETS_PER_S)
 
 
 def _writing_s(size: int, shards: int, ranks: int, link: Link) -> float:
     """Seconds in which each of `ranks` writes `size` bytes in so many shards, then a record."""
-    own_s = max(size / link.up, _batches(shards, _WRITTEN_AT_ONCE) * link.latency_s) + link.latency_s
-    return max(own_s, ranks * (shards + 1) / _PUTS_PER_S)
+    slow_s = _SLOWEST * link.latency_s
+    return max(
+        size / link.up + slow_s, (_batches(shards, _WRITTEN_AT_ONCE) + 1) * slow_s, ranks * (shards + 1) / _PUTS_PER_S
+    )
 
 
 def _reading_s(size: float, requests: int, mean: float, ranks: int, link: Link) -> float:
     """Seconds in which a rank reads `size` bytes by `requests`, while `ranks` send `mean` requests each."""
-    return max(size / link.down, _batches(requests) * link.latency_s, ranks * mean / _GETS_PER_S)
+    return max(size / link.down, _batches(requests) * _SLOWEST * link.latency_s, ranks * mean / _GETS_PER_S)
 
 
 def _batches(requests: int, at_once: int = MOST_PARALLEL) -> int:
@@ -241,11 +259,16 @@ def scatters(config: RunConfig, start: Start) -> bool:
     return config.path == "scatter_reduce" and config.replicas >= _FEWEST_DEALERS
 
 
-def shard_numel_of(config: RunConfig, path: str, fragments: Sequence[int]) -> int:
+def shard_numel_of(
+    config: RunConfig, path: str, fragments: Sequence[int], link: Callable[[], Link] = lambda: ASSUMED
+) -> int:
     """Elements in a shard of a run's base and payloads. `path`: a result of `path_of`.
 
-    `fragments`: elements of each fragment of the model.
+    Args:
+        fragments: elements of each fragment of the model.
+        link: the way of a replica to the store; called only if the path was chosen by it.
     """
     if path == "gather":
         return config.shard_numel
-    return shard_numel_for(max(fragments), config.replicas, config.shard_numel)
+    over = link() if config.path == "auto" else ASSUMED
+    return shard_numel_for(max(fragments), config.replicas, config.shard_numel, config.codec, over)

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from diloco_orchestrator.allreduce.dealing import (
+    ASSUMED,
     EXACT,
     Link,
     average_codec_of,
@@ -122,8 +123,11 @@ class ObjectStoreAllReduce:
 
     def _cut(self, numel: int) -> tuple[bool, int]:
         """(whether a tensor of `numel` elements is averaged by scatter-reduce, elements per shard)."""
-        scatters = chooses_scatter(self._path, numel, self._codec, self.world_size, SHARD_NUMEL, lambda: self._link)
-        return scatters, shard_numel_for(numel, self.world_size, SHARD_NUMEL) if scatters else SHARD_NUMEL
+        what = self._path, numel, self._codec, self.world_size, SHARD_NUMEL
+        if not chooses_scatter(*what, lambda: self._link):
+            return False, SHARD_NUMEL
+        link = self._link if self._path == "auto" else ASSUMED
+        return True, shard_numel_for(numel, self.world_size, SHARD_NUMEL, self._codec, link)
 
     @functools.cached_property
     def _link(self) -> Link:

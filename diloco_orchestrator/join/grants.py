@@ -127,9 +127,10 @@ def _last(store: Store, newest_first: Sequence[str]) -> Grant | None:
 class Lent(ABC):
     """Access to the store that a machine with a link has for a while, in files that only this user reads."""
 
-    def __init__(self, variables: Mapping[str, str]) -> None:
-        """`variables`: by which a process finds the files."""
-        self._variables = variables
+    def __init__(self, variables: dict[str, str]) -> None:
+        """`variables`: by which a process finds the files. It finds no profile of this machine's user."""
+        nothing = {"AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull}
+        self._variables = nothing | variables
         self.secrets: dict[str, str] = {}  # all that were used, by name, for redaction
 
     def environ(self, others: Mapping[str, str]) -> dict[str, str]:
@@ -186,8 +187,7 @@ class LentCredentials(Lent):
         config = folder / "config"
         profiles = {"default": self._file, f"profile {_WRITING}": self._writing}
         config.write_text("".join(f"[{p}]\ncredential_process = cat {quote(str(f))}\n" for p, f in profiles.items()))
-        variables = {"AWS_CONFIG_FILE": str(config), "AWS_SHARED_CREDENTIALS_FILE": os.devnull}
-        super().__init__(variables | {ENV_WRITING_PROFILE: _WRITING, **link.environ()})
+        super().__init__({"AWS_CONFIG_FILE": str(config), ENV_WRITING_PROFILE: _WRITING, **link.environ()})
         self._use(credentials)
 
     def look(self, store: Store) -> None:

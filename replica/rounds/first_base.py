@@ -6,6 +6,7 @@ at `start.json` or in snapshot 0 with other bytes than a replica writes there is
 under a random name. `snapshots.layout` stores a base.
 """
 
+import functools
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -300,8 +301,9 @@ class _FirstSnapshot:
 
     def __init__(self, attempt: Attempt, own: OwnModel) -> None:
         numels = [sum(own.parameters[name].numel() for name in names) for names in own.fragments]
-        self.path = path_of(attempt.config, numels, lambda: _link_of(attempt))
-        shard_numel = shard_numel_of(attempt.config, self.path, numels)
+        link = functools.cache(functools.partial(_link_of, attempt))
+        self.path = path_of(attempt.config, numels, link)
+        shard_numel = shard_numel_of(attempt.config, self.path, numels, link)
         self.base = own.values.first_base(attempt.config.outer, own.fragments, shard_numel)
         self.take: str | None = None
         self.buffers = sorted(own.untrained.buffers.first)

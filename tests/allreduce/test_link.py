@@ -5,8 +5,9 @@ from collections import Counter
 import pytest
 from record_examples import EXAMPLES, STAMP
 
-from diloco_orchestrator.allreduce.dealing import ASSUMED, Link, chooses_scatter, predicted_s
+from diloco_orchestrator.allreduce.dealing import ASSUMED, Link, chooses_scatter, predicted_s, shard_numel_for
 from diloco_orchestrator.allreduce.link import agreed_link
+from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.clock import ManualClock, NoBackground
 from diloco_orchestrator.errors import StoreDenied
 from diloco_orchestrator.protocol import keys
@@ -141,3 +142,15 @@ def test_auto_follows_the_link_and_the_requests_of_all_ranks():
     assert not takes(25_000_000, "int8", 64, 5, 10_000) and takes(1_000_000_000, "int8", 64, 5, 1_000)
     slow, fast = (predicted_s(10**9, "fp32", 4, 2**24, Link(0.05, each, 1e9)) for each in (1e6, 1e9))
     assert slow[0] - fast[0] == pytest.approx(4e9 / 1e6, rel=0.01)
+
+
+def test_large_fleets_take_fewer_shards_where_requests_cost_more_than_bytes():
+    def shards(numel: int, ranks: int, mb: float, most: int = 2**24) -> int:
+        link = Link(0.03, mb / 8 * 1e6, mb / 8 * 1e6)
+        return len(shard_ranges(numel, shard_numel_for(numel, ranks, most, "int4", link)))
+
+    assert shards(25_000_000, 16, 1000) == 64  # four a rank
+    assert shards(25_000_000, 64, 1000) == 64 and 2 * 64 < shards(1_000_000_000, 64, 1000) <= 256
+    assert 125 <= shards(1_000_000_000, 256, 1000) <= 128 and 250 <= shards(1_000_000_000, 256, 100) <= 256
+    assert shards(25_000_000, 1024, 1000) >= 500  # one for two ranks
+    assert shards(2**30, 64, 1000, 2**20) == 1024  # no shard is larger than the setting

@@ -1,7 +1,9 @@
 """Windows: requests that are signed for a stranger's machine, on an S3 server that checks each signature."""
 
 import base64
+import os
 import re
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from join_scene import HOUR, KEY, STAMP, Invited
 from protocol_fleet import BY_HAND, Fleet, answer, close
+from real_runs import wait_for
 from signed_s3 import SignedS3, running_signed_s3
 
 from diloco_orchestrator.cli.invite_command import invite
@@ -147,6 +150,13 @@ def test_a_window_is_read_by_the_machine_with_the_link_alone(seat: Seat, tmp_pat
         Identity(bytes([9] * 32)).opened(key, Window.from_bytes(seat.log.store.get(key), key).sealed)
 
 
+def test_a_machine_uses_no_account_of_its_user(seat: Seat):
+    machine = seat.machine_with(seat.windows.open(seat.invitation, LIFE_S))
+    environ = machine.environ({"AWS_PROFILE": "work", "AWS_ACCESS_KEY_ID": "mine", "HOME": "/home/me"})
+    nothing = {"AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull}
+    assert environ == {"HOME": "/home/me", "DILOCO_SIGNED_REQUESTS": str(seat.folder / "requests"), **nothing}
+
+
 def test_a_window_that_the_runs_keys_have_not_signed_does_not_exist(seat: Seat):
     """By one who may overwrite objects, and who knows to whom it has to be encrypted."""
     machine = seat.machine_with(seat.windows.open(seat.invitation, LIFE_S))
@@ -208,15 +218,15 @@ def server() -> Iterator[SignedS3]:
 class OnS3:
     """The run of a `Seat` in a bucket, and a machine with the link, which has no account there."""
 
-    def __init__(self, seat: Seat, bucket: Store, signer: Signer) -> None:
+    def __init__(self, seat: Seat, bucket: Store, signer: Signer, life_s: float = LIFE_S, stamp: Stamp = STAMP) -> None:
         self.bucket = bucket
         for info in self.bucket.list(""):
             self.bucket.delete(info.key)
         for info in seat.store.list(""):
             self.bucket.put(info.key, seat.store.get(info.key))
         self.seat, self.store = seat, of_run(self.bucket)
-        self.windows = Windows(self.store, signer, STAMP)
-        self.machine = seat.machine_with(self.windows.open(seat.invitation, LIFE_S))
+        self.windows = Windows(self.store, signer, stamp)
+        self.machine = seat.machine_with(self.windows.open(seat.invitation, life_s))
         self.presigned = PresignedStore(URL, seat.folder / "requests")
 
     def look(self) -> None:
@@ -321,6 +331,25 @@ def test_requests_whose_time_is_over_or_has_not_begun_are_refused_and_said_so(sc
         with server.ahead_by(ahead_s), pytest.raises(StoreDenied):
             scene.presigned.create(scene.seat.name(keys.contribution(1, 3)), b"x")
     assert scene.presigned.get(keys.RUN)
+
+
+@pytest.mark.slow  # the store's clock has to pass the end of real requests
+def test_a_machine_whose_requests_are_renewed_reads_and_writes_after_the_end_of_the_first(
+    seat: Seat, account: tuple[Store, Signer]
+):
+    began, life_s = time.monotonic(), 8.0
+    scene = OnS3(seat, *account, life_s, Stamp("supervisor", lambda: 1000.0 + time.monotonic() - began))
+    scene.look()
+    first = seat.in_use()
+    wait_for(lambda: time.monotonic() - began > 0.6 * life_s, "half of their life")
+    scene.look()
+    wait_for(lambda: _sent(first.read[keys.RUN][1], None, {}) == 403, "the end of the first requests")
+    name = seat.name(keys.contribution(1, 3))
+    assert _sent(first.create[name], b"x", {"If-None-Match": "*"}) == 403
+    assert scene.presigned.get(keys.RUN) and scene.presigned.create(name, b"x")
+    wait_for(lambda: _sent(seat.in_use().read[keys.RUN][1], None, {}) == 403, "the end of the second ones")
+    with pytest.raises(StoreDenied, match="unless they are renewed"):
+        scene.presigned.get(keys.RUN)
 
 
 def test_a_file_of_requests_that_is_cut_is_refused(scene: OnS3):

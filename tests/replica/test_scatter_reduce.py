@@ -83,7 +83,8 @@ def fleet_of(
 
 def contribute(participant: Participant) -> Contribution:
     generator = torch.Generator().manual_seed(participant._attempt.replica_id)
-    vector = FlatTensors([torch.randn(WIDE * HIGH + HIGH, generator=generator)])
+    base = participant.base
+    vector = FlatTensors([torch.randn(base.numel(base.fragments[0]), generator=generator)])
     return participant._contributor.contribute_delta(vector, report())
 
 
@@ -188,6 +189,13 @@ def test_what_auto_took_is_fixed_by_the_start_record():
     assert played(participants).checks is None
     assert_right(fleet, participants)
     assert fleet_of("gather")[0].engine.get(keys.START).count(b'"path"') == 0
+
+
+def test_fewer_shards_than_replicas_are_averaged_too():
+    fleet, participants = fleet_of("scatter_reduce", wide=32, replicas=5)
+    commit = played(participants)
+    assert all(each.averaged for each in commit.answers) and commit.checks and of_shards(participants) == 2
+    assert_right(fleet, participants)
 
 
 def test_all_replicas_go_by_the_link_that_is_recorded():
