@@ -51,6 +51,7 @@ _WHY_NOT: Mapping[str, str] = {
     "retention": "what somebody asked to delete, beyond the run's own settings",
     "snapshot files": "compared with their record alone; whether they hold the base needs torch",
     "snapshot records": "when and by whom a snapshot was written; its files and base are checked",
+    "trials of the store": "written before anything rests on it, and left where they may not be deleted",
     "unfinished snapshots": "files without a snapshot.json, which nobody loads",
 }
 _ATTEMPT_KINDS = {
@@ -163,6 +164,8 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
         return "what replicas began with", False
     if keys.rotation.parse(key) or keys.colleague.parse(key):
         return "keys", False
+    if key.startswith((keys.PROBE, keys.DOCTOR)):
+        return "trials of the store", False
     if key in (keys.KL_RECORD, keys.KL_REFERENCE):
         return "drift reference", True
     if (leg := keys.begin.parse(key) or keys.halt.parse(key) or keys.result.parse(key)) is not None:
