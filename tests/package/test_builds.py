@@ -146,6 +146,12 @@ def test_help_to_join_needs_no_torch(light):
     assert "Usage: diloco join" in light("join", "--help").stdout
 
 
+def test_doctor_without_torch_says_so_and_goes_on_to_the_store(light):
+    done = light("doctor", "a-store")
+    assert done.returncode == 1 and "FAIL  torch          it does not import" in done.stdout
+    assert "ok    throughput" in done.stdout and "arithmetic" not in done.stdout and "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_verify_without_torch_checks_the_rest_and_says_what_it_did_not_derive(light, run):
     done = light("verify", run)
