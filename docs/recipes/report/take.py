@@ -53,6 +53,13 @@ class Browser:
                 result: dict[str, Any] = answer["result"]
                 return result
 
+    def open(self, url: str) -> None:
+        """Show the page at `url`; returns once it is loaded."""
+        self("Page.enable")
+        self("Page.navigate", url=url)
+        while json.loads(self._message()).get("method") != "Page.loadEventFired":
+            pass
+
     def value(self, expression: str) -> Any:
         """The value of an expression of JavaScript in the page, once it is settled."""
         done = self("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
@@ -93,7 +100,7 @@ def take(page: Path, target: Path, width: int, height: int, colours: str, headin
     with tempfile.TemporaryDirectory() as folder, browser(Path(folder)) as tell:
         tell("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
         tell("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": colours}])
-        tell("Page.navigate", url=page.as_uri())
+        tell.open(page.as_uri())
         settled = "new Promise((done) => setTimeout(() => requestAnimationFrame(() => done(1)), 500))"
         tell.value(settled)
         tell.value(f"document.querySelector({heading!r}).scrollIntoView()")
